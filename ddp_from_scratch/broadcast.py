@@ -1,0 +1,169 @@
+"""One model on all ranks: compare first, then pass rank 0's parameters and buffers on.
+
+It comes before a gradient's way: averages of gradients keep ranks equal only if they began equal.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .layout import Gradient, assign_buckets
+
+# A message holds about this much: large enough for the network, small enough that a rank passes
+# one on to its children while the next is on its way to it.
+_MESSAGE_BYTES = 16 * 2**20
+
+
+def broadcast_parameters(
+    module: torch.nn.Module, src: int = 0, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Gives every rank the parameters and buffers of rank `src`, bit for bit.
+
+    First all ranks compare their models; then the tensors travel by `send` and `recv` along a
+    binomial tree rooted at `src` (each rank receives once and passes on), coalesced into flat
+    messages per dtype.
+
+    Args:
+        module: the model; its tensors keep their storage, shape, strides and device.
+        src: the rank, within the group, to copy from.
+        process_group: the ranks that take part; None means all.
+
+    Raises:
+        ValueError: `src` is not a rank of the group, or the module has lazy parameters.
+        RuntimeError: the models differ in number, names, order, shapes, strides, dtypes or
+            requires_grad of parameters or buffers. The text names the first that differs and the
+            two ranks, and is the same on every rank.
+    """
+    _check_rank(src, process_group)
+    check_same_model(module, process_group)
+    _send_along_tree([*module.parameters(), *module.buffers()], src, process_group)
+
+
+def broadcast_buffers(
+    module: torch.nn.Module, src: int = 0, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Gives every rank the buffers of rank `src`, such as batch norm's running statistics.
+
+    A training step never reads those, so unlike torch's DDP, which sends them before every
+    forward pass, this is called where they are read: before an evaluation or a checkpoint. What
+    rank `src` holds is the same either way.
+
+    Args: as `broadcast_parameters`.
+
+    Raises:
+        ValueError: `src` is not a rank of the group.
+    """
+    _check_rank(src, process_group)
+    _send_along_tree(list(module.buffers()), src, process_group)
+
+
+def check_same_model(
+    module: torch.nn.Module, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Raises on every rank unless all hold the same parameters and buffers (values aside).
+
+    Ranks exchange a digest of 32 bytes; only where digests differ do they exchange descriptions.
+
+    Raises:
+        ValueError: the module has lazy parameters, whose shape is not known yet.
+        RuntimeError: as `broadcast_parameters`.
+    """
+    mine = _describe(module)
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    world_size = dist.get_world_size(process_group)
+    digests: list[bytes] = [b""] * world_size
+    dist.all_gather_object(digests, digest, group=process_group)
+    if len(set(digests)) == 1:
+        return
+    descriptions: list[list[str]] = [[]] * world_size
+    dist.all_gather_object(descriptions, mine, group=process_group)
+    other = next(rank for rank in range(world_size) if digests[rank] != digests[0])
+    raise RuntimeError(_first_difference(descriptions[0], descriptions[other], other))
+
+
+def _describe(module: torch.nn.Module) -> list[str]:
+    """One line for each parameter and buffer, in order."""
+    lines = []
+    for name, parameter in module.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name} is lazy and has no shape yet: run one forward pass on every "
+                f"rank before broadcast_parameters"
+            )
+        lines.append(
+            f"parameter {name}: shape {tuple(parameter.shape)}, strides {parameter.stride()}, "
+            f"{parameter.dtype}, requires_grad={parameter.requires_grad}"
+        )
+    for name, buffer in module.named_buffers():
+        lines.append(f"buffer {name}: shape {tuple(buffer.shape)}, {buffer.dtype}")
+    return lines
+
+
+def _first_difference(zero: list[str], other: list[str], rank: int) -> str:
+    for ours, theirs in zip(zero, other, strict=False):
+        if ours != theirs:
+            return f"the models differ: rank 0 has {ours}; rank {rank} has {theirs}"
+    longer, has = (0, zero) if len(zero) > len(other) else (rank, other)
+    extra = has[min(len(zero), len(other))]
+    return (
+        f"the models differ: rank 0 has {len(zero)} parameters and buffers, rank {rank} has "
+        f"{len(other)}; only rank {longer} has {extra}"
+    )
+
+
+def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
+    world_size = dist.get_world_size(process_group)
+    if not 0 <= src < world_size:
+        raise ValueError(f"src must be a rank of the group, 0 to {world_size - 1}, got {src}")
+
+
+def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[int | None, list[int]]:
+    """Where a rank stands in the binomial tree: its parent (None for the root) and children.
+
+    With r counted from the root, r's parent is r less its lowest set bit; the child with the
+    largest subtree comes first. Eight ranks, root 0:
+
+        0 ── 4 ── 6 ── 7
+        │    └─── 5
+        ├─── 2 ── 3
+        └─── 1
+    """
+    relative = (rank - root) % world_size
+    bit = 1
+    while bit < world_size and not relative & bit:
+        bit <<= 1
+    parent = None if relative == 0 else (relative - bit + root) % world_size
+    children = []
+    while bit := bit >> 1:
+        if relative + bit < world_size:
+            children.append((relative + bit + root) % world_size)
+    return parent, children
+
+
+@torch.no_grad()
+def _send_along_tree(
+    tensors: Sequence[torch.Tensor], src: int, process_group: dist.ProcessGroup | None
+) -> None:
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    parent, children = tree_neighbours(rank, world_size, src)
+    for members in _messages(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in members])
+        wire = flat.view(torch.uint8)  # bytes, which every backend can send, whatever the dtype
+        if parent is not None:
+            dist.recv(wire, group=process_group, group_src=parent)
+        for child in children:
+            dist.send(wire, group=process_group, group_dst=child)
+        if parent is not None:
+            sizes = [tensor.numel() for tensor in members]
+            for tensor, values in zip(members, flat.split(sizes), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+
+def _messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """The tensors of each message: one dtype and device, about `_MESSAGE_BYTES` together."""
+    sizes = [Gradient(t.numel(), t.nbytes, (t.dtype, t.device)) for t in tensors]
+    for layout in assign_buckets(sizes, range(len(tensors)), _MESSAGE_BYTES, _MESSAGE_BYTES):
+        if layout.numel:
+            yield [tensors[index] for index in layout.members]

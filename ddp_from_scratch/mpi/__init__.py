@@ -1,0 +1,36 @@
+"""torch.distributed's "mpi" backend over mpi4py, for torch wheels that were built without MPI.
+
+Importing this module registers the backend:
+
+    import ddp_from_scratch.mpi
+    torch.distributed.init_process_group("mpi")      # under mpirun; ranks come from MPI
+
+From the version on where torch looks for a registered backend before its own, the name is "mpi".
+An older torch insists on its own for that name and on being built with it; there the name is
+"mpi4py". `BACKEND` is the one that holds here, and `ddp.process_group("mpi")` chooses it.
+
+How a collective travels: `process_group.py` turns torch's call into one on an MPI communicator,
+`worker.py` runs it on the group's thread while the caller goes on, `datatypes.py` says how a
+tensor's memory looks to MPI.
+"""
+
+import inspect
+
+import torch.distributed as dist
+
+from .process_group import ProcessGroupMPI, create
+from .runtime import MPIPlacement, placement, share
+
+__all__ = ["BACKEND", "MPIPlacement", "ProcessGroupMPI", "placement", "share"]
+
+
+def _register() -> str:
+    # torch that consults its registry for every backend names MPI there too; one that does not
+    # goes to its C++ for the name "mpi" and never asks us.
+    helper = inspect.getsource(dist.distributed_c10d._new_process_group_helper)
+    name = "mpi4py" if "is_mpi_available" in helper else "mpi"
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    return name
+
+
+BACKEND = _register()

