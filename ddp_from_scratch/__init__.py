@@ -1,0 +1,32 @@
+"""Synchronous data-parallel SGD over torch.distributed, written to be read.
+
+    import torch
+    import ddp_from_scratch as ddp
+
+    with ddp.process_group("gloo") as world:
+        model = Net().to(world.device)
+        ddp.broadcast_parameters(model)
+        reducer = ddp.Reducer(model)
+        ...                                  # backward() now leaves averages in .grad
+
+The way of one gradient: `reducer.py` (hooks) → `bucket.py` (pack, launch, wait, unpack) →
+`comm_hooks.py` (what is sent), with `layout.py` saying what lies where.
+"""
+
+from .broadcast import broadcast_buffers, broadcast_parameters
+from .check_sync import check_sync
+from .errors import UsageError
+from .process_group import World, process_group
+from .reducer import Reducer
+from .supervisor import start_ranks
+
+__all__ = [
+    "Reducer",
+    "UsageError",
+    "World",
+    "broadcast_buffers",
+    "broadcast_parameters",
+    "check_sync",
+    "process_group",
+    "start_ranks",
+]

@@ -7,3 +7,7 @@ class UsageError(ValueError):
     Its text is one line that names the value, what was expected and what to do. The command line
     prints that line alone, without a traceback, and exits with code 2.
     """
+
+
+class PeerError(UsageError):
+    """Another rank has the mistake and reports it; this rank ends in silence."""

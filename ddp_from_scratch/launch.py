@@ -20,6 +20,9 @@ from typing import NoReturn
 from .errors import UsageError
 
 
+STARTED_HERE = "DDP_STARTED_HERE"
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where a launcher put this process.
@@ -31,7 +34,7 @@ class Placement:
         local_world_size: the number of those on this machine.
         node_rank: the machine's number.
         launcher: who started it: "torchrun" (or `start_ranks`, which sets the same variables),
-            "srun", or "none".
+            "mpirun", "srun" or "none".
     """
 
     rank: int
@@ -68,6 +71,20 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
     if "OMPI_COMM_WORLD_RANK" in environ or environ.get("PMI_SIZE", step_size) != step_size:
         return "mpirun"
     return "srun" if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ else "none"
+
+
+def started_here(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process's launcher was started by `start_ranks` or `exec_mpirun`."""
+    return STARTED_HERE in environ
+
+
+def speaks(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process reports what is wrong on its machine before ranks can agree on it.
+
+    True for the first rank of each machine, and without a launcher.
+    """
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    return next((environ[name] for name in names if name in environ), "0") == "0"
 
 
 def placement(environ: Mapping[str, str] = os.environ) -> Placement:
@@ -187,6 +204,9 @@ def exec_mpirun(nproc: int, command: Sequence[str]) -> NoReturn:
         # How long a rank may take to stop after Ctrl-C (to write its checkpoint).
         "PRTE_MCA_odls_base_sigkill_timeout": "8",
     }
+    defaults[STARTED_HERE] = "1"
+    if sys.stderr.isatty():
+        defaults["DDP_TERMINAL"] = "1"
     if os.getuid() == 0:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     full = [mpirun, "-n", str(nproc), *command]

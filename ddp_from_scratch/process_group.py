@@ -1,23 +1,18 @@
 """Opens and closes the process group that everything else communicates through."""
 
-import fcntl
 import os
-import socket
-import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from . import launch
+from . import launch, rendezvous
 from .errors import UsageError
 from .launch import Placement
-from .supervisor import RENDEZVOUS_FILE, die_with_parent
+from .supervisor import die_with_parent
 
 BACKENDS = ("gloo", "nccl", "mpi")
 
@@ -109,27 +104,15 @@ def _open_mpi(timeout: timedelta) -> Placement:
             world_size=place.world_size,
             timeout=timeout,
         )
-    return Placement(
-        place.rank,
-        place.world_size,
-        place.local_rank,
-        place.local_world_size,
-        place.node_rank,
-        "mpirun",
-    )
+    return place
 
 
 def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     if not dist.is_backend_available(backend):
         raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
-    store: dist.Store | None
-    if launch.launcher() == "mpirun":
-        placement, store = _meet_through_mpi(timeout)
-    else:
-        placement = launch.placement()
-        store = _meet(placement, timeout)
+    placement, store = rendezvous.meet(timeout)
     device = _device(backend, placement)
-    _choose_interface(placement)
+    rendezvous.choose_interface(placement)
     try:
         dist.init_process_group(
             backend,
@@ -153,63 +136,11 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     return placement, device
 
 
-def _meet(placement: Placement, timeout: timedelta) -> "dist.Store | None":
-    """The store through which the ranks find each other; None lets torch read MASTER_ADDR."""
-    if placement.launcher == "none":
-        return dist.HashStore()
-    if RENDEZVOUS_FILE in os.environ:
-        return dist.FileStore(os.environ[RENDEZVOUS_FILE], placement.world_size)
-    if placement.launcher == "srun" and placement.one_machine:
-        return dist.FileStore(str(_slurm_file()), placement.world_size)
-    if placement.launcher == "srun":
-        nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", ""))
-        job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
-        os.environ.setdefault("MASTER_ADDR", launch.slurm_first_host(nodes))
-        os.environ.setdefault("MASTER_PORT", str(20000 + (31 * job + step) % 20000))
-    return None
-
-
-def _slurm_file() -> Path:
-    """A file that all tasks of this job step, and no other step, name alike."""
-    folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
-        raise UsageError(f"{folder} belongs to somebody else or is open to others: remove it")
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return folder / "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
-
-
-def _meet_through_mpi(timeout: timedelta) -> "tuple[Placement, dist.Store]":
-    """Under mpirun, gloo and nccl: MPI knows the ranks, and tells them where the store is."""
-    from . import mpi
-
-    place = mpi.placement()
-    placement = Placement(
-        place.rank,
-        place.world_size,
-        place.local_rank,
-        place.local_world_size,
-        place.node_rank,
-        "mpirun",
-    )
-    if mpi.share(placement.one_machine):
-        file = mpi.share(tempfile.mkdtemp(prefix="ddp-") if place.rank == 0 else None)
-        return placement, dist.FileStore(f"{file}/rendezvous", place.world_size)
-    if place.rank == 0:
-        server = dist.TCPStore(
-            socket.getfqdn(), 0, is_master=True, timeout=timeout, wait_for_workers=False
-        )
-        mpi.share((socket.getfqdn(), server.port))
-        return placement, server
-    host, port = mpi.share(None)
-    return placement, dist.TCPStore(host, port, is_master=False, timeout=timeout)
-
-
 def _device(backend: str, placement: Placement) -> torch.device:
     if backend != "nccl":
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    if placement.local_rank >= visible:
+    if placement.local_world_size > visible:
         raise UsageError(
             f"the nccl backend needs a GPU for each process: {placement.local_world_size} "
             f"processes on this machine, {visible} visible GPUs"
@@ -217,36 +148,3 @@ def _device(backend: str, placement: Placement) -> torch.device:
     device = torch.device("cuda", placement.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _choose_interface(placement: Placement) -> None:
-    """Keeps one machine's traffic on loopback, and several machines' on the way to the master.
-
-    gloo would take the interface that the host's name resolves to: on one machine a port open to
-    others, on several often the wrong one.
-    """
-    names = [name for _, name in socket.if_nameindex()]
-    if placement.one_machine:
-        loopback = next((name for name in names if name.startswith("lo")), None)
-        if loopback is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    elif "MASTER_ADDR" in os.environ and os.sys.platform.startswith("linux"):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, asks for the route
-            address = probe.getsockname()[0]
-        found = next((name for name in names if _address(name) == address), None)
-        if found is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-
-
-def _address(interface: str) -> str | None:
-    """The interface's IPv4 address (Linux)."""
-    siocgifaddr = 0x8915
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            reply = fcntl.ioctl(probe.fileno(), siocgifaddr, request)
-        except OSError:
-            return None
-    return socket.inet_ntoa(reply[20:24])

@@ -18,7 +18,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from .errors import UsageError
-from .launch import rank_environments
+from .launch import STARTED_HERE, rank_environments
 
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"
 _PARENT = "DDP_PARENT_PID"
@@ -60,7 +60,7 @@ def start_ranks(
             different counts.
     """
     ranks = rank_environments(counts, node_rank)
-    common = {_PARENT: str(os.getpid())}
+    common = {_PARENT: str(os.getpid()), STARTED_HERE: "1"}
     with tempfile.TemporaryDirectory(prefix="ddp-") as folder:  # mode 0700
         if len(counts) == 1:
             common[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")

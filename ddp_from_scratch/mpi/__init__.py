@@ -19,9 +19,9 @@ import inspect
 import torch.distributed as dist
 
 from .process_group import ProcessGroupMPI, create
-from .runtime import MPIPlacement, placement, share
+from .runtime import placement, share
 
-__all__ = ["BACKEND", "MPIPlacement", "ProcessGroupMPI", "placement", "share"]
+__all__ = ["BACKEND", "ProcessGroupMPI", "placement", "share"]
 
 
 def _register() -> str:

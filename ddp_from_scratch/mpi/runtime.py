@@ -3,11 +3,11 @@
 import atexit
 import pickle
 import sys
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from ..errors import UsageError
+from ..launch import Placement
 
 try:
     import mpi4py
@@ -29,24 +29,18 @@ if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     )
 
 
-@dataclass(frozen=True)
-class MPIPlacement:
-    """Where MPI put this process. Nodes are numbered in the order of their lowest rank."""
+def placement() -> Placement:
+    """Asks MPI which rank this process is. Collective: every rank of the job must call it.
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-
-
-def placement() -> MPIPlacement:
-    """Asks MPI which rank this process is. Collective: every rank of the job must call it."""
+    Nodes are numbered in the order of their lowest rank.
+    """
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    leaders = sorted(set(world.allgather(node.bcast(world.rank))))
     leader = node.bcast(world.rank)
-    found = MPIPlacement(world.rank, world.size, node.rank, node.size, leaders.index(leader))
+    leaders = sorted(set(world.allgather(leader)))
+    found = Placement(
+        world.rank, world.size, node.rank, node.size, leaders.index(leader), "mpirun"
+    )
     node.Free()
     return found
 

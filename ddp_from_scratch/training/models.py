@@ -53,17 +53,19 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
 
 
 def _cnn(channels: int, image_size: int, num_classes: int) -> nn.Sequential:
-    """Convolutions with batch norm that halve the image until it is 4x4 or less.
+    """Two convolutions of the whole image, then one for each halving down to 4x4 or less.
 
-    0.2 million parameters for images of 8x8, 0.9 million at most.
+    38,000 parameters for 8x8 images of one channel, 2.2 million for 224x224 of three.
     """
     width, size = 32, image_size
     layers = OrderedDict(block0=_block(channels, width, stride=1))
+    layers["block1"] = _block(width, width, stride=1)
     while size > 4:
         wider = min(2 * width, 256)
         layers[f"block{len(layers)}"] = _block(width, wider, stride=2)
         width, size = wider, (size + 1) // 2
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes))
+    # The last map is not averaged: on small images a digit's parts are told apart by their place.
+    head = nn.Sequential(nn.Flatten(), nn.Linear(width * size**2, num_classes))
     return nn.Sequential(OrderedDict(features=nn.Sequential(layers), head=head))
 
 

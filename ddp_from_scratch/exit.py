@@ -1,0 +1,90 @@
+"""How a rank's process ends: at once, with an exit code, and with its message printed once."""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from .errors import PeerError, UsageError
+from .launch import speaks
+
+
+def run_to_exit(main: Callable[[], int]) -> NoReturn:
+    """Calls `main` and ends the process with the code that it returns.
+
+    ====================  ====  ================================================================
+    what `main` did       code  what is printed
+    ====================  ====  ================================================================
+    returned n            n     nothing
+    raised UsageError     2     its one line
+    KeyboardInterrupt     130   nothing
+    any other exception   1     the traceback
+    ====================  ====  ================================================================
+
+    A failing process ends without unwinding: MPI and gloo would wait in their destructors for
+    peers that wait for this one. The launcher sees the code and stops the others.
+    """
+    try:
+        code = main()
+    except PeerError:
+        code = 2
+    except UsageError as error:
+        # Inside a group the ranks have agreed on who reports; before it every one is on its own.
+        if dist.is_initialized() or speaks():
+            _say(f"error: {error}")
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as end:  # argparse's --help
+        code = end.code if isinstance(end.code, int) else 1
+    except Exception as error:
+        if _is_communication_error(error):
+            _wait_to_be_stopped()
+            _say(f"error: rank {_rank()} lost the other ranks: {_first_line(error)}")
+        else:
+            _say("".join(f"[rank {_rank()}] {line}" for line in _traceback_lines(error)))
+        code = 1
+    sys.stdout.flush()
+    if code:
+        os._exit(code)
+    sys.exit(0)
+
+
+def _is_communication_error(error: Exception) -> bool:
+    """Whether it says only that some peer is gone, who will have said why."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and any(word in text for word in ("gloo", "onnection", "did not end within", "NCCL", "MPI"))
+    )
+
+
+def _wait_to_be_stopped() -> None:
+    """Leaves the word to the peer that failed: its launcher ends this process meanwhile.
+
+    Where all ranks are told of it at once (a timeout), the lowest speaks first.
+    """
+    time.sleep(2.0 + 0.2 * min(_rank(), 10))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _traceback_lines(error: Exception) -> list[str]:
+    return "".join(traceback.format_exception(error)).splitlines(keepends=True)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _say(text: str) -> None:
+    """Prints to standard error, in red where that is a terminal."""
+    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    text = text.rstrip("\n")
+    print(f"\033[31m{text}\033[0m" if colour else text, file=sys.stderr, flush=True)

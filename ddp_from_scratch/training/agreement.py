@@ -1,0 +1,82 @@
+"""Ranks that end together: one rank's mistake or signal is known to all at the same step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.errors import PeerError, UsageError
+
+
+@contextmanager
+def together(group: dist.ProcessGroup) -> Iterator[None]:
+    """Every rank leaves this block in the same way. Collective.
+
+    Where any rank raised a UsageError inside, the lowest such rank raises its own and every other
+    one a PeerError: nobody goes on to wait for a rank that has gone.
+    """
+    mine: UsageError | None = None
+    try:
+        yield
+    except UsageError as error:
+        mine = error
+    texts: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, str(mine) if mine else None, group=group)
+    rank = next((r for r, text in enumerate(texts) if text is not None), None)
+    if rank is None:
+        return
+    if rank == dist.get_rank(group) and mine is not None:
+        raise mine
+    raise PeerError(f"rank {rank}: {texts[rank]}")
+
+
+class StopSignal:
+    """SIGINT and SIGTERM, acted on by all ranks after the same step.
+
+    A launcher's signal reaches ranks at different steps. So each step's ranks tell each other
+    whether one has come: `ask` starts that exchange before the step, `answer` ends it after, and
+    the step hides it. Inside the `with` block a first signal is remembered, a second one ends
+    the process at once.
+
+    Args:
+        group: a group for CPU tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._received = 0
+        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._handle: dist.Work | None = None
+
+    def __enter__(self) -> StopSignal:
+        self._previous = {
+            number: signal.signal(number, self._remember)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def ask(self) -> None:
+        """Starts the exchange of this step."""
+        self._flag.fill_(self._received)
+        self._handle = dist.all_reduce(
+            self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+    def answer(self) -> int:
+        """The number of a signal that some rank had received when it asked; 0 for none."""
+        assert self._handle is not None, "answer() without ask()"
+        self._handle.wait()
+        return int(self._flag)

@@ -1,0 +1,150 @@
+"""One file that a run can be continued from, bit for bit.
+
+Written to a temporary name, flushed to the disk and renamed, so that a file with a checkpoint's
+name is a whole one whatever happened while it was written.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import re
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+
+from ddp_from_scratch.errors import UsageError
+
+FORMAT = "ddp_from_scratch checkpoint"
+VERSION = 1
+_KEEP = 2
+
+State = dict[str, Any]
+
+
+def save(folder: Path, state: State) -> Path:
+    """Writes `state` as the newest checkpoint of `folder`, and removes all but the newest two.
+
+    Args:
+        folder: made if it is not there.
+        state: plain values and tensors; `state["global_step"]` names the file.
+
+    Raises:
+        UsageError: the folder cannot be written to, or the disk is full. What was there stays.
+    """
+    final = folder / f"step-{state['global_step']:09d}.pt"
+    temporary = final.with_suffix(".tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            torch.save({"format": FORMAT, "version": VERSION} | state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(final)
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)  # the new name, too
+        os.close(descriptor)
+        for old in files(folder)[_KEEP:]:
+            old.unlink()
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"cannot write checkpoint {final}: {_one_line(error)}") from error
+    return final
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the folder and tries it, before hours of work depend on it.
+
+    Raises:
+        UsageError: it cannot be written to.
+    """
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"--checkpoint-dir {folder} cannot be written to: {_one_line(error)}"
+        ) from error
+
+
+def load(path: Path, map_location: torch.device) -> State:
+    """Reads a checkpoint; nothing but plain values and tensors is ever unpickled.
+
+    Raises:
+        UsageError: no such file, a truncated one, one that is no checkpoint of this program, or
+            one of a newer version.
+    """
+    try:
+        state = torch.load(path, map_location=map_location, weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, BadZipFile) as error:
+        raise UsageError(
+            f"{path} is not a whole checkpoint: {_one_line(error)[:200]}"
+        ) from error
+    except pickle.UnpicklingError as error:
+        raise UsageError(f"{path} is not a checkpoint of ddp_from_scratch") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise UsageError(f"{path} is not a checkpoint of ddp_from_scratch")
+    if state["version"] > VERSION:
+        raise UsageError(
+            f"{path} has checkpoint version {state['version']}, this program reads up to "
+            f"{VERSION}: install a newer ddp_from_scratch"
+        )
+    return state
+
+
+def files(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first."""
+    found = [path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d+", path.stem)]
+    return sorted(found, key=lambda path: int(path.stem.removeprefix("step-")), reverse=True)
+
+
+def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, list[str]] | None:
+    """The newest checkpoint that can be read, and a line for each newer one that cannot.
+
+    Returns:
+        None when the folder holds no checkpoint at all.
+
+    Raises:
+        UsageError: it holds some, but none that can be read.
+    """
+    complaints: list[str] = []
+    for path in files(folder):
+        try:
+            return path, load(path, map_location), complaints
+        except UsageError as error:
+            complaints.append(str(error))
+    if complaints:
+        raise UsageError(f"no checkpoint in {folder} can be read: {'; '.join(complaints)}")
+    return None
+
+
+def rng_state() -> State:
+    """Where this process's random generators stand: torch's, CUDA's, Python's and numpy's."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.array(keys, np.int64)), position, has_gauss, gauss),
+    }
+
+
+def set_rng_state(state: State) -> None:
+    """Puts the generators where `rng_state` found them."""
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, gauss))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,122 @@
+"""The accuracy of a model on a test set that is shared out over the ranks, each image once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_from_scratch.broadcast import broadcast_parameters
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.process_group import World
+from ddp_from_scratch.training import checkpoint
+from ddp_from_scratch.training.agreement import together
+from ddp_from_scratch.training.loaders import test_loader
+from ddp_from_scratch.training.models import make_model
+from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.training.setup import cpu_group, open_dataset, prepare_process
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: str) -> float:
+    """The share of right answers over all ranks' images. Collective: one all-reduce at the end.
+
+    Args:
+        model: the same on every rank, buffers included; left in evaluation mode.
+        loader: this rank's images (float32, N x C x H x W) and labels (int64, N); may be empty.
+        world: this process among the others.
+        precision: a key of `DTYPES`; the forward pass runs under autocast unless it is "fp32".
+    """
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for images, labels in loader:
+        labels = labels.to(world.device, non_blocking=True)
+        with torch.autocast(world.device.type, DTYPES[precision], precision != "fp32"):
+            outputs = model(images.to(world.device, non_blocking=True))
+        totals[0] += (outputs.argmax(1) == labels).sum()
+        totals[1] += len(labels)
+    dist.all_reduce(totals)
+    correct, count = totals.tolist()
+    return float(correct / count)
+
+
+def build_model(spec: dict[str, Any]) -> nn.Module:
+    """The model that a checkpoint's "model_spec" describes.
+
+    Raises:
+        UsageError: this version does not have it.
+    """
+    arguments = {name: value for name, value in spec.items() if name != "name"}
+    return make_model(spec["name"], **arguments)
+
+
+def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
+    """The model of a checkpoint, on every rank, and the checkpoint's other contents.
+
+    Rank 0 reads the file, so it need not be on every machine. Collective.
+
+    Raises:
+        UsageError: on every rank: the file is not a checkpoint.
+    """
+    found: list[Any] = [None]
+    with together(group):
+        if world.rank == 0:
+            found = [checkpoint.load(path, torch.device("cpu"))]
+    dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
+    state = found[0]
+    with together(group):
+        model = build_model(state["model_spec"])
+        try:
+            model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise UsageError(
+                f"{path} does not fit its own model {state['model_spec']['name']}: it was written "
+                f"by another version of torchvision or of this program"
+            ) from error
+    model.to(world.device)
+    broadcast_parameters(model)
+    return model, state
+
+
+def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
+    """Prints the test accuracy of a saved model. Collective.
+
+    Args:
+        settings: how to read and evaluate; of its fields those that concern training are not used.
+        dataset: which one; None means the one that the model was trained on.
+        path: the checkpoint.
+        world: this process among the others.
+
+    Raises:
+        UsageError: on every rank: no such checkpoint or dataset, or images that the model was not
+            made for.
+    """
+    prepare_process(settings, world)
+    group = cpu_group(world, settings.timeout)
+    model, state = load_model(path, world, group)
+    name = dataset or state["settings"]["dataset"]
+    data = open_dataset(name, settings.data_dir, settings.download, world, group)
+    with together(group):
+        for what in ("channels", "image_size", "num_classes"):
+            if getattr(data, what) != state["model_spec"][what]:
+                raise UsageError(
+                    f"{path} was trained on {state['settings']['dataset']} with {what} "
+                    f"{state['model_spec'][what]}, but {name} has {getattr(data, what)}"
+                )
+        loader = test_loader(
+            data.test,
+            rank=world.rank,
+            world_size=world.world_size,
+            batch_size=settings.batch_size,
+            workers=settings.workers,
+            pin_memory=world.device.type == "cuda",
+        )
+    share = accuracy(model, loader, world, settings.precision)
+    Report(speaks=world.rank == 0, quiet=settings.quiet).result(f"{name} test accuracy {share:.4f}")

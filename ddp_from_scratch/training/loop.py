@@ -1,0 +1,355 @@
+"""Trains a classifier: step 1 of a gradient's way is `backward()` in `Trainer._step`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from ddp_from_scratch.broadcast import broadcast_buffers, broadcast_parameters
+from ddp_from_scratch.check_sync import check_sync
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.process_group import World
+from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.training import checkpoint
+from ddp_from_scratch.training.agreement import StopSignal, together
+from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
+from ddp_from_scratch.training.loaders import test_loader, train_loader
+from ddp_from_scratch.training.metrics import MetricsWriter
+from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.training.setup import cpu_group, open_dataset, prepare_process
+
+
+class Trainer:
+    """A training run on this rank.
+
+    1. Data: this rank's shard.
+    2. Model: built alike on every rank, then made equal to rank 0's.
+    3. Engine: the Reducer, which averages gradients, and the optimizer.
+    4. Where to begin: at the start, or where a checkpoint left off.
+    5. `run`: epochs of steps, each followed by an evaluation and a checkpoint.
+
+    Args:
+        settings: what the user asked for.
+        world: this process among the others; the process group is open.
+
+    Raises:
+        UsageError: the dataset, model, batch size, folder or checkpoint cannot be had. On every
+            rank alike.
+    """
+
+    def __init__(self, settings: Settings, world: World) -> None:
+        self.settings, self.world = settings, world
+        self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
+        prepare_process(settings, world)
+        self.group = cpu_group(world, settings.timeout)
+
+        # 1. Data
+        data = open_dataset(
+            settings.dataset, settings.data_dir, settings.download, world, self.group
+        )
+        shard = {"rank": world.rank, "world_size": world.world_size, "workers": settings.workers}
+        pinned = world.device.type == "cuda"
+        with together(self.group):
+            batch_size = settings.rank_batch_size(world.world_size)
+            self.global_batch_size = batch_size * world.world_size * settings.accumulate
+            self.train_loader = train_loader(
+                data.train, batch_size=batch_size, seed=settings.seed, pin_memory=pinned, **shard
+            )
+            self.sampler: Any = self.train_loader.sampler
+            self.steps_per_epoch = self.sampler.batches_per_epoch // settings.accumulate
+            if self.steps_per_epoch == 0:
+                raise UsageError(
+                    f"--accumulate {settings.accumulate} is more than the "
+                    f"{self.sampler.batches_per_epoch} batches of an epoch"
+                )
+            self.test_loader = test_loader(
+                data.test, batch_size=batch_size, pin_memory=pinned, **shard
+            )
+
+            # 2. Model
+            self.model_spec = {
+                "name": settings.model,
+                "channels": data.channels,
+                "image_size": data.image_size,
+                "num_classes": data.num_classes,
+            }
+            self.model = build_model(self.model_spec).to(world.device)
+            if settings.checkpoint_dir is not None and world.rank == 0:
+                checkpoint.check_writable(settings.checkpoint_dir)
+            log_dir = settings.log_dir if world.rank == 0 else None
+            self.metrics = MetricsWriter(log_dir)
+        broadcast_parameters(self.model)
+        torch.manual_seed(settings.seed + world.rank)  # from here on ranks draw different numbers
+
+        # 3. Engine
+        self.reducer = Reducer(
+            self.model,
+            bucket_cap_mb=settings.bucket_cap_mb,
+            overlap=settings.overlap,
+            gradient_as_bucket_view=True,
+        )
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(),
+            lr=settings.lr,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+        )
+        # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
+        # overflow on all, and all skip the same step.
+        self.scaler = torch.amp.GradScaler(
+            world.device.type, enabled=settings.precision == "fp16"
+        )
+
+        # 4. Where to begin
+        self.epoch = self.step = self.global_step = 0
+        self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self.saved_as: Path | None = None
+        self._resume()
+
+    # 5. run -------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Trains, and prints what came of it.
+
+        Returns:
+            0, or the number of the signal that ended the run early, on every rank alike.
+        """
+        began = time.monotonic()
+        test_accuracy = None
+        with StopSignal(self.group) as stop:
+            while self.epoch < self.settings.epochs:
+                number = self._train_epoch(stop)
+                if number:
+                    self._report_stop(number)
+                    return number
+                test_accuracy = self._end_epoch()
+        if test_accuracy is None:  # resumed after the last epoch
+            test_accuracy = self._evaluate()
+        self._report_end(test_accuracy, time.monotonic() - began)
+        return 0
+
+    def _train_epoch(self, stop: StopSignal) -> int:
+        """The rest of this epoch; returns the number of the signal that broke it off, or 0."""
+        self.model.train()
+        self.sampler.set_epoch(self.epoch)
+        self.sampler.start_at(self.step * self.settings.accumulate)
+        first, began = self.step, time.monotonic()
+        batches = iter(self.train_loader)
+        steps = self.report.progress(
+            range(first, self.steps_per_epoch),
+            total=self.steps_per_epoch,
+            start=first,
+            title=f"epoch {self.epoch + 1}/{self.settings.epochs}",
+        )
+        for _ in steps:
+            stop.ask()
+            self._step(batches)
+            self.step += 1
+            self.global_step += 1
+            number = stop.answer()
+            if number:
+                return number
+        images = (self.step - first) * self.global_batch_size
+        self.images_per_second = images / (time.monotonic() - began)
+        return 0
+
+    def _step(self, batches: Iterator[Any]) -> None:
+        """One optimizer step on `accumulate` batches of this rank."""
+        settings, device = self.settings, self.world.device
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate(
+                self.global_step, self.steps_per_epoch, self.world.world_size
+            )
+        self.optimizer.zero_grad()
+        for remaining in reversed(range(settings.accumulate)):
+            images, labels = (t.to(device, non_blocking=True) for t in next(batches))
+            # Only the last backward pass sends: the gradients of all are in .grad by then.
+            with self.reducer.no_sync() if remaining else nullcontext():
+                with torch.autocast(
+                    device.type, DTYPES[settings.precision], settings.precision != "fp32"
+                ):
+                    outputs = self.model(images)
+                    loss = cross_entropy(outputs, labels)
+                self.scaler.scale(loss / settings.accumulate).backward()
+            self.totals += _count(outputs, labels)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _end_epoch(self) -> float:
+        loss, accuracy = self._reduce(self.totals)
+        test_accuracy = self._evaluate()
+        self.report.line(
+            f"epoch {self.epoch + 1:>3}/{self.settings.epochs}  loss {loss:.4f}  "
+            f"train {accuracy:.2%}  test {test_accuracy:.2%}  "
+            f"{self.images_per_second:,.0f} images/s"
+        )
+        self.metrics.log(
+            self.global_step,
+            epoch=self.epoch + 1,
+            loss=loss,
+            train_accuracy=accuracy,
+            test_accuracy=test_accuracy,
+            images_per_second=self.images_per_second,
+            lr=self.optimizer.param_groups[0]["lr"],
+        )
+        if self.settings.check_sync:
+            self._report_checksum()
+        self.epoch, self.step = self.epoch + 1, 0
+        self.totals.zero_()
+        self._save()
+        return test_accuracy
+
+    def _evaluate(self) -> float:
+        broadcast_buffers(self.model)  # every shard is judged by rank 0's running statistics
+        return accuracy(self.model, self.test_loader, self.world, self.settings.precision)
+
+    def _reduce(self, totals: torch.Tensor) -> tuple[float, float]:
+        """Mean loss and accuracy over the images of all ranks."""
+        everywhere = totals.clone()
+        dist.all_reduce(everywhere)
+        loss, correct, count = everywhere.tolist()
+        return loss / count, correct / count
+
+    # Checkpoints --------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Writes a checkpoint where one is asked for. Collective."""
+        if self.settings.checkpoint_dir is None:
+            return
+        generators: list[Any] = [None] * self.world.world_size
+        dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
+        totals = self.totals.clone()
+        dist.all_reduce(totals)
+        broadcast_buffers(self.model)
+        with together(self.group):
+            if self.world.rank == 0:
+                state = {
+                    "model": self.model.state_dict(),
+                    "model_spec": self.model_spec,
+                    "optimizer": self.optimizer.state_dict(),
+                    "scaler": self.scaler.state_dict(),
+                    "epoch": self.epoch,
+                    "step": self.step,
+                    "global_step": self.global_step,
+                    "sampler": {"seed": self.settings.seed, "images": self._images_done()},
+                    "totals": totals,
+                    "rng": generators,
+                    "settings": self.settings.as_saved(),
+                    "world_size": self.world.world_size,
+                    "global_batch_size": self.global_batch_size,
+                }
+                self.saved_as = checkpoint.save(self.settings.checkpoint_dir, state)
+
+    def _images_done(self) -> int:
+        return self.step * self.global_batch_size
+
+    def _resume(self) -> None:
+        """Continues from a checkpoint where one is asked for and there. Collective.
+
+        Rank 0 reads it and passes it on, so that the file need not be on every machine.
+        """
+        if self.settings.resume is None:
+            return
+        found: list[Any] = [None]
+        with together(self.group):
+            if self.world.rank == 0:
+                found = [self._read()]
+        dist.broadcast_object_list(found, group=self.group, device=torch.device("cpu"))
+        if found[0] is None:
+            self.report.line(f"no checkpoint in {self.settings.checkpoint_dir} yet: starting anew")
+            return
+        self._restore(found[0])
+
+    def _read(self) -> checkpoint.State | None:
+        resume, folder = self.settings.resume, self.settings.checkpoint_dir
+        if resume == "auto" and folder is not None:
+            newest = checkpoint.load_newest(folder, torch.device("cpu"))
+            if newest is None:
+                return None
+            path, state, complaints = newest
+            for complaint in complaints:
+                self.report.warning(f"{complaint}; using {path.name} instead")
+        else:
+            path = Path(str(resume))
+            state = checkpoint.load(path, torch.device("cpu"))
+        if state["model_spec"] != self.model_spec:
+            raise UsageError(
+                f"{path} holds {_describe(state['model_spec'])}, this run trains "
+                f"{_describe(self.model_spec)}: give the --model and --dataset it was made with"
+            )
+        self.report.line(f"resuming from {path}")
+        return state
+
+    def _restore(self, state: checkpoint.State) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.epoch = state["epoch"]
+        # With another global batch: the same images of this epoch count as seen.
+        self.step = min(state["sampler"]["images"] // self.global_batch_size, self.steps_per_epoch)
+        self.global_step = self.epoch * self.steps_per_epoch + self.step
+        if self.world.rank == 0:
+            self.totals.copy_(state["totals"])
+        if self.world.rank < len(state["rng"]):
+            checkpoint.set_rng_state(state["rng"][self.world.rank])
+        changes = self.settings.changes_since(state["settings"])
+        for name in ("world_size", "global_batch_size"):
+            now = self.world.world_size if name == "world_size" else self.global_batch_size
+            if state[name] != now:
+                changes.append(f"{name} {state[name]} -> {now}")
+        if changes:
+            self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
+
+    # What is printed ----------------------------------------------------------------------------
+
+    def _report_checksum(self) -> None:
+        checksum = check_sync(self.model, self.group)
+        self.report.result(
+            f"parameters {checksum}, bit-identical on {self.world.world_size} ranks"
+        )
+
+    def _report_stop(self, number: int) -> None:
+        self._save()
+        where = f"epoch {self.epoch + 1}, step {self.step}/{self.steps_per_epoch}"
+        if self.saved_as is not None:
+            self.report.result(f"stopped in {where}; saved {self.saved_as}: --resume auto goes on")
+        else:
+            self.report.result(f"stopped in {where}; nothing was saved (no --checkpoint-dir)")
+        self.metrics.close()
+        # No rank may end, and its launcher end the others, before rank 0 has written and said so.
+        dist.barrier(group=self.group)
+
+    def _report_end(self, test_accuracy: float, seconds: float) -> None:
+        settings, world = self.settings, self.world
+        self.metrics.close()
+        self.report.line(
+            f"{settings.backend}, {world.world_size} ranks, global batch {self.global_batch_size}, "
+            f"{settings.model}, {seconds:.1f} s"
+        )
+        if self.saved_as is not None:
+            self.report.line(f"checkpoint {self.saved_as}")
+        if settings.log_dir is not None:
+            self.report.line(f"metrics {settings.log_dir}")
+        self.report.result(f"{settings.dataset} test accuracy {test_accuracy:.4f}")
+
+
+def _describe(spec: dict[str, Any]) -> str:
+    size = spec["image_size"]
+    return f"{spec['name']} for {spec['num_classes']} classes of {spec['channels']}x{size}x{size}"
+
+
+def _count(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of losses, number of right answers, number of images; float64, on the device."""
+    outputs = outputs.detach().float()
+    loss = cross_entropy(outputs, labels, reduction="sum")
+    correct = (outputs.argmax(1) == labels).sum()
+    count = torch.tensor(len(labels), device=labels.device)
+    return torch.stack([loss.double(), correct.double(), count.double()])

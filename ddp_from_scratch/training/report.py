@@ -1,0 +1,61 @@
+"""What a person sees of a run: rank 0 alone speaks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+
+class Report:
+    """A progress bar on a terminal, plain lines elsewhere, nothing on other ranks.
+
+    Lines go to standard output, the bar to standard error, so that the output of a run can be
+    piped.
+
+    Args:
+        speaks: whether this rank is the one that prints.
+        quiet: only `result` prints.
+    """
+
+    def __init__(self, *, speaks: bool, quiet: bool) -> None:
+        self._speaks = speaks
+        self._verbose = speaks and not quiet
+        # Under mpirun standard error is a pipe even where a person watches: who started mpirun
+        # knows, and says so.
+        on_terminal = sys.stderr.isatty() or "DDP_TERMINAL" in os.environ
+        self._bar = self._verbose and on_terminal
+
+    def progress(self, steps: Iterable[T], *, total: int, start: int, title: str) -> Iterable[T]:
+        """Passes `steps` through, and shows how far they are on a terminal."""
+        return tqdm(
+            steps,
+            total=total,
+            initial=start,
+            desc=title,
+            unit="step",
+            leave=False,
+            disable=not self._bar,
+            dynamic_ncols=True,
+        )
+
+    def line(self, text: str) -> None:
+        """Prints a line of a run's course."""
+        if self._verbose:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def warning(self, text: str) -> None:
+        """Prints a line about something that the user should know, also when quiet."""
+        if self._speaks:
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def result(self, text: str) -> None:
+        """Prints what the run was for, also when quiet."""
+        if self._speaks:
+            print(text, flush=True)

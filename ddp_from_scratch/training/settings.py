@@ -1,0 +1,114 @@
+"""Everything that a training run can be told, checked once before any process waits for another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ddp_from_scratch.errors import UsageError
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A training run. Each field is the command line's option of the same name.
+
+    Raises:
+        UsageError: a value out of its range; the text names the option.
+    """
+
+    backend: str = "gloo"
+    dataset: str = "digits"
+    data_dir: Path = Path("data")
+    download: bool = False
+    model: str = "cnn"
+    epochs: int = 10
+    batch_size: int = 32
+    global_batch_size: int | None = None
+    lr: float = 0.05
+    scale_lr: bool = False
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    bucket_cap_mb: float | None = None
+    overlap: bool = True
+    accumulate: int = 1
+    precision: str = "fp32"
+    seed: int = 0
+    deterministic: bool = False
+    workers: int = 0
+    threads: int = 1
+    timeout: float = 600.0
+    checkpoint_dir: Path | None = None
+    resume: str | None = None
+    log_dir: Path | None = None
+    check_sync: bool = False
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "global_batch_size", "accumulate", "threads"):
+            self._require(name, lambda value: value is None or value >= 1, "1 or more")
+        for name in ("lr", "timeout"):
+            self._require(name, lambda value: 0 < value < math.inf, "a positive number")
+        for name in ("momentum", "weight_decay"):
+            self._require(name, lambda value: 0 <= value < math.inf, "0 or more")
+        self._require("bucket_cap_mb", lambda value: value is None or value >= 0, "0 or more")
+        self._require("workers", lambda value: value >= 0, "0 or more")
+        self._require("seed", lambda value: 0 <= value < 2**62, "0 to 2**62 - 1")
+        self._require("precision", lambda value: value in PRECISIONS, f"one of {PRECISIONS}")
+        if self.resume == "auto" and self.checkpoint_dir is None:
+            raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
+
+    def _require(self, name: str, holds: Any, expected: str) -> None:
+        value = getattr(self, name)
+        if not holds(value):
+            raise UsageError(f"--{name.replace('_', '-')} must be {expected}, got {value}")
+
+    def rank_batch_size(self, world_size: int) -> int:
+        """Images per rank and backward pass.
+
+        Raises:
+            UsageError: the global batch cannot be divided evenly.
+        """
+        if self.global_batch_size is None:
+            return self.batch_size
+        parts = world_size * self.accumulate
+        if self.global_batch_size % parts:
+            raise UsageError(
+                f"--global-batch-size must be a multiple of {world_size} ranks x --accumulate "
+                f"{self.accumulate} = {parts}, got {self.global_batch_size}"
+            )
+        return self.global_batch_size // parts
+
+    def learning_rate(self, step: int, steps_per_epoch: int, world_size: int) -> float:
+        """The learning rate of optimizer step `step`, counted from 0 over the whole run.
+
+        With `scale_lr` the linear scaling rule and gradual warm-up of Goyal et al., "Accurate,
+        Large Minibatch SGD" (2017): `lr` is meant for the batch of one rank; k times that batch
+        takes k times `lr`, approached in equal increments over the first 5 epochs (over the first
+        half of a run shorter than 10).
+        """
+        if not self.scale_lr:
+            return self.lr
+        scale = world_size * self.accumulate
+        warmup = max(1, min(5 * steps_per_epoch, self.epochs * steps_per_epoch // 2))
+        return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))
+
+    def as_saved(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+
+    def changes_since(self, saved: dict[str, Any]) -> list[str]:
+        """What differs from a checkpoint's settings and matters to the result, as "lr 0.1 -> 0.2"."""
+        indifferent = {"data_dir", "download", "epochs", "workers", "threads", "timeout"}
+        indifferent |= {"checkpoint_dir", "resume", "log_dir", "check_sync", "quiet", "backend"}
+        now = self.as_saved()
+        return [
+            f"{field.name} {saved[field.name]} -> {now[field.name]}"
+            for field in fields(self)
+            if field.name not in indifferent
+            and field.name in saved
+            and saved[field.name] != now[field.name]
+        ]

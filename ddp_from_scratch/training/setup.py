@@ -1,0 +1,47 @@
+"""What training and testing do first, alike on every rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.process_group import World
+from ddp_from_scratch.training.agreement import together
+from ddp_from_scratch.training.datasets import ImageData, load_dataset
+from ddp_from_scratch.training.settings import Settings
+
+
+def prepare_process(settings: Settings, world: World) -> None:
+    """Sets what is set once a process: threads, determinism, the seed that all ranks share."""
+    torch.set_num_threads(settings.threads)
+    torch.use_deterministic_algorithms(settings.deterministic)
+    torch.backends.cudnn.benchmark = not settings.deterministic
+    torch.manual_seed(settings.seed)
+
+
+def cpu_group(world: World, timeout: float) -> dist.ProcessGroup:
+    """A group for CPU tensors: what ranks say to each other beside gradients must not wait for a
+    GPU. With gloo and mpi the default group is one."""
+    if world.backend != "nccl":
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+
+def open_dataset(
+    name: str, data_dir: Path, download: bool, world: World, group: dist.ProcessGroup
+) -> ImageData:
+    """The dataset, downloaded where asked by the first rank of each machine while others wait.
+
+    Raises:
+        UsageError: on every rank, as `load_dataset`.
+    """
+    with together(group):
+        if download and world.local_rank == 0:
+            load_dataset(name, data_dir, download=True)
+    with together(group):
+        data = load_dataset(name, data_dir, download=False)
+    return data
