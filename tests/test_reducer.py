@@ -1,0 +1,1 @@
+"""The Reducer on real ranks: exact averages, launched in order, and loud where it could drift."""
