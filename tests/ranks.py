@@ -30,6 +30,7 @@ class Crew:
 
     def __init__(self, backend: str, world_size: int) -> None:
         self.backend, self.world_size = backend, world_size
+        self._connections: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="crew-")
         self._log = Path(self._folder.name) / "log"
         address = str(Path(self._folder.name) / "socket")
@@ -47,8 +48,9 @@ class Crew:
                     rank, pid = connection.recv()
                     found[rank] = (pid, connection)
             except (TimeoutError, EOFError):
+                log_text = self._read_log()
                 self.end()
-                raise AssertionError(f"the ranks did not start:\n{self._read_log()}") from None
+                raise AssertionError(f"the ranks did not start:\n{log_text}") from None
         self.pids = [found[rank][0] for rank in range(world_size)]
         self._connections = [found[rank][1] for rank in range(world_size)]
 
@@ -113,6 +115,9 @@ class Crew:
             except ProcessLookupError:
                 pass
             launcher.wait()
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
 
     def _stacks(self) -> str:
         """Every thread of every rank, as faulthandler prints them."""

@@ -46,6 +46,20 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "mpi"
 
+    # torch keeps these two in the backends of a group; this group is its own backend.
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
     # Collectives --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Pending:

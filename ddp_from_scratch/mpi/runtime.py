@@ -1,6 +1,7 @@
 """MPI's own life: started with threads, asked who we are, ended only where it can end."""
 
 import atexit
+import os
 import pickle
 import sys
 from types import TracebackType
@@ -10,11 +11,6 @@ from ..errors import UsageError
 from ..launch import Placement
 
 try:
-    import mpi4py
-
-    # Finalising waits for every rank. A rank that ends because of an error must not wait: without
-    # it, its launcher sees an abnormal end and stops the others.
-    mpi4py.rc.finalize = False
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise UsageError(
@@ -61,11 +57,14 @@ def _note_failure(
     _previous_hook(kind, error, traceback)
 
 
-def _finalize() -> None:
-    """At exit: ends MPI in step with the other ranks, unless this rank is ending in an error."""
-    if not _failed and not MPI.Is_finalized():
-        MPI.Finalize()
+def _end_at_once_after_failure() -> None:
+    """At exit, before mpi4py finalises MPI: a rank that failed must not wait there for the others,
+    which wait for it. Its launcher sees an abnormal end and stops them."""
+    if _failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 _previous_hook, sys.excepthook = sys.excepthook, _note_failure
-atexit.register(_finalize)
+atexit.register(_end_at_once_after_failure)

@@ -1,6 +1,8 @@
 """The thread that runs a group's collectives one after another, and the handles it completes."""
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
@@ -144,6 +146,7 @@ class Worker:
         # A daemon: blocked in MPI on a peer that died, it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        _running.add(self)
 
     def submit(self, pending: Pending, operation: Callable[[], Result]) -> Pending:
         self._queue.put((pending, operation))
@@ -166,6 +169,16 @@ class Worker:
                 pending.complete(result)
             # Not kept until the next operation: the tensors belong to the caller again.
             del item, pending, operation
+
+
+_running: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_workers() -> None:
+    """A thread that is inside torch when the interpreter ends would abort the process."""
+    for worker in list(_running):
+        worker.close(timeout=1.0)
 
 
 def describe(operation: str, rank: int, sequence: int, tensors: Any) -> str:

@@ -83,9 +83,7 @@ def load(path: Path, map_location: torch.device) -> State:
     try:
         state = torch.load(path, map_location=map_location, weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, BadZipFile) as error:
-        raise UsageError(
-            f"{path} is not a whole checkpoint: {_one_line(error)[:200]}"
-        ) from error
+        raise UsageError(f"{path} is not a whole checkpoint: {_one_line(error)[:200]}") from error
     except pickle.UnpicklingError as error:
         raise UsageError(f"{path} is not a checkpoint of ddp_from_scratch") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:

@@ -39,7 +39,7 @@ _REINSTALL = "install ddp_from_scratch again"
 _FETCH = "pass --download to fetch it, or --data-dir with the folder that holds it"
 _FETCH_AGAIN = "delete it and pass --download to fetch it again"
 
-# What torchvision's readers raise on a file that is not whole. OSError is apart: the file may be fine.
+# What torchvision's readers raise on a file that is not whole. Not OSError: the file may be fine.
 _CORRUPT = (
     AssertionError,  # an IDX header with no such number of dimensions
     EOFError,  # an empty pickle
@@ -102,7 +102,7 @@ class _Kind:
     std: tuple[float, ...]
 
     def files(self, root: Path) -> dict[Path, str | None]:
-        """Return the files that the reader opens under `root`, each with its md5 where it has one."""
+        """Return the files that the reader opens under `root`, each with its md5 if known."""
         if issubclass(self.reader, CIFAR10):
             folder = root / self.reader.base_folder
             listed = [*self.reader.train_list, *self.reader.test_list]
@@ -174,7 +174,9 @@ def _read(name: str, kind: _Kind, root: Path, *, train: bool) -> Dataset[Sample]
     try:
         dataset: Any = kind.reader(root, train=train, transform=transform)
     except OSError as error:
-        raise UsageError(f"cannot read {name}: {_one_line(error)}; check its permissions") from error
+        raise UsageError(
+            f"cannot read {name}: {_one_line(error)}; check its permissions"
+        ) from error
     except _CORRUPT as error:
         raise _corrupt(name, kind, root, train, _one_line(error)) from error
     problem = _problem(kind, dataset)

@@ -104,9 +104,7 @@ class Trainer:
         )
         # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
         # overflow on all, and all skip the same step.
-        self.scaler = torch.amp.GradScaler(
-            world.device.type, enabled=settings.precision == "fp16"
-        )
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
 
         # 4. Where to begin
         self.epoch = self.step = self.global_step = 0
@@ -312,9 +310,7 @@ class Trainer:
 
     def _report_checksum(self) -> None:
         checksum = check_sync(self.model, self.group)
-        self.report.result(
-            f"parameters {checksum}, bit-identical on {self.world.world_size} ranks"
-        )
+        self.report.result(f"parameters {checksum}, bit-identical on {self.world.world_size} ranks")
 
     def _report_stop(self, number: int) -> None:
         self._save()

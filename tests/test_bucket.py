@@ -1,0 +1,230 @@
+"""One bucket in one process: a fake comm hook stands for the other ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_from_scratch.bucket import Bucket
+from ddp_from_scratch.layout import Gradient, assign_buckets
+
+
+class Doubled:
+    """A comm hook whose all-reduce lands in `wait()`: it doubles the buffer."""
+
+    def __init__(self):
+        self.sent: list[torch.Tensor] = []
+        self.waits = 0
+
+    def __call__(self, buffer: torch.Tensor) -> "Doubled":
+        self.sent.append(buffer.clone())
+        self.buffer = buffer
+        return self
+
+    def wait(self):
+        self.waits += 1
+        self.buffer.mul_(2)
+
+
+def make(*parameters: nn.Parameter, as_view: bool = False) -> Bucket:
+    sizes = [Gradient(p.numel(), p.nbytes, p.dtype) for p in parameters]
+    (layout,) = assign_buckets(sizes, range(len(parameters)), 2**62, 2**62)
+    return Bucket(layout, parameters, as_view)
+
+
+def parameter(*shape: int, **options) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape, **options))
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(100).as_strided(shape, strides))
+
+
+def fill(p: nn.Parameter, start: int = 0) -> torch.Tensor:
+    """Lets backward give `p` the gradient start, start + 1, ...; returns it."""
+    expected = torch.arange(start, start + p.numel(), dtype=p.dtype).view(p.shape)
+    p.backward(expected)
+    return expected
+
+
+as_view = pytest.mark.parametrize("as_view", [False, True])
+
+
+def test_full_when_the_last_member_is_ready():
+    bucket = make(parameter(1), parameter(1), parameter(1))
+    assert [bucket.mark_ready(index) for index in (2, 0, 0, 1, 1)] == [False] * 3 + [True] * 2
+
+
+@as_view
+def test_packs_its_gradients_one_behind_the_other(as_view):
+    weight, bias = parameter(2, 2), parameter(3)
+    bucket, hook = make(weight, bias, as_view=as_view), Doubled()
+    fill(weight), fill(bias, 10)
+    bucket.launch(hook)
+    assert [buffer.tolist() for buffer in hook.sent] == [[0, 1, 2, 3, 10, 11, 12]]
+
+
+@as_view
+def test_average_is_in_grad_after_finish_and_not_before(as_view):
+    weight, bias = parameter(2, 2), parameter(3)
+    bucket, hook = make(weight, bias, as_view=as_view), Doubled()
+    fill(weight), fill(bias, 10)
+    bucket.launch(hook)
+    assert bucket.launched
+    assert bias.grad.tolist() == [10, 11, 12]
+    bucket.finish()
+    assert not bucket.launched
+    assert weight.grad.tolist() == [[0, 2], [4, 6]]
+    assert bias.grad.tolist() == [20, 22, 24]
+
+
+@as_view
+def test_finish_is_idempotent(as_view):
+    p = parameter(2)
+    bucket, hook = make(p, as_view=as_view), Doubled()
+    bucket.finish()
+    assert p.grad is None
+    fill(p, 1)
+    bucket.launch(hook)
+    bucket.finish()
+    bucket.finish()
+    assert hook.waits == 1
+    assert p.grad.tolist() == [2, 4]
+
+
+def test_finish_waits_for_every_member_again():
+    bucket = make(parameter(1))
+    fill(bucket.parameters[0])
+    assert bucket.mark_ready(0)
+    bucket.launch(Doubled())
+    assert not bucket.missing
+    bucket.finish()
+    assert bucket.missing == {0}
+
+
+def test_a_gradient_that_changes_before_the_launch_is_sent_as_it_is_then():
+    p = parameter(2)
+    bucket, hook = make(p), Doubled()
+    fill(p, 1)
+    bucket.mark_ready(0)
+    fill(p, 1)
+    bucket.launch(hook)
+    assert hook.sent[0].tolist() == [2, 4]
+
+
+def test_failed_wait_is_raised_and_leaves_grad_alone():
+    class Failed(Doubled):
+        def wait(self):
+            raise RuntimeError("a peer died")
+
+    p = parameter(2)
+    bucket = make(p)
+    fill(p, 1)
+    bucket.launch(Failed())
+    with pytest.raises(RuntimeError, match="a peer died"):
+        bucket.finish()
+    assert p.grad.tolist() == [1, 2]
+
+
+LAYOUTS = {
+    "contiguous": lambda: parameter(2, 3, 2, 2),
+    "channels-last": lambda: nn.Parameter(
+        torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    ),
+    "transposed": lambda: nn.Parameter(torch.zeros(3, 2).t()),
+    "with holes": lambda: strided((2, 3), (10, 2)),
+    "odd stride of a dimension of size 1": lambda: strided((3, 1), (1, 7)),
+    "0-dim": lambda: parameter(),
+    "empty": lambda: parameter(0, 3),
+}
+each_layout = pytest.mark.parametrize("build", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+@each_layout
+@as_view
+def test_every_memory_layout_comes_back_element_for_element(build, as_view):
+    before, p, after = parameter(1), build(), parameter(1)
+    bucket = make(before, p, after, as_view=as_view)
+    fill(before, 50), fill(after, 60)
+    expected = fill(p, 1)
+    bucket.launch(Doubled())
+    bucket.finish()
+    assert torch.equal(p.grad, 2 * expected)
+    assert (before.grad.item(), after.grad.item()) == (100, 120)
+
+
+@each_layout
+def test_views_lie_in_the_buffer_and_do_not_overlap(build):
+    p = build()
+    bucket = make(parameter(1), p, parameter(1))
+    view = bucket.views[1]
+    assert view.shape == p.shape
+    view.fill_(1)
+    assert bucket.buffer.tolist() == [0] + [1] * p.numel() + [0]
+
+
+def test_views_keep_the_strides_of_a_dense_parameter():
+    """So autograd, which lays a gradient out as its parameter, accumulates without transposing."""
+    for name in ("contiguous", "channels-last", "transposed"):
+        p = LAYOUTS[name]()
+        assert make(p).views[0].stride() == p.stride(), name
+
+
+def test_views_of_a_parameter_with_holes_are_contiguous():
+    assert make(LAYOUTS["with holes"]()).views[0].is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["contiguous", "channels-last"])
+def test_gradient_as_bucket_view_copies_nothing_once_grad_lies_there(name, monkeypatch):
+    p = LAYOUTS[name]()
+    bucket = make(p, as_view=True)
+    fill(p)
+    bucket.launch(Doubled())
+    bucket.finish()
+    assert p.grad is bucket.views[0]
+
+    def copied(*tensors):
+        raise AssertionError("a gradient was copied")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copied)
+    p.grad.zero_()
+    expected = fill(p, 1)
+    assert p.grad is bucket.views[0]  # autograd accumulated in place
+    bucket.launch(Doubled())
+    bucket.finish()
+    assert torch.equal(p.grad, 2 * expected)
+
+
+def test_gradient_as_bucket_view_takes_a_new_gradient_in():
+    """After zero_grad(set_to_none=True) autograd makes a tensor of its own."""
+    p = parameter(2)
+    bucket = make(p, as_view=True)
+    for start in (1, 5):
+        p.grad = None
+        fill(p, start)
+        bucket.launch(Doubled())
+        bucket.finish()
+        assert p.grad is bucket.views[0]
+        assert p.grad.tolist() == [2 * start, 2 * start + 2]
+
+
+def test_without_views_grad_keeps_its_own_memory():
+    p = parameter(2)
+    bucket = make(p)
+    fill(p, 1)
+    memory = p.grad.data_ptr()
+    bucket.launch(Doubled())
+    bucket.finish()
+    assert p.grad.data_ptr() == memory
+    bucket.buffer.zero_()
+    assert p.grad.tolist() == [2, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+def test_buffer_has_the_dtype_of_its_parameters(dtype):
+    p = parameter(2, dtype=dtype)
+    bucket = make(p)
+    fill(p, 1)
+    bucket.launch(Doubled())
+    bucket.finish()
+    assert bucket.buffer.dtype == dtype
+    assert p.grad.tolist() == [2, 4]

@@ -1,0 +1,329 @@
+"""The "mpi" backend over mpi4py: torch.distributed's calls give torch.distributed's answers."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import MPIRUN
+
+from ddp_from_scratch import mpi
+from ddp_from_scratch.mpi import datatypes
+
+SIZES = (2, 3, 4)
+DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8),
+    *(torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
+)
+
+
+@pytest.fixture(params=SIZES)
+def crew(ranks, request):
+    return ranks("mpi", request.param)
+
+
+def all_reduce_every_dtype(world):
+    n = world.world_size
+    for dtype in DTYPES:
+        tensor = torch.full((5,), world.rank + 1, dtype=dtype)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [n * (n + 1) / 2] * 5, dtype
+
+
+def test_all_reduce_sums_every_dtype(crew):
+    crew(all_reduce_every_dtype)
+
+
+def all_reduce_operations(world):
+    n, r = world.world_size, world.rank
+    expected = {
+        dist.ReduceOp.SUM: n * (n + 1) // 2,
+        dist.ReduceOp.PRODUCT: torch.arange(1, n + 1).prod().item(),
+        dist.ReduceOp.MIN: 1,
+        dist.ReduceOp.MAX: n,
+        dist.ReduceOp.BAND: [0, 0, 0][n - 2],
+        dist.ReduceOp.BOR: [3, 3, 7][n - 2],
+        dist.ReduceOp.BXOR: [3, 0, 4][n - 2],
+    }
+    for op, value in expected.items():
+        tensor = torch.tensor([r + 1])
+        dist.all_reduce(tensor, op)
+        assert tensor.item() == value, op
+    tensor = torch.tensor([r + 1.0])
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    assert tensor.item() == (n + 1) / 2
+    for op, value in {dist.ReduceOp.SUM: True, dist.ReduceOp.PRODUCT: False}.items():
+        tensor = torch.tensor([r == 0])
+        dist.all_reduce(tensor, op)
+        assert tensor.item() is value, op
+
+
+def test_all_reduce_operations(crew):
+    crew(all_reduce_operations)
+
+
+def wrong_operations(world):
+    for op, dtype in ((dist.ReduceOp.BAND, torch.float32), (dist.ReduceOp.MAX, torch.complex64)):
+        with pytest.raises((ValueError, RuntimeError), match="reduce"):
+            dist.all_reduce(torch.ones(2, dtype=dtype), op)
+    with pytest.raises(RuntimeError, match=f"all_reduce number .* on rank {world.rank}.*8 bytes"):
+        dist.all_reduce(torch.ones(8, dtype=torch.float8_e4m3fn))
+    dist.barrier()  # and the group still works
+
+
+def test_an_operation_that_mpi_does_not_have_is_an_error(ranks):
+    ranks("mpi", 2)(wrong_operations)
+
+
+def sixteen_bit_floats_are_summed_in_float32(world):
+    # 1 + 2**-8 is not a bfloat16; summed in float32, 1 + 2**-8 + 2**-8 rounds to 1 + 2**-7.
+    tensor = torch.tensor([1.0 if world.rank == 0 else 2**-8], dtype=torch.bfloat16)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 1 + 2**-7
+
+
+def test_sixteen_bit_floats_are_rounded_once(ranks):
+    ranks("mpi", 3)(sixteen_bit_floats_are_summed_in_float32)
+
+
+def odd_tensors(world):
+    n = world.world_size
+    transposed = torch.full((3, 4), world.rank + 1.0).t()
+    dist.all_reduce(transposed)
+    assert transposed.tolist() == [[n * (n + 1) / 2] * 3] * 4
+    every_second = torch.full((8,), world.rank + 1.0)
+    dist.broadcast(every_second[::2], src=1)
+    assert every_second.tolist() == [2.0, world.rank + 1.0] * 4
+    scalar = torch.tensor(world.rank + 1.0)
+    dist.all_reduce(scalar)
+    assert scalar.item() == n * (n + 1) / 2
+    empty = torch.empty(0, 3)
+    dist.all_reduce(empty)
+    dist.broadcast(empty, src=0)
+    assert empty.shape == (0, 3)
+
+
+def test_strided_empty_and_zero_dimensional_tensors(crew):
+    crew(odd_tensors)
+
+
+def moving_collectives(world):
+    n, r = world.world_size, world.rank
+    for dtype in (*DTYPES, torch.bool):
+        tensor = torch.full((2, 2), r % 2, dtype=dtype)
+        dist.broadcast(tensor, src=1)
+        assert tensor.equal(torch.ones(2, 2, dtype=dtype))
+    mine = torch.tensor([r, 10 * r])
+    everyone = [torch.empty(2, dtype=torch.int64) for _ in range(n)]
+    dist.all_gather(everyone, mine)
+    assert [t.tolist() for t in everyone] == [[i, 10 * i] for i in range(n)]
+    stacked = torch.empty(2 * n, dtype=torch.int64)
+    dist.all_gather_into_tensor(stacked, mine)
+    assert stacked.tolist() == [v for i in range(n) for v in (i, 10 * i)]
+    parts = [torch.empty(2, dtype=torch.int64) for _ in range(n)] if r == 1 else None
+    dist.gather(mine, parts, dst=1)
+    if parts is not None:
+        assert [t.tolist() for t in parts] == [[i, 10 * i] for i in range(n)]
+    received = torch.empty(2, dtype=torch.int64)
+    dist.scatter(received, [torch.tensor([i, i * i]) for i in range(n)] if r == 0 else None, src=0)
+    assert received.tolist() == [r, r * r]
+
+
+def test_broadcast_gather_and_scatter(crew):
+    crew(moving_collectives)
+
+
+def object_collectives(world):
+    n, r = world.world_size, world.rank
+    everyone = [None] * n
+    dist.all_gather_object(everyone, {"rank": r, "text": "x" * r})
+    assert everyone == [{"rank": i, "text": "x" * i} for i in range(n)]
+    one = [("from", r)]
+    dist.broadcast_object_list(one, src=n - 1)
+    assert one == [("from", n - 1)]
+    gathered = [None] * n if r == 0 else None
+    dist.gather_object(r, gathered, dst=0)
+    assert gathered == (list(range(n)) if r == 0 else None)
+    received = [None]
+    dist.scatter_object_list(received, [f"for {i}" for i in range(n)], src=0)
+    assert received == [f"for {r}"]
+
+
+def test_object_collectives(crew):
+    crew(object_collectives)
+
+
+def asynchronous(world):
+    n, r = world.world_size, world.rank
+    tensors = [torch.full((1000,), float(i * (r + 1))) for i in range(20)]
+    handles = [dist.all_reduce(t, async_op=True) for t in tensors]
+    for handle in reversed(handles):
+        assert handle.wait()
+    assert all(handle.is_completed() for handle in handles)
+    for i, tensor in enumerate(tensors):
+        assert tensor.eq(i * n * (n + 1) / 2).all()
+    tensor = torch.ones(4)
+    future = dist.all_reduce(tensor, async_op=True).get_future()
+    assert future.then(lambda f: f.value()[0] / n).wait().tolist() == [1.0] * 4
+    # The handle is dropped at once; the tensor must live until the operation has ended.
+    dist.all_reduce(torch.ones(100_000), async_op=True)
+    dist.barrier()
+
+
+def test_asynchronous_operations_and_futures(crew):
+    crew(asynchronous)
+
+
+def messages(world):
+    n, r = world.world_size, world.rank
+    after, before = (r + 1) % n, (r - 1) % n
+    received = torch.empty(3)
+    # Every rank posts its receive before its send, which must not deadlock.
+    receive = dist.irecv(received, src=before)
+    send = dist.isend(torch.full((3,), float(r)), dst=after)
+    receive.wait(), send.wait()
+    assert received.tolist() == [float(before)] * 3
+    if r == 0:  # two tags, received in the other order
+        dist.isend(torch.tensor([1]), dst=1, tag=1)
+        dist.isend(torch.tensor([2]), dst=1, tag=2)
+    if r == 1:
+        second, first = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
+        dist.recv(second, src=0, tag=2)
+        dist.recv(first, src=0, tag=1)
+        assert (first.item(), second.item()) == (1, 2)
+    dist.barrier()
+    if r == 0:
+        senders = set()
+        for _ in range(n - 1):
+            tensor = torch.empty(4, 2)
+            sender = dist.recv(tensor.t())  # from any rank, into a strided tensor
+            assert tensor.eq(float(sender)).all()
+            senders.add(sender)
+        assert senders == set(range(1, n))
+    else:
+        dist.send(torch.full((2, 4), float(r)), dst=0)
+
+
+def test_send_and_receive(crew):
+    crew(messages)
+
+
+def subgroups(world):
+    even = dist.new_group([r for r in range(world.world_size) if r % 2 == 0])
+    last = dist.new_group([world.world_size - 1, 0])
+    if world.rank % 2 == 0:
+        tensor = torch.tensor([world.rank + 1])
+        dist.all_reduce(tensor, group=even)
+        assert tensor.item() == sum(r + 1 for r in range(world.world_size) if r % 2 == 0)
+    if world.rank in (0, world.world_size - 1):
+        tensor = torch.tensor([world.rank])
+        dist.broadcast(tensor, src=world.world_size - 1, group=last)
+        assert tensor.item() == world.world_size - 1
+        dist.destroy_process_group(last)
+    if world.rank % 2 == 0:
+        dist.destroy_process_group(even)
+
+
+def test_subgroups_where_only_members_call(crew):
+    crew(subgroups)
+
+
+def a_rank_that_does_not_come(world):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"barrier number 1 on rank 0 .*0\.5 s"):
+            dist.barrier(group=group)
+        with pytest.raises(RuntimeError, match=r"recv from rank 1 on rank 0 .*0\.5 s"):
+            dist.recv(torch.empty(1), src=1, group=group)
+    dist.barrier()
+    if world.rank == 1:
+        dist.send(torch.empty(1), dst=0, group=group)
+        dist.barrier(group=group)
+
+
+def test_a_timeout_names_the_operation(ranks):
+    ranks("mpi", 2)(a_rank_that_does_not_come)
+
+
+def different_sizes(world):
+    # MPI finds that a message does not fit on at least one of the ranks.
+    tensor = torch.ones(10 if world.rank == 0 else 5)
+    with pytest.raises(RuntimeError, match="broadcast number .* on rank 1 .* failed.*MPI_ERR"):
+        dist.broadcast(tensor, src=0)
+        if world.rank == 0:
+            raise RuntimeError("broadcast number 0 on rank 1 is where it failed: MPI_ERR")
+
+
+def test_an_error_of_mpi_reaches_wait(ranks):
+    ranks("mpi", 2)(different_sizes)
+
+
+def test_bitwise_reductions_are_for_integers():
+    with pytest.raises(ValueError, match="float32"):
+        datatypes.operation(dist.ReduceOp.BXOR, torch.float32)
+
+
+def mpirun(world_size, program):
+    return subprocess.run(
+        ["mpirun", "-n", str(world_size), sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | MPIRUN,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_program_of_the_users_own_needs_one_import():
+    """Where torch lets a backend take the name; see mpi/__init__.py."""
+    if mpi.BACKEND != "mpi":
+        pytest.skip(f"torch {torch.__version__} keeps the name mpi for itself")
+    result = mpirun(
+        2,
+        """
+        import torch, torch.distributed as dist, ddp_from_scratch.mpi
+        for _ in range(2):  # a second time after the first was destroyed
+            dist.init_process_group("mpi")
+            tensor = torch.tensor([dist.get_rank() + 1])
+            dist.all_reduce(tensor)
+            assert (dist.get_backend(), dist.get_world_size(), tensor.item()) == ("mpi", 2, 3)
+            dist.destroy_process_group()
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("ending", ["", "dist.destroy_process_group()"])
+def test_the_exit_code_is_0_whether_or_not_the_group_was_destroyed(ending):
+    result = mpirun(
+        2,
+        f"""
+        import torch.distributed as dist, ddp_from_scratch as ddp
+        ddp.process_group("mpi").__enter__()
+        dist.barrier()
+        {ending}
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_an_exception_in_one_rank_ends_the_job():
+    """Though rank 0 waits in a collective, and rank 1 has one under way."""
+    result = mpirun(
+        2,
+        """
+        import torch, torch.distributed as dist, ddp_from_scratch as ddp
+        with ddp.process_group("mpi") as world:
+            dist.barrier()
+            if world.rank == 1:
+                dist.all_reduce(torch.ones(1), async_op=True)
+                raise KeyError("mine")
+            dist.all_reduce(torch.ones(1))
+            dist.barrier()
+        """,
+    )
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.count("KeyError: 'mine'") == 1
