@@ -31,8 +31,8 @@ def make(*parameters: nn.Parameter, as_view: bool = False) -> Bucket:
     return Bucket(layout, parameters, as_view)
 
 
-def parameter(*shape: int, **options) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(*shape, **options))
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype))
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> nn.Parameter:
@@ -41,7 +41,7 @@ def strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> nn.Parameter:
 
 def fill(p: nn.Parameter, start: int = 0) -> torch.Tensor:
     """Lets backward give `p` the gradient start, start + 1, ...; returns it."""
-    expected = torch.arange(start, start + p.numel(), dtype=p.dtype).view(p.shape)
+    expected = torch.arange(start, start + p.numel()).to(p.dtype).view(p.shape)
     p.backward(expected)
     return expected
 

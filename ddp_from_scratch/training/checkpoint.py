@@ -10,9 +10,9 @@ import os
 import pickle
 import random
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -51,7 +51,8 @@ def save(folder: Path, state: State) -> Path:
         for old in files(folder)[_KEEP:]:
             old.unlink()
     except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise UsageError(f"cannot write checkpoint {final}: {_one_line(error)}") from error
     return final
 
@@ -80,14 +81,15 @@ def load(path: Path, map_location: torch.device) -> State:
         UsageError: no such file, a truncated one, one that is no checkpoint of this program, or
             one of a newer version.
     """
+    foreign = f"{path} is truncated, or is not a checkpoint of ddp_from_scratch"
     try:
         state = torch.load(path, map_location=map_location, weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, BadZipFile) as error:
-        raise UsageError(f"{path} is not a whole checkpoint: {_one_line(error)[:200]}") from error
-    except pickle.UnpicklingError as error:
-        raise UsageError(f"{path} is not a checkpoint of ddp_from_scratch") from error
+    except OSError as error:
+        raise UsageError(f"cannot read checkpoint {path}: {error.strerror}") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise UsageError(foreign) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UsageError(f"{path} is not a checkpoint of ddp_from_scratch")
+        raise UsageError(foreign)
     if state["version"] > VERSION:
         raise UsageError(
             f"{path} has checkpoint version {state['version']}, this program reads up to "

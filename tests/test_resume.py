@@ -1,0 +1,132 @@
+"""A run that was stopped and continued ends with the bits of one that was not."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_from_scratch.check_sync import check_sync
+from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.training import evaluate
+from ddp_from_scratch.training.loop import Trainer
+from ddp_from_scratch.training.settings import Settings
+
+# 1,437 images on 2 ranks: 5 steps of 4 x 32 images on each rank in an epoch.
+SETTINGS = {"model": "dropout", "epochs": 3, "batch_size": 32, "accumulate": 4, "quiet": True}
+
+
+def model_with_dropout(name, *, channels, image_size, num_classes):
+    """Each step's result depends on every rank's random generator and on batch norm."""
+    inputs = channels * image_size**2
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(inputs, 32),
+        nn.BatchNorm1d(32),
+        nn.Dropout(),
+        nn.Linear(32, num_classes),
+    )
+
+
+def make_trainer(world, folder, **changes):
+    evaluate.make_model = model_with_dropout
+    settings = Settings(backend=world.backend, checkpoint_dir=folder, **SETTINGS | changes)
+    return Trainer(settings, world)
+
+
+def bits(trainer):
+    """Everything that a later step could depend on."""
+    momentum = [s["momentum_buffer"] for s in trainer.optimizer.state.values()]
+    tensors = [*trainer.model.state_dict().values(), *momentum]
+    return [t.tolist() for t in tensors], torch.get_rng_state().tolist()
+
+
+def uninterrupted(world, folder, changes):
+    trainer = make_trainer(world, folder, **changes)
+    assert trainer.run() == 0
+    check_sync(trainer.model)
+    return bits(trainer) if world.rank == 0 else None
+
+
+def stop_in_step(trainer, step):
+    """A SIGTERM reaches this rank while it computes the given step."""
+    compute = trainer._step
+
+    def compute_and_signal(batches):
+        compute(batches)
+        if trainer.global_step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer._step = compute_and_signal
+
+
+def stopped_and_resumed(world, folder, step, changes):
+    trainer = make_trainer(world, folder, **changes)
+    if world.rank == 1:
+        stop_in_step(trainer, step)
+    assert trainer.run() == signal.SIGTERM, "every rank stops, though only rank 1 was told"
+    steps = trainer.global_step
+    assert step < steps <= step + 2
+    trainer = make_trainer(world, folder, resume="auto", **changes)
+    assert trainer.global_step == steps
+    assert trainer.run() == 0
+    check_sync(trainer.model)
+    return bits(trainer) if world.rank == 0 else None
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("step", [0, 3, 4, 7])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, backend, step):
+    """Stopped in the first step, at the end of an epoch, after its last step, in the middle."""
+    crew = ranks(backend, 2)
+    expected = crew(uninterrupted, tmp_path / "a", {})[0]
+    assert crew(stopped_and_resumed, tmp_path / "b", step, {})[0] == expected
+
+
+def test_resuming_restores_workers_and_loss_scaling_too(ranks, tmp_path):
+    changes = {"precision": "fp16", "workers": 1, "scale_lr": True}
+    crew = ranks("gloo", 2)
+    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
+    assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
+
+
+def stopped(world, folder):
+    trainer = make_trainer(world, folder)
+    stop_in_step(trainer, 6)
+    assert trainer.run() == signal.SIGTERM
+    return trainer.global_step
+
+
+def resumed(world, folder, changes):
+    trainer = make_trainer(world, folder, resume="auto", **changes)
+    at = (trainer.epoch, trainer.step, trainer.global_step)
+    assert trainer.run() == 0
+    check_sync(trainer.model)
+    return at
+
+
+def test_another_world_size_goes_on_at_the_same_images(ranks, tmp_path):
+    """Stopped after step 8: 3 steps of 256 images into the second epoch."""
+    assert ranks("gloo", 2)(stopped, tmp_path) == [8, 8]
+    # On 3 ranks a step is 384 images and an epoch 3 steps: 768 images are 2 steps.
+    assert ranks("gloo", 3)(resumed, tmp_path, {}) == [(1, 2, 5)] * 3
+
+
+def test_the_same_global_batch_on_another_world_size(ranks, tmp_path):
+    assert ranks("gloo", 2)(stopped, tmp_path) == [8, 8]
+    changes = {"batch_size": 16}
+    assert ranks("gloo", 4)(resumed, tmp_path, changes) == [(1, 3, 8)] * 4
+
+
+def another_model(world, path):
+    with pytest.raises(UsageError) as error:
+        make_trainer(world, None, resume=str(path), model="other")
+    assert isinstance(error.value, PeerError) == (world.rank != 0)
+    assert "holds dropout for 10 classes of 1x8x8" in str(error.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_every_rank(ranks, tmp_path):
+    ranks("gloo", 2)(stopped, tmp_path)
+    (path,) = tmp_path.glob("*8.pt")
+    ranks("gloo", 2)(another_model, path)
