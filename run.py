@@ -1,14 +1,14 @@
 """Trains an image classifier on several processes at once, gradients averaged from scratch.
 
-    python run.py                                     two gloo processes on this machine
-    python run.py --backend mpi --nproc 4             the same on MPI; starts itself under mpirun
-    mpirun -n 4 python run.py --backend mpi           under a launcher of yours
-    torchrun --nproc-per-node 2 run.py                  (torchrun and srun, too)
-    python run.py --backend nccl                      one process for each visible GPU
-    python run.py --nproc 8,2 --node-rank 0 --master-addr HOST
-                                                      two machines, no launcher: the same command
-                                                      on the other one with --node-rank 1
-    python run.py test --checkpoint FILE              the test accuracy of a saved model
+python run.py                                     two gloo processes on this machine
+python run.py --backend mpi --nproc 4             the same on MPI; starts itself under mpirun
+mpirun -n 4 python run.py --backend mpi           under a launcher of yours
+torchrun --nproc-per-node 2 run.py                  (torchrun and srun, too)
+python run.py --backend nccl                      one process for each visible GPU
+python run.py --nproc 8,2 --node-rank 0 --master-addr HOST
+                                                  two machines, no launcher: the same command
+                                                  on the other one with --node-rank 1
+python run.py test --checkpoint FILE              the test accuracy of a saved model
 """
 
 import argparse

@@ -53,6 +53,7 @@ class Bucket:
 
     @property
     def launched(self) -> bool:
+        """Whether its all-reduce is under way."""
         return self.handle is not None
 
     def mark_ready(self, index: int) -> bool:

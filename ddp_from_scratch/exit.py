@@ -41,7 +41,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         code = 130
     except SystemExit as end:  # argparse's --help
         code = end.code if isinstance(end.code, int) else 1
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # whatever it is, it ends this process
         if _is_communication_error(error):
             _wait_to_be_stopped()
             _say(f"error: rank {_rank()} lost the other ranks: {_first_line(error)}")

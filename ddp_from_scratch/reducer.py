@@ -104,8 +104,7 @@ class Reducer:
     def buckets(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters of each bucket, in the order of launch."""
         return tuple(
-            tuple(self._names[index] for index in bucket.layout.members)
-            for bucket in self._buckets
+            tuple(self._names[index] for index in bucket.layout.members) for bucket in self._buckets
         )
 
     @contextmanager
@@ -138,8 +137,8 @@ class Reducer:
         bucket = self._buckets[self._bucket_of[index]]
         if bucket.launched:
             raise RuntimeError(
-                f"parameter {self._names[index]} got a second gradient {self._on_this_rank()} while "
-                f"the first was being averaged, and these had none yet: {self._missing_names()}. "
+                f"parameter {self._names[index]} got a second gradient {self._on_this_rank()} "
+                f"while the first was being averaged and these had none: {self._missing_names()}. "
                 f"Accumulate several backward passes under no_sync(), all but the last"
             )
         # Known by its number, so that a backward pass that was broken off by an exception, whose
@@ -198,7 +197,9 @@ class Reducer:
             for p in self._parameters
         ]
         self._buckets = [
-            Bucket(layout, [self._parameters[i] for i in layout.members], self._gradient_as_bucket_view)
+            Bucket(
+                layout, [self._parameters[i] for i in layout.members], self._gradient_as_bucket_view
+            )
             for layout in assign_buckets(gradients, order, self._first_cap, self._cap)
         ]
         self._bucket_of = {
@@ -230,7 +231,9 @@ class Reducer:
 
     def _missing_names(self) -> str:
         missing = [self._names[i] for b in self._buckets for i in sorted(b.missing)]
-        return ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        return ", ".join(missing[:10]) + (
+            f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        )
 
     def _on_this_rank(self) -> str:
         return f"on rank {dist.get_rank(self._process_group)}"

@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -110,10 +111,8 @@ class Crew:
 
     def end(self) -> None:
         for launcher in self._launchers:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             launcher.wait()
         for connection in self._connections:
             connection.close()
@@ -159,7 +158,7 @@ def serve(backend: str, address: str) -> None:
                 os._exit(0)
             try:
                 reply = (True, function(world, *arguments))
-            except BaseException:
+            except BaseException:  # noqa: BLE001  # a test sees everything
                 reply = (False, traceback.format_exc())
             connection.send(reply)
 

@@ -44,7 +44,9 @@ class Foreign:
 @pytest.mark.parametrize("content", [{"model": {}}, [1, 2], Foreign(), torch.ones(2)])
 def test_a_foreign_file_is_one_clear_line_and_is_not_unpickled(tmp_path, content):
     torch.save(content, tmp_path / "foreign.pt")
-    with pytest.raises(UsageError, match="foreign.pt is truncated, or is not a checkpoint of ddp_from_scratch"):
+    with pytest.raises(
+        UsageError, match=r"foreign\.pt is truncated, or is not a checkpoint of ddp_from_scratch"
+    ):
         checkpoint.load(tmp_path / "foreign.pt", CPU)
 
 
@@ -74,15 +76,16 @@ def test_the_newest_whole_file_is_used_and_the_others_named(tmp_path):
     assert found is not None
     path, loaded, complaints = found
     assert (path, loaded["global_step"]) == (good, 1)
-    assert len(complaints) == 1 and "step-000000002.pt" in complaints[0]
+    assert len(complaints) == 1
+    assert "step-000000002.pt" in complaints[0]
     good.write_bytes(b"")
-    with pytest.raises(UsageError, match="no checkpoint in .* can be read"):
+    with pytest.raises(UsageError, match=r"no checkpoint in .* can be read"):
         checkpoint.load_newest(tmp_path, CPU)
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="--checkpoint-dir .*file/x cannot be written to"):
+    with pytest.raises(UsageError, match=r"--checkpoint-dir .*file/x cannot be written to"):
         checkpoint.check_writable(tmp_path / "file" / "x")
     with pytest.raises(UsageError, match="cannot write checkpoint"):
         checkpoint.save(tmp_path / "file" / "x", state(1))

@@ -249,17 +249,22 @@ def test_a_timeout_names_the_operation(ranks):
     ranks("mpi", 2)(a_rank_that_does_not_come)
 
 
-def different_sizes(world):
-    # MPI finds that a message does not fit on at least one of the ranks.
+def a_message_that_does_not_fit(world):
+    """MPI reports it where the larger message arrives."""
     tensor = torch.ones(10 if world.rank == 0 else 5)
-    with pytest.raises(RuntimeError, match="broadcast number .* on rank 1 .* failed.*MPI_ERR"):
-        dist.broadcast(tensor, src=0)
-        if world.rank == 0:
-            raise RuntimeError("broadcast number 0 on rank 1 is where it failed: MPI_ERR")
+    handle = dist.broadcast(tensor, src=0, async_op=True)
+    if world.rank == 1:
+        with pytest.raises(RuntimeError, match=r"broadcast number .* on rank 1 .* failed.*MPI_ERR"):
+            handle.wait()
+        assert not handle.is_success()
+        with pytest.raises(RuntimeError, match="MPI_ERR"):
+            handle.get_future().wait()
+    else:
+        handle.wait()
 
 
 def test_an_error_of_mpi_reaches_wait(ranks):
-    ranks("mpi", 2)(different_sizes)
+    ranks("mpi", 2)(a_message_that_does_not_fit)
 
 
 def test_bitwise_reductions_are_for_integers():

@@ -4,6 +4,9 @@ Each collective is one closure, run by the group's worker thread: it makes the t
 calls MPI, and puts the result where torch wants it. The tensors live as long as the closure does.
 """
 
+# torch.distributed calls these methods in one form; its C++ class has others besides.
+# mypy: disable-error-code="override"
+
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -110,22 +113,22 @@ class ProcessGroupMPI(dist.ProcessGroup):
         return self._submit("all_gather", [tensor], run)
 
     def all_gather_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Pending:
-        if output.numel() != tensor.numel() * self.size():
+        if output.numel() != input.numel() * self.size():
             raise ValueError(
-                f"all_gather_into_tensor needs an output of {tensor.numel() * self.size()} "
+                f"all_gather_into_tensor needs an output of {input.numel() * self.size()} "
                 f"elements, got {output.numel()}"
             )
 
         def run() -> Result:
             dense = output.contiguous()
-            self._communicator.Allgather(raw(tensor.contiguous()), raw(dense))
+            self._communicator.Allgather(raw(input.contiguous()), raw(dense))
             if dense is not output:
                 output.copy_(dense)
             return [output]
 
-        return self._submit("all_gather_into_tensor", [tensor], run)
+        return self._submit("all_gather_into_tensor", [input], run)
 
     _allgather_base = all_gather_single  # its name before torch 2.14
 

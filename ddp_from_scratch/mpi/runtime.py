@@ -34,9 +34,7 @@ def placement() -> Placement:
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     leader = node.bcast(world.rank)
     leaders = sorted(set(world.allgather(leader)))
-    found = Placement(
-        world.rank, world.size, node.rank, node.size, leaders.index(leader), "mpirun"
-    )
+    found = Placement(world.rank, world.size, node.rank, node.size, leaders.index(leader), "mpirun")
     node.Free()
     return found
 
@@ -58,8 +56,10 @@ def _note_failure(
 
 
 def _end_at_once_after_failure() -> None:
-    """At exit, before mpi4py finalises MPI: a rank that failed must not wait there for the others,
-    which wait for it. Its launcher sees an abnormal end and stops them."""
+    """At exit, before mpi4py finalises MPI, which waits for the other ranks.
+
+    They wait for this one; its launcher sees an abnormal end and stops them.
+    """
     if _failed:
         sys.stdout.flush()
         sys.stderr.flush()

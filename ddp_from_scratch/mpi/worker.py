@@ -73,7 +73,8 @@ class Pending(dist._Work):
     def fail(self, error: Exception) -> None:
         self._error = error
         self._done.set()
-        self._future.set_exception(RuntimeError(f"{self.name} failed: {error}"))
+        failure = RuntimeError(f"{self.name} failed: {error}")
+        self._future.set_exception(failure)  # type: ignore[arg-type]  # its annotation is wrong
 
 
 class PendingMessage(dist._Work):
@@ -163,7 +164,7 @@ class Worker:
             pending, operation = item
             try:
                 result = operation()
-            except Exception as error:  # whatever it is belongs to the caller of wait()
+            except Exception as error:  # noqa: BLE001  # it belongs to the caller of wait()
                 pending.fail(error)
             else:
                 pending.complete(result)

@@ -20,7 +20,7 @@ from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.agreement import StopSignal, together
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
-from ddp_from_scratch.training.loaders import test_loader, train_loader
+from ddp_from_scratch.training.loaders import ShardSampler, test_loader, train_loader
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
@@ -63,7 +63,8 @@ class Trainer:
             self.train_loader = train_loader(
                 data.train, batch_size=batch_size, seed=settings.seed, pin_memory=pinned, **shard
             )
-            self.sampler: Any = self.train_loader.sampler
+            assert isinstance(self.train_loader.sampler, ShardSampler)
+            self.sampler = self.train_loader.sampler
             self.steps_per_epoch = self.sampler.batches_per_epoch // settings.accumulate
             if self.steps_per_epoch == 0:
                 raise UsageError(

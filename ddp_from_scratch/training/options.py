@@ -24,6 +24,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with a mistake as one line like every other."""
 
     def error(self, message: str) -> NoReturn:
+        """Raises UsageError instead of printing and exiting."""
         raise UsageError(f"{message}; see --help")
 
 

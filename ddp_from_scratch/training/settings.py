@@ -101,7 +101,7 @@ class Settings:
         return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
 
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
-        """What differs from a checkpoint's settings and matters to the result, as "lr 0.1 -> 0.2"."""
+        """What differs from a checkpoint's settings and matters, as "lr 0.1 -> 0.2"."""
         indifferent = {"data_dir", "download", "epochs", "workers", "threads", "timeout"}
         indifferent |= {"checkpoint_dir", "resume", "log_dir", "check_sync", "quiet", "backend"}
         now = self.as_saved()

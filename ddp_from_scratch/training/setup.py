@@ -23,12 +23,16 @@ def prepare_process(settings: Settings, world: World) -> None:
 
 
 def cpu_group(world: World, timeout: float) -> dist.ProcessGroup:
-    """A group for CPU tensors: what ranks say to each other beside gradients must not wait for a
-    GPU. With gloo and mpi the default group is one."""
+    """A group for CPU tensors: what ranks say beside gradients must not wait for a GPU.
+
+    With gloo and mpi that is the default group.
+    """
     if world.backend != "nccl":
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
 
 
 def open_dataset(

@@ -1,0 +1,129 @@
+"""How long a training step takes: the rungs of the ladder beside torch's DDP, in one run.
+
+    python -m benchmarks.step_time                    gloo and mpi, two processes
+    python -m benchmarks.step_time --backend gloo --nproc 4
+    python -m benchmarks.step_time --quick            fewer rounds
+
+Prints a table for each backend and model; writes every sample, the versions and the machine to
+benchmarks/results/.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+from benchmarks.machine import describe
+from benchmarks.measure import Samples, check_equal, interleave
+from benchmarks.strategies import NO_COMMUNICATION, REFERENCE, WORKLOADS, contenders
+from ddp_from_scratch import UsageError, launch, process_group
+from ddp_from_scratch.exit import run_to_exit
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step_time",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--backend", nargs="+", choices=("gloo", "mpi", "nccl"))
+    parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
+    parser.add_argument("--model", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=60, help="timed steps (default: 60)")
+    parser.add_argument("--quick", action="store_true", help="10 rounds")
+    options = parser.parse_args()
+    if options.nproc < 1 or options.rounds < 2:
+        raise UsageError("--nproc must be 1 or more and --rounds 2 or more")
+    if options.quick:
+        options.rounds = 10
+    if launch.launcher() != "none":
+        measure(options)
+        return 0
+    backends = options.backend or (["nccl"] if torch.cuda.is_available() else ["gloo", "mpi"])
+    for backend in backends:
+        # run.py's own way of starting ranks, by way of a process, since mpirun replaces one.
+        start = [sys.executable, "-m", "benchmarks.start", backend, str(options.nproc)]
+        rank = ["-m", "benchmarks.step_time", "--backend", backend, "--model", *options.model]
+        code = subprocess.call([*start, *rank, "--rounds", str(options.rounds)])
+        if code:
+            return code
+    return 0
+
+
+def measure(options: argparse.Namespace) -> None:
+    """A rank's part: times every model and, on rank 0, prints and writes."""
+    (backend,) = options.backend
+    torch.set_num_threads(1)
+    with process_group(backend) as world:
+        for name in options.model:
+            workload = WORKLOADS[name]
+            torch.manual_seed(world.rank)
+            compared = contenders(workload, world.device)
+            rounds = tqdm(
+                range(options.rounds),
+                desc=f"{backend}, {workload.name}",
+                disable=world.rank != 0 or not _on_terminal(),
+                leave=False,
+            )
+            samples = interleave(compared, rounds, world.device)
+            check_equal(compared)
+            if world.rank == 0:
+                title = f"{workload.name}; {backend}, {world.world_size} ranks"
+                print(f"\n{title}, {options.rounds} steps each\n{table(samples)}", flush=True)
+                path = RESULTS / f"step_time-{name}-{backend}-{world.world_size}.json"
+                write(path, title, samples)
+
+
+def table(samples: list[Samples]) -> str:
+    """Median, quartiles, ratios to torch's DDP (its best setting) and to no communication."""
+    by_name = {s.name: s for s in samples}
+    rows = []
+    for s in samples:
+        low, median, high = s.quartiles
+        ratio, ratio_low, ratio_high = s.ratio_to(by_name[REFERENCE])
+        bare, _, _ = s.ratio_to(by_name[NO_COMMUNICATION])
+        exposed = median - by_name[NO_COMMUNICATION].quartiles[1]
+        rows.append(
+            [
+                s.name,
+                f"{median:.1f}",
+                f"{low:.1f} to {high:.1f}",
+                f"{ratio:.2f}",
+                f"{ratio_low:.2f} to {ratio_high:.2f}",
+                f"{bare:.2f}",
+                f"{exposed:.1f}",
+            ]
+        )
+    headers = ["", "ms", "quartiles", "/ torch DDP", "95 %", "/ no comm.", "exposed ms"]
+    return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 6))
+
+
+def write(path: Path, title: str, samples: list[Samples]) -> None:
+    """Every sample, and what it was measured on."""
+    path.parent.mkdir(exist_ok=True)
+    content = {
+        "title": title,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe(),
+        "samples": [asdict(s) for s in samples],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"written to {os.path.relpath(path)}", flush=True)
+
+
+def _on_terminal() -> bool:
+    return sys.stderr.isatty() or "DDP_TERMINAL" in os.environ
+
+
+if __name__ == "__main__":
+    run_to_exit(main)
