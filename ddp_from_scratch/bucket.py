@@ -104,7 +104,7 @@ class Bucket:
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.grad = view
         else:
-            gradients = [parameter.grad for parameter in self.parameters]
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
             torch._foreach_copy_(gradients, self.views)
 
 

@@ -3,7 +3,8 @@
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def train_loader(
     )
 
 
-def test_loader_(dataset: Dataset, rank: int, world_size: int, batch_size: int = 2) -> DataLoader:
+def exact_loader(dataset: Dataset, rank: int, world_size: int, batch_size: int = 2) -> DataLoader:
     return loaders.test_loader(
         dataset,
         rank=rank,
@@ -61,12 +62,12 @@ def test_loader_(dataset: Dataset, rank: int, world_size: int, batch_size: int =
     )
 
 
-# A helper with the name of what it calls, not a test.
-test_loader_.__test__ = False
-
-
 def batches(loader: DataLoader) -> list[list[int]]:
     return [labels.tolist() for _, labels in loader]
+
+
+def flat(lists: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
 
 
 def epoch_of(loader: DataLoader, epoch: int) -> list[list[int]]:
@@ -90,7 +91,7 @@ def test_every_rank_gets_as_many_batches_of_the_same_size(
         mine = epoch_of(loader, 0)
         assert [len(batch) for batch in mine] == [batch_size] * expected
         assert len(loader) == loader.sampler.batches_per_epoch == expected
-        seen += sum(mine, [])
+        seen += flat(mine)
     assert len(set(seen)) == len(seen) == expected * world_size * batch_size
     assert set(seen) <= set(range(size))
 
@@ -101,9 +102,7 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks() -> None:
             epoch_of(train_loader(Numbers(50), rank, world_size, 12 // world_size), 1)
             for rank in range(world_size)
         ]
-        return [
-            sorted(sum(parts, ())) for parts in zip(*(map(tuple, s) for s in shards), strict=True)
-        ]
+        return [sorted(flat(parts)) for parts in zip(*shards, strict=True)]
 
     assert len(steps(1)) == 4
     assert steps(1) == steps(2) == steps(3) == steps(4)
@@ -134,7 +133,7 @@ def test_a_resumed_epoch_goes_on_where_it_was(start: int) -> None:
     assert len(loader) == 4 - start
     assert batches(loader) == whole[start:]
     # What was skipped was not read.
-    assert dataset.read == sum(whole[start:], [])
+    assert dataset.read == flat(whole[start:])
     # The next epoch starts at its beginning.
     loader.sampler.set_epoch(6)
     assert len(batches(loader)) == len(loader) == 4
@@ -167,16 +166,15 @@ def test_values_out_of_range(changes: dict[str, int], message: str) -> None:
 @pytest.mark.parametrize(("size", "world_size"), [(7, 3), (6, 3), (2, 4), (0, 2), (5, 1)])
 def test_every_test_image_is_in_one_shard_once(size: int, world_size: int) -> None:
     shards = [
-        sum(batches(test_loader_(Numbers(size), rank, world_size)), [])
-        for rank in range(world_size)
+        flat(batches(exact_loader(Numbers(size), rank, world_size))) for rank in range(world_size)
     ]
     assert shards == [list(range(rank, size, world_size)) for rank in range(world_size)]
-    assert sorted(sum(shards, [])) == list(range(size))
+    assert sorted(flat(shards)) == list(range(size))
 
 
 def test_test_values_out_of_range() -> None:
     with pytest.raises(UsageError, match="batch size must be positive, got 0"):
-        test_loader_(Numbers(5), 0, 1, batch_size=0)
+        exact_loader(Numbers(5), 0, 1, batch_size=0)
 
 
 # --- random numbers and worker processes
@@ -185,7 +183,7 @@ def test_test_values_out_of_range() -> None:
 def test_loading_leaves_the_global_generators_alone() -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     epoch_of(train_loader(Numbers(9), batch_size=3), 0)
-    batches(test_loader_(Numbers(9), 0, 1))
+    batches(exact_loader(Numbers(9), 0, 1))
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
 

@@ -6,8 +6,9 @@ Importing this module registers the backend:
     torch.distributed.init_process_group("mpi")      # under mpirun; ranks come from MPI
 
 From the version on where torch looks for a registered backend before its own, the name is "mpi".
-An older torch insists on its own for that name and on being built with it; there the name is
-"mpi4py". `BACKEND` is the one that holds here, and `ddp.process_group("mpi")` chooses it.
+An older torch insists on its own for that name and on being built with it, and a torch that was
+built with MPI keeps its own; there the name is "mpi4py". `BACKEND` is the one that holds here, and
+`ddp.process_group("mpi")` chooses it.
 
 How a collective travels: `process_group.py` turns torch's call into one on an MPI communicator,
 `worker.py` runs it on the group's thread while the caller goes on, `datatypes.py` says how a
@@ -28,7 +29,7 @@ def _register() -> str:
     # torch that consults its registry for every backend names MPI there too; one that does not
     # goes to its C++ for the name "mpi" and never asks us.
     helper = inspect.getsource(dist.distributed_c10d._new_process_group_helper)
-    name = "mpi4py" if "is_mpi_available" in helper else "mpi"
+    name = "mpi4py" if "is_mpi_available" in helper or dist.is_mpi_available() else "mpi"
     dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     return name
 

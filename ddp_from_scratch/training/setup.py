@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from ddp_from_scratch.training.settings import Settings
 def prepare_process(settings: Settings, world: World) -> None:
     """Sets what is set once a process: threads, determinism, the seed that all ranks share."""
     torch.set_num_threads(settings.threads)
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats only with it
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.backends.cudnn.benchmark = not settings.deterministic
     torch.manual_seed(settings.seed)

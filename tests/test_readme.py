@@ -1,0 +1,66 @@
+"""The README's and the guide's code and commands are those of the project."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import MPIRUN, ROOT
+
+from ddp_from_scratch import __all__ as public_names
+from ddp_from_scratch.training.options import make_parser
+
+README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        [sys.executable],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+        ["mpirun", "-n", "2", sys.executable],
+    ],
+    ids=["alone", "torchrun", "mpirun"],
+)
+def test_the_example_runs_as_it_stands(tmp_path, launcher):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    if launcher[0] == "mpirun":
+        code = code.replace('process_group("gloo")', 'process_group("mpi")')
+    (tmp_path / "example.py").write_text(code)
+    done = subprocess.run(
+        [*launcher, str(tmp_path / "example.py")],
+        env=os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    world_size = 1 if len(launcher) == 1 else 2
+    printed = re.findall(r"rank (\d) of (\d): parameters ([0-9a-f]{16})", done.stdout)
+    assert sorted(rank for rank, _, _ in printed) == [str(rank) for rank in range(world_size)]
+    assert {size for _, size, _ in printed} == {str(world_size)}
+    assert len({checksum for _, _, checksum in printed}) == 1
+
+
+def test_every_public_name_is_in_the_readme():
+    assert [name for name in public_names if f"`{name}" not in README] == []
+
+
+def test_every_option_named_is_one_of_run_py():
+    known = set(re.findall(r"--[a-z][a-z-]+", make_parser("").format_help()))
+    of_others = {"--oversubscribe", "--mpi", "--nnodes", "--nproc-per-node", "--rdzv-backend"}
+    of_others |= {"--rdzv-endpoint", "--nodes", "--gpus", "--nr"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README + GUIDE))
+    assert named - known - of_others == set()
+
+
+def test_every_file_named_is_there():
+    for text, folder in ((README, ROOT), (GUIDE, ROOT / "ddp_from_scratch")):
+        for name in re.findall(r"`([\w/]+\.py)[`,]", text):
+            if name not in ("example.py", "run.py"):
+                assert (folder / name).is_file(), name
+    for target in re.findall(r"\]\(([\w/.]+)", README):
+        assert (ROOT / Path(target)).is_file(), target
