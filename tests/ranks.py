@@ -36,22 +36,23 @@ class Crew:
         self._log = Path(self._folder.name) / "log"
         address = str(Path(self._folder.name) / "socket")
         command = [sys.executable, str(Path(__file__)), backend, address]
+        found: dict[int, tuple[int, Connection]] = {}
         with Listener(address, "AF_UNIX") as listener, self._log.open("wb") as log:
             self._launchers = [
                 subprocess.Popen(c, env=e, stdout=log, stderr=log, start_new_session=True)
                 for c, e in self._launch(command)
             ]
-            listener._listener._socket.settimeout(START_LIMIT_S)  # type: ignore[attr-defined]
-            found: dict[int, tuple[int, Connection]] = {}
-            try:
-                while len(found) < world_size:
+            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+            deadline = time.monotonic() + START_LIMIT_S
+            while len(found) < world_size and time.monotonic() < deadline and not self.ended:
+                with suppress(TimeoutError):
                     connection = listener.accept()
                     rank, pid = connection.recv()
                     found[rank] = (pid, connection)
-            except (TimeoutError, EOFError):
-                log_text = self._read_log()
-                self.end()
-                raise AssertionError(f"the ranks did not start:\n{log_text}") from None
+        if len(found) < world_size:
+            log_text = self._read_log()
+            self.end()
+            raise AssertionError(f"the ranks did not start:\n{log_text}")
         self.pids = [found[rank][0] for rank in range(world_size)]
         self._connections = [found[rank][1] for rank in range(world_size)]
 

@@ -2,9 +2,13 @@
 
 import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,3 +233,67 @@ def test_workers(drawing: list[DataLoader]) -> None:
     again = torch.cat([rows for rows, _ in loader])
     assert again[:, 6].tolist() == list(loader.sampler)
     assert set(again[:, 4].tolist()) == set(rows[0][:, 4].tolist())
+
+
+RANK = """
+import signal
+import sys
+from pathlib import Path
+
+from ddp_from_scratch.training.datasets import load_dataset
+from ddp_from_scratch.training.loaders import train_loader
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: None)
+data = load_dataset("digits", Path(), download=False)
+loader = train_loader(
+    data.train, rank=0, world_size=1, batch_size=64, seed=0, workers=2, pin_memory=False
+)
+while True:
+    print(sum(1 for _ in loader), *(w.pid for w in loader._iterator._workers), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there, and no zombie that nobody waits for."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+def test_workers_outlive_signals_to_the_job_but_not_their_rank() -> None:
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    with rank:
+        try:
+            batches_read, *workers = map(int, rank.stdout.readline().split())
+            assert batches_read == 1437 // 64
+            server = parent(workers[0])
+            # As Ctrl-C and a launcher's kill: to the rank and all in its process group.
+            os.killpg(rank.pid, signal.SIGINT)
+            os.killpg(rank.pid, signal.SIGTERM)
+            time.sleep(0.3)
+            assert all(map(runs, [rank.pid, server, *workers]))
+            print(file=rank.stdin, flush=True)
+            assert rank.stdout.readline().split() == [str(batches_read), *map(str, workers)]
+        finally:
+            os.kill(rank.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 4
+        while any(map(runs, [server, *workers])):
+            assert time.monotonic() < deadline, "a worker outlives its rank"
+            time.sleep(0.05)

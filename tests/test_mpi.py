@@ -98,6 +98,9 @@ def odd_tensors(world):
     every_second = torch.full((8,), world.rank + 1.0)
     dist.broadcast(every_second[::2], src=1)
     assert every_second.tolist() == [2.0, world.rank + 1.0] * 4
+    gathered = [torch.empty(4, 3) for _ in range(n)]
+    dist.all_gather(gathered, torch.arange(12.0).view(3, 4).t() + world.rank)
+    assert all(g.equal(torch.arange(12.0).view(3, 4).t() + i) for i, g in enumerate(gathered))
     scalar = torch.tensor(world.rank + 1.0)
     dist.all_reduce(scalar)
     assert scalar.item() == n * (n + 1) / 2

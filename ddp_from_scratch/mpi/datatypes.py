@@ -1,13 +1,14 @@
 """How MPI sees a tensor: its memory, its element type, its reduction."""
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
 # Without a count: mpi4py then divides the memory by the number of ranks where MPI wants a share.
-Buffer: TypeAlias = "tuple[MPI.buffer, MPI.Datatype]"
+Buffer: TypeAlias = "tuple[np.ndarray[Any, np.dtype[np.uint8]], MPI.Datatype]"
 
 DATATYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,
@@ -57,8 +58,9 @@ def raw(tensor: torch.Tensor) -> Buffer:
     return (_memory(tensor), MPI.BYTE)
 
 
-def _memory(tensor: torch.Tensor) -> "MPI.buffer":
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+def _memory(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    # An array and not an address: it keeps a tensor alive that is nobody else's.
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def operation(op: "dist.ReduceOp | dist.ReduceOp.RedOpType", dtype: torch.dtype) -> MPI.Op:

@@ -206,8 +206,6 @@ def _problem(kind: _Kind, part: Any) -> str | None:
     size = (kind.image_size, kind.image_size)
     if len(part.data) != len(labels):
         return f"{len(part.data)} images but {len(labels)} labels"
-    if len(labels) == 0:
-        return "it holds no images"
     if tuple(part.data.shape[1:3]) != size:
         return f"expected images of {size}, got {tuple(part.data.shape[1:3])}"
     if not 0 <= int(labels.min()) <= int(labels.max()) < _NUM_CLASSES:

@@ -7,8 +7,11 @@ generators, so that a checkpoint of those is all that a resumed run needs to rep
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
+from multiprocessing import forkserver, parent_process
 from typing import Any, cast
 
 import numpy as np
@@ -160,8 +163,7 @@ def _loader(
         # Not fork: a child of a process that has initialised MPI or CUDA inherits their locks and
         # handles, but not their threads.
         context = multiprocessing.get_context("forkserver")
-        # Import torch once and not once a worker. This does nothing if a server already runs.
-        context.set_forkserver_preload(["torchvision.datasets"])
+        _start_fork_server()
     return DataLoader(
         dataset,
         batch_size=batch_size,
@@ -169,17 +171,45 @@ def _loader(
         num_workers=workers,
         pin_memory=pin_memory,
         drop_last=drop_last,
-        worker_init_fn=_leave_process_group,
+        worker_init_fn=_begin_worker,
         multiprocessing_context=context,
         generator=generator,
         persistent_workers=workers > 0,
     )
 
 
-def _leave_process_group(worker_id: int) -> None:
-    """Run first in worker `worker_id`: keep a signal to the whole job from ending it.
+def _start_fork_server() -> None:
+    """Start the process that this rank's workers are forked from. A no-op when it runs already.
 
-    Ctrl-C, and a launcher's SIGTERM, go to the rank's process group. The rank finishes its step and
-    saves first, and needs its workers until then. A worker ends when its rank does, even if killed.
+    It ignores SIGTERM, as it ignores Ctrl-C anyway: a launcher sends that to all processes of a
+    rank, and workers end when their server does, but the rank finishes its step and saves first.
+    """
+    # Import torch once and not once a worker.
+    forkserver.set_forkserver_preload(["torchvision.datasets"])
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()  # Only the main thread may change what a signal does.
+        return
+    # What is ignored here stays ignored in the server; its workers get torch's handler for it.
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _begin_worker(worker_id: int) -> None:
+    """Run first in worker `worker_id`: tie its end to its rank's, and to nothing else.
+
+    Out of the rank's process group, neither Ctrl-C nor a launcher's SIGTERM ends it early. And as
+    torch's own watch is on the parent, the fork server, which in turn stays while it has workers,
+    all of them would outlive a killed rank.
     """
     os.setpgrp()
+    rank = parent_process()
+    assert rank is not None
+
+    def end_with_rank() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_rank, daemon=True).start()

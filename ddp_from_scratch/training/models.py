@@ -19,9 +19,6 @@ MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...
 # The images are enlarged to the first of these that the architecture can take.
 _SIZES = (32, 64, 96, 112, 128, 224, 299)
 
-# Their positions are numbered at construction; all others take whatever size they can pool.
-_MADE_FOR_ONE_SIZE = ("vit", "maxvit")
-
 # Auxiliary losses need a training loop of their own, and these two models' own initialisation is
 # twenty times slower than torch's.
 _OPTIONS = {
@@ -95,10 +92,11 @@ def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) 
     model: nn.Module | None = None
     for size in (image_size, *(size for size in _SIZES if size > image_size)):
         try:
-            if model is None or name.startswith(_MADE_FOR_ONE_SIZE):
+            if model is None:
+                # vit and maxvit are made for one size, and refuse a wrong one here.
                 model = _torchvision_model(name, channels, size, num_classes)
             _dry_run(model, (2, channels, size, size))
-        except (AssertionError, RuntimeError, ValueError) as error:
+        except (AssertionError, RuntimeError, ValueError) as error:  # vit, most, maxvit
             reason = " ".join(str(error).split())
             continue
         if size == image_size:
