@@ -15,6 +15,8 @@ from .layout import Gradient, assign_buckets
 # one on to its children while the next is on its way to it.
 _MESSAGE_BYTES = 16 * 2**20
 
+_LAZY = " is lazy and has no shape yet"
+
 
 def broadcast_parameters(
     module: torch.nn.Module, src: int = 0, process_group: dist.ProcessGroup | None = None
@@ -71,11 +73,16 @@ def check_same_model(
         RuntimeError: as `broadcast_parameters`.
     """
     mine = _describe(module)
+    lazy = next((line for line in mine if line.endswith(_LAZY)), None)
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     world_size = dist.get_world_size(process_group)
     digests: list[bytes] = [b""] * world_size
     dist.all_gather_object(digests, digest, group=process_group)
     if len(set(digests)) == 1:
+        if lazy is not None:
+            raise ValueError(
+                f"{lazy}: run one forward pass on every rank before broadcast_parameters"
+            )
         return
     descriptions: list[list[str]] = [[]] * world_size
     dist.all_gather_object(descriptions, mine, group=process_group)
@@ -88,15 +95,16 @@ def _describe(module: torch.nn.Module) -> list[str]:
     lines = []
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
-            raise ValueError(
-                f"parameter {name} is lazy and has no shape yet: run one forward pass on every "
-                f"rank before broadcast_parameters"
-            )
+            lines.append(f"parameter {name}{_LAZY}")
+            continue
         lines.append(
             f"parameter {name}: shape {tuple(parameter.shape)}, strides {parameter.stride()}, "
             f"{parameter.dtype}, requires_grad={parameter.requires_grad}"
         )
     for name, buffer in module.named_buffers():
+        if torch.nn.parameter.is_lazy(buffer):
+            lines.append(f"buffer {name}{_LAZY}")
+            continue
         lines.append(f"buffer {name}: shape {tuple(buffer.shape)}, {buffer.dtype}")
     return lines
 

@@ -21,8 +21,9 @@ def check_sync(module: torch.nn.Module, process_group: dist.ProcessGroup | None 
     mine = {name: _digest(parameter) for name, parameter in module.named_parameters()}
     everyone: list[dict[str, bytes]] = [{} for _ in range(dist.get_world_size(process_group))]
     dist.all_gather_object(everyone, mine, group=process_group)
-    for name in mine:
-        differ = [r for r, theirs in enumerate(everyone) if theirs.get(name) != everyone[0][name]]
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        zero = everyone[0].get(name)
+        differ = [r for r, theirs in enumerate(everyone) if theirs.get(name) != zero]
         if differ:
             raise RuntimeError(
                 f"parameter {name} is not the same on all ranks: {differ} differ from rank 0"

@@ -5,7 +5,8 @@ and launches them in order; `_on_backward_end` is called by autograd when the ba
 over, waits for them, and puts the averages back into `.grad`.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from . import comm_hooks
 from .bucket import Bucket
 from .layout import Gradient, assign_buckets, bucket_caps
+from .snapshot import Snapshot
 
 
 class Reducer:
@@ -57,10 +59,12 @@ class Reducer:
             the memory of all gradients once over; `.grad` must then not be detached in place.
 
     Raises:
-        ValueError: no parameter requires a gradient, or `bucket_cap_mb` is negative.
+        ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, or this rank is
+            not in the group.
         RuntimeError: from a forward pass: a parameter got no gradient in the last backward pass,
-            or its `requires_grad` was changed after construction. From `backward()`: a gradient
-            that is sparse, or that came a second time while others were missing.
+            or was added, replaced, removed, frozen, unfrozen or moved since construction. From
+            `backward()`: a gradient that is sparse, or that came a second time while others were
+            missing.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -76,12 +80,14 @@ class Reducer:
         gradient_as_bucket_view: bool = False,
     ) -> None:
         self._first_cap, self._cap = bucket_caps(bucket_cap_mb)
-        self._all = dict(module.named_parameters())
-        self._trainable = {name: p for name, p in self._all.items() if p.requires_grad}
-        if not self._trainable:
+        self._snapshot = Snapshot(module)
+        trainable = {n: p for n, p in self._snapshot.parameters.items() if p.requires_grad}
+        if not trainable:
             raise ValueError("the module has no parameter that requires a gradient")
-        self._names = list(self._trainable)
-        self._parameters = list(self._trainable.values())
+        if dist.get_rank(process_group) < 0:
+            raise ValueError("this rank is not a member of the process group")
+        self._names = list(trainable)
+        self._parameters = list(trainable.values())
         self._process_group = process_group
         self._comm_hook = partial(comm_hooks.average, process_group=process_group)
         self._overlap = overlap
@@ -94,11 +100,15 @@ class Reducer:
         # Reverse order of registration: the last layer's gradient is ready first.
         self._lay_out(reversed(range(len(self._parameters))))
 
+        # The parameters' hooks know the Reducer weakly and the module's hook keeps it alive: the
+        # garbage collector cannot see a cycle that goes through a parameter's hooks.
         self._hooks: list[torch.utils.hooks.RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            parameter.register_post_accumulate_grad_hook(
+                partial(_on_gradient, weakref.ref(self), index)
+            )
             for index, parameter in enumerate(self._parameters)
         ]
-        self._hooks.append(module.register_forward_pre_hook(self._on_forward))
+        self._hooks.append(module.register_forward_pre_hook(_ForwardCheck(self)))
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -127,19 +137,21 @@ class Reducer:
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Post-accumulate-grad hook: `parameter.grad` (not the argument itself) is complete."""
+        bucket = self._buckets[self._bucket_of[index]]
+        if bucket.launched:  # also under no_sync(): the average would overwrite what was added
+            missing = self._missing_names()
+            raise RuntimeError(
+                f"parameter {self._names[index]} got a second gradient {self._on_this_rank()} "
+                f"while the first was being averaged"
+                f"{f' and these had none: {missing}' if missing else ''}. "
+                f"Accumulate several backward passes under no_sync(), all but the last"
+            )
         if not self._sync:
             return
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise RuntimeError(
                 f"the gradient of parameter {self._names[index]} is sparse, which the Reducer "
                 f"cannot lay into a bucket: make it dense (for an embedding, sparse=False)"
-            )
-        bucket = self._buckets[self._bucket_of[index]]
-        if bucket.launched:
-            raise RuntimeError(
-                f"parameter {self._names[index]} got a second gradient {self._on_this_rank()} "
-                f"while the first was being averaged and these had none: {self._missing_names()}. "
-                f"Accumulate several backward passes under no_sync(), all but the last"
             )
         # Known by its number, so that a backward pass that was broken off by an exception, whose
         # callback never came, is not taken for this one.
@@ -191,7 +203,7 @@ class Reducer:
         dist.broadcast(order, group=self._process_group, group_src=0)
         self._lay_out(order.tolist())
 
-    def _lay_out(self, order: "Iterator[int] | list[int]") -> None:
+    def _lay_out(self, order: Iterable[int]) -> None:
         gradients = [
             Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device))
             for p in self._parameters
@@ -210,30 +222,56 @@ class Reducer:
 
     # What must not pass in silence --------------------------------------------------------------
 
-    def _on_forward(self, module: torch.nn.Module, inputs: object) -> None:
+    def _on_forward(self, module: torch.nn.Module) -> None:
         """Forward-pre-hook: raises where the last backward pass left ranks out of step."""
         recomputing = torch._C._current_graph_task_id() != -1  # activation checkpointing
-        if recomputing or not (torch.is_grad_enabled() and self._sync):
+        # Reentrant checkpointing of the whole module runs it without gradients first, while it
+        # trains; an evaluation is one rank's own affair.
+        if recomputing or not (torch.is_grad_enabled() or module.training):
             return
-        for name, parameter in self._all.items():
-            if parameter.requires_grad != (name in self._trainable):
-                raise RuntimeError(
-                    f"requires_grad of parameter {name} was changed to {parameter.requires_grad} "
-                    f"{self._on_this_rank()} after the Reducer was made: call remove() on it and "
-                    f"make a new one, on every rank"
-                )
-        if self._next_bucket or any(len(b.missing) < len(b.parameters) for b in self._buckets):
+        again = "call remove() on the Reducer and make a new one, on every rank"
+        difference = self._snapshot.difference(module)
+        if difference is not None:
             raise RuntimeError(
-                f"no gradient in the last backward pass {self._on_this_rank()} for: "
-                f"{self._missing_names()}. Every parameter must take part in the loss on every "
-                f"rank, or have requires_grad=False before the Reducer is made"
+                f"{difference} {self._on_this_rank()} after the Reducer was made: {again}"
+            )
+        if self._next_bucket or any(len(b.missing) < len(b.parameters) for b in self._buckets):
+            missing = self._missing_names()
+            if missing:
+                raise RuntimeError(
+                    f"no gradient in the last backward pass {self._on_this_rank()} for: {missing}. "
+                    f"Every parameter must take part in the loss on every rank, or have "
+                    f"requires_grad=False before the Reducer is made"
+                )
+            raise RuntimeError(
+                f"the last backward pass {self._on_this_rank()} was broken off: {again}"
             )
 
     def _missing_names(self) -> str:
         missing = [self._names[i] for b in self._buckets for i in sorted(b.missing)]
-        return ", ".join(missing[:10]) + (
-            f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-        )
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        return ", ".join(missing[:10]) + more
 
     def _on_this_rank(self) -> str:
         return f"on rank {dist.get_rank(self._process_group)}"
+
+
+def _on_gradient(reducer: "weakref.ref[Reducer]", index: int, parameter: torch.Tensor) -> None:
+    found = reducer()
+    if found is None:
+        raise RuntimeError("a parameter's gradient is not averaged: its module is gone")
+    found._on_gradient(index, parameter)
+
+
+class _ForwardCheck:
+    """The module's forward-pre-hook. In a copy of the module, deep or pickled, it does nothing."""
+
+    def __init__(self, reducer: Reducer | None = None) -> None:
+        self._reducer = reducer
+
+    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
+        if self._reducer is not None:
+            self._reducer._on_forward(module)
+
+    def __reduce__(self) -> tuple[type["_ForwardCheck"], tuple[()]]:
+        return _ForwardCheck, ()

@@ -329,7 +329,7 @@ def refuse_lazy(world, lazy_ranks):
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
     if world.rank not in lazy_ranks:
         model(torch.zeros(1, 2))
-    with pytest.raises((ValueError, RuntimeError), match="parameter 1.weight.* lazy"):
+    with pytest.raises((ValueError, RuntimeError), match=r"parameter 1.weight.* lazy"):
         broadcast_parameters(model)
 
 
@@ -342,7 +342,7 @@ def test_a_module_that_is_lazy_on_one_rank_is_refused_on_every_rank(trio):
 
 
 def refuse_lazy_buffer(world):
-    with pytest.raises(ValueError, match="buffer running_mean.* lazy"):
+    with pytest.raises(ValueError, match=r"buffer running_mean.* lazy"):
         broadcast_parameters(nn.LazyBatchNorm1d(affine=False))
 
 
