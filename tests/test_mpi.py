@@ -140,6 +140,108 @@ def test_broadcast_gather_and_scatter(crew):
     crew(moving_collectives)
 
 
+def scattering_collectives(world):
+    n, r = world.world_size, world.rank
+    tensor = torch.full((3,), r + 1.0)
+    dist.reduce(tensor, dst=1)
+    assert tensor.tolist() == [n * (n + 1) / 2 if r == 1 else r + 1.0] * 3
+    # Rank r gets r + 1 elements: everybody's part r.
+    own = torch.empty(r + 1)
+    dist.reduce_scatter(own, [torch.full((i + 1,), float(r + i)) for i in range(n)])
+    assert own.tolist() == [n * (n - 1) / 2 + n * r] * (r + 1)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        own = torch.empty(2, dtype=dtype)
+        dist.reduce_scatter_tensor(own, torch.arange(2 * n).to(dtype))
+        assert own.tolist() == [n * 2 * r, n * (2 * r + 1)]
+    average = torch.empty(1)
+    dist.reduce_scatter_tensor(average, torch.full((n,), r + 1.0), op=dist.ReduceOp.AVG)
+    assert average.item() == (n + 1) / 2
+
+
+def test_reduce_and_reduce_scatter(crew):
+    crew(scattering_collectives)
+
+
+def all_to_all(world):
+    n, r = world.world_size, world.rank
+    received = [torch.empty(s + 1) for s in range(n)]
+    dist.all_to_all(received, [torch.full((r + 1,), 10.0 * r + s) for s in range(n)])
+    assert [t.tolist() for t in received] == [[10.0 * s + r] * (s + 1) for s in range(n)]
+    rows = torch.empty(n, 2)
+    dist.all_to_all_single(rows, torch.full((n, 2), float(r)))
+    assert rows.tolist() == [[float(s)] * 2 for s in range(n)]
+    # Rank r sends s + 1 rows to rank s.
+    received, sent = torch.empty(n * (r + 1), 2), torch.full((n * (n + 1) // 2, 2), float(r))
+    dist.all_to_all_single(received, sent, [r + 1] * n, list(range(1, n + 1)))
+    assert received[:, 0].tolist() == [float(s) for s in range(n) for _ in range(r + 1)]
+    with pytest.raises(ValueError, match=f"split sizes that add up to {n}"):
+        dist.all_to_all_single(rows, torch.ones(n, 2), [n + 1] + [0] * (n - 1), [1] * n)
+
+
+def test_all_to_all(crew):
+    crew(all_to_all)
+
+
+def gathering_of_different_sizes(world):
+    n, r = world.world_size, world.rank
+    gathered = [torch.empty(s + 1) for s in range(n)]
+    dist.all_gather(gathered, torch.full((r + 1,), float(r)))
+    assert [t.tolist() for t in gathered] == [[float(s)] * (s + 1) for s in range(n)]
+
+
+def test_all_gather_of_different_sizes(crew):
+    crew(gathering_of_different_sizes)
+
+
+def coalesced(world):
+    n, r = world.world_size, world.rank
+    tensors = [torch.full((i + 1,), r + 1.0) for i in range(3)]
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert all(tensor.eq(n * (n + 1) / 2).all() for tensor in tensors)
+    sent, received = torch.tensor([float(r)]), torch.empty(1)
+    operations = [
+        dist.P2POp(dist.isend, sent, (r + 1) % n),
+        dist.P2POp(dist.irecv, received, (r - 1) % n),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert received.item() == (r - 1) % n
+
+
+def test_coalesced_operations(crew):
+    crew(coalesced)
+
+
+def monitored_barrier(world):
+    dist.monitored_barrier()
+    group = dist.new_group()
+    last = world.world_size - 1
+    if world.rank != last:
+        with pytest.raises(RuntimeError, match=rf"Rank {last} failed to pass monitoredBarrier"):
+            dist.monitored_barrier(group, timeout=timedelta(seconds=0.3), wait_all_ranks=True)
+    dist.barrier()
+
+
+def test_monitored_barrier_names_who_is_missing(crew):
+    if mpi.BACKEND != "mpi":
+        pytest.skip(f"torch {torch.__version__} has monitored_barrier for gloo alone")
+    crew(monitored_barrier)
+
+
+def subgroups_of_one(world):
+    alone, _ = dist.new_subgroups(group_size=1)
+    tensor = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(tensor, group=alone)
+    assert tensor.item() == world.rank + 1
+
+
+def test_new_subgroups(crew):
+    crew(subgroups_of_one)
+
+
 def object_collectives(world):
     n, r = world.world_size, world.rank
     everyone = [None] * n

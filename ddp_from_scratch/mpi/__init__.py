@@ -10,9 +10,9 @@ An older torch insists on its own for that name and on being built with it, and 
 built with MPI keeps its own; there the name is "mpi4py". `BACKEND` is the one that holds here, and
 `ddp.process_group("mpi")` chooses it.
 
-How a collective travels: `process_group.py` turns torch's call into one on an MPI communicator,
-`worker.py` runs it on the group's thread while the caller goes on, `datatypes.py` says how a
-tensor's memory looks to MPI.
+How a collective travels: `process_group.py` takes torch's call and numbers it, `collectives.py`
+turns it into one on an MPI communicator, `worker.py` runs that on the group's thread while the
+caller goes on, `datatypes.py` says how a tensor's memory looks to MPI.
 """
 
 import inspect

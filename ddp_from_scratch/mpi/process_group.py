@@ -1,13 +1,17 @@
-"""torch.distributed's calls as calls on an MPI communicator.
+"""torch.distributed's process group over an MPI communicator: its methods, handles and lifetime.
 
-Each collective is one closure, run by the group's worker thread: it makes the tensors dense,
-calls MPI, and puts the result where torch wants it. The tensors live as long as the closure does.
+What a method does is in `collectives.py`; here it is named as torch names it, numbered, and given
+to the group's thread.
 """
 
 # torch.distributed calls these methods in one form; its C++ class has others besides.
-# mypy: disable-error-code="override"
+# mypy: disable-error-code="override, assignment"
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +19,11 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from .datatypes import WIDENED, operation, raw, values
-from .worker import Pending, PendingMessage, Result, Worker, describe
+from .collectives import Collectives, Operation
+from .datatypes import raw
+from .worker import Pending, PendingMessage, Worker, describe
 
-_NO_TIMEOUT = timedelta(milliseconds=-1)
+Tensors = Sequence[torch.Tensor]
 
 
 class ProcessGroupMPI(dist.ProcessGroup):
@@ -32,15 +37,12 @@ class ProcessGroupMPI(dist.ProcessGroup):
         communicator: the group's ranks; duplicated, so that no other library's messages can be
             taken for ours.
         timeout: how long a `wait()` lasts at most.
-
-    Supported: all_reduce, broadcast, all_gather, all_gather_into_tensor, gather, scatter,
-    barrier, send, recv (also from any source) and the object collectives built on them. Any
-    other call raises torch's own error that the backend does not have it.
     """
 
     def __init__(self, communicator: MPI.Intracomm, timeout: timedelta) -> None:
         super().__init__(communicator.rank, communicator.size)
         self._communicator = communicator.Dup()
+        self._collectives = Collectives(self._communicator)
         self._timeout = timeout
         self._sequence = 0
         self._worker = Worker(f"mpi-group-{communicator.size}")
@@ -49,7 +51,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "mpi"
 
-    # torch keeps these two in the backends of a group; this group is its own backend.
+    # torch keeps these in the backends of a group; this group is its own backend.
 
     def setGroupName(self, name: str) -> None:
         self._name = name
@@ -63,138 +65,169 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._description
 
+    def _get_backend(self, device: torch.device) -> ProcessGroupMPI:
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # Empty until torch has registered the group: until then it would attach a recorder to
+        # the backend of each device, and this group has none but itself.
+        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
+
     # Collectives --------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Pending:
-        (tensor,) = tensors
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Pending:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        wide = torch.float32 if tensor.dtype in WIDENED else tensor.dtype
-        mpi_op = operation(op, wide)  # here, so that a wrong one is raised where it was asked for
+        operations = [self._collectives.all_reduce(tensor, op) for tensor in tensors]
+        return self._submit("all_reduce", tensors, operations)
 
-        def run() -> Result:
-            dense = tensor.to(wide).contiguous()
-            self._communicator.Allreduce(MPI.IN_PLACE, values(dense), mpi_op)
-            if op == dist.ReduceOp.AVG:
-                dense = dense / self.size() if dense.is_floating_point() else dense // self.size()
-            if dense is not tensor:
-                tensor.copy_(dense)
-            return [tensor]
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Pending:
+        return self.allreduce(tensors, opts)
 
-        return self._submit("all_reduce", [tensor], run)
-
-    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Pending:
+    def reduce(self, tensors: Tensors, opts: Any) -> Pending:
         (tensor,) = tensors
+        operation = self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank)
+        return self._submit("reduce", tensors, [operation])
 
-        def run() -> Result:
-            dense = tensor.contiguous()
-            self._communicator.Bcast(raw(dense), opts.rootRank)
-            if dense is not tensor:
-                tensor.copy_(dense)
-            return [tensor]
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Pending:
+        operations = [
+            self._collectives.reduce_scatter(output, parts, opts.reduceOp)
+            for output, parts in zip(outputs, inputs, strict=True)
+        ]
+        return self._submit("reduce_scatter", outputs, operations)
 
-        return self._submit("broadcast", [tensor], run)
-
-    def allgather(
-        self,
-        outputs: Sequence[Sequence[torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
-        opts: Any = None,
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any
     ) -> Pending:
-        (parts,), (tensor,) = outputs, inputs
-        _check_equal_sizes("all_gather", tensor, parts)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-        def run() -> Result:
-            gathered = torch.empty((self.size(), tensor.numel()), dtype=tensor.dtype)
-            self._communicator.Allgather(raw(tensor.contiguous()), raw(gathered))
-            for part, row in zip(parts, gathered, strict=True):
-                part.copy_(row.view(part.shape))
-            return list(parts)
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> Pending:
+        parts = [input.reshape(-1).tensor_split(self.size()) for input in inputs]
+        return self.reduce_scatter(outputs, parts, opts)
 
-        return self._submit("all_gather", [tensor], run)
+    def broadcast(self, tensors: Tensors, opts: Any) -> Pending:
+        (tensor,) = tensors
+        return self._submit(
+            "broadcast", tensors, [self._collectives.broadcast(tensor, opts.rootRank)]
+        )
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
+        operations = [
+            self._collectives.all_gather(parts, tensor)
+            for parts, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._submit("all_gather", inputs, operations)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Pending:
+        # torch gives a list for each rank here, not one for each tensor.
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Pending:
-        if output.numel() != input.numel() * self.size():
-            raise ValueError(
-                f"all_gather_into_tensor needs an output of {input.numel() * self.size()} "
-                f"elements, got {output.numel()}"
-            )
+        return self.all_gather_single_coalesced([output], [input], opts)
 
-        def run() -> Result:
-            dense = output.contiguous()
-            self._communicator.Allgather(raw(input.contiguous()), raw(dense))
-            if dense is not output:
-                output.copy_(dense)
-            return [output]
-
-        return self._submit("all_gather_into_tensor", [input], run)
-
-    _allgather_base = all_gather_single  # its name before torch 2.14
-
-    def gather(
-        self,
-        outputs: Sequence[Sequence[torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
-        opts: Any,
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Pending:
+        operations = [
+            self._collectives.all_gather_single(output, input)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._submit("all_gather_into_tensor", inputs, operations)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Pending:
         (tensor,) = inputs
-        parts = list(outputs[0]) if outputs else []
-        _check_equal_sizes("gather", tensor, parts)
+        parts = outputs[0] if outputs else []
+        return self._submit(
+            "gather", inputs, [self._collectives.gather(parts, tensor, opts.rootRank)]
+        )
 
-        def run() -> Result:
-            dense = tensor.contiguous()
-            if opts.rootRank != self.rank():
-                self._communicator.Gather(raw(dense), None, opts.rootRank)
-                return []
-            gathered = torch.empty((self.size(), tensor.numel()), dtype=tensor.dtype)
-            self._communicator.Gather(raw(dense), raw(gathered), opts.rootRank)
-            for part, row in zip(parts, gathered, strict=True):
-                part.copy_(row.view(part.shape))
-            return parts
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Pending:
+        root = opts.rootRank == self.rank()
+        parts = output.view(-1).tensor_split(self.size()) if root else []
+        return self._submit(
+            "gather", [input], [self._collectives.gather(parts, input, opts.rootRank)]
+        )
 
-        return self._submit("gather", [tensor], run)
-
-    def scatter(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[Sequence[torch.Tensor]],
-        opts: Any,
-    ) -> Pending:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Pending:
         (tensor,) = outputs
-        parts = list(inputs[0]) if inputs else []
-        _check_equal_sizes("scatter", tensor, parts)
+        parts = inputs[0] if inputs else []
+        return self._submit(
+            "scatter", outputs, [self._collectives.scatter(tensor, parts, opts.rootRank)]
+        )
 
-        def run() -> Result:
-            dense = tensor.contiguous()
-            if opts.rootRank == self.rank():
-                stacked = torch.stack([part.reshape(-1) for part in parts])
-                self._communicator.Scatter(raw(stacked), raw(dense), opts.rootRank)
-            else:
-                self._communicator.Scatter(None, raw(dense), opts.rootRank)
-            if dense is not tensor:
-                tensor.copy_(dense)
-            return [tensor]
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
+        return self._submit("all_to_all", inputs, [self._collectives.all_to_all(outputs, inputs)])
 
-        return self._submit("scatter", [tensor], run)
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Pending:
+        operation = self._collectives.all_to_all_single(output, input, output_splits, input_splits)
+        return self._submit("all_to_all_single", [input], [operation])
 
     def barrier(self, opts: Any = None) -> Pending:
-        def run() -> Result:
-            self._communicator.Barrier()
-            return []
+        return self._submit("barrier", [], [self._collectives.barrier()])
 
-        return self._submit("barrier", [], run)
+    # The names of these methods in torch before 2.14.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier that says who is missing: rank 0 hears from each rank, then answers each.
+
+        Raises:
+            RuntimeError: a rank did not come in time; on every rank that did. On rank 0 it names
+                the first that is missing, or all of them with `wait_all_ranks`.
+        """
+        limit = timeout if timeout and timeout > timedelta(0) else self._timeout
+        if self.rank() != 0:
+            answer = torch.zeros(1, dtype=torch.int64)
+            self.send([answer], 0, _MONITOR_TAG)
+            self.recv([answer], 0, _MONITOR_TAG).wait(limit + timedelta(seconds=5))
+            missing = [int(answer)] if answer else []
+        else:
+            messages = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size())]
+            others = range(1, self.size())
+            heard = {rank: self.recv([messages[rank]], rank, _MONITOR_TAG) for rank in others}
+            deadline = time.monotonic() + limit.total_seconds()
+            while not all(m.is_completed() for m in heard.values()) and time.monotonic() < deadline:
+                time.sleep(1e-3)
+            missing = [rank for rank in others if not heard[rank].is_completed()]
+            for rank in set(others) - set(missing):
+                self.send([torch.tensor([missing[0] if missing else 0])], rank, _MONITOR_TAG).wait()
+        if missing:
+            named = missing if wait_all_ranks else missing[:1]
+            raise RuntimeError(
+                f"[Rank {self.rank()}]: Rank{'s' * (len(named) > 1)} "
+                f"{', '.join(str(rank) for rank in named)} failed to pass monitoredBarrier in "
+                f"{limit.total_seconds() * 1e3:g} ms"
+            )
 
     # Messages -----------------------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> PendingMessage:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> PendingMessage:
         (tensor,) = tensors
         dense = tensor.contiguous()
         name = f"send to rank {dst} from rank {self.rank()} ({tensor.nbytes} bytes)"
         request = self._communicator.Isend(raw(dense), dst, tag)
         return self._post(PendingMessage(name, self._timeout, request, dense))
 
-    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> PendingMessage:
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> PendingMessage:
         (tensor,) = tensors
         dense = tensor.contiguous()
         source = "any rank" if src == MPI.ANY_SOURCE else f"rank {src}"
@@ -207,10 +240,14 @@ class ProcessGroupMPI(dist.ProcessGroup):
         request = self._communicator.Irecv(raw(dense), src, tag)
         return self._post(PendingMessage(name, self._timeout, request, dense, finish))
 
-    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> PendingMessage:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PendingMessage:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
     # Lifetime -----------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The limit of operations that begin from now on."""
+        self._timeout = timeout
 
     def shutdown(self) -> None:
         """Ends the worker thread and frees the communicator. Idempotent."""
@@ -220,17 +257,22 @@ class ProcessGroupMPI(dist.ProcessGroup):
         if self._worker.close(self._timeout.total_seconds()):
             self._communicator.Free()
 
-    def _submit(
-        self, kind: str, tensors: Sequence[torch.Tensor], run: Callable[[], Result]
-    ) -> Pending:
+    def _submit(self, kind: str, tensors: Tensors, operations: list[Operation]) -> Pending:
+        """Gives the operations to the group's thread, under one handle."""
         self._sequence += 1
         name = describe(kind, self.rank(), self._sequence, tensors)
-        return self._worker.submit(Pending(name, self._timeout), run)
+        return self._worker.submit(
+            Pending(name, self._timeout),
+            lambda: list(itertools.chain.from_iterable(run() for run in operations)),
+        )
 
     def _post(self, message: PendingMessage) -> PendingMessage:
         # MPI still uses the memory of a message whose handle the caller dropped.
         self._messages = [m for m in self._messages if not m.is_completed()] + [message]
         return message
+
+
+_MONITOR_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag that a program uses
 
 
 def create(backend_options: Any, options: object) -> ProcessGroupMPI:
@@ -245,12 +287,3 @@ def create(backend_options: Any, options: object) -> ProcessGroupMPI:
         return ProcessGroupMPI(communicator, timeout)
     finally:
         communicator.Free()
-
-
-def _check_equal_sizes(kind: str, tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    for part in parts:
-        if part.numel() != tensor.numel() or part.dtype != tensor.dtype:
-            raise ValueError(
-                f"{kind} needs tensors of one size and dtype: got {tuple(part.shape)} "
-                f"{part.dtype} beside {tuple(tensor.shape)} {tensor.dtype}"
-            )
