@@ -1,5 +1,6 @@
 """How long a training step takes: the rungs of the ladder beside torch's DDP, in one run.
 
+Examples:
     python -m benchmarks.step_time                    gloo and mpi, two processes
     python -m benchmarks.step_time --backend gloo --nproc 4
     python -m benchmarks.step_time --quick            fewer rounds
@@ -11,7 +12,6 @@ benchmarks/results/.
 import argparse
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -24,8 +24,9 @@ from tqdm import tqdm
 from benchmarks.machine import describe
 from benchmarks.measure import Samples, check_equal, interleave
 from benchmarks.strategies import NO_COMMUNICATION, REFERENCE, WORKLOADS, contenders
-from ddp_from_scratch import UsageError, launch, process_group
+from ddp_from_scratch import UsageError, launch, process_group, start_ranks
 from ddp_from_scratch.exit import run_to_exit
+from ddp_from_scratch.supervisor import start_mpirun
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -51,10 +52,12 @@ def main() -> int:
         return 0
     backends = options.backend or (["nccl"] if torch.cuda.is_available() else ["gloo", "mpi"])
     for backend in backends:
-        # run.py's own way of starting ranks, by way of a process, since mpirun replaces one.
-        start = [sys.executable, "-m", "benchmarks.start", backend, str(options.nproc)]
-        rank = ["-m", "benchmarks.step_time", "--backend", backend, "--model", *options.model]
-        code = subprocess.call([*start, *rank, "--rounds", str(options.rounds)])
+        rank = [sys.executable, "-m", "benchmarks.step_time", "--backend", backend]
+        rank += ["--model", *options.model, "--rounds", str(options.rounds)]
+        if backend == "mpi":
+            code = start_mpirun(options.nproc, rank)
+        else:
+            code = start_ranks(rank, (options.nproc,))
         if code:
             return code
     return 0
