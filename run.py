@@ -1,25 +1,33 @@
 """Trains an image classifier on several processes at once, gradients averaged from scratch.
 
-python run.py                                     two gloo processes on this machine
-python run.py --backend mpi --nproc 4             the same on MPI; starts itself under mpirun
-mpirun -n 4 python run.py --backend mpi           under a launcher of yours
-torchrun --nproc-per-node 2 run.py                  (torchrun and srun, too)
-python run.py --backend nccl                      one process for each visible GPU
-python run.py --nproc 8,2 --node-rank 0 --master-addr HOST
-                                                  two machines, no launcher: the same command
-                                                  on the other one with --node-rank 1
-python run.py test --checkpoint FILE              the test accuracy of a saved model
+Examples:
+    python run.py                                two gloo processes on this machine
+    python run.py --backend mpi --nproc 4        the same on MPI: starts itself under mpirun
+    mpirun -n 4 python run.py --backend mpi      under a launcher of yours;
+    torchrun --nproc-per-node 2 run.py             torchrun and srun, too
+    python run.py --backend nccl                 one process for each visible GPU
+    python run.py --nproc 8,2 --node-rank 0 --master-addr HOST
+                                                 two machines without a launcher: the same on the
+                                                 other one, with --node-rank 1
+    python run.py test --checkpoint FILE         the test accuracy of a saved model
 """
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
+
+if __name__ == "__main__":
+    # Ctrl-C ends the process without a traceback, also during the seconds that the imports below
+    # take, until somebody has something to save or to stop.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 
 from ddp_from_scratch import UsageError, World, launch, process_group, start_ranks
 from ddp_from_scratch.exit import run_to_exit
+from ddp_from_scratch.supervisor import start_mpirun
 from ddp_from_scratch.training.evaluate import test
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.options import parse
@@ -29,7 +37,9 @@ from ddp_from_scratch.training.settings import Settings
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     settings, options = parse(arguments, str(__doc__))
-    if launch.launcher() == "none":
+    # A job's interactive shell, as `srun --pty bash` gives it, is a step with a single task.
+    in_slurm_shell = launch.launcher() == "srun" and launch.started() == 1 and options.nproc
+    if launch.launcher() == "none" or in_slurm_shell:
         code = start(settings.backend, options, arguments)
         if code is not None:
             return code
@@ -38,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             if getattr(options, name) is not None:
                 raise UsageError(
                     f"--{name.replace('_', '-')} is for starting without a launcher, but "
-                    f"{launch.launcher()} has started this process already"
+                    f"{launch.launcher()} has started this process already: leave it out"
                 )
     with process_group(settings.backend, timeout=settings.timeout) as world:
         return work(settings, options, world)
@@ -69,7 +79,7 @@ def start(backend: str, options: argparse.Namespace, arguments: Sequence[str]) -
     if counts == (1,):
         return None
     if backend == "mpi":
-        launch.exec_mpirun(counts[0], command)
+        return start_mpirun(counts[0], command)
     return start_ranks(
         command,
         counts,

@@ -1,1 +1,1 @@
-"""Programs that measure; each prints a table and writes JSON and a picture."""
+"""Programs that measure; each prints a table and writes every sample as JSON."""

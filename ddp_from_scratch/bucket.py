@@ -48,8 +48,14 @@ class Bucket:
             _window(self.buffer, offset, parameter)
             for offset, parameter in zip(layout.offsets, self.parameters, strict=True)
         ]
+        self._position = {index: position for position, index in enumerate(layout.members)}
         self.missing = set(layout.members)
         self.handle: torch.distributed.Work | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether some of its gradients have been counted in."""
+        return len(self.missing) < len(self.parameters)
 
     @property
     def launched(self) -> bool:
@@ -61,8 +67,18 @@ class Bucket:
 
         Idempotent: a gradient that changes before the launch is packed as it is then.
         """
+        if self.gradient_as_bucket_view:
+            # Moved in at once, not when the bucket is full: its own memory is free again.
+            position = self._position[index]
+            self._move_in(self.parameters[position], self.views[position])
         self.missing.discard(index)
         return not self.missing
+
+    @torch.no_grad()
+    def _move_in(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
 
     def launch(self, comm_hook: CommHook) -> None:
         """Packs the gradients and starts the all-reduce; returns while it is under way."""
@@ -92,7 +108,11 @@ class Bucket:
         sources, windows = [], []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad
-            assert gradient is not None, "a gradient that was counted in has been removed"
+            if gradient is None:
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was set to "
+                    f"None after it was counted in and before it was averaged"
+                )
             if gradient is not view:
                 sources.append(gradient)
                 windows.append(view)

@@ -1,4 +1,4 @@
-"""The one exception that a user's mistake raises, so that it can be told from a bug."""
+"""Exceptions that say whose mistake it is: the user's, another rank's, or nobody's here."""
 
 
 class UsageError(ValueError):
@@ -11,3 +11,7 @@ class UsageError(ValueError):
 
 class PeerError(UsageError):
     """Another rank has the mistake and reports it; this rank ends in silence."""
+
+
+class CommunicationError(RuntimeError):
+    """An operation failed or did not end in time: as a rule because of a rank that has gone."""

@@ -1,6 +1,7 @@
 """How a rank's process ends: at once, with an exit code, and with its message printed once."""
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -9,7 +10,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from .errors import PeerError, UsageError
+from .errors import CommunicationError, PeerError, UsageError
 from .launch import speaks
 
 
@@ -42,7 +43,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     except SystemExit as end:  # argparse's --help
         code = end.code if isinstance(end.code, int) else 1
     except Exception as error:  # noqa: BLE001  # whatever it is, it ends this process
-        if _is_communication_error(error):
+        if is_communication_error(error):
             _wait_to_be_stopped()
             _say(f"error: rank {_rank()} lost the other ranks: {_first_line(error)}")
         else:
@@ -54,13 +55,13 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     sys.exit(0)
 
 
-def _is_communication_error(error: Exception) -> bool:
-    """Whether it says only that some peer is gone, who will have said why."""
-    text = str(error)
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and any(word in text for word in ("gloo", "onnection", "did not end within", "NCCL", "MPI"))
-    )
+def is_communication_error(error: Exception) -> bool:
+    """Whether it says only that some peer is gone, who will have said why.
+
+    gloo's errors are plain RuntimeErrors that begin with the place in its source.
+    """
+    gloo = isinstance(error, RuntimeError) and re.match(r"\[[^]]*/gloo/|Gloo ", str(error))
+    return isinstance(error, (dist.DistError, CommunicationError)) or bool(gloo)
 
 
 def _wait_to_be_stopped() -> None:

@@ -9,16 +9,13 @@ Launchers tell a process its rank through the environment:
 
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from .errors import UsageError
-
 
 STARTED_HERE = "DDP_STARTED_HERE"
 
@@ -53,6 +50,7 @@ class Placement:
 
     @property
     def one_machine(self) -> bool:
+        """Whether all processes are on this machine."""
         return self.local_world_size == self.world_size
 
 
@@ -74,7 +72,7 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def started_here(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process's launcher was started by `start_ranks` or `exec_mpirun`."""
+    """Whether this process's launcher was started by `start_ranks` or `start_mpirun`."""
     return STARTED_HERE in environ
 
 
@@ -98,25 +96,45 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
     by = launcher(environ)
     if by == "torchrun":
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        numbers = [_number(environ, name) for name in names]
-        return Placement(*numbers, int(environ.get("GROUP_RANK", 0)), by)
+        rank, size, local_rank, local_size = (number(environ, name) for name in names)
+        node = number(environ, "GROUP_RANK", "0")
+        return Placement(rank, size, local_rank, local_size, node, by)
     if by == "srun":
-        node = _number(environ, "SLURM_NODEID")
-        tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
+        node = number(environ, "SLURM_NODEID")
+        tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+        counts = slurm_tasks_per_node(tasks)
+        if node >= len(counts):
+            raise UsageError(
+                f"SLURM_STEP_TASKS_PER_NODE is {tasks!r}, expected a count for each node up to "
+                f"SLURM_NODEID={node}: start with srun"
+            )
         return Placement(
-            _number(environ, "SLURM_PROCID"),
-            _number(environ, "SLURM_STEP_NUM_TASKS"),
-            _number(environ, "SLURM_LOCALID"),
-            slurm_tasks_per_node(tasks)[node],
+            number(environ, "SLURM_PROCID"),
+            number(environ, "SLURM_STEP_NUM_TASKS"),
+            number(environ, "SLURM_LOCALID"),
+            counts[node],
             node,
             by,
         )
     return ALONE
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    value = environ.get(name)
-    if value is None or not value.isdigit():
+def started(environ: Mapping[str, str] = os.environ) -> int | None:
+    """How many processes the launcher says it started; None without one, or where it is silent."""
+    if launcher(environ) != "mpirun":
+        return None if launcher(environ) == "none" else placement(environ).world_size
+    name = next((n for n in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if n in environ), None)
+    return None if name is None else number(environ, name)
+
+
+def number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """A launcher's variable.
+
+    Raises:
+        UsageError: it is missing or is not a number.
+    """
+    value = environ.get(name, default)
+    if value is None or not value.isdecimal():
         raise UsageError(
             f"the environment has {name}={value!r}, expected a number: start with torchrun, mpirun "
             f"or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
@@ -135,10 +153,10 @@ def slurm_tasks_per_node(text: str) -> list[int]:
 
 def slurm_first_host(nodes: str) -> str:
     """The first host of Slurm's "gpu[03-05,9],login": gpu03."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    if match is None:
+    first = re.match(r"(?:[^,\[\]]|\[\d[^\]]*\])+", nodes)
+    if first is None:
         raise UsageError(f"cannot read SLURM_STEP_NODELIST={nodes!r}: set MASTER_ADDR instead")
-    return "".join(part or "" for part in match.groups())
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
 
 
 def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
@@ -161,7 +179,7 @@ def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
 
 
 def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, str]]:
-    """torchrun's variables for each process of one machine.
+    """The variables that torchrun would set for each process of one machine.
 
     Its first rank is the sum of the earlier machines' counts: with counts 8,2 machine 1 holds
     ranks 8 and 9.
@@ -179,8 +197,8 @@ def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, s
     ]
 
 
-def exec_mpirun(nproc: int, command: Sequence[str]) -> NoReturn:
-    """Replaces this process by `mpirun -n NPROC COMMAND`.
+def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """`mpirun -n NPROC COMMAND`, and variables for it that yield to the user's own.
 
     Open MPI is told to use shared memory alone, so that the ranks open no port, and to allow more
     ranks than cores; and to allow root where this process is root already.
@@ -201,14 +219,7 @@ def exec_mpirun(nproc: int, command: Sequence[str]) -> NoReturn:
         "OMPI_MCA_btl": "self,sm",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
         "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
-        # How long a rank may take to stop after Ctrl-C (to write its checkpoint).
-        "PRTE_MCA_odls_base_sigkill_timeout": "8",
     }
-    defaults[STARTED_HERE] = "1"
-    if sys.stderr.isatty():
-        defaults["DDP_TERMINAL"] = "1"
     if os.getuid() == 0:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    full = [mpirun, "-n", str(nproc), *command]
-    print(f"starting: {shlex.join(full)}", file=sys.stderr, flush=True)
-    os.execve(mpirun, full, defaults | os.environ)
+    return [mpirun, "-n", str(nproc), *command], defaults

@@ -9,12 +9,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from . import launch, rendezvous
+from . import rendezvous
 from .errors import UsageError
 from .launch import Placement
-from .supervisor import die_with_parent
+from .supervisor import die_with_parent, write_to_terminal
 
 BACKENDS = ("gloo", "nccl", "mpi")
+MAX_TIMEOUT = 1e6  # seconds; the backends count in milliseconds and overflow far beyond
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
     """
     if backend not in BACKENDS:
         raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if not timeout > 0:
-        raise UsageError(f"timeout must be a positive number of seconds, got {timeout:g}")
+    if not 0 < timeout <= MAX_TIMEOUT:
+        raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
     die_with_parent()
+    write_to_terminal()
     limit = timedelta(seconds=timeout)
     if backend == "mpi":
         placement = _open_mpi(limit)
@@ -84,16 +86,9 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
 
 
 def _open_mpi(timeout: timedelta) -> Placement:
-    from . import mpi  # starts MPI, which only this backend and mpirun's ranks may do
+    place = rendezvous.mpi_placement()
+    from . import mpi
 
-    place = mpi.placement()
-    by = launch.launcher()
-    expected = launch.placement().world_size if by in ("torchrun", "srun") else place.world_size
-    if expected != place.world_size:
-        advice = "add --mpi=pmix" if by == "srun" else "start it with mpirun"
-        raise UsageError(
-            f"{by} started {expected} processes but MPI sees {place.world_size}: {advice}"
-        )
     if mpi.BACKEND == "mpi":
         dist.init_process_group(mpi.BACKEND, timeout=timeout)
     else:  # an older torch wants a store and a rank for every name but "mpi"
@@ -110,10 +105,10 @@ def _open_mpi(timeout: timedelta) -> Placement:
 def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     if not dist.is_backend_available(backend):
         raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
-    placement, store = rendezvous.meet(timeout)
-    device = _device(backend, placement)
-    rendezvous.choose_interface(placement)
     try:
+        placement, store = rendezvous.meet(timeout)
+        device = _device(backend, placement)
+        rendezvous.choose_interface(placement)
         dist.init_process_group(
             backend,
             store=store,
@@ -124,11 +119,12 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
         )
     except dist.DistNetworkError as error:
         raise UsageError(
-            f"rank {placement.rank} cannot reach MASTER_ADDR:MASTER_PORT "
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, or the port is "
-            f"taken: {str(error).splitlines()[0]}"
+            f"cannot reach MASTER_ADDR:MASTER_PORT {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')}, or the port is taken: {str(error).splitlines()[0]}"
         ) from error
-    except dist.DistStoreError as error:
+    except RuntimeError as error:  # what gloo raises here has no type of its own
+        if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
+            raise
         raise UsageError(
             f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
             f"{placement.world_size} ranks: not all have started"

@@ -6,17 +6,20 @@ over, waits for them, and puts the averages back into `.grad`.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import comm_hooks
 from .bucket import Bucket
 from .layout import Gradient, assign_buckets, bucket_caps
 from .snapshot import Snapshot
+
+_AGAIN = "call remove() on the Reducer and make a new one, on every rank"
 
 
 class Reducer:
@@ -56,15 +59,18 @@ class Reducer:
             the others; 0 one bucket for each parameter; `inf` one for all.
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
-            the memory of all gradients once over; `.grad` must then not be detached in place.
+            most of the memory of the gradients; `.grad` must then not be detached in place.
+        ready_order: names of the parameters as `Reducer.ready_order` gave them in an earlier run.
+            The buckets are laid out by it at once, as that run's were in the end: sums are taken
+            in the same order and have the same bits.
 
     Raises:
-        ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, or this rank is
-            not in the group.
-        RuntimeError: from a forward pass: a parameter got no gradient in the last backward pass,
-            or was added, replaced, removed, frozen, unfrozen or moved since construction. From
-            `backward()`: a gradient that is sparse, or that came a second time while others were
-            missing.
+        ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, this rank is
+            not in the group, or `ready_order` names other parameters.
+        RuntimeError: from a forward pass, or the step of an optimizer of these parameters: a
+            parameter got no gradient in the last backward pass, or was added, replaced, removed,
+            frozen, unfrozen or moved since construction. From `backward()`: a gradient that is
+            sparse, or that came a second time while others were missing.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -78,6 +84,7 @@ class Reducer:
         bucket_cap_mb: float | None = None,
         overlap: bool = True,
         gradient_as_bucket_view: bool = False,
+        ready_order: Sequence[str] | None = None,
     ) -> None:
         self._first_cap, self._cap = bucket_caps(bucket_cap_mb)
         self._snapshot = Snapshot(module)
@@ -96,19 +103,30 @@ class Reducer:
         self._sync = True  # False inside no_sync()
         self._graph_task = -1  # autograd's number of the backward pass that will call us at its end
         self._next_bucket = 0  # every bucket before it has been launched
-        self._ready_order: list[int] | None = []  # None once the buckets have been rebuilt
-        # Reverse order of registration: the last layer's gradient is ready first.
-        self._lay_out(reversed(range(len(self._parameters))))
+        self._counted: list[int] = []  # in the order of readiness, until the buckets are rebuilt
+        self.ready_order: list[str] | None = None
+        if ready_order is None:
+            # Reverse order of registration: the last layer's gradient is ready first.
+            self._lay_out(reversed(range(len(self._parameters))))
+        else:
+            if sorted(ready_order) != sorted(self._names):
+                raise ValueError(
+                    "ready_order must name each parameter that requires a gradient once"
+                )
+            self.ready_order = list(ready_order)
+            self._lay_out(self._names.index(name) for name in ready_order)
 
         # The parameters' hooks know the Reducer weakly and the module's hook keeps it alive: the
         # garbage collector cannot see a cycle that goes through a parameter's hooks.
+        this = weakref.ref(self)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(
-                partial(_on_gradient, weakref.ref(self), index)
-            )
+            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, index))
             for index, parameter in enumerate(self._parameters)
         ]
         self._hooks.append(module.register_forward_pre_hook(_ForwardCheck(self)))
+        self._hooks.append(register_optimizer_step_pre_hook(partial(_on_optimizer_step, this)))
+        # Parameters may live on without the module, and are then like any other.
+        weakref.finalize(self, _remove, self._hooks)
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -129,9 +147,7 @@ class Reducer:
 
     def remove(self) -> None:
         """Takes every hook off the module, whose gradients are local from then on. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
 
     # 1. mark ready ------------------------------------------------------------------------------
 
@@ -158,8 +174,8 @@ class Reducer:
         if self._graph_task != torch._C._current_graph_task_id():
             self._graph_task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-        if self._ready_order is not None and index in bucket.missing:
-            self._ready_order.append(index)
+        if self.ready_order is None and index in bucket.missing:
+            self._counted.append(index)
         if bucket.mark_ready(index) and self._overlap:
             self._launch_full_buckets()
 
@@ -183,25 +199,26 @@ class Reducer:
         them (a loss computed in parts, reentrant checkpointing), or else the next forward raises.
         Idempotent: called again after the last bucket was unpacked, it does nothing.
         """
+        self._graph_task = -1
         self._launch_full_buckets()
         if self._next_bucket < len(self._buckets):
             return
         for bucket in self._buckets:
             bucket.finish()
         self._next_bucket = 0
-        if self._ready_order is not None:
-            self._rebuild(self._ready_order)
-            self._ready_order = None
+        if self.ready_order is None and self._counted:
+            self._rebuild()
 
-    def _rebuild(self, ready_order: list[int]) -> None:
+    def _rebuild(self) -> None:
         """Lays the buckets out anew in rank 0's order of readiness.
 
         Called at the end of a backward pass and not before a forward one, because here every rank
         is known to take part: forward alone may be one rank's own affair (an evaluation).
         """
-        order = torch.tensor(ready_order, dtype=torch.int64, device=self._parameters[0].device)
+        order = torch.tensor(self._counted, dtype=torch.int64, device=self._parameters[0].device)
         dist.broadcast(order, group=self._process_group, group_src=0)
         self._lay_out(order.tolist())
+        self.ready_order = [self._names[index] for index in order.tolist()]
 
     def _lay_out(self, order: Iterable[int]) -> None:
         gradients = [
@@ -223,28 +240,40 @@ class Reducer:
     # What must not pass in silence --------------------------------------------------------------
 
     def _on_forward(self, module: torch.nn.Module) -> None:
-        """Forward-pre-hook: raises where the last backward pass left ranks out of step."""
+        """Forward-pre-hook: raises where ranks would get out of step."""
         recomputing = torch._C._current_graph_task_id() != -1  # activation checkpointing
         # Reentrant checkpointing of the whole module runs it without gradients first, while it
         # trains; an evaluation is one rank's own affair.
         if recomputing or not (torch.is_grad_enabled() or module.training):
             return
-        again = "call remove() on the Reducer and make a new one, on every rank"
         difference = self._snapshot.difference(module)
         if difference is not None:
             raise RuntimeError(
-                f"{difference} {self._on_this_rank()} after the Reducer was made: {again}"
+                f"{difference} {self._on_this_rank()} after the Reducer was made: {_AGAIN}"
             )
-        if self._next_bucket or any(len(b.missing) < len(b.parameters) for b in self._buckets):
-            missing = self._missing_names()
-            if missing:
-                raise RuntimeError(
-                    f"no gradient in the last backward pass {self._on_this_rank()} for: {missing}. "
-                    f"Every parameter must take part in the loss on every rank, or have "
-                    f"requires_grad=False before the Reducer is made"
-                )
+        self._check_complete()
+
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before any optimizer's step: raises if it would apply gradients that are not averaged.
+
+        Unlike the check before a forward pass it does not depend on how the model is called.
+        """
+        if self._next_bucket or any(bucket.begun for bucket in self._buckets):
+            ours = {id(parameter) for parameter in self._parameters}
+            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+                self._check_complete()
+
+    def _check_complete(self) -> None:
+        """Raises unless every gradient of the last backward pass has been averaged."""
+        if self._graph_task != -1:
             raise RuntimeError(
-                f"the last backward pass {self._on_this_rank()} was broken off: {again}"
+                f"the last backward pass {self._on_this_rank()} was broken off: {_AGAIN}"
+            )
+        if any(bucket.begun for bucket in self._buckets):
+            raise RuntimeError(
+                f"no gradient in the last backward pass {self._on_this_rank()} for: "
+                f"{self._missing_names()}. Every parameter must take part in the loss on every "
+                f"rank, or have requires_grad=False before the Reducer is made"
             )
 
     def _missing_names(self) -> str:
@@ -258,9 +287,22 @@ class Reducer:
 
 def _on_gradient(reducer: "weakref.ref[Reducer]", index: int, parameter: torch.Tensor) -> None:
     found = reducer()
-    if found is None:
-        raise RuntimeError("a parameter's gradient is not averaged: its module is gone")
-    found._on_gradient(index, parameter)
+    if found is not None:
+        found._on_gradient(index, parameter)
+
+
+def _on_optimizer_step(
+    reducer: "weakref.ref[Reducer]", optimizer: torch.optim.Optimizer, *arguments: object
+) -> None:
+    found = reducer()
+    if found is not None:
+        found._on_optimizer_step(optimizer)
+
+
+def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 class _ForwardCheck:
@@ -270,7 +312,8 @@ class _ForwardCheck:
         self._reducer = reducer
 
     def __call__(self, module: torch.nn.Module, inputs: object) -> None:
-        if self._reducer is not None:
+        # A compiled model is one graph, without this check; the optimizer's step has one, too.
+        if self._reducer is not None and not torch.compiler.is_compiling():
             self._reducer._on_forward(module)
 
     def __reduce__(self) -> tuple[type["_ForwardCheck"], tuple[()]]:

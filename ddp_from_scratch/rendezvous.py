@@ -35,14 +35,34 @@ def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":
         return placement, dist.HashStore()
     if RENDEZVOUS_FILE in os.environ:
         return placement, dist.FileStore(os.environ[RENDEZVOUS_FILE], placement.world_size)
+    if placement.launcher == "torchrun":
+        return placement, _torchrun_store(placement, timeout)
     if placement.launcher == "srun" and placement.one_machine:
         return placement, dist.FileStore(str(_slurm_file()), placement.world_size)
     if placement.launcher == "srun":
         nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", ""))
-        job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+        job, step = (launch.number(os.environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
         os.environ.setdefault("MASTER_ADDR", launch.slurm_first_host(nodes))
         os.environ.setdefault("MASTER_PORT", str(20000 + (31 * job + step) % 20000))
     return placement, None
+
+
+def _torchrun_store(placement: Placement, timeout: timedelta) -> "dist.Store | None":
+    """The store of torchrun; None where torch is to make one of MASTER_ADDR and MASTER_PORT.
+
+    Ranks that torchrun starts again meet in the same store, where the addresses of those before
+    them still are, so each start gets a part of its own. Not on several machines, as each counts
+    its restarts by itself (pytorch #135712): there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes
+    torchrun bring a new store each time.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), launch.number(os.environ, "MASTER_PORT")
+    if not address:
+        raise UsageError("MASTER_ADDR is not set: it is the address of rank 0's machine")
+    if not placement.one_machine or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start {restarts}", store)
 
 
 def _slurm_file() -> Path:
@@ -51,15 +71,38 @@ def _slurm_file() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
         raise UsageError(f"{folder} belongs to somebody else or is open to others: remove it")
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    # The port tells apart steps of one number, should job numbers begin anew: a file that an
+    # earlier, killed step left behind would confuse this one.
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_SRUN_COMM_PORT")
     return folder / "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
+
+
+def mpi_placement() -> Placement:
+    """Asks MPI which rank this process is. Collective.
+
+    Raises:
+        UsageError: no MPI, or not the one that the launcher speaks to.
+    """
+    from . import mpi  # starts MPI, which only the mpi backend and mpirun's ranks may do
+
+    placement, started = mpi.placement(), launch.started()
+    if started not in (None, placement.world_size):
+        by = launch.launcher()
+        advice = {
+            "mpirun": "use the mpirun of the MPI that mpi4py loads",
+            "srun": "add --mpi=pmix",
+        }.get(by, "start it with mpirun")
+        raise UsageError(
+            f"{by} started {started} processes but MPI sees {placement.world_size}: {advice}"
+        )
+    return placement
 
 
 def _meet_through_mpi(timeout: timedelta) -> "tuple[Placement, dist.Store]":
     """Under mpirun, gloo and nccl: MPI knows the ranks, and tells them where the store is."""
     from . import mpi
 
-    placement = mpi.placement()
+    placement = mpi_placement()
     if placement.one_machine:
         folder = mpi.share(tempfile.mkdtemp(prefix="ddp-") if placement.rank == 0 else None)
         if placement.rank == 0:
@@ -88,9 +131,12 @@ def choose_interface(placement: Placement) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, asks for the route
-            address = probe.getsockname()[0]
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, asks for the route
+                address = probe.getsockname()[0]
+        except OSError:  # an IPv6 address or a wrong name: left to the connection itself
+            return
         found = next((name for name in names if _address(name) == address), None)
         if found is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", found)

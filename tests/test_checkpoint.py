@@ -17,11 +17,12 @@ def state(step):
 
 
 def test_what_was_saved_is_loaded_and_the_newest_two_are_kept(tmp_path):
-    for step in (9, 10, 100):
+    """The newest by when they were written: a later one may have fewer steps behind it."""
+    for step in (1000, 10, 100):
         path = checkpoint.save(tmp_path / "deep" / "er", state(step))
     assert [p.name for p in checkpoint.files(path.parent)] == [
-        "step-000000100.pt",
-        "step-000000010.pt",
+        "checkpoint-000003.pt",
+        "checkpoint-000002.pt",
     ]
     loaded = checkpoint.load(path, CPU)
     assert loaded["model"]["weight"].tolist() == [100.0] * 3
@@ -32,7 +33,7 @@ def test_what_was_saved_is_loaded_and_the_newest_two_are_kept(tmp_path):
 def test_a_truncated_file_is_one_clear_line(tmp_path, kept):
     path = checkpoint.save(tmp_path, state(1))
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(UsageError, match=r"step-000000001\.pt is truncated") as error:
+    with pytest.raises(UsageError, match=r"checkpoint-000001\.pt is truncated") as error:
         checkpoint.load(path, CPU)
     assert "\n" not in str(error.value)
 
@@ -41,7 +42,9 @@ class Foreign:
     pass
 
 
-@pytest.mark.parametrize("content", [{"model": {}}, [1, 2], Foreign(), torch.ones(2)])
+@pytest.mark.parametrize(
+    "content", [{"model": {}}, {"format": checkpoint.FORMAT}, [1, 2], Foreign(), torch.ones(2)]
+)
 def test_a_foreign_file_is_one_clear_line_and_is_not_unpickled(tmp_path, content):
     torch.save(content, tmp_path / "foreign.pt")
     with pytest.raises(
@@ -52,7 +55,9 @@ def test_a_foreign_file_is_one_clear_line_and_is_not_unpickled(tmp_path, content
 
 def test_text_a_folder_and_no_file_are_one_clear_line(tmp_path):
     (tmp_path / "text.pt").write_text("hello\n" * 100)
-    for path in (tmp_path / "text.pt", tmp_path, tmp_path / "none.pt"):
+    (tmp_path / "lines.pt").write_text("root:x:0:0\n" * 10)
+    (tmp_path / "noise.pt").write_bytes(random.Random(7).randbytes(4000))
+    for path in (*tmp_path.iterdir(), tmp_path, tmp_path / "none.pt"):
         with pytest.raises(UsageError, match="checkpoint") as error:
             checkpoint.load(path, CPU)
         assert "\n" not in str(error.value)
@@ -71,13 +76,13 @@ def test_the_newest_whole_file_is_used_and_the_others_named(tmp_path):
     assert checkpoint.load_newest(tmp_path / "nothing", CPU) is None
     good, bad = (checkpoint.save(tmp_path, state(step)) for step in (1, 2))
     bad.write_bytes(b"PK")
-    (tmp_path / "step-000000003.tmp").touch()
+    (tmp_path / "checkpoint-000003.tmp").touch()
     found = checkpoint.load_newest(tmp_path, CPU)
     assert found is not None
     path, loaded, complaints = found
     assert (path, loaded["global_step"]) == (good, 1)
     assert len(complaints) == 1
-    assert "step-000000002.pt" in complaints[0]
+    assert "checkpoint-000002.pt" in complaints[0]
     good.write_bytes(b"")
     with pytest.raises(UsageError, match=r"no checkpoint in .* can be read"):
         checkpoint.load_newest(tmp_path, CPU)
@@ -86,9 +91,18 @@ def test_the_newest_whole_file_is_used_and_the_others_named(tmp_path):
 def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"--checkpoint-dir .*file/x cannot be written to"):
-        checkpoint.check_writable(tmp_path / "file" / "x")
+        checkpoint.prepare_folder(tmp_path / "file" / "x", resuming=False)
     with pytest.raises(UsageError, match="cannot write checkpoint"):
         checkpoint.save(tmp_path / "file" / "x", state(1))
+
+
+def test_a_folder_of_another_run_is_refused_and_what_a_killed_one_left_removed(tmp_path):
+    checkpoint.save(tmp_path, state(1))
+    (tmp_path / "checkpoint-000002.tmp").touch()
+    with pytest.raises(UsageError, match="another run: continue that one with --resume auto"):
+        checkpoint.prepare_folder(tmp_path, resuming=False)
+    checkpoint.prepare_folder(tmp_path, resuming=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001.pt"]
 
 
 def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch):

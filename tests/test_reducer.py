@@ -667,6 +667,24 @@ def test_parameter_without_gradient_is_named_also_when_only_forward_is_in_no_syn
     pair(missing_with_forward_in_no_sync)
 
 
+def train_a_part_only(world):
+    """Never through the module itself, so that no forward of its own can notice."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    Reducer(model, bucket_cap_mb=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    unrelated = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    before = model[0].weight.item()
+    model[0](torch.full((1, 1), own(world))).sum().backward()
+    unrelated.step()
+    with pytest.raises(RuntimeError, match=rf"no gradient .* on rank {world.rank} for: 1\.weight"):
+        optimizer.step()
+    assert model[0].weight.item() == before
+
+
+def test_an_optimizer_does_not_step_on_what_is_not_averaged(pair):
+    pair(train_a_part_only)
+
+
 def change_requires_grad(world, before):
     model = Terms(1, 2)
     model.p1.requires_grad = before

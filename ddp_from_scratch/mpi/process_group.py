@@ -197,7 +197,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         if self.rank() != 0:
             answer = torch.zeros(1, dtype=torch.int64)
-            self.send([answer], 0, _MONITOR_TAG)
+            self.send([torch.zeros(1, dtype=torch.int64)], 0, _MONITOR_TAG)
             self.recv([answer], 0, _MONITOR_TAG).wait(limit + timedelta(seconds=5))
             missing = [int(answer)] if answer else []
         else:

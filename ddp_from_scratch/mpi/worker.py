@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from ..errors import CommunicationError
+
 Result = list[torch.Tensor]
 
 
@@ -38,16 +40,16 @@ class Pending(dist._Work):
             timeout: how long to wait; None or zero means the group's own.
 
         Raises:
-            RuntimeError: the operation failed, or did not end in time. The text names it.
+            CommunicationError: the operation failed, or did not end in time. The text names it.
         """
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         if not self._done.wait(limit.total_seconds()):
-            raise RuntimeError(
+            raise CommunicationError(
                 f"{self.name} did not end within {limit.total_seconds():g} s: "
                 f"not every rank called it, or a rank has stopped"
             )
         if self._error is not None:
-            raise RuntimeError(f"{self.name} failed: {self._error}") from self._error
+            raise CommunicationError(f"{self.name} failed: {self._error}") from self._error
         return True
 
     def is_completed(self) -> bool:
@@ -67,14 +69,14 @@ class Pending(dist._Work):
 
     def complete(self, result: Result) -> None:
         self._result = result
-        self._done.set()
         self._future.set_result(result)
+        self._done.set()  # after the future, which is done when wait() returns
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._done.set()
-        failure = RuntimeError(f"{self.name} failed: {error}")
+        failure = CommunicationError(f"{self.name} failed: {error}")
         self._future.set_exception(failure)  # type: ignore[arg-type]  # its annotation is wrong
+        self._done.set()
 
 
 class PendingMessage(dist._Work):
@@ -103,7 +105,11 @@ class PendingMessage(dist._Work):
     def is_completed(self) -> bool:
         if not self._done and self._request.Test(self._status):
             self._done = True
-            self._finish()
+            with torch.no_grad():
+                self._finish()
+            # The tensor belongs to the caller again, however long the handle is kept.
+            self._finish = lambda: None
+            del self._tensor
         return self._done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -117,13 +123,13 @@ class PendingMessage(dist._Work):
                 polls += 1
                 if polls > 1000:
                     if MPI.Wtime() > deadline:
-                        raise RuntimeError(
+                        raise CommunicationError(
                             f"{self.name} did not end within {limit.total_seconds():g} s: "
                             f"the other rank has not called its part, or has stopped"
                         )
                     pause.wait(1e-4)
         except MPI.Exception as error:
-            raise RuntimeError(f"{self.name} failed: {error}") from error
+            raise CommunicationError(f"{self.name} failed: {error}") from error
         return True
 
     def is_success(self) -> bool:
@@ -159,6 +165,7 @@ class Worker:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    @torch.no_grad()  # a thread begins with gradients enabled, and parameters are sent, too
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             pending, operation = item

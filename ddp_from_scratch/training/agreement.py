@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.exit import is_communication_error
 
 
 @contextmanager
@@ -36,12 +38,13 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 class StopSignal:
-    """SIGINT and SIGTERM, acted on by all ranks after the same step.
+    """SIGINT, SIGTERM and SIGUSR1, acted on by all ranks after the same step.
 
     A launcher's signal reaches ranks at different steps. So each step's ranks tell each other
     whether one has come: `ask` starts that exchange before the step, `answer` ends it after, and
     the step hides it. Inside the `with` block a first signal is remembered, a second one ends
-    the process at once.
+    the process at once. SIGUSR1 is what mpirun hands on without killing the ranks soon after, and
+    what Slurm is commonly told to send before a job's time is up.
 
     Args:
         group: a group for CPU tensors.
@@ -56,13 +59,22 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         self._previous = {
             number: signal.signal(number, self._remember)
-            for number in (signal.SIGINT, signal.SIGTERM)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         }
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._received and isinstance(error, Exception) and is_communication_error(error):
+            # Some rank ended before it could agree on a step with us: we end as asked, too.
+            signal.signal(self._received, signal.SIG_DFL)
+            os.kill(os.getpid(), self._received)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self._received = number

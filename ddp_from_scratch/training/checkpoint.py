@@ -7,7 +7,6 @@ name is a whole one whatever happened while it was written.
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import re
 from contextlib import suppress
@@ -31,12 +30,15 @@ def save(folder: Path, state: State) -> Path:
 
     Args:
         folder: made if it is not there.
-        state: plain values and tensors; `state["global_step"]` names the file.
+        state: plain values and tensors.
 
     Raises:
         UsageError: the folder cannot be written to, or the disk is full. What was there stays.
     """
-    final = folder / f"step-{state['global_step']:09d}.pt"
+    # Numbered by when it was written, not by its step: with another batch size a later checkpoint
+    # may have fewer steps behind it.
+    number = max((_number(path) for path in files(folder)), default=0) + 1
+    final = folder / f"checkpoint-{number:06d}.pt"
     temporary = final.with_suffix(".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,17 +59,25 @@ def save(folder: Path, state: State) -> Path:
     return final
 
 
-def check_writable(folder: Path) -> None:
+def prepare_folder(folder: Path, *, resuming: bool) -> None:
     """Makes the folder and tries it, before hours of work depend on it.
 
     Raises:
-        UsageError: it cannot be written to.
+        UsageError: it cannot be written to, or holds the checkpoints of a run that this one does
+            not continue, and that it would remove.
     """
+    if files(folder) and not resuming:
+        raise UsageError(
+            f"--checkpoint-dir {folder} holds the checkpoints of another run: continue that one "
+            f"with --resume auto, or give another folder"
+        )
     probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
+        for left_behind in folder.glob("checkpoint-*.tmp"):  # by a run that was killed
+            left_behind.unlink()
     except OSError as error:
         raise UsageError(
             f"--checkpoint-dir {folder} cannot be written to: {_one_line(error)}"
@@ -86,9 +96,11 @@ def load(path: Path, map_location: torch.device) -> State:
         state = torch.load(path, map_location=map_location, weights_only=True)
     except OSError as error:
         raise UsageError(f"cannot read checkpoint {path}: {error.strerror}") from error
-    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # what unpickling noise raises has no end
         raise UsageError(foreign) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise UsageError(foreign)
+    if not isinstance(state.get("version"), int):
         raise UsageError(foreign)
     if state["version"] > VERSION:
         raise UsageError(
@@ -100,8 +112,13 @@ def load(path: Path, map_location: torch.device) -> State:
 
 def files(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first."""
-    found = [path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d+", path.stem)]
-    return sorted(found, key=lambda path: int(path.stem.removeprefix("step-")), reverse=True)
+    names = folder.glob("checkpoint-*.pt")
+    found = [path for path in names if re.fullmatch(r"checkpoint-\d+", path.stem)]
+    return sorted(found, key=_number, reverse=True)
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.removeprefix("checkpoint-"))
 
 
 def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, list[str]] | None:

@@ -18,6 +18,7 @@ from ddp_from_scratch.training.agreement import together
 from ddp_from_scratch.training.loaders import test_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.resume import on_rank_zero
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.training.setup import cpu_group, open_dataset, prepare_process
 
@@ -65,12 +66,7 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
     Raises:
         UsageError: on every rank: the file is not a checkpoint.
     """
-    found: list[Any] = [None]
-    with together(group):
-        if world.rank == 0:
-            found = [checkpoint.load(path, torch.device("cpu"))]
-    dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
-    state = found[0]
+    state = on_rank_zero(lambda: checkpoint.load(path, torch.device("cpu")), world, group)
     with together(group):
         model = build_model(state["model_spec"])
         try:

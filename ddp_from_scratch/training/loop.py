@@ -23,6 +23,7 @@ from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
 from ddp_from_scratch.training.loaders import ShardSampler, test_loader, train_loader
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.resume import find_checkpoint, on_rank_zero
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.training.setup import cpu_group, open_dataset, prepare_process
 
@@ -32,8 +33,8 @@ class Trainer:
 
     1. Data: this rank's shard.
     2. Model: built alike on every rank, then made equal to rank 0's.
-    3. Engine: the Reducer, which averages gradients, and the optimizer.
-    4. Where to begin: at the start, or where a checkpoint left off.
+    3. Where to begin: at the start, or where a checkpoint left off.
+    4. Engine: the Reducer, which averages gradients, and the optimizer.
     5. `run`: epochs of steps, each followed by an evaluation and a checkpoint.
 
     Args:
@@ -84,18 +85,26 @@ class Trainer:
             }
             self.model = build_model(self.model_spec).to(world.device)
             if settings.checkpoint_dir is not None and world.rank == 0:
-                checkpoint.check_writable(settings.checkpoint_dir)
+                checkpoint.prepare_folder(
+                    settings.checkpoint_dir, resuming=settings.resume is not None
+                )
             log_dir = settings.log_dir if world.rank == 0 else None
             self.metrics = MetricsWriter(log_dir)
         broadcast_parameters(self.model)
         torch.manual_seed(settings.seed + world.rank)  # from here on ranks draw different numbers
 
-        # 3. Engine
+        # 3. Where to begin
+        state = on_rank_zero(
+            lambda: find_checkpoint(settings, self.model_spec, self.report), world, self.group
+        )
+
+        # 4. Engine
         self.reducer = Reducer(
             self.model,
             bucket_cap_mb=settings.bucket_cap_mb,
             overlap=settings.overlap,
             gradient_as_bucket_view=True,
+            ready_order=None if state is None else state["ready_order"],
         )
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
@@ -106,12 +115,12 @@ class Trainer:
         # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
         # overflow on all, and all skip the same step.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
-
-        # 4. Where to begin
         self.epoch = self.step = self.global_step = 0
         self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
         self.saved_as: Path | None = None
-        self._resume()
+        self.images_per_second = 0.0
+        if state is not None:
+            self._restore(state)
 
     # 5. run -------------------------------------------------------------------------------------
 
@@ -178,7 +187,7 @@ class Trainer:
                     outputs = self.model(images)
                     loss = cross_entropy(outputs, labels)
                 self.scaler.scale(loss / settings.accumulate).backward()
-            self.totals += _count(outputs, labels)
+            self.totals += _count(loss, outputs, labels)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -235,10 +244,10 @@ class Trainer:
                     "model_spec": self.model_spec,
                     "optimizer": self.optimizer.state_dict(),
                     "scaler": self.scaler.state_dict(),
+                    "ready_order": self.reducer.ready_order,
                     "epoch": self.epoch,
                     "step": self.step,
-                    "global_step": self.global_step,
-                    "sampler": {"seed": self.settings.seed, "images": self._images_done()},
+                    "images": self.step * self.global_batch_size,  # of this epoch's permutation
                     "totals": totals,
                     "rng": generators,
                     "settings": self.settings.as_saved(),
@@ -247,55 +256,15 @@ class Trainer:
                 }
                 self.saved_as = checkpoint.save(self.settings.checkpoint_dir, state)
 
-    def _images_done(self) -> int:
-        return self.step * self.global_batch_size
-
-    def _resume(self) -> None:
-        """Continues from a checkpoint where one is asked for and there. Collective.
-
-        Rank 0 reads it and passes it on, so that the file need not be on every machine.
-        """
-        if self.settings.resume is None:
-            return
-        found: list[Any] = [None]
-        with together(self.group):
-            if self.world.rank == 0:
-                found = [self._read()]
-        dist.broadcast_object_list(found, group=self.group, device=torch.device("cpu"))
-        if found[0] is None:
-            self.report.line(f"no checkpoint in {self.settings.checkpoint_dir} yet: starting anew")
-            return
-        self._restore(found[0])
-
-    def _read(self) -> checkpoint.State | None:
-        resume, folder = self.settings.resume, self.settings.checkpoint_dir
-        if resume == "auto" and folder is not None:
-            newest = checkpoint.load_newest(folder, torch.device("cpu"))
-            if newest is None:
-                return None
-            path, state, complaints = newest
-            for complaint in complaints:
-                self.report.warning(f"{complaint}; using {path.name} instead")
-        else:
-            path = Path(str(resume))
-            state = checkpoint.load(path, torch.device("cpu"))
-        if state["model_spec"] != self.model_spec:
-            raise UsageError(
-                f"{path} holds {_describe(state['model_spec'])}, this run trains "
-                f"{_describe(self.model_spec)}: give the --model and --dataset it was made with"
-            )
-        self.report.line(f"resuming from {path}")
-        return state
-
     def _restore(self, state: checkpoint.State) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.epoch = state["epoch"]
-        # With another global batch: the same images of this epoch count as seen.
-        self.step = min(state["sampler"]["images"] // self.global_batch_size, self.steps_per_epoch)
+        # With another global batch: what does not fill one counts as not seen yet.
+        self.step = min(state["images"] // self.global_batch_size, self.steps_per_epoch)
         self.global_step = self.epoch * self.steps_per_epoch + self.step
-        if self.world.rank == 0:
+        if self.world.rank == 0 and self.step == state["step"]:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank])
@@ -338,15 +307,9 @@ class Trainer:
         self.report.result(f"{settings.dataset} test accuracy {test_accuracy:.4f}")
 
 
-def _describe(spec: dict[str, Any]) -> str:
-    size = spec["image_size"]
-    return f"{spec['name']} for {spec['num_classes']} classes of {spec['channels']}x{size}x{size}"
-
-
-def _count(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+@torch.no_grad()
+def _count(loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of losses, number of right answers, number of images; float64, on the device."""
-    outputs = outputs.detach().float()
-    loss = cross_entropy(outputs, labels, reduction="sum")
     correct = (outputs.argmax(1) == labels).sum()
-    count = torch.tensor(len(labels), device=labels.device)
-    return torch.stack([loss.double(), correct.double(), count.double()])
+    count = torch.full_like(correct, len(labels))
+    return torch.stack([loss.double() * len(labels), correct.double(), count.double()])

@@ -34,14 +34,16 @@ def make_parser(about: str) -> Parser:
     parser = Parser(
         prog="run.py",
         description=about,
-        epilog=f"examples:\n{examples}",
+        epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     defaults = {field.name: field.default for field in fields(Settings)}
     parser.set_defaults(**defaults | {"dataset": None})
-    add = parser.add_argument
-    add("command", nargs="?", choices=("train", "test"), default="train", help="default: train")
+    # Not `choices`: after an unknown option, its value would be what argparse complains about.
+    parser.add_argument(
+        "command", nargs="?", default="train", metavar="train|test", help="default: train"
+    )
 
     def option(group: Any, flag: str, text: str, **how: Any) -> None:
         name = flag.lstrip("-").replace("-", "_")
@@ -158,12 +160,17 @@ def parse(arguments: Sequence[str], about: str) -> tuple[Settings, argparse.Name
         UsageError: an unknown option, a value out of range, options that do not go together.
     """
     options = make_parser(about).parse_args(arguments)
+    if options.command not in ("train", "test"):
+        raise UsageError(f"the command must be train or test, got {options.command!r}; see --help")
+    if options.master_port is not None and not 1 <= options.master_port <= 65535:
+        raise UsageError(f"--master-port must be 1 to 65535, got {options.master_port}")
     values = {field.name: getattr(options, field.name) for field in fields(Settings)}
     values["dataset"] = options.dataset or Settings.dataset
     if options.command == "test":
         for field in fields(Settings):
             if field.name not in _OF_TEST and values[field.name] != field.default:
-                raise UsageError(f"--{field.name.replace('_', '-')} has no meaning for test")
+                name = field.name.replace("_", "-").replace("overlap", "no-overlap")
+                raise UsageError(f"--{name} has no meaning for test")
         if options.checkpoint is None:
             raise UsageError("test needs --checkpoint FILE, the model to evaluate")
     elif options.checkpoint is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.process_group import MAX_TIMEOUT
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+_TIMEOUT_RANGE = f"a positive number of seconds, at most {MAX_TIMEOUT:,.0f}"
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "global_batch_size", "accumulate", "threads"):
             self._require(name, lambda value: value is None or value >= 1, "1 or more")
-        for name in ("lr", "timeout"):
-            self._require(name, lambda value: 0 < value < math.inf, "a positive number")
+        self._require("lr", lambda value: 0 < value < math.inf, "a positive number")
+        self._require("timeout", lambda value: 0 < value <= MAX_TIMEOUT, _TIMEOUT_RANGE)
         for name in ("momentum", "weight_decay"):
             self._require(name, lambda value: 0 <= value < math.inf, "0 or more")
         self._require("bucket_cap_mb", lambda value: value is None or value >= 0, "0 or more")
@@ -61,7 +64,7 @@ class Settings:
         if self.resume == "auto" and self.checkpoint_dir is None:
             raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
 
-    def _require(self, name: str, holds: Any, expected: str) -> None:
+    def _require(self, name: str, holds: Callable[[Any], bool], expected: str) -> None:
         value = getattr(self, name)
         if not holds(value):
             raise UsageError(f"--{name.replace('_', '-')} must be {expected}, got {value}")
@@ -102,8 +105,10 @@ class Settings:
 
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
         """What differs from a checkpoint's settings and matters, as "lr 0.1 -> 0.2"."""
-        indifferent = {"data_dir", "download", "epochs", "workers", "threads", "timeout"}
-        indifferent |= {"checkpoint_dir", "resume", "log_dir", "check_sync", "quiet", "backend"}
+        indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
+        indifferent |= {"log_dir", "check_sync", "quiet"}
+        if not self.scale_lr:  # with it, the length of the run decides that of the warm-up
+            indifferent.add("epochs")
         now = self.as_saved()
         return [
             f"{field.name} {saved[field.name]} -> {now[field.name]}"

@@ -1,0 +1,71 @@
+"""Where a run continues: the checkpoint that was asked for, read by rank 0 and passed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.process_group import World
+from ddp_from_scratch.training import checkpoint
+from ddp_from_scratch.training.agreement import together
+from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.settings import Settings
+
+T = TypeVar("T")
+ModelSpec = dict[str, Any]
+
+
+def on_rank_zero(read: Callable[[], T], world: World, group: dist.ProcessGroup) -> T:
+    """What `read` returns on rank 0, on every rank: its file need not be on every machine.
+
+    Raises:
+        UsageError: on every rank, where `read` raised it.
+    """
+    found: list[Any] = [None]
+    with together(group):
+        if world.rank == 0:
+            found = [read()]
+    dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
+    value: T = found[0]
+    return value
+
+
+def find_checkpoint(
+    settings: Settings, model_spec: ModelSpec, report: Report
+) -> checkpoint.State | None:
+    """The checkpoint to continue from; None where none is asked for, or `auto` finds none.
+
+    Raises:
+        UsageError: it cannot be read, or holds another model.
+    """
+    resume, folder = settings.resume, settings.checkpoint_dir
+    if resume is None:
+        return None
+    if resume == "auto" and folder is not None:
+        newest = checkpoint.load_newest(folder, torch.device("cpu"))
+        if newest is None:
+            report.line(f"no checkpoint in {folder} yet: starting anew")
+            return None
+        path, state, complaints = newest
+        for complaint in complaints:
+            report.warning(f"{complaint}; using {path.name} instead")
+    else:
+        path = Path(resume)
+        state = checkpoint.load(path, torch.device("cpu"))
+    if state["model_spec"] != model_spec:
+        raise UsageError(
+            f"{path} holds {_describe(state['model_spec'])}, this run trains "
+            f"{_describe(model_spec)}: give the --model and --dataset it was made with"
+        )
+    report.line(f"resuming from {path}")
+    return state
+
+
+def _describe(spec: ModelSpec) -> str:
+    size = spec["image_size"]
+    return f"{spec['name']} for {spec['num_classes']} classes of {spec['channels']}x{size}x{size}"

@@ -1,0 +1,215 @@
+"""Where ranks meet: privately on one machine, by the same name on several."""
+
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_from_scratch
+from ddp_from_scratch import UsageError, World, launch, rendezvous, start_ranks
+from ddp_from_scratch.launch import Placement
+
+LIMIT = timedelta(seconds=5)
+ONE_MACHINE = Placement(0, 2, 0, 2, 0, "torchrun")
+SEVERAL = Placement(0, 2, 0, 1, 0, "torchrun")
+SRUN = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+VARIABLES = (
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+    *("RANK", "WORLD_SIZE", "DDP_RENDEZVOUS_FILE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+)
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Sets variables; those that rendezvous sets by itself are gone again after the test."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is restored whatever the test does to it
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def set_variables(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+def listening_sockets(world: World) -> list[str]:
+    """The addresses at which this process listens, as hexadecimal, after a collective."""
+    dist.all_reduce(torch.ones(1))
+    mine = {
+        os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)
+    }
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if f"socket:[{inode}]" in mine and state == "0A":
+                found.append(local.partition(":")[0])
+    return found
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_one_machine_opens_no_port_to_others(ranks: Any, backend: str) -> None:
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    for addresses in ranks(backend, 2)(listening_sockets):
+        assert set(addresses) <= loopback
+        assert addresses or backend == "mpi"  # gloo does listen: this test can see it
+
+
+def test_alone_without_a_launcher(environ: Callable[..., None]) -> None:
+    placement, store = rendezvous.meet(LIMIT)
+    assert placement == launch.ALONE
+    assert isinstance(store, dist.HashStore)
+
+
+def test_torchrun_brings_its_own_store(environ: Callable[..., None]) -> None:
+    environ(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+    with pytest.raises(UsageError, match="MASTER_PORT=None, expected a number"):
+        rendezvous.meet(LIMIT)
+    environ(MASTER_PORT="29500")
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set"):
+        rendezvous.meet(LIMIT)
+    environ(MASTER_ADDR="127.0.0.1")
+    assert rendezvous.meet(LIMIT) == (ONE_MACHINE, None)
+
+
+def test_ranks_that_torchrun_starts_again_do_not_see_what_others_left(
+    environ: Callable[..., None],
+) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    environ(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+    environ(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port))
+    environ(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    first, second = (rendezvous.meet(LIMIT)[1] for _ in range(2))
+    assert first is not None
+    assert second is not None
+    first.set("address", "old")
+    assert second.get("address") == b"old"
+    environ(TORCHELASTIC_RESTART_COUNT="1")
+    again = rendezvous.meet(LIMIT)[1]
+    assert again is not None
+    assert not again.check(["address"])
+
+
+def test_start_ranks_brings_a_file(environ: Callable[..., None], tmp_path: Path) -> None:
+    environ(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+    environ(DDP_RENDEZVOUS_FILE=str(tmp_path / "file"))
+    placement, store = rendezvous.meet(LIMIT)
+    assert placement == ONE_MACHINE
+    assert isinstance(store, dist.FileStore)
+    assert store.path == str(tmp_path / "file")
+
+
+def test_srun_on_one_machine_meets_in_a_private_file(
+    environ: Callable[..., None], tmp_path: Path
+) -> None:
+    environ(**SRUN, SLURM_SRUN_COMM_PORT="40001")
+    placement, store = rendezvous.meet(LIMIT)
+    assert placement == Placement(1, 2, 1, 2, 0, "srun")
+    assert isinstance(store, dist.FileStore)
+    folder = tmp_path / f"ddp-{os.getuid()}"
+    assert store.path == str(folder / "slurm-12-3-0-40001")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    folder.chmod(0o755)  # somebody else could have put a file there
+    with pytest.raises(UsageError, match="open to others: remove it"):
+        rendezvous.meet(LIMIT)
+
+
+def test_srun_on_several_machines_meets_on_the_first(environ: Callable[..., None]) -> None:
+    environ(**SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]"})
+    placement, store = rendezvous.meet(LIMIT)
+    assert (placement.one_machine, store) == (False, None)
+    assert os.environ["MASTER_ADDR"] == "gpu03"
+    assert os.environ["MASTER_PORT"] == str(20000 + 31 * 12 + 3)
+
+    environ(MASTER_ADDR="mine", MASTER_PORT="1", SLURM_JOB_ID="twelve")
+    with pytest.raises(UsageError, match="SLURM_JOB_ID='twelve'"):
+        rendezvous.meet(LIMIT)
+    environ(SLURM_JOB_ID="12")
+    rendezvous.meet(LIMIT)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("mine", "1")
+
+
+def test_the_interface_is_loopback_or_the_way_to_the_master(environ: Callable[..., None]) -> None:
+    rendezvous.choose_interface(ONE_MACHINE)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+    environ(GLOO_SOCKET_IFNAME="ib0")  # what the user has set stays
+    rendezvous.choose_interface(ONE_MACHINE)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    for wrong in ("no.such.host.invalid", "::1"):
+        environ(MASTER_ADDR=wrong)
+        rendezvous.choose_interface(SEVERAL)
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    environ(MASTER_ADDR="127.0.0.1")
+    rendezvous.choose_interface(SEVERAL)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"PMI_SIZE": "4"}, "mpirun started 4 processes but MPI sees 1: use the mpirun of the MPI"),
+        (SRUN, "srun started 2 processes but MPI sees 1: add --mpi=pmix"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            "torchrun started 2 processes but MPI sees 1: start it with mpirun",
+        ),
+    ],
+)
+def test_an_mpi_that_is_not_the_launchers_is_named(
+    variables: dict[str, str],
+    told: str,
+    environ: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = Placement(0, 1, 0, 1, 0, "mpirun")
+    mpi = SimpleNamespace(placement=lambda: alone)
+    monkeypatch.setattr(ddp_from_scratch, "mpi", mpi, raising=False)
+    environ(**variables)
+    with pytest.raises(UsageError, match=told):
+        rendezvous.mpi_placement()
+    environ(PMI_SIZE="1", WORLD_SIZE="1", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")
+    assert rendezvous.mpi_placement() == alone
+
+
+def test_a_wrong_master_address_is_one_line_at_once() -> None:
+    for address, more in (("192.0.2.1", ""), ("no.such.host.invalid", ", an unknown name")):
+        with pytest.raises(UsageError) as error:
+            start_ranks(["true"], [1, 1], 0, address)
+        assert str(error.value) == (
+            f"--master-addr must be an address of machine 0, which this is, got {address}{more}"
+        )
+
+
+def test_a_port_that_is_taken_is_one_line_at_once() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"^port {port} is in use on machine 0: choose"):
+            start_ranks(["true"], [1, 1], 0, "127.0.0.1", port)
