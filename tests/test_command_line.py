@@ -246,7 +246,7 @@ def test_what_cannot_be_had(arguments: str, told: list[str]) -> None:
 def test_all_ranks_agree_on_a_mistake() -> None:
     told = ["unknown model 'resnet19'"]
     wrong = ["--model", "resnet19"]
-    with run_py(*wrong, "--nproc", 3) as run:
+    with run_py(*wrong) as run:
         assert_one_line(run, *told)
     with Run("mpirun", "-n", "2", "python", "run.py", "--backend", "mpi", *wrong) as run:
         assert_one_line(run, *told, alone=False)

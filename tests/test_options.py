@@ -40,8 +40,14 @@ def error_of(*arguments: str) -> str:
         ("--momentum -0.5", "--momentum must be 0 or more, got -0.5"),
         ("--momentum nan", "--momentum must be 0 or more, got nan"),
         ("--weight-decay inf", "--weight-decay must be 0 or more, got inf"),
-        ("--timeout 0", "--timeout must be a positive number, got 0.0"),
-        ("--timeout nan", "--timeout must be a positive number, got nan"),
+        (
+            "--timeout 0",
+            "--timeout must be a positive number of seconds, at most 1,000,000, got 0.0",
+        ),
+        (
+            "--timeout nan",
+            "--timeout must be a positive number of seconds, at most 1,000,000, got nan",
+        ),
         ("--bucket-cap-mb -1", "--bucket-cap-mb must be 0 or more, got -1.0"),
         ("--bucket-cap-mb nan", "--bucket-cap-mb must be 0 or more, got nan"),
         ("--seed -1", "--seed must be 0 to 2**62 - 1, got -1"),
