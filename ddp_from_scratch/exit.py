@@ -34,9 +34,12 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     except PeerError:
         code = 2
     except UsageError as error:
-        # Inside a group the ranks have agreed on who reports; before it every one is on its own.
-        if dist.is_initialized() or speaks():
-            _say(f"error: {error}")
+        # Inside a group the ranks have agreed on who reports. Before it each is on its own, most
+        # often with the same mistake: rank 0 reports, and its exit has the launcher stop the
+        # others. One that is not stopped has a mistake of its own.
+        if not dist.is_initialized() and not speaks():
+            time.sleep(5.0)
+        _say(f"error: {error}")
         code = 2
     except KeyboardInterrupt:
         code = 130
