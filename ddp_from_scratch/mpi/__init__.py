@@ -11,18 +11,53 @@ built with MPI keeps its own; there the name is "mpi4py". `BACKEND` is the one t
 `ddp.process_group("mpi")` chooses it.
 
 How a collective travels: `process_group.py` takes torch's call and numbers it, `collectives.py`
-turns it into one on an MPI communicator, `worker.py` runs that on the group's thread while the
-caller goes on, `datatypes.py` says how a tensor's memory looks to MPI.
+turns it into an operation, which `worker.py` runs on the group's thread while the caller goes on.
+There the ranks first meet (`meeting.py`), then call MPI (`datatypes.py` says how a tensor's memory
+looks to it) or, to all-reduce on one machine, use memory that they share (`all_reduce.py`).
 """
 
 import inspect
 
+import torch
 import torch.distributed as dist
 
 from .process_group import ProcessGroupMPI, create
 from .runtime import placement, share
 
-__all__ = ["BACKEND", "ProcessGroupMPI", "placement", "share"]
+__all__ = ["BACKEND", "ProcessGroupMPI", "empty", "placement", "share"]
+
+
+def empty(
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    process_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """A flat tensor in memory that the machine's ranks share: an MPI-3 shared window.
+
+    `all_reduce` on it, or on a contiguous part of it, works in place and sends no message on the
+    machine. Otherwise it is an ordinary CPU tensor. Collective: every rank of the group calls it,
+    with the same arguments and in the same order among the group's other operations. The memory
+    is given back when all ranks have dropped their tensors, at the next `empty` of the group or
+    when the group is destroyed.
+
+    Args:
+        numel: number of elements.
+        dtype: of the elements.
+        process_group: an mpi group; None means the default group.
+
+    Returns:
+        Uninitialised tensor of shape (numel,).
+
+    Raises:
+        ValueError: the group is not an mpi group, or `numel` is negative.
+        CommunicationError: a rank did not come, or there is no such memory left.
+    """
+    group = process_group or dist.distributed_c10d._get_default_group()
+    if not isinstance(group, ProcessGroupMPI):
+        raise ValueError(f"mpi.empty needs a group of the mpi backend, got {group.name()}")
+    if numel < 0:
+        raise ValueError(f"numel must be 0 or more, got {numel}")
+    return group.empty(numel, dtype)
 
 
 def _register() -> str:

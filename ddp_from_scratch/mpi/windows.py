@@ -1,0 +1,63 @@
+"""Tensors in memory that a machine's ranks share, and what is known of them."""
+
+import torch
+
+from .runtime import MPI
+from .shared_memory import SharedMemory
+
+
+class Windows:
+    """A group's tensors in shared memory.
+
+    A tensor's memory is given back when no rank uses it any more, at the next `empty` or at the
+    end of the group: that takes all ranks, and they do not drop their tensors at the same time.
+
+    Args:
+        node: the group's ranks on this machine.
+    """
+
+    def __init__(self, node: MPI.Intracomm) -> None:
+        self._node = node
+        # By the address of this rank's segment. Numbered alike on all ranks.
+        self._memories: dict[int, tuple[int, SharedMemory]] = {}
+        self._made = 0
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of `numel` uninitialised elements. Collective: the same on all ranks.
+
+        Raises:
+            CommunicationError: the memory is not to be had.
+        """
+        self.free_unused()
+        memory = SharedMemory(self._node, numel * dtype.itemsize)
+        self._made += 1
+        self._memories[memory.addresses[self._node.rank]] = (self._made, memory)
+        return memory.take().view(dtype)
+
+    def place(self, tensor: torch.Tensor) -> str:
+        """Where the tensor lies, said alike by all ranks; empty where it is not in a window."""
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._memories or not tensor.is_contiguous():
+            return ""
+        number, _ = self._memories[address]
+        return f"window {number} at {tensor.data_ptr() - address}"
+
+    def everybodys(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What lies at the tensor's place on each rank of the machine, flat; this rank's is it."""
+        address = tensor.untyped_storage().data_ptr()
+        _, memory = self._memories[address]
+        begin = tensor.data_ptr() - address
+        found = [
+            segment[begin : begin + tensor.nbytes].view(tensor.dtype)
+            for rank, segment in enumerate(memory.segments)
+            if rank != self._node.rank
+        ]
+        found.insert(self._node.rank, tensor.view(-1))
+        return found
+
+    def free_unused(self) -> None:
+        """Gives back the memory that no rank uses any more. Collective."""
+        used = self._node.allgather([memory.in_use for _, memory in self._memories.values()])
+        for address, by_ranks in zip(list(self._memories), zip(*used, strict=True), strict=True):
+            if not any(by_ranks):
+                self._memories.pop(address)[1].free()

@@ -1,0 +1,210 @@
+"""Shared memory on the mpi backend: tensors in windows, meetings, several machines."""
+
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_from_scratch import mpi
+from ddp_from_scratch.mpi.all_reduce import CHUNK, LUGGAGE, STAGE, Reduction, share_of
+from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
+
+# Elements: at the meeting, in one chunk, in several; on either side of what a stage holds.
+SIZES = (1, LUGGAGE // 4, LUGGAGE // 4 + 1, 3 * CHUNK + 5, STAGE // 4, STAGE // 4 + 1)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 9))
+def test_shares_cover_everything_once(numel, owners):
+    shares = [share_of(numel, rank, owners) for rank in range(owners)]
+    assert shares[0][0] == 0
+    assert shares[-1][1] == numel
+    assert all(end == begin for (_, end), (begin, _) in pairwise(shares))
+    assert all(begin % 16 == 0 or begin == numel for begin, _ in shares)
+
+
+def test_a_rank_past_the_owners_has_no_share():
+    assert share_of(100, 3, 2) == (100, 100)
+
+
+def test_a_reduction_keeps_the_order_of_ranks():
+    tensors = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
+    sum_of = Reduction.of(dist.ReduceOp.SUM, torch.float32, 3)
+    assert sum_of.fold(tensors, torch.empty(1)).item() == 1.0
+    assert sum_of.fold(tensors[::-1], torch.empty(1)).item() == 0.0
+    average = Reduction.of(dist.ReduceOp.AVG, torch.int64, 2)
+    assert average.fold([torch.tensor([4]), torch.tensor([3])], torch.empty(1).long()).item() == 3
+
+
+OPERATIONS = {
+    dist.ReduceOp.SUM: sum,
+    dist.ReduceOp.AVG: lambda values: sum(values) / len(values),
+    dist.ReduceOp.MAX: max,
+    dist.ReduceOp.MIN: min,
+    dist.ReduceOp.PRODUCT: lambda values: torch.tensor(values).prod().item(),
+}
+
+
+def check_all_reduce(make, group, size, rank):
+    """Every operation and size; rank r contributes r + 1, the last element r + 2."""
+    for numel in SIZES:
+        tensor = make(numel)
+        for op, expected in OPERATIONS.items():
+            tensor.fill_(rank + 1)
+            tensor[-1] = rank + 2
+            dist.all_reduce(tensor, op, group=group)
+            if numel > 1:
+                assert tensor[0] == expected(range(1, size + 1)), (numel, op)
+                assert tensor[:-1].eq(tensor[0]).all(), (numel, op)
+            assert tensor[-1] == expected(range(2, size + 2)), (numel, op)
+
+
+def in_windows_and_out(world):
+    for dtype in (torch.float32, torch.float64):
+        check_all_reduce(lambda n, d=dtype: mpi.empty(n, d), None, world.world_size, world.rank)
+        check_all_reduce(
+            lambda n, d=dtype: torch.empty(n, dtype=d), None, world.world_size, world.rank
+        )
+        check_all_reduce(  # strided
+            lambda n, d=dtype: torch.empty(n, 2, dtype=d)[:, 0], None, world.world_size, world.rank
+        )
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_reduce_in_a_window_and_out_of_it(ranks, size):
+    ranks("mpi", size)(in_windows_and_out)
+
+
+def parts_of_a_window(world):
+    n, r = world.world_size, world.rank
+    window = mpi.empty(4 * LUGGAGE)
+    window.fill_(-1.0)
+    half = window[: 2 * LUGGAGE].view(2, LUGGAGE)
+    half.fill_(r + 1)
+    dist.all_reduce(half)
+    assert window[: 2 * LUGGAGE].eq(n * (n + 1) / 2).all()
+    assert window[2 * LUGGAGE :].eq(-1.0).all()
+    # Where one rank's tensor lies elsewhere, the others' go the ordinary way with it.
+    window.fill_(r + 1)
+    tensor = torch.full((2 * LUGGAGE,), r + 1.0) if r == 0 else window[: 2 * LUGGAGE]
+    dist.all_reduce(tensor)
+    assert tensor.eq(n * (n + 1) / 2).all()
+    # The same size at different places of the window.
+    window.fill_(r + 1)
+    begin = 2 * LUGGAGE * (r % 2)
+    dist.all_reduce(window[begin : begin + 2 * LUGGAGE])
+    assert window[begin : begin + 2 * LUGGAGE].eq(n * (n + 1) / 2).all()
+    assert mpi.empty(0).shape == (0,)
+    for dtype in (torch.bfloat16, torch.bool, torch.complex64):
+        window = mpi.empty(LUGGAGE + 1, dtype)
+        window.fill_(1)
+        dist.all_reduce(window)
+        assert window.dtype == dtype
+        assert window.eq(True if dtype == torch.bool else n).all()
+
+
+def test_parts_of_a_window(ranks):
+    ranks("mpi", 3)(parts_of_a_window)
+
+
+def sixteen_bits_in_a_window(world):
+    # 1 + 2**-8 is not a bfloat16; summed in float32, 1 + 2**-8 + 2**-8 rounds to 1 + 2**-7.
+    for tensor in (mpi.empty(LUGGAGE, torch.bfloat16), torch.empty(LUGGAGE, dtype=torch.bfloat16)):
+        tensor.fill_(1.0 if world.rank == 0 else 2**-8)
+        dist.all_reduce(tensor)
+        assert tensor.eq(1 + 2**-7).all()
+
+
+def test_sixteen_bit_floats_are_rounded_once_in_shared_memory(ranks):
+    ranks("mpi", 3)(sixteen_bits_in_a_window)
+
+
+def shared_memory_mapped():
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem"))
+
+
+def windows_come_and_go(world):
+    group = dist.new_group()
+    before = None
+    for _ in range(20):
+        window = mpi.empty(2**20, process_group=group)  # 4 MiB
+        window.fill_(1.0)
+        view = window[100:200]
+        del window
+        view.fill_(2.0)  # a part keeps the memory alive
+        del view
+        before = before or shared_memory_mapped()
+    assert shared_memory_mapped() < before + 3 * 4096  # kB; 20 windows would be 80 MiB
+    kept = mpi.empty(1000, process_group=group)
+    kept.fill_(3.0)
+    dist.destroy_process_group(group)
+    assert kept.eq(3.0).all()  # the group is gone, the tensor is the user's
+
+
+def test_memory_is_given_back_when_no_rank_uses_it(ranks):
+    ranks("mpi", 2)(windows_come_and_go)
+
+
+def wrong_windows(world):
+    with pytest.raises(ValueError, match="numel must be 0 or more, got -1"):
+        mpi.empty(-1)
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    with pytest.raises(RuntimeError, match=r"called different operations: rank 0 mpi\.empty\(1"):
+        mpi.empty(1 + world.rank, process_group=group)
+
+
+def test_a_window_is_made_alike_by_all_ranks(ranks):
+    ranks("mpi", 2)(wrong_windows)
+
+
+def machines(sizes, rank):
+    """The number of the machine that `rank` is on."""
+    return next(i for i in range(len(sizes)) if rank < sum(sizes[: i + 1]))
+
+
+def over_machines(world, sizes):
+    """As if the ranks were on several machines: these share memory only within one."""
+    communicator = mpi.runtime.MPI.COMM_WORLD
+    node = communicator.Split(machines(sizes, world.rank))
+    group = ProcessGroupMPI(communicator, timedelta(seconds=20), node)
+    for numel in SIZES:
+        for make in (torch.empty, lambda n: group.empty(n, torch.float32)):
+            tensor = make(numel)
+            for op, expected in OPERATIONS.items():
+                tensor.fill_(world.rank + 1)
+                options = dist.AllreduceOptions()
+                options.reduceOp = op
+                group.allreduce([tensor], options).wait()
+                assert tensor.eq(expected(range(1, world.world_size + 1))).all(), (numel, op)
+    tensor = torch.full((LUGGAGE,), 1.0 if world.rank == 0 else 2**-8, dtype=torch.bfloat16)
+    group.allreduce([tensor]).wait()
+    assert tensor.eq(1 + (world.world_size - 1) * 2**-8).all()
+    options = dist.BroadcastOptions()
+    options.rootRank = world.world_size - 1
+    tensor = torch.tensor([world.rank])
+    group.broadcast([tensor], options).wait()
+    assert tensor.item() == world.world_size - 1
+    group.shutdown()
+    # Who is missing is known on its own machine, elsewhere only that it is on another one.
+    group = ProcessGroupMPI(communicator, timedelta(seconds=0.5), node)
+    if world.rank > 0:
+        near = machines(sizes, world.rank) == 0
+        with pytest.raises(
+            RuntimeError, match="for rank 0$" if near else "for ranks on other machines$"
+        ):
+            group.barrier().wait()
+    dist.barrier()
+    # Different calls are told, wherever they come from.
+    group = ProcessGroupMPI(communicator, timedelta(seconds=20), node)
+    tensor = torch.ones(5 if machines(sizes, world.rank) == 0 else 6)
+    with pytest.raises(RuntimeError, match=r"different operations: .* another machine's ranks all"):
+        group.allreduce([tensor]).wait()
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 2), (1, 1)])
+def test_several_machines(ranks, sizes):
+    ranks("mpi", sum(sizes))(over_machines, sizes)
