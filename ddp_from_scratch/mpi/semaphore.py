@@ -8,10 +8,11 @@ import time
 AVAILABLE = sys.platform.startswith("linux")  # macOS has none that live in shared memory
 NBYTES = 64  # at least sizeof(sem_t), and a cache line: no two ranks write to the same one
 
-# How often a wait looks before it sleeps, yielding the core in between: some 50 microseconds.
-# Ranks that come together then meet in one, where going to sleep and waking up takes ten to
-# fifty; a rank that comes much later was slowed by no more than these looks.
-_LOOKS = 100
+# Seconds that a wait looks before it sleeps, yielding the core in between. Ranks that come together
+# then meet in about a microsecond, where going to sleep and waking up takes ten to fifty; a rank
+# that computes was slowed by no more than these looks. Where others want the core, the first yield
+# takes longer than that, and a sleeper gets it back sooner than one that yields.
+_LOOK = 50e-6
 
 # Without the interpreter's lock where a call may sleep, with it where it returns at once.
 _sleeping = ctypes.CDLL(None, use_errno=True)
@@ -53,10 +54,13 @@ class Semaphore:
         Returns:
             Whether it could before the deadline.
         """
-        for _ in range(_LOOKS):
-            if _at_once.sem_trywait(self._address) == 0:
-                return True
+        began = time.monotonic()
+        while _at_once.sem_trywait(self._address) != 0:
+            if time.monotonic() > began + _LOOK:
+                break
             os.sched_yield()
+        else:
+            return True
         while (left := deadline - time.monotonic()) > 0:
             # The system call knows only the wall clock, which may be set: a second at a time.
             # It also ends with each signal, so that Ctrl-C is heard.
