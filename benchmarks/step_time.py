@@ -10,25 +10,19 @@ benchmarks/results/.
 """
 
 import argparse
-import json
-import os
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from benchmarks.machine import describe
 from benchmarks.measure import Samples, check_equal, interleave
+from benchmarks.report import on_terminal, write
 from benchmarks.strategies import NO_COMMUNICATION, REFERENCES, WORKLOADS, contenders
 from ddp_from_scratch import UsageError, launch, process_group, start_ranks
 from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.supervisor import start_mpirun
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
@@ -75,7 +69,7 @@ def measure(options: argparse.Namespace) -> None:
             rounds = tqdm(
                 range(options.rounds),
                 desc=f"{backend}, {workload.name}",
-                disable=world.rank != 0 or not _on_terminal(),
+                disable=world.rank != 0 or not on_terminal(),
                 leave=False,
             )
             samples = interleave(compared, rounds, world.device)
@@ -83,8 +77,8 @@ def measure(options: argparse.Namespace) -> None:
             if world.rank == 0:
                 title = f"{workload.name}; {backend}, {world.world_size} ranks"
                 print(f"\n{title}, {options.rounds} steps each\n{table(samples)}", flush=True)
-                path = RESULTS / f"step_time-{name}-{backend}-{world.world_size}.json"
-                write(path, title, samples)
+                file = f"step_time-{name}-{backend}-{world.world_size}"
+                write(file, title, [asdict(s) for s in samples])
 
 
 def table(samples: list[Samples]) -> str:
@@ -110,23 +104,6 @@ def table(samples: list[Samples]) -> str:
         )
     headers = ["", "ms", "quartiles", "/ torch DDP", "95 %", "/ no comm.", "exposed ms"]
     return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 6))
-
-
-def write(path: Path, title: str, samples: list[Samples]) -> None:
-    """Every sample, and what it was measured on."""
-    path.parent.mkdir(exist_ok=True)
-    content = {
-        "title": title,
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe(),
-        "samples": [asdict(s) for s in samples],
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"written to {os.path.relpath(path)}", flush=True)
-
-
-def _on_terminal() -> bool:
-    return sys.stderr.isatty() or "DDP_TERMINAL" in os.environ
 
 
 if __name__ == "__main__":

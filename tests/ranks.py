@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -139,6 +140,17 @@ MPIRUN = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_btl": "self,sm",
 }
+
+
+def mpirun(world_size: int, program: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a program's text under mpirun, as a user who has only installed the package would."""
+    return subprocess.run(
+        ["mpirun", "-n", str(world_size), sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | MPIRUN | environment,
+        capture_output=True,
+        text=True,
+        timeout=CALL_LIMIT_S,
+    )
 
 
 def serve(backend: str, address: str) -> None:

@@ -1,15 +1,11 @@
 """The "mpi" backend over mpi4py: torch.distributed's calls give torch.distributed's answers."""
 
-import os
-import subprocess
-import sys
-import textwrap
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import MPIRUN
+from ranks import mpirun
 
 from ddp_from_scratch import mpi
 from ddp_from_scratch.mpi import datatypes
@@ -423,16 +419,6 @@ def test_bitwise_reductions_are_for_integers():
         datatypes.operation(dist.ReduceOp.BXOR, torch.float32)
 
 
-def mpirun(world_size, program):
-    return subprocess.run(
-        ["mpirun", "-n", str(world_size), sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | MPIRUN,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 def test_a_program_of_the_users_own_needs_one_import():
     """Where torch lets a backend take the name; see mpi/__init__.py."""
     if mpi.BACKEND != "mpi":
@@ -450,36 +436,3 @@ def test_a_program_of_the_users_own_needs_one_import():
         """,
     )
     assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize("ending", ["", "dist.destroy_process_group()"])
-def test_the_exit_code_is_0_whether_or_not_the_group_was_destroyed(ending):
-    result = mpirun(
-        2,
-        f"""
-        import torch.distributed as dist, ddp_from_scratch as ddp
-        ddp.process_group("mpi").__enter__()
-        dist.barrier()
-        {ending}
-        """,
-    )
-    assert result.returncode == 0, result.stderr
-
-
-def test_an_exception_in_one_rank_ends_the_job():
-    """Though rank 0 waits in a collective, and rank 1 has one under way."""
-    result = mpirun(
-        2,
-        """
-        import torch, torch.distributed as dist, ddp_from_scratch as ddp
-        with ddp.process_group("mpi") as world:
-            dist.barrier()
-            if world.rank == 1:
-                dist.all_reduce(torch.ones(1), async_op=True)
-                raise KeyError("mine")
-            dist.all_reduce(torch.ones(1))
-            dist.barrier()
-        """,
-    )
-    assert result.returncode == 1, result.stderr
-    assert result.stderr.count("KeyError: 'mine'") == 1

@@ -6,7 +6,9 @@ MPI when all have come. That tells two things more: who has not come when the ti
 whether all have come for the same.
 """
 
+import atexit
 import time
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,11 +74,13 @@ class Meeting:
 
     On a machine they meet in shared memory. Each rank has a segment there:
 
-        semaphores | come | word 0 | word 1 | heard 0 | heard 1 | luggage 0 | luggage 1
+        semaphores | come | left | word 0 | word 1 | heard 0 | heard 1 | luggage 0 | luggage 1
 
     The semaphores make a dissemination barrier (Hensgen, Finkel and Manber 1988): in round k rank
     r wakes rank r + 2^k and waits for rank r - 2^k; after log2(n) rounds each has heard of all.
-    `come` counts the meetings that the rank has come to. `word` says what it has come for; words
+    `come` counts the meetings that the rank has come to, `left` says that its program has ended:
+    who waits for it then waits in vain, however patient the group. `word` says what the rank has
+    come for; words
     and luggage are double, for even and odd meetings, since a fast rank brings its next ones while
     a slow one still reads these. (It cannot bring the ones after that: they need all ranks at the
     meeting between.)
@@ -108,6 +112,7 @@ class Meeting:
         self._memory.segments[self.rank].zero_()
         segments = self._memory.segments
         self._come = [segment[come_at:][:8].view(torch.int64).numpy() for segment in segments]
+        self._left = [segment[come_at + 8 :][:8].view(torch.int64).numpy() for segment in segments]
         self._words = [_pair(segment, words_at, _WORD_BYTES) for segment in segments]
         self._heard = _pair(segments[0], heard_at, heard_bytes)
         self.luggage = [segment[luggage_at:].view(2, LUGGAGE) for segment in segments]
@@ -125,6 +130,7 @@ class Meeting:
         self._timeout = self._deadline = 0.0
         self._failure: CommunicationError | None = None
         nodes.node.Barrier()  # nobody may touch a semaphore that is not there yet
+        _meetings.add(self)
 
     @property
     def parity(self) -> int:
@@ -176,17 +182,22 @@ class Meeting:
         """
         for other, own in self._rounds:
             other.post()
-            if not own.wait(self._deadline):
-                raise self._fail(f"waited {self._timeout:g} s for {self.whom}")
+            # Awake once in a while, to see whether it is in vain.
+            while not own.wait(min(self._deadline, time.monotonic() + 0.5)):
+                gone = [rank for rank, left in zip(self._ranks, self._left, strict=True) if left[0]]
+                if gone := [rank for rank in gone if rank in self.missing]:
+                    raise self._fail(f"{_ranks(gone)} ended without coming to it")
+                if time.monotonic() > self._deadline:
+                    raise self._fail(f"waited {self._timeout:g} s for {self.whom}")
+
+    def leave(self) -> None:
+        """Tells the others that this rank will not come again."""
+        self._left[self.rank][0] = 1
 
     def free(self) -> None:
         """Gives the memory back. Collective; only where no meeting has failed."""
+        _meetings.discard(self)
         self._memory.free()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the ranks cannot meet any more."""
-        return self._failure is not None
 
     def _fail(self, text: str) -> CommunicationError:
         self._failure = CommunicationError(text)
@@ -224,6 +235,16 @@ class Meeting:
         ]
         others = [purpose for purpose in dict.fromkeys(elsewhere) if purpose not in here]
         return "; ".join(told + [f"another machine's ranks {purpose}" for purpose in others])
+
+
+_meetings: "weakref.WeakSet[Meeting]" = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """Before MPI is finalised, which waits for the other ranks: they may wait for this one."""
+    for meeting in list(_meetings):
+        meeting.leave()
 
 
 def _pair(segment: torch.Tensor, begin: int, nbytes: int) -> list[memoryview]:

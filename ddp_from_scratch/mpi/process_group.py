@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import CommunicationError
 from .collectives import Collectives, Operation
 from .datatypes import raw
 from .meeting import Nodes
@@ -268,12 +270,15 @@ class ProcessGroupMPI(dist.ProcessGroup):
         """Ends the worker thread and frees the communicator. Idempotent."""
         if self._communicator == MPI.COMM_NULL:
             return
-        # Freeing is collective: not where a rank has failed or will not come.
-        meeting = self._collectives.meeting
-        if self._worker.close(self._timeout.total_seconds()) and not meeting.failed:
+        communicator, self._communicator = self._communicator, MPI.COMM_NULL
+        seconds = self._timeout.total_seconds()
+        if not self._worker.close(seconds):
+            return
+        # Freeing is collective: not where a rank has failed, or ends without coming here.
+        with suppress(CommunicationError):
+            self._collectives.meeting.meet("destroy_process_group", "", seconds)
             self._collectives.free()
-            self._communicator.Free()
-        self._communicator = MPI.COMM_NULL
+            communicator.Free()
 
     def _submit(
         self, kind: str, tensors: Tensors, operations: list[Operation], opts: Any = None

@@ -49,10 +49,10 @@ class Semaphore:
         """Lowers it by one, as soon as it is above zero.
 
         Args:
-            deadline: on `time.monotonic`'s clock.
+            deadline: on `time.monotonic`'s clock. Not far off: the wall clock may be set meanwhile.
 
         Returns:
-            Whether it could before the deadline.
+            Whether it did; it may give up before the deadline.
         """
         began = time.monotonic()
         while _at_once.sem_trywait(self._address) != 0:
@@ -61,11 +61,7 @@ class Semaphore:
             os.sched_yield()
         else:
             return True
-        while (left := deadline - time.monotonic()) > 0:
-            # The system call knows only the wall clock, which may be set: a second at a time.
-            # It also ends with each signal, so that Ctrl-C is heard.
-            seconds = time.time() + min(left, 1.0)
-            until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-            if _sleeping.sem_timedwait(self._address, ctypes.byref(until)) == 0:
-                return True
-        return False
+        # The system call knows the wall clock alone. It also ends with a signal: Ctrl-C is heard.
+        seconds = time.time() + max(deadline - time.monotonic(), 0.0)
+        until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        return int(_sleeping.sem_timedwait(self._address, ctypes.byref(until))) == 0

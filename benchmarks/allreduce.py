@@ -1,0 +1,210 @@
+"""How fast an all-reduce is, by size: this library's backends beside plain MPI and a memory copy.
+
+Examples:
+    python -m benchmarks.allreduce                     2 ranks, float32, 256 B to 64 MB
+    python -m benchmarks.allreduce --nproc 2 4 --dtype float32 bfloat16
+    python -m benchmarks.allreduce --quick             fewer sizes and rounds
+
+One MPI job holds all contenders, which take turns: gloo (a group beside the mpi group), mpi with
+an ordinary tensor, mpi with a tensor from `mpi.empty`, and mpi4py's blocking Allreduce as it is, a
+megabyte at a time, and with the allocator told to keep its pages (glibc). With a GPU for each rank
+nccl is measured, too. Bus bandwidth is 2 (n - 1) / n x bytes / time, as in nccl-tests; for the
+copy of the same buffer it is bytes / time. The slowest rank counts.
+"""
+
+import argparse
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from tqdm import tqdm
+
+from benchmarks.report import draw_lines, on_terminal, write
+from ddp_from_scratch import UsageError, launch, process_group, start_ranks
+from ddp_from_scratch.exit import run_to_exit
+from ddp_from_scratch.supervisor import start_mpirun
+
+SIZES = [4**k for k in range(4, 14)]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+COPY = "memory copy"
+PLAIN = "mpi4py"
+
+Contender = Callable[[], Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.allreduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--nproc", type=int, nargs="+", default=[2], help="ranks (default: 2)")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
+    parser.add_argument(
+        "--bytes",
+        type=int,
+        nargs="+",
+        default=SIZES,
+        metavar="N",
+        help="default: 4^4 to 4^13",
+    )
+    parser.add_argument("--quick", action="store_true", help="every other size, a third the rounds")
+    options = parser.parse_args()
+    if min(options.nproc) < 2 or min(options.bytes) < 8:
+        raise UsageError("--nproc must be 2 or more and --bytes 8 or more")
+    if launch.launcher() != "none":
+        measure(options)
+        return 0
+    for count in options.nproc:
+        rank = [sys.executable, "-m", "benchmarks.allreduce", "--nproc", str(count)]
+        rank += ["--dtype", *options.dtype, "--bytes", *map(str, options.bytes)]
+        rank += ["--quick"] * options.quick
+        if code := start_mpirun(count, rank):
+            return code
+        if torch.cuda.device_count() >= count and (code := start_ranks(rank, (count,))):
+            return code
+    return 0
+
+
+def measure(options: argparse.Namespace) -> None:
+    """A rank's part: times every dtype and size and, on rank 0, prints, writes and draws."""
+    torch.set_num_threads(1)
+    backend = "mpi" if launch.launcher() == "mpirun" else "nccl"
+    with process_group(backend) as world:
+        for dtype in options.dtype:
+            sizes = sorted(options.bytes)[:: 2 if options.quick else 1]
+            watched = world.rank == 0 and on_terminal()
+            progress = tqdm(sizes, f"{backend}, {dtype}", disable=not watched, leave=False)
+            make = contenders_on_cpu if backend == "mpi" else contenders_on_gpu
+            times: dict[int, dict[str, list[float]]] = {}
+            for nbytes in progress:
+                compared = make(nbytes, getattr(torch, dtype), world.device)
+                rounds = max(5, min(200, 2**29 // nbytes)) // (3 if options.quick else 1)
+                times[nbytes] = take_turns(compared, max(rounds, 3), world.device)
+            if world.rank == 0:
+                tell(f"{world.world_size} ranks, {dtype}", backend, dtype, world.world_size, times)
+
+
+def contenders_on_cpu(
+    nbytes: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Contender]:
+    """Every way to all-reduce a tensor of zeros, and the copy."""
+    from ddp_from_scratch import mpi
+    from ddp_from_scratch.mpi import datatypes
+    from ddp_from_scratch.mpi.runtime import MPI
+
+    if "gloo" not in _groups:
+        _groups["gloo"] = dist.new_group(backend="gloo")
+    numel = nbytes // dtype.itemsize
+    tensor, other, window = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype), None
+    window = mpi.empty(numel, dtype)
+    window.zero_()
+    contenders: dict[str, Contender] = {
+        "gloo": lambda: dist.all_reduce(tensor, group=_groups["gloo"]),
+        "mpi": lambda: dist.all_reduce(tensor),
+        "mpi, async": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        "mpi, window": lambda: dist.all_reduce(window),
+        COPY: lambda: other.copy_(tensor),
+    }
+    if dtype in datatypes.DATATYPES:  # MPI itself has no 16-bit floats
+        flat, world = tensor.numpy(), MPI.COMM_WORLD
+        pieces = np.array_split(flat, max(1, nbytes // 2**20))
+
+        def plain() -> None:
+            world.Allreduce(MPI.IN_PLACE, flat)
+
+        def in_pieces() -> None:
+            for piece in pieces:
+                world.Allreduce(MPI.IN_PLACE, piece)
+
+        def with_kept_pages() -> None:
+            with pages_kept():
+                world.Allreduce(MPI.IN_PLACE, flat)
+
+        contenders |= {PLAIN: plain, "mpi4py, 1 MB at a time": in_pieces}
+        if sys.platform.startswith("linux"):
+            contenders["mpi4py, pages kept"] = with_kept_pages
+    return contenders
+
+
+_groups: dict[str, dist.ProcessGroup] = {}
+
+
+def contenders_on_gpu(
+    nbytes: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Contender]:
+    tensor = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+    other = tensor.clone()
+    return {"nccl": lambda: dist.all_reduce(tensor), COPY: lambda: other.copy_(tensor)}
+
+
+@contextmanager
+def pages_kept() -> Any:
+    """While it lasts, glibc gives no freed memory back to the system.
+
+    Open MPI's ring allocates a buffer on every call, and the system would fill its pages with zeros
+    each time.
+    """
+    libc = ctypes.CDLL(None)
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    libc.mallopt(m_mmap_threshold, 2**30)
+    libc.mallopt(m_trim_threshold, 2**31 - 1)
+    try:
+        yield
+    finally:
+        libc.mallopt(m_mmap_threshold, 128 * 1024)
+        libc.mallopt(m_trim_threshold, 128 * 1024)
+
+
+def take_turns(
+    contenders: dict[str, Contender], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of every round, of the slowest rank; three rounds before the first do not count."""
+    order = np.random.default_rng(0)  # the same on every rank
+    calls = list(contenders.values())
+    times = torch.zeros(len(calls), rounds + 3, dtype=torch.float64, device=device)
+    for turn in range(rounds + 3):
+        for index in order.permutation(len(calls)):
+            dist.barrier()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            calls[index]()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times[index, turn] = time.perf_counter() - began
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return dict(zip(contenders, times[:, 3:].tolist(), strict=True))
+
+
+def tell(
+    title: str, backend: str, dtype: str, ranks: int, times: dict[int, dict[str, list[float]]]
+) -> None:
+    """Prints the medians, writes all samples, draws bus bandwidth by size."""
+    names = list(next(iter(times.values())))
+    bandwidths: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    rows = []
+    for nbytes, of_size in times.items():
+        row = [f"{nbytes:,}"]
+        for name in names:
+            median = float(np.median(of_size[name]))
+            factor = 1.0 if name == COPY else 2 * (ranks - 1) / ranks
+            bandwidths[name].append((nbytes, factor * nbytes / median / 1e9))
+            row.append(f"{1e6 * median:,.0f} us {bandwidths[name][-1][1]:6.2f}")
+        rows.append(row)
+    print(f"\nall-reduce, {title}: median time, and bus bandwidth in GB/s")
+    print(tabulate(rows, ["bytes", *names], disable_numparse=True, stralign="right"), flush=True)
+    name = f"allreduce-{backend}-{dtype}-{ranks}"
+    write(name, f"all-reduce, {title}; seconds by bytes and contender", times)
+    draw_lines(name, f"all-reduce, {title}", ("bytes", "bus bandwidth, GB/s"), bandwidths)
+
+
+if __name__ == "__main__":
+    run_to_exit(main)
