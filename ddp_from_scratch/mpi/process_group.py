@@ -212,11 +212,16 @@ class ProcessGroupMPI(dist.ProcessGroup):
                 self.send([torch.tensor([missing[0] if missing else 0])], rank, _MONITOR_TAG).wait()
         if missing:
             named = missing if wait_all_ranks else missing[:1]
-            raise RuntimeError(
-                f"[Rank {self.rank()}]: Rank{'s' * (len(named) > 1)} "
-                f"{', '.join(str(rank) for rank in named)} failed to pass monitoredBarrier in "
-                f"{limit.total_seconds() * 1e3:g} ms"
+            missed = (
+                f"Rank{'s' * (len(named) > 1)} {', '.join(str(rank) for rank in named)} failed to "
+                f"pass monitoredBarrier in {limit.total_seconds() * 1e3:g} ms"
             )
+            if self.rank() != 0:  # in gloo's words, which programs look for
+                missed = (
+                    f"Rank {self.rank()} successfully reached monitoredBarrier, but received "
+                    f"errors while waiting for send/recv from rank 0: {missed}"
+                )
+            raise RuntimeError(f"[Rank {self.rank()}]: {missed}")
 
     # Messages -----------------------------------------------------------------------------------
 
