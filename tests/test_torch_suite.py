@@ -18,7 +18,7 @@ AT_LEAST = {2: 85, 3: 105, 4: 115}
 
 # torch's reasons to skip a test that have nothing to do with this backend.
 REASONS = re.compile(
-    r"accelerator|GPU|CUDA|cuda|N(CCL|ccl)|nccl|world size|[Tt]est is failing|flaky"
+    r"accelerator|GPU|CUDA|cuda|N(CCL|ccl)|nccl|world size|fail(ing|s)|flak"
     r"|github.com/pytorch/pytorch/issues"
 )
 
