@@ -100,22 +100,30 @@ def mpi_placement() -> Placement:
 
 def _meet_through_mpi(timeout: timedelta) -> "tuple[Placement, dist.Store]":
     """Under mpirun, gloo and nccl: MPI knows the ranks, and tells them where the store is."""
+    placement = mpi_placement()
+    return placement, store_through_mpi(placement, timeout)
+
+
+def store_through_mpi(placement: Placement, timeout: timedelta) -> dist.Store:
+    """A store that all ranks of the MPI job share. Collective.
+
+    On one machine a private file, on several a port that rank 0 opens.
+    """
     from . import mpi
 
-    placement = mpi_placement()
     if placement.one_machine:
         folder = mpi.share(tempfile.mkdtemp(prefix="ddp-") if placement.rank == 0 else None)
         if placement.rank == 0:
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return placement, dist.FileStore(f"{folder}/rendezvous", placement.world_size)
+        return dist.FileStore(f"{folder}/rendezvous", placement.world_size)
     if placement.rank == 0:
         server = dist.TCPStore(
             socket.getfqdn(), 0, is_master=True, timeout=timeout, wait_for_workers=False
         )
         mpi.share((socket.getfqdn(), server.port))
-        return placement, server
+        return server
     host, port = mpi.share(None)
-    return placement, dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def choose_interface(placement: Placement) -> None:

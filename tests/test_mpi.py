@@ -406,6 +406,22 @@ def test_a_program_of_the_users_own_needs_one_import():
     assert result.returncode == 0, result.stderr
 
 
+def test_ranks_and_a_store_come_from_mpi_by_any_name():
+    result = mpirun(
+        2,
+        """
+        import torch, torch.distributed as dist, ddp_from_scratch.mpi
+        for backend in ("gloo", ddp_from_scratch.mpi.BACKEND):
+            dist.init_process_group(backend, init_method="mpi://")
+            tensor = torch.tensor([dist.get_rank() + 1])
+            dist.all_reduce(tensor, group=dist.new_group(backend="gloo"))
+            assert (dist.get_backend(), dist.get_world_size(), tensor.item()) == (backend, 2, 3)
+            dist.destroy_process_group()
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("ending", ["", "dist.destroy_process_group()"])
 def test_the_exit_code_is_0_whether_or_not_the_group_was_destroyed(ending):
     result = mpirun(

@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from ..rendezvous import store_through_mpi
 from .collectives import Collectives, Operation
 from .datatypes import raw
+from .runtime import placement
 from .worker import Pending, PendingMessage, Worker, describe
 
 Tensors = Sequence[torch.Tensor]
@@ -37,9 +39,12 @@ class ProcessGroupMPI(dist.ProcessGroup):
         communicator: the group's ranks; duplicated, so that no other library's messages can be
             taken for ours.
         timeout: how long a `wait()` lasts at most.
+        store: for groups of other backends to meet through, where torch has none for them.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, timeout: timedelta) -> None:
+    def __init__(
+        self, communicator: MPI.Intracomm, timeout: timedelta, store: dist.Store | None = None
+    ) -> None:
         super().__init__(communicator.rank, communicator.size)
         self._communicator = communicator.Dup()
         self._collectives = Collectives(self._communicator)
@@ -47,6 +52,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         self._sequence = 0
         self._worker = Worker(f"mpi-group-{communicator.size}")
         self._messages: list[PendingMessage] = []
+        self._store = store
 
     def getBackendName(self) -> str:
         return "mpi"
@@ -73,6 +79,18 @@ class ProcessGroupMPI(dist.ProcessGroup):
         # Empty until torch has registered the group: until then it would attach a recorder to
         # the backend of each device, and this group has none but itself.
         return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
+
+    @property  # type: ignore[misc]  # torch's can be set
+    def bound_device_id(self) -> None:
+        """None: no device. Also where the store of the default group is put right.
+
+        For a default group named "mpi" torch notes a store that cannot store anything, and notes it
+        after the group is made. Before it hands that store to a new group it asks for this.
+        """
+        noted = dist.distributed_c10d._world.pg_map
+        if self._store is not None and self in noted:
+            noted[self] = (noted[self][0], self._store)
+            self._store = None
 
     # Collectives --------------------------------------------------------------------------------
 
@@ -285,10 +303,20 @@ def create(backend_options: Any, options: object) -> ProcessGroupMPI:
     timeout = backend_options.timeout
     ranks = list(backend_options.global_ranks_in_group)
     if not ranks:
-        return ProcessGroupMPI(MPI.COMM_WORLD, timeout)
+        store = None
+        if _is_placeholder(backend_options.store):
+            store = store_through_mpi(placement(), timeout)
+        return ProcessGroupMPI(MPI.COMM_WORLD, timeout, store)
     members = MPI.COMM_WORLD.Get_group().Incl(ranks)
     communicator = MPI.COMM_WORLD.Create_group(members)
     try:
         return ProcessGroupMPI(communicator, timeout)
     finally:
         communicator.Free()
+
+
+def _is_placeholder(store: dist.Store) -> bool:
+    """Whether the store, under its prefixes, is of the class that stores nothing."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return type(store) is dist.Store
