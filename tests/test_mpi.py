@@ -104,6 +104,10 @@ def odd_tensors(world):
     scalar = torch.tensor(world.rank + 1.0)
     dist.all_reduce(scalar)
     assert scalar.item() == n * (n + 1) / 2
+    one_of_many = torch.full((1, 2), world.rank + 1.0)[:, 0]
+    assert one_of_many.stride() == (2,)
+    dist.all_reduce(one_of_many)
+    assert one_of_many.item() == n * (n + 1) / 2
     empty = torch.empty(0, 3)
     dist.all_reduce(empty)
     dist.broadcast(empty, src=0)
