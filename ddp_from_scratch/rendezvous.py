@@ -3,7 +3,6 @@
 import atexit
 import fcntl
 import os
-import shutil
 import socket
 import struct
 import sys
@@ -112,10 +111,12 @@ def store_through_mpi(placement: Placement, timeout: timedelta) -> dist.Store:
     from . import mpi
 
     if placement.one_machine:
-        folder = mpi.share(tempfile.mkdtemp(prefix="ddp-") if placement.rank == 0 else None)
+        # A file and not a folder of our own: a store that ends would look for minutes for a file
+        # whose folder is gone, and rank 0 may be gone first.
+        file = mpi.share(_private_file() if placement.rank == 0 else None)
         if placement.rank == 0:
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return dist.FileStore(f"{folder}/rendezvous", placement.world_size)
+            atexit.register(Path(file).unlink, missing_ok=True)
+        return dist.FileStore(file, placement.world_size)
     if placement.rank == 0:
         server = dist.TCPStore(
             socket.getfqdn(), 0, is_master=True, timeout=timeout, wait_for_workers=False
@@ -124,6 +125,12 @@ def store_through_mpi(placement: Placement, timeout: timedelta) -> dist.Store:
         return server
     host, port = mpi.share(None)
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+def _private_file() -> str:
+    handle, name = tempfile.mkstemp(prefix="ddp-")
+    os.close(handle)
+    return name
 
 
 def choose_interface(placement: Placement) -> None:
