@@ -89,16 +89,7 @@ def _open_mpi(timeout: timedelta) -> Placement:
     place = rendezvous.mpi_placement()
     from . import mpi
 
-    if mpi.BACKEND == "mpi":
-        dist.init_process_group(mpi.BACKEND, timeout=timeout)
-    else:  # an older torch wants a store and a rank for every name but "mpi"
-        dist.init_process_group(
-            mpi.BACKEND,
-            store=dist.HashStore(),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-        )
+    dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=timeout)
     return place
 
 

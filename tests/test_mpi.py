@@ -100,6 +100,10 @@ def odd_tensors(world):
     scalar = torch.tensor(world.rank + 1.0)
     dist.all_reduce(scalar)
     assert scalar.item() == n * (n + 1) / 2
+    one_of_many = torch.full((1, 2), world.rank + 1.0)[:, 0]
+    assert one_of_many.stride() == (2,)
+    dist.all_reduce(one_of_many)
+    assert one_of_many.item() == n * (n + 1) / 2
     empty = torch.empty(0, 3)
     dist.all_reduce(empty)
     dist.broadcast(empty, src=0)
@@ -432,6 +436,22 @@ def test_a_program_of_the_users_own_needs_one_import():
             tensor = torch.tensor([dist.get_rank() + 1])
             dist.all_reduce(tensor)
             assert (dist.get_backend(), dist.get_world_size(), tensor.item()) == ("mpi", 2, 3)
+            dist.destroy_process_group()
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_ranks_and_a_store_come_from_mpi_by_any_name():
+    result = mpirun(
+        2,
+        """
+        import torch, torch.distributed as dist, ddp_from_scratch.mpi
+        for backend in ("gloo", ddp_from_scratch.mpi.BACKEND):
+            dist.init_process_group(backend, init_method="mpi://")
+            tensor = torch.tensor([dist.get_rank() + 1])
+            dist.all_reduce(tensor, group=dist.new_group(backend="gloo"))
+            assert (dist.get_backend(), dist.get_world_size(), tensor.item()) == (backend, 2, 3)
             dist.destroy_process_group()
         """,
     )

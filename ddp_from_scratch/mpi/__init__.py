@@ -8,7 +8,10 @@ Importing this module registers the backend:
 From the version on where torch looks for a registered backend before its own, the name is "mpi".
 An older torch insists on its own for that name and on being built with it, and a torch that was
 built with MPI keeps its own; there the name is "mpi4py". `BACKEND` is the one that holds here, and
-`ddp.process_group("mpi")` chooses it.
+`ddp.process_group("mpi")` chooses it. By any name, an init_method of "mpi://" takes ranks and the
+store through which groups of other backends meet from MPI:
+
+    torch.distributed.init_process_group(ddp_from_scratch.mpi.BACKEND, init_method="mpi://")
 
 How a collective travels: `process_group.py` takes torch's call and numbers it, `collectives.py`
 turns it into an operation, which `worker.py` runs on the group's thread while the caller goes on.
@@ -17,10 +20,14 @@ looks to it) or, to all-reduce on one machine, use memory that they share (`all_
 """
 
 import inspect
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..rendezvous import store_through_mpi
 from .process_group import ProcessGroupMPI, create
 from .runtime import placement, share
 
@@ -69,4 +76,14 @@ def _register() -> str:
     return name
 
 
+def _rendezvous(
+    url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
+) -> Iterator[tuple[dist.Store, int, int]]:
+    """What torch calls for "mpi://": the store, this rank, how many there are."""
+    place = placement()
+    yield store_through_mpi(place, timeout), place.rank, place.world_size
+    raise RuntimeError("ranks of an MPI job meet once; they cannot meet anew")
+
+
 BACKEND = _register()
+dist.register_rendezvous_handler("mpi", _rendezvous)

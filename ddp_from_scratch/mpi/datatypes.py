@@ -63,7 +63,9 @@ def raw(tensor: torch.Tensor) -> Buffer:
 
 def _memory(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     # An array and not an address: it keeps a tensor alive that is nobody else's.
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+    # A single element is dense with any stride, and `view` keeps that stride.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy()
 
 
 def operation(op: "dist.ReduceOp | dist.ReduceOp.RedOpType", dtype: torch.dtype) -> MPI.Op:

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
+from ..rendezvous import store_through_mpi
 from .collectives import Collectives, Operation
 from .datatypes import raw
 from .meeting import Nodes
-from .runtime import MPI
+from .runtime import MPI, placement
 from .worker import Pending, PendingMessage, Result, Worker
 
 Tensors = Sequence[torch.Tensor]
@@ -40,6 +41,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
             taken for ours.
         timeout: how long a collective or a message may take.
         node: those of the ranks that share memory with this one; None asks MPI.
+        store: for groups of other backends to meet through, where torch has none for them.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         communicator: MPI.Intracomm,
         timeout: timedelta,
         node: MPI.Intracomm | None = None,
+        store: dist.Store | None = None,
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
         self._communicator = communicator.Dup()
@@ -55,6 +58,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         self._sequence = 0
         self._worker = Worker(f"mpi-group-{communicator.size}")
         self._messages: list[PendingMessage] = []
+        self._store = store
 
     def getBackendName(self) -> str:
         return "mpi"
@@ -81,6 +85,18 @@ class ProcessGroupMPI(dist.ProcessGroup):
         # Empty until torch has registered the group: until then it would attach a recorder to
         # the backend of each device, and this group has none but itself.
         return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
+
+    @property  # type: ignore[misc]  # torch's can be set
+    def bound_device_id(self) -> None:
+        """None: no device. Also where the store of the default group is put right.
+
+        For a default group named "mpi" torch notes a store that cannot store anything, and notes it
+        after the group is made. Before it hands that store to a new group it asks for this.
+        """
+        noted = dist.distributed_c10d._world.pg_map
+        if self._store is not None and self in noted:
+            noted[self] = (noted[self][0], self._store)
+            self._store = None
 
     # Collectives --------------------------------------------------------------------------------
 
@@ -222,11 +238,16 @@ class ProcessGroupMPI(dist.ProcessGroup):
                 self.send([torch.tensor([missing[0] if missing else 0])], rank, _MONITOR_TAG).wait()
         if missing:
             named = missing if wait_all_ranks else missing[:1]
-            raise RuntimeError(
-                f"[Rank {self.rank()}]: Rank{'s' * (len(named) > 1)} "
-                f"{', '.join(str(rank) for rank in named)} failed to pass monitoredBarrier in "
-                f"{limit.total_seconds() * 1e3:g} ms"
+            missed = (
+                f"Rank{'s' * (len(named) > 1)} {', '.join(str(rank) for rank in named)} failed to "
+                f"pass monitoredBarrier in {limit.total_seconds() * 1e3:g} ms"
             )
+            if self.rank() != 0:  # in gloo's words, which programs look for
+                missed = (
+                    f"Rank {self.rank()} successfully reached monitoredBarrier, but received "
+                    f"errors while waiting for send/recv from rank 0: {missed}"
+                )
+            raise RuntimeError(f"[Rank {self.rank()}]: {missed}")
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `ddp_from_scratch.mpi.empty`."""
@@ -322,10 +343,20 @@ def create(backend_options: Any, options: object) -> ProcessGroupMPI:
     timeout = backend_options.timeout
     ranks = list(backend_options.global_ranks_in_group)
     if not ranks:
-        return ProcessGroupMPI(MPI.COMM_WORLD, timeout)
+        store = None
+        if _is_placeholder(backend_options.store):
+            store = store_through_mpi(placement(), timeout)
+        return ProcessGroupMPI(MPI.COMM_WORLD, timeout, store=store)
     members = MPI.COMM_WORLD.Get_group().Incl(ranks)
     communicator = MPI.COMM_WORLD.Create_group(members)
     try:
         return ProcessGroupMPI(communicator, timeout)
     finally:
         communicator.Free()
+
+
+def _is_placeholder(store: dist.Store) -> bool:
+    """Whether the store, under its prefixes, is of the class that stores nothing."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return type(store) is dist.Store
