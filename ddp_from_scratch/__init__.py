@@ -18,9 +18,11 @@ from .check_sync import check_sync
 from .errors import UsageError
 from .process_group import World, process_group
 from .reducer import Reducer
+from .sgd import SGD
 from .supervisor import start_ranks
 
 __all__ = [
+    "SGD",
     "Reducer",
     "UsageError",
     "World",
