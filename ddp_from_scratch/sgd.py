@@ -173,7 +173,7 @@ class SGD(torch.optim.SGD):
                 states = [self.state[parameter] for parameter in run.parameters]
                 whole, momentum, first = run.gather_momentum(states)
             if whole:
-                _update_in_chunks(run.flat, run.gradient, momentum, first, group)
+                _update_flat(run.flat, run.gradient, momentum, first, group)
                 # Autograd counts changes of a parameter, not of the memory that it lies in.
                 increment_version(run.parameters)
             else:
@@ -328,14 +328,17 @@ def _overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:
     return found
 
 
-def _update_in_chunks(
+def _update_flat(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
     momentum: torch.Tensor | None,
     first: bool,
     group: dict[str, Any],
 ) -> None:
-    """`_update` of flat tensors; on a CPU in pieces that stay in its cache."""
+    """`_update` of flat tensors; on a CPU in pieces that stay in its cache.
+
+    Not with torch's fused kernel, which reads them once but rounds the last few elements otherwise.
+    """
     if parameter.device.type != "cpu":
         _update(parameter, gradient, momentum, first, group)
         return
@@ -367,7 +370,7 @@ def _update(
     if group["maximize"]:
         gradient = -gradient
     if group["weight_decay"] != 0:
-        gradient = gradient.add(parameter, alpha=group["weight_decay"])
+        gradient = gradient.add(parameter, alpha=float(group["weight_decay"]))
     if momentum is not None:
         if first:
             momentum.copy_(gradient)

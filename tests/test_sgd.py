@@ -31,7 +31,7 @@ def alone() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Odd sizes, a channels-last weight, a number, nothing, and more than one chunk.
+    """Odd sizes, a channels-last weight, a number, nothing, and one of more than a chunk.
 
     The gradients become ready in another order than that of registration.
     """
