@@ -20,6 +20,7 @@ CHAIN = {
     "snapshot": set(),
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot"},
     "sgd": {"bucket", "reducer"},
+    "sync_batch_norm": set(),
 }
 
 
@@ -27,11 +28,13 @@ def test_public_names():
     assert ddp_from_scratch.__all__ == [
         "SGD",
         "Reducer",
+        "SyncBatchNorm",
         "UsageError",
         "World",
         "broadcast_buffers",
         "broadcast_parameters",
         "check_sync",
+        "convert_sync_batchnorm",
         "process_group",
         "start_ranks",
     ]
@@ -42,7 +45,7 @@ def test_public_name_has_a_docstring(name):
     assert inspect.getdoc(getattr(ddp_from_scratch, name))
 
 
-@pytest.mark.parametrize("name", ["Reducer", "SGD"])
+@pytest.mark.parametrize("name", ["Reducer", "SGD", "SyncBatchNorm"])
 def test_public_methods_have_docstrings(name):
     for method, value in vars(getattr(ddp_from_scratch, name)).items():
         if not method.startswith("_"):
