@@ -19,7 +19,8 @@ CHAIN = {
     "comm_hooks": {"layout", "bucket"},
     "snapshot": set(),
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot"},
-    "sgd": {"bucket", "reducer"},
+    "flat_run": {"bucket"},
+    "sgd": {"bucket", "flat_run", "reducer"},
     "sync_batch_norm": set(),
 }
 

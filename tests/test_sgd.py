@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from ddp_from_scratch import SGD, Reducer, broadcast_parameters, sgd
+from ddp_from_scratch import SGD, Reducer, broadcast_parameters, flat_run, sgd
 
 SEVERAL = 5e-4  # MiB: a few buckets
 ALL = float("inf")
@@ -144,7 +144,7 @@ def test_parameters_that_share_memory_are_found():
     whole = torch.zeros(10)
     inside, apart, empty = whole[2:4], torch.zeros(3), torch.zeros(0)
     halves = torch.zeros(4).split(2)
-    assert sgd._overlapping([apart, inside, whole, empty, *halves]) == {id(whole), id(inside)}
+    assert flat_run.overlapping([apart, inside, whole, empty, *halves]) == {id(whole), id(inside)}
 
 
 # As torch ---------------------------------------------------------------------------------------
@@ -413,6 +413,13 @@ def test_autograd_notices_that_parameters_changed():
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         reducer.remove()
+
+
+def test_a_reducer_taken_off():
+    pair = Pair(**MOMENTUM)
+    pair.train(2)
+    pair.reducer.remove()
+    pair.train(2)
 
 
 # State ------------------------------------------------------------------------------------------

@@ -424,6 +424,20 @@ def test_training_is_that_of_one_process(crew, own_group):
     assert_one(crew(training, own_group, None))
 
 
+def converted_later(world):
+    """The Reducer does not take a layer that was replaced for a changed model."""
+    model = CNN()
+    broadcast_parameters(model)
+    Reducer(model)
+    convert_sync_batchnorm(model)
+    model(torch.randn(2, 2, 9, 9)).square().sum().backward()
+    model(torch.randn(2, 2, 9, 9))
+
+
+def test_conversion_after_the_reducer_is_made(crew):
+    crew(converted_later)
+
+
 def test_training_with_activation_checkpointing(crew):
     assert_one(crew(training, False, "checkpoint"))
 
