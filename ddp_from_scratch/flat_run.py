@@ -21,7 +21,8 @@ class FlatRun:
         bucket: holds their gradients.
         members: their positions in the bucket.
         group: the index of their parameter group.
-        flat: whether to move the parameters into one flat tensor.
+        flat: whether to move the parameters into one flat tensor. Where not, the run is never
+            `in_place()` and holds no tensor of its own.
     """
 
     def __init__(self, bucket: Bucket, members: range, group: int, flat: bool) -> None:

@@ -121,7 +121,8 @@ class SGD(torch.optim.SGD):
 
         Raises:
             RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is
-                inside `no_sync()`. Nothing was stepped then.
+                inside `no_sync()`. Nothing was stepped then. Also after an earlier part of the
+                loss went backward outside of `no_sync()`.
         """
         if self._reducer is None:
             raise RuntimeError("a copy of a ddp.SGD has no Reducer: call backward() and step()")
