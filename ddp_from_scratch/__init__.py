@@ -18,15 +18,20 @@ from .check_sync import check_sync
 from .errors import UsageError
 from .process_group import World, process_group
 from .reducer import Reducer
+from .sgd import SGD
 from .supervisor import start_ranks
+from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
+    "SGD",
     "Reducer",
+    "SyncBatchNorm",
     "UsageError",
     "World",
     "broadcast_buffers",
     "broadcast_parameters",
     "check_sync",
+    "convert_sync_batchnorm",
     "process_group",
     "start_ranks",
 ]

@@ -6,7 +6,7 @@ over, waits for them, and puts the averages back into `.grad`.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -100,6 +100,8 @@ class Reducer:
         self._overlap = overlap
         self._gradient_as_bucket_view = gradient_as_bucket_view
 
+        # Called with each bucket at the end of backward, as soon as its averages are in `.grad`.
+        self.on_landed: Callable[[Bucket], None] | None = None
         self._sync = True  # False inside no_sync()
         self._graph_task = -1  # autograd's number of the backward pass that will call us at its end
         self._next_bucket = 0  # every bucket before it has been launched
@@ -134,6 +136,11 @@ class Reducer:
         return tuple(
             tuple(self._names[index] for index in bucket.layout.members) for bucket in self._buckets
         )
+
+    @property
+    def flat_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets themselves, in the order of launch; new ones after the first backward."""
+        return tuple(self._buckets)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -205,6 +212,8 @@ class Reducer:
             return
         for bucket in self._buckets:
             bucket.finish()
+            if self.on_landed is not None:
+                self.on_landed(bucket)
         self._next_bucket = 0
         if self.ready_order is None and self._counted:
             self._rebuild()
@@ -251,7 +260,7 @@ class Reducer:
             raise RuntimeError(
                 f"{difference} {self._on_this_rank()} after the Reducer was made: {_AGAIN}"
             )
-        self._check_complete()
+        self.check_complete()
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before any optimizer's step: raises if it would apply gradients that are not averaged.
@@ -261,9 +270,9 @@ class Reducer:
         if self._next_bucket or any(bucket.begun for bucket in self._buckets):
             ours = {id(parameter) for parameter in self._parameters}
             if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-                self._check_complete()
+                self.check_complete()
 
-    def _check_complete(self) -> None:
+    def check_complete(self) -> None:
         """Raises unless every gradient of the last backward pass has been averaged."""
         if self._graph_task != -1:
             raise RuntimeError(

@@ -97,8 +97,8 @@ def test_every_option_reaches_its_setting() -> None:
         "--backend mpi --dataset fake --data-dir d --download --model mlp --epochs 3 "
         "--global-batch-size 64 --lr 0.5 --scale-lr --momentum 0.8 --weight-decay 0.01 "
         "--bucket-cap-mb inf --no-overlap --accumulate 2 --precision bf16 --seed 7 "
-        "--deterministic --workers 1 --threads 2 --timeout 9 --checkpoint-dir c --resume auto "
-        "--log-dir l --check-sync --quiet --nproc 8,2 --node-rank 1 --master-addr h "
+        "--sync-batch-norm --deterministic --workers 1 --threads 2 --timeout 9 --checkpoint-dir c "
+        "--resume auto --log-dir l --check-sync --quiet --nproc 8,2 --node-rank 1 --master-addr h "
         "--master-port 1"
     )
     settings, options = parse(arguments.split(), ABOUT)
@@ -116,6 +116,7 @@ def test_every_option_reaches_its_setting() -> None:
         weight_decay=0.01,
         bucket_cap_mb=math.inf,
         overlap=False,
+        sync_batch_norm=True,
         accumulate=2,
         precision="bf16",
         seed=7,

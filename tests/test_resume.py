@@ -101,6 +101,27 @@ def test_resuming_restores_workers_and_loss_scaling_too(ranks, tmp_path):
     assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
 
 
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_run_with_synchronised_batch_norm_resumes_too(ranks, tmp_path, backend):
+    changes = {"sync_batch_norm": True}
+    crew = ranks(backend, 2)
+    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
+    assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
+    assert crew(uninterrupted, tmp_path / "c", {})[0] != expected
+
+
+def without_batch_norm(world):
+    evaluate.make_model = make_model
+    with pytest.raises(UsageError) as error:
+        Trainer(Settings(backend=world.backend, model="mlp", sync_batch_norm=True), world)
+    return str(error.value)
+
+
+def test_a_model_without_batch_norm_has_none_to_synchronise(ranks):
+    text = "--sync-batch-norm: mlp has no batch norm"
+    assert all(text in told for told in ranks("gloo", 2)(without_batch_norm))
+
+
 def stopped(world, folder):
     trainer = make_trainer(world, folder)
     stop_in_step(trainer, 6)

@@ -17,6 +17,8 @@ from ddp_from_scratch.check_sync import check_sync
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.process_group import World
 from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.sgd import SGD
+from ddp_from_scratch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.agreement import StopSignal, together
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
@@ -84,6 +86,10 @@ class Trainer:
                 "num_classes": data.num_classes,
             }
             self.model = build_model(self.model_spec).to(world.device)
+            if settings.sync_batch_norm:
+                convert_sync_batchnorm(self.model)
+                if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
+                    raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
             if settings.checkpoint_dir is not None and world.rank == 0:
                 checkpoint.prepare_folder(
                     settings.checkpoint_dir, resuming=settings.resume is not None
@@ -106,11 +112,12 @@ class Trainer:
             gradient_as_bucket_view=True,
             ready_order=None if state is None else state["ready_order"],
         )
-        self.optimizer = torch.optim.SGD(
+        self.optimizer = SGD(
             self.model.parameters(),
             lr=settings.lr,
             momentum=settings.momentum,
             weight_decay=settings.weight_decay,
+            reducer=self.reducer,
         )
         # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
         # overflow on all, and all skip the same step.

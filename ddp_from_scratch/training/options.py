@@ -127,6 +127,12 @@ def make_parser(about: str) -> Parser:
     )
     option(
         group,
+        "--sync-batch-norm",
+        "batch norm over the batches of all ranks, not of each by itself",
+        action="store_true",
+    )
+    option(
+        group,
         "--check-sync",
         "after each epoch compare all ranks' parameters bit for bit and print their checksum",
         action="store_true",

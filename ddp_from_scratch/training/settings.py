@@ -37,6 +37,7 @@ class Settings:
     weight_decay: float = 1e-4
     bucket_cap_mb: float | None = None
     overlap: bool = True
+    sync_batch_norm: bool = False
     accumulate: int = 1
     precision: str = "fp32"
     seed: int = 0

@@ -1,0 +1,291 @@
+"""Batch norm over the batches of all ranks as if they were one, on CPUs too.
+
+Stands beside a gradient's way. One collective in forward, for the moments; one in backward:
+
+    forward   rank r: n, mean, sum (x - mean)^2   -> all-gather ->   n, mean, variance of all
+    backward  rank r: sum dy, sum dy (x - mean)   -> all-reduce ->   both sums over all
+"""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+
+def convert_sync_batchnorm(
+    module: torch.nn.Module, process_group: dist.ProcessGroup | None = None
+) -> torch.nn.Module:
+    """Makes every batch norm of `module` one over all ranks.
+
+    A layer keeps its parameters (the same objects), buffers, hooks and mode, and a layer that is
+    used in two places stays one. `state_dict()` is the same before and after.
+
+    Args:
+        module: changed in place, BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm alike.
+        process_group: the ranks whose batches make one; None means all. With a group other than
+            the Reducer's, a layer does not queue behind the buckets that are under way.
+
+    Returns:
+        `module`, or what replaces it if it is a batch norm itself.
+
+    Raises:
+        ValueError: a layer is lazy and has no shape yet.
+
+    Follows: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and isinstance(layer, LazyModuleMixin):
+            raise ValueError(
+                f"{name or 'the module'} is lazy and has no shape yet: run one forward pass before "
+                f"convert_sync_batchnorm"
+            )
+    converted: dict[torch.nn.Module, SyncBatchNorm] = {}
+
+    def convert(layer: _BatchNorm) -> SyncBatchNorm:
+        if layer not in converted:
+            converted[layer] = new = SyncBatchNorm.__new__(SyncBatchNorm)
+            new.__dict__.update(layer.__dict__, process_group=process_group)
+        return converted[layer]
+
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if isinstance(child, _BatchNorm):
+                parent._modules[name] = convert(child)
+    return convert(module) if isinstance(module, _BatchNorm) else module
+
+
+class SyncBatchNorm(_BatchNorm):
+    """torch.nn.BatchNorm1d, 2d and 3d, with mean and variance taken over all ranks' batches.
+
+    Ranks may have unequal batches, and some none. Outputs, gradients and running statistics are
+    those of one process with the whole batch, and the running statistics have the same bits on
+    every rank. (Gradients of weight and bias are each rank's share; the Reducer averages them like
+    all others.) Every rank must run the layer in forward, and in backward, or none.
+
+    In evaluation mode, and where there is one rank, it is torch's batch norm and communicates
+    nothing. 16-bit inputs are summed in float32, and what ranks exchange is summed in float64.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as in
+            torch.nn.BatchNorm2d.
+        process_group: the ranks whose batches make one; None means all.
+
+    Shape:
+        input and output: (N, C, ...) of any floating dtype, N from 0; the memory format stays.
+
+    Raises:
+        ValueError: from a forward pass: fewer than 2 dimensions, no channels, not more than one
+            value per channel over all ranks, or this rank is not a member of the group.
+        RuntimeError: another number of channels. From a second differentiation: its collectives
+            have no derivative.
+
+    Follows: Ioffe and Szegedy, "Batch Normalization" (2015); Chan, Golub and LeVeque, "Updating
+    Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979) for the moments.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.process_group = process_group
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalises `input` (N, C, ...). Collective in training mode."""
+        self._check_input_dim(input)
+        if not self.training or not dist.is_initialized():
+            return super().forward(input)
+        world_size = dist.get_world_size(self.process_group)
+        if world_size < 1:
+            raise ValueError("this rank is not a member of the batch norm's process group")
+        if world_size == 1:
+            return super().forward(input)
+        self._check_channels(input)
+        moments = _moments_of_all_ranks(input, self.process_group)
+        if self.track_running_stats:
+            self._update_running_statistics(moments)
+        output: torch.Tensor = _Normalize.apply(
+            input, self.weight, self.bias, moments, self.eps, self.process_group
+        )
+        return output
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if input.size(1) == 0:
+            raise ValueError("SyncBatchNorm number of input channels should be non-zero")
+
+    def _check_channels(self, input: torch.Tensor) -> None:
+        """Before anything is sent: a rank that raises halfway leaves the others waiting."""
+        for name in ("running_mean", "weight", "bias"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.numel() != input.size(1):
+                raise RuntimeError(
+                    f"{name} should contain {input.size(1)} elements not {tensor.numel()}"
+                )
+
+    @torch.no_grad()
+    def _update_running_statistics(self, moments: "_Moments") -> None:
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        if moments.empty:
+            return
+        factor = self.momentum
+        if factor is None:  # the average of all batches so far
+            factor = 1.0 / float(self.num_batches_tracked)
+        unbiased = moments.variance * (moments.count / (moments.count - 1))
+        for running, now in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
+            running.copy_(running.double() * (1 - factor) + now * factor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
+        """A copy in the same process group, which cannot be copied."""
+        new = SyncBatchNorm.__new__(SyncBatchNorm)
+        memo[id(self)] = new
+        own = {name: value for name, value in self.__dict__.items() if name != "process_group"}
+        new.__dict__.update(copy.deepcopy(own, memo), process_group=self.process_group)
+        return new
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Of all ranks' values, for each channel.
+
+    Attributes:
+        count: values of a channel, at least 1; float64, one element.
+        mean: float64, (C,).
+        variance: of the population, not of a sample; float64, (C,).
+        empty: no rank has any value.
+    """
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    variance: torch.Tensor
+    empty: bool = False
+
+
+@torch.no_grad()
+def _moments_of_all_ranks(x: torch.Tensor, process_group: dist.ProcessGroup | None) -> _Moments:
+    """Collective: one all-gather of 2 C + 1 numbers.
+
+    Raises:
+        ValueError: on every rank: all of them together have one value per channel.
+    """
+    mine = _pack_moments(x)
+    everyone = mine.new_empty(dist.get_world_size(process_group) * len(mine))
+    dist.all_gather_into_tensor(everyone, mine, group=process_group)
+    moments = _merge_moments(everyone.view(-1, len(mine)), x.size(1))
+    # Only where it may be so is the device waited for, and then it is so on every rank.
+    if x.numel() > x.size(1):
+        return moments
+    values = int(everyone[len(mine) - 1 :: len(mine)].sum())
+    if values == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {x.size()}"
+        )
+    return replace(moments, empty=values == 0)
+
+
+def _pack_moments(x: torch.Tensor) -> torch.Tensor:
+    """[mean, sum of squared deviations, count] of `x` (N, C, ...), float64, (2 C + 1,).
+
+    Deviations from the mean, not squares: where values are large and lie close together, the
+    difference of large squares would have nothing left.
+    """
+    count = x.numel() // x.size(1)
+    wide = x.to(_wide(x.dtype))
+    mean = wide.sum(_all_but_channels(x)) / max(count, 1)
+    squares = (wide - _along_channels(mean, x)).square_().sum(_all_but_channels(x))
+    counted = torch.full((1,), count, dtype=torch.float64, device=x.device)
+    return torch.cat([mean.double(), squares.double(), counted])
+
+
+def _merge_moments(packed: torch.Tensor, channels: int) -> _Moments:
+    """The moments of all values from those of each rank, one in each row of `packed`."""
+    means, squares, counts = packed.split([channels, channels, 1], dim=1)
+    count = counts.sum(0).clamp(min=1)
+    mean = (counts * means).sum(0) / count
+    variance = (squares + counts * (means - mean).square()).sum(0) / count
+    return _Moments(count, mean, variance)
+
+
+class _Normalize(torch.autograd.Function):
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias, mean and variance those of all ranks.
+
+    Backward, with sums over the values of a channel on all ranks, n of them:
+
+        dx = weight / std * (dy - sum(dy) / n - (x - mean) / std^2 * sum(dy (x - mean)) / n)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        moments: _Moments,
+        eps: float,
+        process_group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        wide = _wide(x.dtype)
+        mean = moments.mean.to(wide)
+        inverse = (moments.variance + eps).rsqrt().to(wide)
+        ctx.save_for_backward(x, weight, mean, inverse, moments.count.to(wide))
+        ctx.process_group = process_group
+        # Strides follow the first operand: the memory format is x's.
+        y = x.to(wide) - _along_channels(mean, x)
+        y.mul_(_along_channels(inverse if weight is None else inverse * weight, x))
+        if bias is not None:
+            y.add_(_along_channels(bias, x))
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        dims = _all_but_channels(x)
+        dy = gradient.to(mean.dtype)
+        centred = x.to(mean.dtype) - _along_channels(mean, x)
+        sums = torch.stack([dy.sum(dims), (dy * centred).sum(dims)])
+
+        dx = d_weight = d_bias = None
+        if weight is not None and ctx.needs_input_grad[1]:
+            d_weight = sums[1] * inverse
+        if ctx.needs_input_grad[2]:
+            d_bias = sums[0].clone()  # this rank's, before the sum over all
+        # Where the input needs no gradient it needs none on any rank, and nothing is sent.
+        if ctx.needs_input_grad[0]:
+            dist.all_reduce(sums, group=ctx.process_group)
+            of_dy, of_product = sums / count
+            dx = centred.mul_(_along_channels(-of_product * inverse.square(), x))
+            dx.add_(dy).sub_(_along_channels(of_dy, x))
+            dx.mul_(_along_channels(inverse if weight is None else inverse * weight, x))
+            dx = dx.to(x.dtype)
+        return dx, d_weight, d_bias, None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What values of `dtype` are summed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _along_channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`values` (C,) in the shape that is broadcast along x's channels."""
+    return values.view(-1, *[1] * (x.dim() - 2))
