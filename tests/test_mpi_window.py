@@ -194,7 +194,7 @@ def over_machines(world, sizes):
     if world.rank > 0:
         near = machines(sizes, world.rank) == 0
         with pytest.raises(
-            RuntimeError, match="for rank 0$" if near else "for ranks on other machines$"
+            RuntimeError, match="without rank 0$" if near else "without ranks on other machines$"
         ):
             group.barrier().wait()
     dist.barrier()

@@ -188,7 +188,7 @@ class Meeting:
                 if gone := [rank for rank in gone if rank in self.missing]:
                     raise self._fail(f"{_ranks(gone)} ended without coming to it")
                 if time.monotonic() > self._deadline:
-                    raise self._fail(f"waited {self._timeout:g} s for {self.whom}")
+                    raise self._fail_in_time()
 
     def leave(self) -> None:
         """Tells the others that this rank will not come again."""
@@ -203,6 +203,9 @@ class Meeting:
         self._failure = CommunicationError(text)
         return self._failure
 
+    def _fail_in_time(self) -> CommunicationError:
+        return self._fail(f"the timeout of {self._timeout:g} s passed without {self.whom}")
+
     def _exchange(self, parity: int) -> None:
         """The word of each machine's first rank becomes known on all machines."""
         if self.rank == 0:
@@ -211,7 +214,7 @@ class Meeting:
             pause = 1e-5
             while not request.Test():
                 if time.monotonic() > self._deadline:
-                    raise self._fail(f"waited {self._timeout:g} s for {self.whom}")
+                    raise self._fail_in_time()
                 time.sleep(pause)
                 pause = min(2 * pause, 1e-3)
         self.barrier()
