@@ -223,7 +223,7 @@ class Collectives:
 
         def run() -> Result:
             dense = output.contiguous()
-            self._exchange(dense.view(-1), received, tensor.reshape(-1), sent)
+            self._exchange(dense.view(-1), received, tensor.contiguous().view(-1), sent)
             if dense is not output:
                 output.copy_(dense)
             return [output]
@@ -247,7 +247,7 @@ class Collectives:
             self.communicator.Bcast(raw(piece), root)
 
     def _gather_all(self, gathered: torch.Tensor, sizes: list[int], tensor: torch.Tensor) -> None:
-        dense, parts = tensor.reshape(-1), gathered.split(sizes)
+        dense, parts = tensor.contiguous().view(-1), gathered.split(sizes)
         if gathered.nbytes < COUNTABLE:
             counts = [part.nbytes for part in parts]
             self.communicator.Allgatherv(raw(dense), [raw(gathered)[0], counts, MPI.BYTE])
@@ -277,7 +277,7 @@ class Collectives:
         requests += [
             self.communicator.Isend(raw(piece), rank, _TAG)
             for rank, tensor in sends
-            for piece in pieces(tensor.reshape(-1))
+            for piece in pieces(tensor.contiguous().view(-1))
         ]
         MPI.Request.Waitall(requests)
 
