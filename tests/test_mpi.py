@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import mpirun
 
 from ddp_from_scratch import mpi
-from ddp_from_scratch.mpi import datatypes
+from ddp_from_scratch.mpi import collectives, datatypes
 
 SIZES = (2, 3, 4)
 DTYPES = (
@@ -346,9 +346,7 @@ def a_rank_that_does_not_come(world):
         )
         with pytest.raises(RuntimeError, match=named):
             dist.barrier(group=group)
-        with pytest.raises(
-            RuntimeError, match=r"number 2 .*the group has failed before: the"
-        ):
+        with pytest.raises(RuntimeError, match=r"number 2 .*the group has failed before: the"):
             dist.all_reduce(torch.ones(1), group=group)
         handle = dist.all_reduce(torch.ones(1), group=patient, async_op=True)
         with pytest.raises(RuntimeError, match=r"number 1 .* within 0\.1 s: rank 1 did not come"):
@@ -460,3 +458,42 @@ def test_ranks_and_a_store_come_from_mpi_by_any_name():
         """,
     )
     assert result.returncode == 0, result.stderr
+
+
+def in_pieces(world):
+    """Everything again, as if MPI could count to 64 only."""
+    limits = [(collectives, "COUNTABLE"), (datatypes, "COUNTABLE"), (datatypes, "BLOCK")]
+    kept = [getattr(module, name) for module, name in limits]
+    for module, name in limits:
+        setattr(module, name, 16 if name == "BLOCK" else 64)
+    try:
+        for check in (gathering_of_different_sizes, all_to_all, messages):
+            check(world)
+        n, r = world.world_size, world.rank
+        tensor = torch.full((1000,), r + 1.0)
+        dist.reduce(tensor, dst=1)
+        assert r != 1 or tensor.eq(n * (n + 1) / 2).all()
+        tensor.copy_(torch.arange(1000) + r)
+        dist.broadcast(tensor, src=1)
+        assert tensor.tolist() == list(range(1, 1001))
+        if r == 0:
+            dist.send(tensor, dst=1)
+        if r == 1:
+            received = torch.empty(1000)
+            assert dist.recv(received) == 0
+            assert received.equal(tensor)
+        parts = [torch.empty(100) for _ in range(n)] if r == 0 else None
+        dist.gather(torch.full((100,), float(r)), parts, dst=0)
+        assert r != 0 or all(part.eq(i).all() for i, part in enumerate(parts))
+        dist.scatter(tensor[:100], parts, src=0)
+        assert tensor[:100].eq(r).all()
+        shares = torch.arange(n * 100.0)
+        dist.reduce_scatter_tensor(tensor[:100], shares)
+        assert tensor[:100].equal(n * torch.arange(r * 100.0, (r + 1) * 100))
+    finally:
+        for (module, name), value in zip(limits, kept, strict=True):
+            setattr(module, name, value)
+
+
+def test_what_mpi_cannot_count_goes_in_pieces(ranks):
+    ranks("mpi", 3)(in_pieces)

@@ -1,6 +1,7 @@
 """How MPI sees a tensor: its memory, its element type, its reduction."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +26,9 @@ DATATYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.bool: MPI.C_BOOL,
 }
 
-COUNTABLE = 2**31 - 2**20  # bytes; most MPIs count in 32 bits
+# Bytes; most MPIs count in 32 bits.
+COUNTABLE = 2**31 - 2**20
+BLOCK = 2**30
 
 # MPI has no 16-bit floats. They are summed in float32 and rounded once, on the way back.
 WIDENED = (torch.float16, torch.bfloat16)
@@ -54,6 +57,22 @@ def values(tensor: torch.Tensor) -> Buffer:
 def pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """A flat tensor in pieces whose bytes MPI can count."""
     return tuple(tensor.split(COUNTABLE // tensor.itemsize))
+
+
+def message(tensor: torch.Tensor) -> "Buffer | tuple[Any, int, MPI.Datatype]":
+    """A dense tensor as bytes, in one message whatever its size."""
+    if tensor.nbytes <= COUNTABLE:
+        return raw(tensor)
+    return (_memory(tensor), 1, _many_bytes(tensor.nbytes))
+
+
+@cache
+def _many_bytes(count: int) -> MPI.Datatype:
+    """One element that is `count` bytes: blocks that MPI can count, and the rest."""
+    blocks, rest = divmod(count, BLOCK)
+    block = MPI.BYTE.Create_contiguous(BLOCK)
+    places = [0, blocks * BLOCK]
+    return MPI.Datatype.Create_struct([blocks, rest], places, [block, MPI.BYTE]).Commit()
 
 
 def raw(tensor: torch.Tensor) -> Buffer:

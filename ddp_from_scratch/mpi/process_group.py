@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..errors import CommunicationError
 from ..rendezvous import store_through_mpi
 from .collectives import Collectives, Operation
-from .datatypes import raw
+from .datatypes import message
 from .meeting import Nodes
 from .runtime import MPI, placement
 from .worker import Pending, PendingMessage, Result, Worker
@@ -262,7 +262,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         (tensor,) = tensors
         dense = tensor.contiguous()
         name = f"send to rank {dst} from rank {self.rank()} ({tensor.nbytes} bytes)"
-        request = self._communicator.Isend(raw(dense), dst, tag)
+        request = self._communicator.Isend(message(dense), dst, tag)
         return self._post(PendingMessage(name, self._timeout, request, dense))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> PendingMessage:
@@ -275,7 +275,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
             if dense is not tensor:
                 tensor.copy_(dense)
 
-        request = self._communicator.Irecv(raw(dense), src, tag)
+        request = self._communicator.Irecv(message(dense), src, tag)
         return self._post(PendingMessage(name, self._timeout, request, dense, finish))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PendingMessage:
