@@ -13,6 +13,7 @@ The way of one gradient: `reducer.py` (hooks) → `bucket.py` (pack, launch, wai
 `comm_hooks.py` (what is sent), with `layout.py` saying what lies where.
 """
 
+from . import comm_hooks
 from .broadcast import broadcast_buffers, broadcast_parameters
 from .check_sync import check_sync
 from .errors import UsageError
@@ -27,6 +28,7 @@ __all__ = [
     "broadcast_buffers",
     "broadcast_parameters",
     "check_sync",
+    "comm_hooks",
     "process_group",
     "start_ranks",
 ]

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,8 @@ class Reducer:
         self._names = list(trainable)
         self._parameters = list(trainable.values())
         self._process_group = process_group
-        self._comm_hook = partial(comm_hooks.average, process_group=process_group)
+        self._comm_hook: comm_hooks.CommHook = comm_hooks.allreduce_hook
+        self._comm_state: Any = process_group
         self._overlap = overlap
         self._gradient_as_bucket_view = gradient_as_bucket_view
 
@@ -145,6 +147,22 @@ class Reducer:
         finally:
             self._sync = before
 
+    def register_comm_hook(self, state: Any, hook: comm_hooks.CommHook) -> None:
+        """Lets `hook(state, bucket)` average each bucket from now on; see `comm_hooks`.
+
+        torch's own hooks work too. One that is not of `ddp.comm_hooks` has one bucket under way
+        at a time, since it may start further collectives.
+
+        Raises:
+            RuntimeError: a backward pass is under way.
+            TypeError: `hook` cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook must be callable, got {hook!r}")
+        if any(bucket.begun for bucket in self._buckets):
+            raise RuntimeError("a comm hook cannot be registered while gradients are under way")
+        self._comm_hook, self._comm_state = hook, state
+
     def remove(self) -> None:
         """Takes every hook off the module, whose gradients are local from then on. Idempotent."""
         _remove(self._hooks)
@@ -187,7 +205,9 @@ class Reducer:
             bucket = self._buckets[self._next_bucket]
             if bucket.missing:
                 return
-            bucket.launch(self._comm_hook)
+            if self._next_bucket and not comm_hooks.may_overlap(self._comm_hook):
+                self._buckets[self._next_bucket - 1].wait()
+            bucket.launch(self._comm_hook, self._comm_state)
             self._next_bucket += 1
 
     # 3. finish ----------------------------------------------------------------------------------
@@ -225,11 +245,16 @@ class Reducer:
             Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device))
             for p in self._parameters
         ]
+        layouts = assign_buckets(gradients, order, self._first_cap, self._cap)
         self._buckets = [
             Bucket(
-                layout, [self._parameters[i] for i in layout.members], self._gradient_as_bucket_view
+                layout,
+                [self._parameters[index] for index in layout.members],
+                self._gradient_as_bucket_view,
+                index=position,
+                is_last=position == len(layouts) - 1,
             )
-            for layout in assign_buckets(gradients, order, self._first_cap, self._cap)
+            for position, layout in enumerate(layouts)
         ]
         self._bucket_of = {
             index: position

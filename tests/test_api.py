@@ -30,6 +30,7 @@ def test_public_names():
         "broadcast_buffers",
         "broadcast_parameters",
         "check_sync",
+        "comm_hooks",
         "process_group",
         "start_ranks",
     ]
