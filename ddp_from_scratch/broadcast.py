@@ -172,6 +172,6 @@ def _send_along_tree(
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """The tensors of each message: one dtype and device, about `_MESSAGE_BYTES` together."""
     sizes = [Gradient(t.numel(), t.nbytes, (t.dtype, t.device)) for t in tensors]
-    for layout in assign_buckets(sizes, range(len(tensors)), _MESSAGE_BYTES, _MESSAGE_BYTES):
+    for layout in assign_buckets(sizes, range(len(tensors)), [_MESSAGE_BYTES]):
         if layout.numel:
             yield [tensors[index] for index in layout.members]

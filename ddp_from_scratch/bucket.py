@@ -3,12 +3,14 @@
 Steps 4 to 6 of a gradient's way: pack, launch, wait, unpack.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from .layout import BucketLayout
+from .layout import BucketLayout, Gradient, assign_buckets
+
+CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class Bucket:
@@ -99,6 +101,11 @@ class Bucket:
         return len(self.missing) < len(self._parameters)
 
     @property
+    def all_absent(self) -> bool:
+        """Whether none of its members has a gradient."""
+        return len(self._absent) == len(self._parameters)
+
+    @property
     def launched(self) -> bool:
         """Whether its all-reduce is under way."""
         return self._future is not None
@@ -138,7 +145,7 @@ class Bucket:
     @torch.no_grad()
     def launch(
         self,
-        comm_hook: "Callable[[Any, Any], torch.futures.Future[Any]]",
+        comm_hook: CommHook,
         state: Any = None,
         share: float = 1.0,
     ) -> None:
@@ -158,9 +165,7 @@ class Bucket:
         self._start(comm_hook, state)
 
     @torch.no_grad()
-    def launch_zeros(
-        self, comm_hook: "Callable[[Any, Any], torch.futures.Future[Any]]", state: Any = None
-    ) -> None:
+    def launch_zeros(self, comm_hook: CommHook, state: Any = None) -> None:
         """Takes part in the other ranks' average with zeros; `.grad` stays as it is."""
         for parameter, view in zip(self._parameters, self.views, strict=True):
             if parameter.grad is view:
@@ -168,9 +173,7 @@ class Bucket:
         self._flat.zero_()
         self._start(comm_hook, state)
 
-    def _start(
-        self, comm_hook: "Callable[[Any, Any], torch.futures.Future[Any]]", state: Any
-    ) -> None:
+    def _start(self, comm_hook: CommHook, state: Any) -> None:
         self._sent = self._flat
         future = comm_hook(state, self)
         if not isinstance(future, torch._C.Future):
@@ -209,7 +212,7 @@ class Bucket:
     def finish(self, used: Collection[int] | None = None) -> None:
         """Waits for the average, unpacks, and is ready for the next backward pass.
 
-        Idempotent: a no-op when nothing was launched.
+        Idempotent: nothing is unpacked when nothing was launched.
 
         Args:
             used: the parameters that got a gradient on some rank; the `.grad` of others stays as
@@ -217,10 +220,9 @@ class Bucket:
 
         Raises: as `wait`.
         """
-        if self._future is None:
-            return
-        self.wait()
-        self._unpack(used)
+        if self._future is not None:
+            self.wait()
+            self._unpack(used)
         self.reset()
 
     def reset(self) -> None:
@@ -269,6 +271,29 @@ class Bucket:
 
     def _members(self) -> list[tuple[int, torch.nn.Parameter, torch.Tensor]]:
         return list(zip(self.layout.members, self._parameters, self.views, strict=True))
+
+
+def make_buckets(
+    parameters: Sequence[torch.nn.Parameter],
+    order: Iterable[int],
+    caps: Sequence[int],
+    gradient_as_bucket_view: bool,
+) -> list[Bucket]:
+    """The buckets of all parameters, in the order of launch; arguments as of `assign_buckets`."""
+    gradients = [
+        Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters
+    ]
+    layouts = assign_buckets(gradients, order, caps)
+    return [
+        Bucket(
+            layout,
+            [parameters[member] for member in layout.members],
+            gradient_as_bucket_view,
+            index,
+            is_last=index == len(layouts) - 1,
+        )
+        for index, layout in enumerate(layouts)
+    ]
 
 
 def _window(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

@@ -13,16 +13,14 @@ tensor, of any floating dtype, or a list that holds it alone.
     reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .bucket import Bucket
+from .bucket import Bucket, CommHook
 
 Future = torch.futures.Future[Any]
-CommHook = Callable[[Any, Any], Future]
 
 
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:

@@ -5,22 +5,23 @@ and launches them in order; `_on_backward_end` is called by autograd when the ba
 over, waits for them, and puts the averages back into `.grad`.
 """
 
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import comm_hooks
-from .bucket import Bucket
-from .layout import Gradient, assign_buckets, bucket_caps
+from . import comm_hooks, guard
+from .bucket import CommHook, make_buckets
+from .layout import bucket_caps
+from .share import Share
 from .snapshot import Snapshot
-
-_AGAIN = "call remove() on the Reducer and make a new one, on every rank"
+from .unused_parameters import GraphWatch
+from .usage import Usage
 
 
 class Reducer:
@@ -43,24 +44,25 @@ class Reducer:
     After the first full backward pass the buckets are laid out anew, in the order in which rank
     0's gradients became ready (as torch's DDP does before its second step).
 
-    The rungs of the ladder are settings of this class:
-
-    ===============================  =========================================
-    one all-reduce per parameter     `bucket_cap_mb=0, overlap=False`
-    one flat bucket                  `bucket_cap_mb=inf, overlap=False`
-    several buckets                  `overlap=False`
-    several buckets, overlapped      the default
-    ===============================  =========================================
-
     Args:
         module: its parameters with `requires_grad` are synchronised. All ranks must hold the same
             ones (`broadcast_parameters` checks that).
         process_group: the ranks that take part; None means all of them.
         bucket_cap_mb: size in MiB at which a bucket is closed. None means 1 for the first, 25 for
-            the others; 0 one bucket for each parameter; `inf` one for all.
+            the others; 0 one bucket for each parameter; `inf` one for all; a sequence gives the
+            first bucket's, the second's, ..., and its last holds for the rest.
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
             most of the memory of the gradients; `.grad` must then not be detached in place.
+        find_unused_parameters: parameters may take no part in a backward pass, others on each
+            rank. `.grad` of what no rank used stays as it was, elsewhere it becomes the average.
+            The graph of each forward pass is walked, and the buckets keep their first layout.
+        static_graph: the backward pass is the same in every step, and is learnt in the first:
+            what is unused, and how many gradients a parameter gets (from several reentrant
+            checkpoints). A step that differs raises and names the parameter.
+        skip_unused: with one of the two above, buckets that this rank makes no use of are not
+            sent. They must be the same on all ranks.
+        ignore: names of parameters that are not synchronised.
         ready_order: names of the parameters as `Reducer.ready_order` gave them in an earlier run.
             The buckets are laid out by it at once, as that run's were in the end: sums are taken
             in the same order and have the same bits.
@@ -70,8 +72,9 @@ class Reducer:
             not in the group, or `ready_order` names other parameters.
         RuntimeError: from a forward pass, or the step of an optimizer of these parameters: a
             parameter got no gradient in the last backward pass, or was added, replaced, removed,
-            frozen, unfrozen or moved since construction. From `backward()`: a gradient that is
-            sparse, or that came a second time while others were missing.
+            frozen, unfrozen or moved since construction (with `find_unused_parameters` it may
+            freeze and thaw). From `backward()`: a gradient that is sparse, or that came a second
+            time while others were missing; a graph that is not static.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -82,53 +85,60 @@ class Reducer:
         module: torch.nn.Module,
         process_group: dist.ProcessGroup | None = None,
         *,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Sequence[float] | None = None,
         overlap: bool = True,
         gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        skip_unused: bool = False,
+        ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
     ) -> None:
-        self._first_cap, self._cap = bucket_caps(bucket_cap_mb)
-        self._snapshot = Snapshot(module)
+        self._caps = bucket_caps(bucket_cap_mb)
+        self._snapshot = Snapshot(module, ignore)
         trainable = {n: p for n, p in self._snapshot.parameters.items() if p.requires_grad}
         if not trainable:
             raise ValueError("the module has no parameter that requires a gradient")
-        if dist.get_rank(process_group) < 0:
+        self._rank = dist.get_rank(process_group)
+        if self._rank < 0:
             raise ValueError("this rank is not a member of the process group")
+        if ready_order is not None and sorted(ready_order) != sorted(trainable):
+            raise ValueError("ready_order must name each parameter that requires a gradient once")
         self._names = list(trainable)
         self._parameters = list(trainable.values())
         self._process_group = process_group
-        self._comm_hook: comm_hooks.CommHook = comm_hooks.allreduce_hook
+        self._comm_hook: CommHook = comm_hooks.allreduce_hook
         self._comm_state: Any = process_group
         self._overlap = overlap
         self._gradient_as_bucket_view = gradient_as_bucket_view
+        self._skip_unused = skip_unused
+        self._usage = Usage(self._parameters, process_group, find_unused_parameters, static_graph)
+        self._watch = GraphWatch(self._parameters, self._on_enter)
 
         self._sync = True  # False inside no_sync()
         self._graph_task = -1  # autograd's number of the backward pass that will call us at its end
         self._next_bucket = 0  # every bucket before it has been launched
-        self._counted: list[int] = []  # in the order of readiness, until the buckets are rebuilt
-        self.ready_order: list[str] | None = None
-        if ready_order is None:
-            # Reverse order of registration: the last layer's gradient is ready first.
-            self._lay_out(reversed(range(len(self._parameters))))
-        else:
-            if sorted(ready_order) != sorted(self._names):
-                raise ValueError(
-                    "ready_order must name each parameter that requires a gradient once"
-                )
-            self.ready_order = list(ready_order)
-            self._lay_out(self._names.index(name) for name in ready_order)
+        self._share: Share | None = None
+        self._counted: dict[int, None] = {}  # in the order of readiness, until buckets are rebuilt
+        self._lock = threading.Lock()  # autograd has a thread for each device
+        self.ready_order = None if ready_order is None else list(ready_order)
+        # Reverse order of registration: the last layer's gradient is ready first.
+        self._lay_out(self.ready_order or self._names[::-1])
 
-        # The parameters' hooks know the Reducer weakly and the module's hook keeps it alive: the
+        # The parameters' hooks know the Reducer weakly and the module's hooks keep it alive: the
         # garbage collector cannot see a cycle that goes through a parameter's hooks.
         this = weakref.ref(self)
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = [
+        self._hooks: list[guard.Handle] = [
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, index))
             for index, parameter in enumerate(self._parameters)
         ]
-        self._hooks.append(module.register_forward_pre_hook(_ForwardCheck(self)))
-        self._hooks.append(register_optimizer_step_pre_hook(partial(_on_optimizer_step, this)))
+        self._hooks += [
+            module.register_forward_pre_hook(guard.ModuleHook(self._before_forward)),
+            module.register_forward_hook(guard.ModuleHook(self._after_forward)),
+            guard.before_optimizer_steps(self._parameters, self._check_complete),
+        ]
         # Parameters may live on without the module, and are then like any other.
-        weakref.finalize(self, _remove, self._hooks)
+        weakref.finalize(self, guard.remove_all, self._hooks)
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -147,7 +157,20 @@ class Reducer:
         finally:
             self._sync = before
 
-    def register_comm_hook(self, state: Any, hook: comm_hooks.CommHook) -> None:
+    def weight(self, amount: float) -> None:
+        """Lets this rank's gradients count by `amount` in the next average, then equally again.
+
+        With the number of samples of this rank's batch (or of tokens, whatever its loss is the
+        mean over) the result is exactly the gradient of the mean over the whole batch. Collective:
+        called on every rank before the backward pass. A rank with 0 has to run backward, too, but
+        what it computes does not matter.
+
+        Raises:
+            ValueError: `amount` is negative or not finite.
+        """
+        self._share = Share.of(amount, self._parameters[0].device, self._process_group)
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook(state, bucket)` average each bucket from now on; see `comm_hooks`.
 
         torch's own hooks work too. One that is not of `ddp.comm_hooks` has one bucket under way
@@ -163,9 +186,13 @@ class Reducer:
             raise RuntimeError("a comm hook cannot be registered while gradients are under way")
         self._comm_hook, self._comm_state = hook, state
 
+    def set_static_graph(self) -> None:
+        """As `static_graph=True`, from the next backward pass on. Idempotent."""
+        self._usage.set_static()
+
     def remove(self) -> None:
         """Takes every hook off the module, whose gradients are local from then on. Idempotent."""
-        _remove(self._hooks)
+        guard.remove_all(self._hooks)
 
     # 1. mark ready ------------------------------------------------------------------------------
 
@@ -173,29 +200,43 @@ class Reducer:
         """Post-accumulate-grad hook: `parameter.grad` (not the argument itself) is complete."""
         bucket = self._buckets[self._bucket_of[index]]
         if bucket.launched:  # also under no_sync(): the average would overwrite what was added
-            missing = self._missing_names()
-            raise RuntimeError(
-                f"parameter {self._names[index]} got a second gradient {self._on_this_rank()} "
-                f"while the first was being averaged"
-                f"{f' and these had none: {missing}' if missing else ''}. "
-                f"Accumulate several backward passes under no_sync(), all but the last"
-            )
+            raise guard.second_gradient(index, self._buckets, self._names, self._rank)
+        self._usage.note(index)
         if not self._sync:
             return
         if parameter.grad is not None and parameter.grad.is_sparse:
-            raise RuntimeError(
-                f"the gradient of parameter {self._names[index]} is sparse, which the Reducer "
-                f"cannot lay into a bucket: make it dense (for an embedding, sparse=False)"
-            )
-        # Known by its number, so that a backward pass that was broken off by an exception, whose
-        # callback never came, is not taken for this one.
+            raise guard.sparse_gradient(self._names[index])
+        # What may be unused is told at the end of the outermost pass, whose beginning we saw.
+        if self._graph_task == -1 or not self._usage.may_be_unused:
+            self._begin()
+        if self.ready_order is None:
+            self._counted.pop(index, None)
+            self._counted[index] = None
+        if not self._usage.count(index):
+            return
+        if bucket.mark_ready(index) and self._overlap:
+            self._launch_full_buckets()
+
+    def _begin(self) -> None:
+        """Asks autograd to call us at the end of this backward pass. Idempotent within it.
+
+        Known by its number, so that a pass that was broken off by an exception, whose callback
+        never came, is not taken for this one.
+        """
         if self._graph_task != torch._C._current_graph_task_id():
             self._graph_task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-        if self.ready_order is None and index in bucket.missing:
-            self._counted.append(index)
-        if bucket.mark_ready(index) and self._overlap:
-            self._launch_full_buckets()
+
+    def _on_enter(self, unreached: set[int]) -> None:
+        """A backward pass has come to an output of the module, and will not reach these."""
+        with self._lock:
+            if not self._sync or self._graph_task == torch._C._current_graph_task_id():
+                return
+            self._begin()
+            for index in self._usage.unused(unreached):
+                self._buckets[self._bucket_of[index]].mark_absent(index)
+            if self._overlap:
+                self._launch_full_buckets()
 
     # 2. launch ----------------------------------------------------------------------------------
 
@@ -207,7 +248,9 @@ class Reducer:
                 return
             if self._next_bucket and not comm_hooks.may_overlap(self._comm_hook):
                 self._buckets[self._next_bucket - 1].wait()
-            bucket.launch(self._comm_hook, self._comm_state)
+            if not (self._skip_unused and bucket.all_absent):
+                share = 1.0 if self._share is None else self._share.value()
+                bucket.launch(self._comm_hook, self._comm_state, share)
             self._next_bucket += 1
 
     # 3. finish ----------------------------------------------------------------------------------
@@ -217,17 +260,29 @@ class Reducer:
 
         Where gradients are still missing nothing is waited for: a later backward pass may bring
         them (a loss computed in parts, reentrant checkpointing), or else the next forward raises.
+        Where parameters may be unused, what is missing now is unused in this pass.
         Idempotent: called again after the last bucket was unpacked, it does nothing.
         """
+        if self._graph_task == -1:
+            return
         self._graph_task = -1
+        if self._usage.may_be_unused:
+            for bucket in self._buckets:
+                for index in tuple(bucket.missing):
+                    bucket.mark_absent(index)
         self._launch_full_buckets()
         if self._next_bucket < len(self._buckets):
             return
+        if not comm_hooks.may_overlap(self._comm_hook):
+            self._buckets[-1].wait()
+        used = self._usage.agree()
         for bucket in self._buckets:
-            bucket.finish()
+            bucket.finish(used)
         self._next_bucket = 0
-        if self.ready_order is None and self._counted:
+        self._share = None
+        if self.ready_order is None and not self._usage.varies:
             self._rebuild()
+        guard.check_static(self._usage.end_pass(), self._names, self._rank)
 
     def _rebuild(self) -> None:
         """Lays the buckets out anew in rank 0's order of readiness.
@@ -235,111 +290,51 @@ class Reducer:
         Called at the end of a backward pass and not before a forward one, because here every rank
         is known to take part: forward alone may be one rank's own affair (an evaluation).
         """
-        order = torch.tensor(self._counted, dtype=torch.int64, device=self._parameters[0].device)
+        unused = [i for i in reversed(range(len(self._names))) if i not in self._counted]
+        order = torch.tensor([*self._counted, *unused], device=self._parameters[0].device)
         dist.broadcast(order, group=self._process_group, group_src=0)
-        self._lay_out(order.tolist())
         self.ready_order = [self._names[index] for index in order.tolist()]
+        self._lay_out(self.ready_order)
 
-    def _lay_out(self, order: Iterable[int]) -> None:
-        gradients = [
-            Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device))
-            for p in self._parameters
-        ]
-        layouts = assign_buckets(gradients, order, self._first_cap, self._cap)
-        self._buckets = [
-            Bucket(
-                layout,
-                [self._parameters[index] for index in layout.members],
-                self._gradient_as_bucket_view,
-                index=position,
-                is_last=position == len(layouts) - 1,
-            )
-            for position, layout in enumerate(layouts)
-        ]
+    def _lay_out(self, order: Sequence[str]) -> None:
+        index_of = {name: index for index, name in enumerate(self._names)}
+        self._buckets = make_buckets(
+            self._parameters,
+            [index_of[name] for name in order],
+            self._caps,
+            self._gradient_as_bucket_view,
+        )
         self._bucket_of = {
-            index: position
-            for position, bucket in enumerate(self._buckets)
-            for index in bucket.layout.members
+            index: bucket.index() for bucket in self._buckets for index in bucket.layout.members
         }
 
-    # What must not pass in silence --------------------------------------------------------------
+    # Around forward and the optimizer's step ----------------------------------------------------
 
-    def _on_forward(self, module: torch.nn.Module) -> None:
+    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
         """Forward-pre-hook: raises where ranks would get out of step."""
         recomputing = torch._C._current_graph_task_id() != -1  # activation checkpointing
         # Reentrant checkpointing of the whole module runs it without gradients first, while it
         # trains; an evaluation is one rank's own affair.
         if recomputing or not (torch.is_grad_enabled() or module.training):
             return
-        difference = self._snapshot.difference(module)
+        difference = self._snapshot.difference(module, may_freeze=self._usage.varies)
         if difference is not None:
             raise RuntimeError(
-                f"{difference} {self._on_this_rank()} after the Reducer was made: {_AGAIN}"
+                f"{difference} on rank {self._rank} after the Reducer was made: {guard.AGAIN}"
             )
         self._check_complete()
 
-    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before any optimizer's step: raises if it would apply gradients that are not averaged.
-
-        Unlike the check before a forward pass it does not depend on how the model is called.
-        """
-        if self._next_bucket or any(bucket.begun for bucket in self._buckets):
-            ours = {id(parameter) for parameter in self._parameters}
-            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-                self._check_complete()
+    def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
+        """Forward hook: prepares to notice that a backward pass begins."""
+        if self._usage.may_be_unused:
+            self._watch.on_forward(outputs, walk=self._usage.varies)
 
     def _check_complete(self) -> None:
-        """Raises unless every gradient of the last backward pass has been averaged."""
-        if self._graph_task != -1:
-            raise RuntimeError(
-                f"the last backward pass {self._on_this_rank()} was broken off: {_AGAIN}"
-            )
-        if any(bucket.begun for bucket in self._buckets):
-            raise RuntimeError(
-                f"no gradient in the last backward pass {self._on_this_rank()} for: "
-                f"{self._missing_names()}. Every parameter must take part in the loss on every "
-                f"rank, or have requires_grad=False before the Reducer is made"
-            )
-
-    def _missing_names(self) -> str:
-        missing = [self._names[i] for b in self._buckets for i in sorted(b.missing)]
-        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-        return ", ".join(missing[:10]) + more
-
-    def _on_this_rank(self) -> str:
-        return f"on rank {dist.get_rank(self._process_group)}"
+        guard.check_complete(self._graph_task != -1, self._buckets, self._names, self._rank)
 
 
 def _on_gradient(reducer: "weakref.ref[Reducer]", index: int, parameter: torch.Tensor) -> None:
     found = reducer()
     if found is not None:
-        found._on_gradient(index, parameter)
-
-
-def _on_optimizer_step(
-    reducer: "weakref.ref[Reducer]", optimizer: torch.optim.Optimizer, *arguments: object
-) -> None:
-    found = reducer()
-    if found is not None:
-        found._on_optimizer_step(optimizer)
-
-
-def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()
-
-
-class _ForwardCheck:
-    """The module's forward-pre-hook. In a copy of the module, deep or pickled, it does nothing."""
-
-    def __init__(self, reducer: Reducer | None = None) -> None:
-        self._reducer = reducer
-
-    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
-        # A compiled model is one graph, without this check; the optimizer's step has one, too.
-        if self._reducer is not None and not torch.compiler.is_compiling():
-            self._reducer._on_forward(module)
-
-    def __reduce__(self) -> tuple[type["_ForwardCheck"], tuple[()]]:
-        return _ForwardCheck, ()
+        with found._lock:
+            found._on_gradient(index, parameter)

@@ -18,7 +18,13 @@ CHAIN = {
     "bucket": {"layout"},
     "comm_hooks": {"layout", "bucket"},
     "snapshot": set(),
-    "reducer": {"layout", "bucket", "comm_hooks", "snapshot"},
+    "share": set(),
+    "static_graph": set(),
+    "unused_parameters": set(),
+    "usage": {"static_graph"},
+    "guard": {"layout", "bucket"},
+    "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
+    | {"unused_parameters"},
 }
 
 

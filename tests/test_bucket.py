@@ -23,7 +23,7 @@ class Doubled:
 
 def make(*parameters: nn.Parameter, as_view: bool = False) -> Bucket:
     sizes = [Gradient(p.numel(), p.nbytes, p.dtype) for p in parameters]
-    (layout,) = assign_buckets(sizes, range(len(parameters)), 2**62, 2**62)
+    (layout,) = assign_buckets(sizes, range(len(parameters)), [2**62])
     return Bucket(layout, parameters, as_view)
 
 
