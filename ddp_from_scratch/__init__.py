@@ -16,12 +16,16 @@ The way of one gradient: `reducer.py` (hooks) → `bucket.py` (pack, launch, wai
 from . import comm_hooks
 from .broadcast import broadcast_buffers, broadcast_parameters
 from .check_sync import check_sync
+from .distributed_data_parallel import DistributedDataParallel
 from .errors import UsageError
+from .join import JoinableReducer, join
 from .process_group import World, process_group
 from .reducer import Reducer
 from .supervisor import start_ranks
 
 __all__ = [
+    "DistributedDataParallel",
+    "JoinableReducer",
     "Reducer",
     "UsageError",
     "World",
@@ -29,6 +33,7 @@ __all__ = [
     "broadcast_parameters",
     "check_sync",
     "comm_hooks",
+    "join",
     "process_group",
     "start_ranks",
 ]

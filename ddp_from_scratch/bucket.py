@@ -162,18 +162,6 @@ class Bucket:
             self._flat.zero_()  # also what is not a number: the loss of an empty batch
         elif share != 1:
             self._flat.mul_(share)
-        self._start(comm_hook, state)
-
-    @torch.no_grad()
-    def launch_zeros(self, comm_hook: CommHook, state: Any = None) -> None:
-        """Takes part in the other ranks' average with zeros; `.grad` stays as it is."""
-        for parameter, view in zip(self._parameters, self.views, strict=True):
-            if parameter.grad is view:
-                parameter.grad = view.clone()
-        self._flat.zero_()
-        self._start(comm_hook, state)
-
-    def _start(self, comm_hook: CommHook, state: Any) -> None:
         self._sent = self._flat
         future = comm_hook(state, self)
         if not isinstance(future, torch._C.Future):

@@ -8,9 +8,19 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .bucket import Bucket
+from .snapshot import AGAIN
 
 Handle = torch.utils.hooks.RemovableHandle
-AGAIN = "call remove() on the Reducer and make a new one, on every rank"
+
+
+def trains(module: torch.nn.Module) -> bool:
+    """Whether the forward pass that begins is one of training, which all ranks take part in.
+
+    An evaluation is one rank's own affair; recomputing, for activation checkpointing, is part of
+    backward. Reentrant checkpointing of the whole module runs it without gradients first.
+    """
+    recomputing = torch._C._current_graph_task_id() != -1
+    return not recomputing and (torch.is_grad_enabled() or module.training)
 
 
 def check_complete(

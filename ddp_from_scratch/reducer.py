@@ -56,25 +56,31 @@ class Reducer:
             most of the memory of the gradients; `.grad` must then not be detached in place.
         find_unused_parameters: parameters may take no part in a backward pass, others on each
             rank. `.grad` of what no rank used stays as it was, elsewhere it becomes the average.
-            The graph of each forward pass is walked, and the buckets keep their first layout.
-        static_graph: the backward pass is the same in every step, and is learnt in the first:
-            what is unused, and how many gradients a parameter gets (from several reentrant
-            checkpoints). A step that differs raises and names the parameter.
-        skip_unused: with one of the two above, buckets that this rank makes no use of are not
-            sent. They must be the same on all ranks.
+            The buckets keep their first layout.
+        static_graph: every backward pass is as the first: what is unused, and how many gradients a
+            parameter gets. One that differs raises and names the parameter.
+        skip_unused: do not send buckets that no rank makes use of; all must know that alike.
         ignore: names of parameters that are not synchronised.
-        ready_order: names of the parameters as `Reducer.ready_order` gave them in an earlier run.
-            The buckets are laid out by it at once, as that run's were in the end: sums are taken
-            in the same order and have the same bits.
+        ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
+            that sums are taken in the same order and have the same bits.
+
+    Attributes:
+        module, process_group: as given.
+        device: that of the first parameter.
+        sync: whether backward passes average. `no_sync()` sets it to False and back.
+        joining: whether `join()` is in charge of `share`.
+        share: what gradients are multiplied by before the next average; None means 1.
+        futures: what else the end of the next backward pass that averages waits for.
+        iteration: the number of averages so far.
+        ready_order: the names of the parameters in the order of the final layout, or None.
 
     Raises:
         ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, this rank is
             not in the group, or `ready_order` names other parameters.
         RuntimeError: from a forward pass, or the step of an optimizer of these parameters: a
-            parameter got no gradient in the last backward pass, or was added, replaced, removed,
-            frozen, unfrozen or moved since construction (with `find_unused_parameters` it may
-            freeze and thaw). From `backward()`: a gradient that is sparse, or that came a second
-            time while others were missing; a graph that is not static.
+            parameter got no gradient in the last backward pass, or was changed since construction
+            (`guard.py`, `snapshot.py`). From `backward()`: a sparse gradient, a second one while
+            others were missing, a graph that is not static.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -104,9 +110,11 @@ class Reducer:
             raise ValueError("this rank is not a member of the process group")
         if ready_order is not None and sorted(ready_order) != sorted(trainable):
             raise ValueError("ready_order must name each parameter that requires a gradient once")
+        self.module = module
         self._names = list(trainable)
         self._parameters = list(trainable.values())
-        self._process_group = process_group
+        self.device = self._parameters[0].device
+        self.process_group = process_group
         self._comm_hook: CommHook = comm_hooks.allreduce_hook
         self._comm_state: Any = process_group
         self._overlap = overlap
@@ -115,10 +123,13 @@ class Reducer:
         self._usage = Usage(self._parameters, process_group, find_unused_parameters, static_graph)
         self._watch = GraphWatch(self._parameters, self._on_enter)
 
-        self._sync = True  # False inside no_sync()
+        self.sync = True
+        self.joining = False
+        self.iteration = 0
+        self.share: Share | None = None
+        self.futures: list[torch.futures.Future[Any]] = []
         self._graph_task = -1  # autograd's number of the backward pass that will call us at its end
         self._next_bucket = 0  # every bucket before it has been launched
-        self._share: Share | None = None
         self._counted: dict[int, None] = {}  # in the order of readiness, until buckets are rebuilt
         self._lock = threading.Lock()  # autograd has a thread for each device
         self.ready_order = None if ready_order is None else list(ready_order)
@@ -150,12 +161,12 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients are accumulated locally; the next backward outside averages the sum."""
-        before = self._sync
-        self._sync = False
+        before = self.sync
+        self.sync = False
         try:
             yield
         finally:
-            self._sync = before
+            self.sync = before
 
     def weight(self, amount: float) -> None:
         """Lets this rank's gradients count by `amount` in the next average, then equally again.
@@ -167,8 +178,11 @@ class Reducer:
 
         Raises:
             ValueError: `amount` is negative or not finite.
+            RuntimeError: inside `join()`.
         """
-        self._share = Share.of(amount, self._parameters[0].device, self._process_group)
+        if self.joining:
+            raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
+        self.share = Share.of(amount, self.device, self.process_group)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook(state, bucket)` average each bucket from now on; see `comm_hooks`.
@@ -190,6 +204,13 @@ class Reducer:
         """As `static_graph=True`, from the next backward pass on. Idempotent."""
         self._usage.set_static()
 
+    def contribute_nothing(self, share: Share) -> None:
+        """Takes part in the others' next average, with a share of 0; `.grad` stays as it is."""
+        self.share = share
+        self._mark_rest_absent()
+        self._launch_full_buckets()
+        self._finish(unpack=False)
+
     def remove(self) -> None:
         """Takes every hook off the module, whose gradients are local from then on. Idempotent."""
         guard.remove_all(self._hooks)
@@ -202,7 +223,7 @@ class Reducer:
         if bucket.launched:  # also under no_sync(): the average would overwrite what was added
             raise guard.second_gradient(index, self._buckets, self._names, self._rank)
         self._usage.note(index)
-        if not self._sync:
+        if not self.sync:
             return
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise guard.sparse_gradient(self._names[index])
@@ -230,7 +251,7 @@ class Reducer:
     def _on_enter(self, unreached: set[int]) -> None:
         """A backward pass has come to an output of the module, and will not reach these."""
         with self._lock:
-            if not self._sync or self._graph_task == torch._C._current_graph_task_id():
+            if not self.sync or self._graph_task == torch._C._current_graph_task_id():
                 return
             self._begin()
             for index in self._usage.unused(unreached):
@@ -249,7 +270,7 @@ class Reducer:
             if self._next_bucket and not comm_hooks.may_overlap(self._comm_hook):
                 self._buckets[self._next_bucket - 1].wait()
             if not (self._skip_unused and bucket.all_absent):
-                share = 1.0 if self._share is None else self._share.value()
+                share = 1.0 if self.share is None else self.share.value()
                 bucket.launch(self._comm_hook, self._comm_state, share)
             self._next_bucket += 1
 
@@ -267,22 +288,31 @@ class Reducer:
             return
         self._graph_task = -1
         if self._usage.may_be_unused:
-            for bucket in self._buckets:
-                for index in tuple(bucket.missing):
-                    bucket.mark_absent(index)
+            self._mark_rest_absent()
         self._launch_full_buckets()
-        if self._next_bucket < len(self._buckets):
-            return
+        if self._next_bucket == len(self._buckets):
+            self._finish()
+            guard.check_static(self._usage.end_pass(), self._names, self._rank)
+
+    def _mark_rest_absent(self) -> None:
+        for bucket in self._buckets:
+            for index in tuple(bucket.missing):
+                bucket.mark_absent(index)
+
+    def _finish(self, unpack: bool = True) -> None:
         if not comm_hooks.may_overlap(self._comm_hook):
             self._buckets[-1].wait()
         used = self._usage.agree()
         for bucket in self._buckets:
-            bucket.finish(used)
+            bucket.finish(used if unpack else ())
+        for future in self.futures:
+            future.wait()
+        self.futures.clear()
         self._next_bucket = 0
-        self._share = None
+        self.share = None
+        self.iteration += 1
         if self.ready_order is None and not self._usage.varies:
             self._rebuild()
-        guard.check_static(self._usage.end_pass(), self._names, self._rank)
 
     def _rebuild(self) -> None:
         """Lays the buckets out anew in rank 0's order of readiness.
@@ -291,8 +321,8 @@ class Reducer:
         is known to take part: forward alone may be one rank's own affair (an evaluation).
         """
         unused = [i for i in reversed(range(len(self._names))) if i not in self._counted]
-        order = torch.tensor([*self._counted, *unused], device=self._parameters[0].device)
-        dist.broadcast(order, group=self._process_group, group_src=0)
+        order = torch.tensor([*self._counted, *unused], device=self.device)
+        dist.broadcast(order, group=self.process_group, group_src=0)
         self.ready_order = [self._names[index] for index in order.tolist()]
         self._lay_out(self.ready_order)
 
@@ -308,24 +338,14 @@ class Reducer:
             index: bucket.index() for bucket in self._buckets for index in bucket.layout.members
         }
 
-    # Around forward and the optimizer's step ----------------------------------------------------
+    # Around forward -----------------------------------------------------------------------------
 
     def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
-        """Forward-pre-hook: raises where ranks would get out of step."""
-        recomputing = torch._C._current_graph_task_id() != -1  # activation checkpointing
-        # Reentrant checkpointing of the whole module runs it without gradients first, while it
-        # trains; an evaluation is one rank's own affair.
-        if recomputing or not (torch.is_grad_enabled() or module.training):
-            return
-        difference = self._snapshot.difference(module, may_freeze=self._usage.varies)
-        if difference is not None:
-            raise RuntimeError(
-                f"{difference} on rank {self._rank} after the Reducer was made: {guard.AGAIN}"
-            )
-        self._check_complete()
+        if guard.trains(module):
+            self._snapshot.check(module, self._usage.varies, self._rank)
+            self._check_complete()
 
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
-        """Forward hook: prepares to notice that a backward pass begins."""
         if self._usage.may_be_unused:
             self._watch.on_forward(outputs, walk=self._usage.varies)
 

@@ -27,7 +27,7 @@ class Share:
     ) -> None:
         self._amount, self._total, self._work = amount, total, work
         self._world_size = dist.get_world_size(process_group)
-        self._value: float | None = None
+        self._sum: float | None = None
 
     @classmethod
     def of(
@@ -45,16 +45,20 @@ class Share:
         assert work is not None, "this rank is not a member of the process group"
         return cls(amount, total, work, process_group)
 
+    def total(self) -> float:
+        """The amounts of all ranks together. Waits, the first time, until all have given theirs."""
+        if self._sum is None:
+            self._work.wait()
+            self._sum = self._total.item()
+        return self._sum
+
     def value(self) -> float:
-        """Waits, the first time, until all ranks have given their amounts.
+        """What this rank's gradients are multiplied by. Waits as `total` does.
 
         Raises:
-            ValueError: they add up to zero. On every rank.
+            ValueError: the amounts add up to zero. On every rank.
         """
-        if self._value is None:
-            self._work.wait()
-            total = self._total.item()
-            if total == 0:
-                raise ValueError("the weights of all ranks are 0: there is nothing to average")
-            self._value = self._amount * self._world_size / total
-        return self._value
+        total = self.total()
+        if total == 0:
+            raise ValueError("the weights of all ranks are 0: there is nothing to average")
+        return self._amount * self._world_size / total

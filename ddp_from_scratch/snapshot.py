@@ -4,6 +4,8 @@ from collections.abc import Collection
 
 import torch
 
+AGAIN = "call remove() on the Reducer and make a new one, on every rank"
+
 
 class Snapshot:
     """The parameters of a module at one moment.
@@ -23,6 +25,12 @@ class Snapshot:
         # Names are not built anew in every forward pass: it is enough to compare who owns what.
         self._owners = [(owner, _owned(owner)) for owner in module.modules()]
 
+    def check(self, module: torch.nn.Module, may_freeze: bool, rank: int) -> None:
+        """Raises if there is a difference; arguments as of `difference`."""
+        difference = self.difference(module, may_freeze)
+        if difference is not None:
+            raise RuntimeError(f"{difference} on rank {rank} after the Reducer was made: {AGAIN}")
+
     def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
         """The first thing that is not as it was, such as "parameter fc.bias was added".
 
@@ -34,7 +42,8 @@ class Snapshot:
             now = self._parameters_of(module)
             for name in self.parameters | now:
                 then, this = self.parameters.get(name), now.get(name)
-                if then is not this:
+                # What is no Parameter is there for one call only (torch.func.functional_call).
+                if then is not this and not (then is not None and _is_substitute(this)):
                     verb = "removed" if this is None else "added" if then is None else "replaced"
                     return f"parameter {name} was {verb}"
         for name, parameter in self.parameters.items():
@@ -45,6 +54,10 @@ class Snapshot:
 
     def _parameters_of(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         return {n: p for n, p in module.named_parameters() if n not in self._ignore}
+
+
+def _is_substitute(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and not isinstance(parameter, torch.nn.Parameter)
 
 
 def _owned(module: torch.nn.Module) -> list[int]:

@@ -22,14 +22,21 @@ CHAIN = {
     "static_graph": set(),
     "unused_parameters": set(),
     "usage": {"static_graph"},
-    "guard": {"layout", "bucket"},
+    "guard": {"layout", "bucket", "snapshot"},
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
     | {"unused_parameters"},
+    "delayed": {"bucket", "comm_hooks"},
+    "logging_data": {"reducer"},
+    "join": {"broadcast", "guard", "reducer", "share"},
+    "distributed_data_parallel": {"broadcast", "bucket", "comm_hooks", "delayed", "join", "reducer"}
+    | {"logging_data"},
 }
 
 
 def test_public_names():
     assert ddp_from_scratch.__all__ == [
+        "DistributedDataParallel",
+        "JoinableReducer",
         "Reducer",
         "UsageError",
         "World",
@@ -37,6 +44,7 @@ def test_public_names():
         "broadcast_parameters",
         "check_sync",
         "comm_hooks",
+        "join",
         "process_group",
         "start_ranks",
     ]
@@ -48,7 +56,7 @@ def test_public_name_has_a_docstring(name):
     assert inspect.getdoc(getattr(ddp_from_scratch, name))
 
 
-@pytest.mark.parametrize("name", ["Reducer"])
+@pytest.mark.parametrize("name", ["Reducer", "DistributedDataParallel", "JoinableReducer"])
 def test_public_methods_have_docstrings(name):
     for method, value in vars(getattr(ddp_from_scratch, name)).items():
         if not method.startswith("_"):
