@@ -45,7 +45,7 @@ def broadcast_parameters(
     _check_rank(src, process_group)
     check_same_model(module, process_group, ignore)
     named = [*module.named_parameters(), *module.named_buffers()]
-    _send_along_tree([t for name, t in named if name not in ignore], src, process_group)
+    send_tensors([t for name, t in named if name not in ignore], src, process_group)
 
 
 def broadcast_buffers(
@@ -67,7 +67,7 @@ def broadcast_buffers(
     """
     _check_rank(src, process_group)
     buffers = [buffer for name, buffer in module.named_buffers() if name not in ignore]
-    _send_along_tree(buffers, src, process_group)
+    send_tensors(buffers, src, process_group)
 
 
 def check_same_model(
@@ -166,9 +166,10 @@ def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[int | No
 
 
 @torch.no_grad()
-def _send_along_tree(
+def send_tensors(
     tensors: Sequence[torch.Tensor], src: int, process_group: dist.ProcessGroup | None
 ) -> None:
+    """Gives every rank the values of rank `src`, along the tree. Same shapes on every rank."""
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     parent, children = tree_neighbours(rank, world_size, src)
     for members in _messages(tensors):

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from . import comm_hooks
 from .broadcast import broadcast_buffers as send_buffers
-from .broadcast import broadcast_parameters
+from .broadcast import broadcast_parameters, send_tensors
 from .bucket import CommHook
 from .delayed import DelayedReduction
 from .join import JoinableReducer
@@ -30,6 +30,12 @@ from .reducer import Reducer
 _COMPRESSED = {
     torch.float16: comm_hooks.fp16_compress_hook,
     torch.bfloat16: comm_hooks.bf16_compress_hook,
+}
+
+
+_BUILTIN = {
+    "ALLREDUCE": comm_hooks.allreduce_hook,
+    "FP16_COMPRESS": comm_hooks.fp16_compress_hook,
 }
 
 
@@ -109,8 +115,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             warnings.warn("check_reduction is deprecated", FutureWarning, stacklevel=2)
         if broadcast_buffers is None:
             broadcast_buffers = True
+        else:
+            warnings.warn(
+                "broadcast_buffers is deprecated; forward_sync_buffers is for forward passes alone",
+                FutureWarning,
+                stacklevel=2,
+            )
         self.module = module
         self.process_group = _group(process_group, device_mesh)
+        self.device_mesh = device_mesh
+        self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self.dim, self.mixed_precision = dim, mixed_precision
         self.forward_sync_buffers = (
             broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
@@ -132,6 +146,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 ignore |= {name for name, _ in module.named_buffers()}
             broadcast_parameters(module, 0, self.process_group, ignore)
         self._buffer_hook: tuple[Any, Callable[..., Any], bool] | None = None
+        self._builtin_hook: str | None = None
         self.delayed: DelayedReduction | None = None
         if param_to_hook_all_reduce is not None:
             self.delayed = DelayedReduction(
@@ -232,6 +247,34 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """As `Reducer.register_comm_hook`; the hook keeps torch's signature."""
         self.reducer.register_comm_hook(state, hook)
 
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """As `register_comm_hook`, by a name of `dist.BuiltinCommHookType`."""
+        self.register_comm_hook(self.process_group, _BUILTIN[comm_hook_type.name])
+        self._builtin_hook = str(comm_hook_type)
+
+    def _remove_autograd_hooks(self) -> None:
+        """As `Reducer.remove`."""
+        self.reducer.remove()
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Sends one rank's buffers, or these tensors, to all; for buffer hooks."""
+        if bufs is None:
+            send_buffers(
+                self.module, authoritative_rank, self.process_group, self.parameters_to_ignore
+            )
+        else:
+            send_tensors(list(bufs), authoritative_rank, self.process_group)
+
+    @property
+    def _authoritative_rank(self) -> int | None:
+        """The rank whose parameters all have after `join()`."""
+        return self._joinable.last_rank
+
     def join(
         self,
         divide_by_initial_world_size: bool = True,
@@ -308,14 +351,18 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def logging_data(self) -> dict[str, Any]:
         """What there is to know about this wrapper; keys as torch's where they mean the same."""
+        hook = {"comm_hook": self._builtin_hook} if self._builtin_hook else {}
         return {
             **facts(self.reducer),
+            **hook,
             "world_size": dist.get_world_size(self.process_group),
             "rank": dist.get_rank(self.process_group),
             "backend_name": dist.get_backend(self.process_group),
             "device_ids": ", ".join(str(index) for index in self.device_ids or ()),
             "output_device": -1 if self.output_device is None else self.output_device,
             "broadcast_buffers": int(self.forward_sync_buffers),
+            "has_sync_bn": any("SyncBatchNorm" in type(m).__name__ for m in self.module.modules()),
+            "join_uneven_inputs": self._joinable.last_rank is not None,
             "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
         }
 

@@ -49,6 +49,7 @@ class JoinableReducer(Joinable):
         self.before_forward = before_forward
         self.ignore: frozenset[str] = frozenset()  # names of what is not synchronised
         self.by_initial_world_size = True
+        self.last_rank: int | None = None  # whose parameters all have, after a context has ended
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank without data does; torch's `Join` calls this."""
@@ -110,7 +111,7 @@ class _Hook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Nobody has data left."""
-        src = self.joinable.agree_on_rank(is_last_joiner)
+        src = self.joinable.last_rank = self.joinable.agree_on_rank(is_last_joiner)
         reducer = self.joinable.reducer
         broadcast_parameters(reducer.module, src, reducer.process_group, self.joinable.ignore)
 

@@ -2,19 +2,22 @@
 
 from typing import Any
 
+from .comm_hooks import allreduce_hook
 from .reducer import Reducer
 
 
 def facts(reducer: Reducer) -> dict[str, Any]:
     """Settings and buckets; keys as those of torch's DDP logging data, where they mean the same."""
     parameters = [p for bucket in reducer._buckets for p in bucket.parameters()]
+    hook = reducer._comm_hook
     return {
         "module_name": type(reducer.module).__name__,
         "bucket_cap_bytes": max(reducer._caps),
         "find_unused_parameters": int(reducer._usage.varies),
         "static_graph": int(reducer._usage.is_static),
         "gradient_as_bucket_view": int(reducer._gradient_as_bucket_view),
-        "comm_hook": getattr(reducer._comm_hook, "__qualname__", str(reducer._comm_hook)),
+        "comm_hook": None if hook is allreduce_hook else getattr(hook, "__qualname__", str(hook)),
+        "can_set_static_graph": reducer._usage.stayed,
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "bucket_sizes": ", ".join(str(bucket.buffer().nbytes) for bucket in reducer._buckets),

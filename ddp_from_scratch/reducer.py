@@ -219,13 +219,15 @@ class Reducer:
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Post-accumulate-grad hook: `parameter.grad` (not the argument itself) is complete."""
+        if parameter.grad is None:  # an undefined gradient: backward came by and brought nothing
+            return
         bucket = self._buckets[self._bucket_of[index]]
         if bucket.launched:  # also under no_sync(): the average would overwrite what was added
             raise guard.second_gradient(index, self._buckets, self._names, self._rank)
         self._usage.note(index)
         if not self.sync:
             return
-        if parameter.grad is not None and parameter.grad.is_sparse:
+        if parameter.grad.is_sparse:
             raise guard.sparse_gradient(self._names[index])
         # What may be unused is told at the end of the outermost pass, whose beginning we saw.
         if self._graph_task == -1 or not self._usage.may_be_unused:

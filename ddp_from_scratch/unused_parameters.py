@@ -89,7 +89,10 @@ class GraphWatch:
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         if not nodes:
             return
-        leaves = reached(tensors) if walk else None
+        leaves = None
+        if walk:
+            with torch.profiler.record_function("search_unused_parameters"):
+                leaves = reached(tensors)
         forward = _Forward(
             None if leaves is None else {self._index_of.get(id(leaf), -1) for leaf in leaves}
         )

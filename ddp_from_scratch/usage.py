@@ -35,6 +35,8 @@ class Usage:
         self._static = StaticGraph(self._count) if static else None
         self._used: set[int] = set()  # since the last average, under no_sync() too
         self._used_by_any: set[int] | None = None  # of a static graph
+        self._before: set[int] | None = None  # what this rank used for the last average
+        self.stayed = True  # whether that was the same each time
 
     @property
     def is_static(self) -> bool:
@@ -75,6 +77,8 @@ class Usage:
         parameter knows it already.
         """
         used, self._used = self._used, set()
+        self.stayed &= self._before in (None, used)
+        self._before = used
         if not self.may_be_unused:
             return None
         if self._used_by_any is not None:

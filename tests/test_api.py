@@ -26,7 +26,7 @@ CHAIN = {
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
     | {"unused_parameters"},
     "delayed": {"bucket", "comm_hooks"},
-    "logging_data": {"reducer"},
+    "logging_data": {"comm_hooks", "reducer"},
     "join": {"broadcast", "guard", "reducer", "share"},
     "distributed_data_parallel": {"broadcast", "bucket", "comm_hooks", "delayed", "join", "reducer"}
     | {"logging_data"},

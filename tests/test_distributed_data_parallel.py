@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as Theirs
-from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
 from ddp_from_scratch import DistributedDataParallel as Ours
 
@@ -142,7 +142,8 @@ def test_rank_0_may_evaluate_alone(pair):
 
 
 def without_buffers(world):
-    model = Ours(Buffered(10.0 + world.rank), broadcast_buffers=False)
+    with pytest.warns(FutureWarning, match="broadcast_buffers is deprecated"):
+        model = Ours(Buffered(10.0 + world.rank), broadcast_buffers=False)
     assert model.module.b.tolist() == [10.0 + world.rank] * 2
     model().backward()
     assert model.module.b.tolist() == [11.0 + world.rank] * 2
@@ -158,25 +159,26 @@ def test_buffers_can_be_left_alone(pair):
 
 
 def buffers_by_hook(world, before):
-    model = Ours(Buffered(float(world.rank)), broadcast_buffers=True)
+    model = Ours(Buffered(0.0))
     model.module.b.fill_(world.rank)
 
     def add_up(state, buffers):
         assert list(buffers) == ["b"]
-        return [dist.all_reduce(b, async_op=True).get_future() for b in buffers.values()]
+        futures = [dist.all_reduce(b, async_op=True).get_future() for b in buffers.values()]
+        if before:  # forward reads them
+            torch.futures.wait_all(futures)
+        return None if before else futures
 
-    if before:
-        location = type("Location", (), {"name": "PRE_FORWARD"})
-        model._register_buffer_comm_hook(None, add_up, location)
-        return
-    model._register_buffer_comm_hook(None, add_up)
+    location = _BufferCommHookLocation.PRE_FORWARD if before else None
+    model._register_buffer_comm_hook(None, add_up, location)
     model().backward()
     n = world.world_size
-    assert model.module.b.tolist() == [n * (n - 1) / 2 + n] * 2
+    assert model.module.b.tolist() == [n * (n - 1) / 2 + (1 if before else n)] * 2
 
 
-def test_buffers_by_a_hook_of_ones_own(pair):
-    pair(buffers_by_hook, False)
+@pytest.mark.parametrize("before", [False, True], ids=["after forward", "before"])
+def test_buffers_by_a_hook_of_ones_own(pair, before):
+    pair(buffers_by_hook, before)
 
 
 # What the wrapper passes on ---------------------------------------------------------------------

@@ -328,6 +328,22 @@ def test_complex_gradients(pair, view):
     pair(complex_parameters, view)
 
 
+def undefined(world, unused):
+    """Backward comes by and brings nothing."""
+    model = Terms(1, 2)
+    Reducer(model, find_unused_parameters=unused)
+    loss = torch._C._functions.UndefinedGrad()(model(own(world)))
+    loss.backward()
+    assert grads_of(model) == [None, None]
+    model(own(world)).backward()
+    assert grads_of(model) == [mean(world), 2 * mean(world)]
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_undefined_gradients(pair, unused):
+    pair(undefined, unused)
+
+
 def skipped(world):
     model = Terms(1, 2, 3, 4)
     Reducer(model, bucket_cap_mb=0, find_unused_parameters=True, skip_unused=True)
