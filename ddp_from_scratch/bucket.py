@@ -101,11 +101,6 @@ class Bucket:
         return len(self.missing) < len(self._parameters)
 
     @property
-    def all_absent(self) -> bool:
-        """Whether none of its members has a gradient."""
-        return len(self._absent) == len(self._parameters)
-
-    @property
     def launched(self) -> bool:
         """Whether its all-reduce is under way."""
         return self._future is not None

@@ -9,6 +9,7 @@ work without it: `broadcast_parameters`, `Reducer`, `broadcast_buffers`, `join`.
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -161,7 +162,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer = Reducer(
             self.module, self.process_group, ignore=self.parameters_to_ignore, **self._settings
         )
-        self._joinable = JoinableReducer(self.reducer, self._sync_buffers)
+        # The module may be wrapped anew, or live on: this wrapper's hooks go with it. So nothing
+        # here may keep the wrapper alive.
+        weakref.finalize(self, self.reducer.remove)
+        self._joinable = JoinableReducer(self.reducer, _weakly(self._sync_buffers))
         self._joinable.ignore = frozenset(self.parameters_to_ignore)
         if self.mixed_precision is not None:
             self._lower_precision()
@@ -437,6 +441,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             for name, buffer in self.module.named_buffers():
                 if name not in self.parameters_to_ignore and buffer.is_floating_point():
                     buffer.data = buffer.to(precision.buffer_dtype)
+
+
+def _weakly(method: Callable[[int], None]) -> Callable[[int], None]:
+    reference = weakref.WeakMethod(method)
+
+    def call(src: int) -> None:
+        found = reference()
+        if found is not None:
+            found(src)
+
+    return call
 
 
 def _group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:

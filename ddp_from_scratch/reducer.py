@@ -36,13 +36,10 @@ class Reducer:
     3. finish: at the end of backward wait for every bucket in order. When `backward()` returns,
        every `.grad` is the average over ranks.
 
-    The average is taken of what `.grad` holds. So gradients that were accumulated locally, under
-    `no_sync()`, are averaged by the next backward pass outside of it; and a second backward pass
-    through one graph adds its gradient to an average and is averaged again, which is right,
-    since averaging is linear.
-
-    After the first full backward pass the buckets are laid out anew, in the order in which rank
-    0's gradients became ready (as torch's DDP does before its second step).
+    The average is taken of what `.grad` holds, and averaging is linear: gradients accumulated under
+    `no_sync()` are averaged by the next pass outside of it, and a second pass through one graph
+    adds to an average and is averaged again. After the first pass the buckets are laid out anew,
+    in the order in which rank 0's gradients became ready (torch's DDP: before its second step).
 
     Args:
         module: its parameters with `requires_grad` are synchronised. All ranks must hold the same
@@ -65,11 +62,9 @@ class Reducer:
             that sums are taken in the same order and have the same bits.
 
     Attributes:
-        module, process_group: as given.
-        device: that of the first parameter.
         sync: whether backward passes average. `no_sync()` sets it to False and back.
-        joining: whether `join()` is in charge of `share`.
-        share: what gradients are multiplied by before the next average; None means 1.
+        share: what gradients are multiplied by before the next average (None means 1), and
+            `joining`: whether `join()` is in charge of it.
         futures: what else the end of the next backward pass that averages waits for.
         iteration: the number of averages so far.
         ready_order: the names of the parameters in the order of the final layout, or None.
@@ -78,9 +73,8 @@ class Reducer:
         ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, this rank is
             not in the group, or `ready_order` names other parameters.
         RuntimeError: from a forward pass, or the step of an optimizer of these parameters: a
-            parameter got no gradient in the last backward pass, or was changed since construction
-            (`guard.py`, `snapshot.py`). From `backward()`: a sparse gradient, a second one while
-            others were missing, a graph that is not static.
+            parameter got no gradient in the last backward pass, or was changed (`snapshot.py`).
+            From `backward()`: what `guard.py` names.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -171,10 +165,9 @@ class Reducer:
     def weight(self, amount: float) -> None:
         """Lets this rank's gradients count by `amount` in the next average, then equally again.
 
-        With the number of samples of this rank's batch (or of tokens, whatever its loss is the
-        mean over) the result is exactly the gradient of the mean over the whole batch. Collective:
-        called on every rank before the backward pass. A rank with 0 has to run backward, too, but
-        what it computes does not matter.
+        With the number of samples (or tokens) that its loss is the mean over, the result is the
+        gradient of the mean over the whole batch. Collective: called on every rank before the
+        backward pass. A rank with 0 runs backward, too; what it computes does not matter.
 
         Raises:
             ValueError: `amount` is negative or not finite.
@@ -187,8 +180,7 @@ class Reducer:
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook(state, bucket)` average each bucket from now on; see `comm_hooks`.
 
-        torch's own hooks work too. One that is not of `ddp.comm_hooks` has one bucket under way
-        at a time, since it may start further collectives.
+        One that is not of `ddp.comm_hooks` has one bucket under way at a time.
 
         Raises:
             RuntimeError: a backward pass is under way.
@@ -271,7 +263,7 @@ class Reducer:
                 return
             if self._next_bucket and not comm_hooks.may_overlap(self._comm_hook):
                 self._buckets[self._next_bucket - 1].wait()
-            if not (self._skip_unused and bucket.all_absent):
+            if not (self._skip_unused and self._usage.none_of(bucket.layout.members)):
                 share = 1.0 if self.share is None else self.share.value()
                 bucket.launch(self._comm_hook, self._comm_state, share)
             self._next_bucket += 1

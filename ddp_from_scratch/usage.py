@@ -1,6 +1,6 @@
 """Which parameters take part in a backward pass, on this rank and on any."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,10 @@ class Usage:
     def note(self, index: int) -> None:
         """A gradient came, whether it is averaged in this pass or accumulated for a later one."""
         self._used.add(index)
+
+    def none_of(self, indices: Iterable[int]) -> bool:
+        """Whether none of these got a gradient since the last average."""
+        return self._used.isdisjoint(indices)
 
     def count(self, index: int) -> bool:
         """A gradient came in a pass that averages; True when it is its parameter's last."""

@@ -261,6 +261,25 @@ def test_a_wrapper_on_another_group_is_not_copied(ranks):
     ranks("gloo", 2)(copy_in_a_group)
 
 
+def wrapped_anew(world):
+    """Its hooks go with the wrapper; the module stays."""
+    model = Terms(1, 2)
+    for _ in range(3):
+        wrapped = Ours(model)
+        wrapped.zero_grad()
+        with recorded("all_reduce") as sent:
+            wrapped(own(world)).backward()
+        assert sent == [3]
+    del wrapped
+    model.zero_grad()
+    model(own(world)).backward()
+    assert model.p0.grad.tolist() == [own(world)]
+
+
+def test_a_module_may_be_wrapped_anew(pair):
+    pair(wrapped_anew)
+
+
 def ignores(world):
     model = Terms(1, 2)
     model.register_buffer("b", torch.tensor([float(world.rank)]))

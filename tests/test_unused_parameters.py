@@ -346,13 +346,18 @@ def test_undefined_gradients(pair, unused):
 
 def skipped(world):
     model = Terms(1, 2, 3, 4)
-    Reducer(model, bucket_cap_mb=0, find_unused_parameters=True, skip_unused=True)
+    reducer = Reducer(model, bucket_cap_mb=0, find_unused_parameters=True, skip_unused=True)
     for use in ((0, 2), (3,)):
         model.zero_grad()
         with recorded("all_reduce") as sent:
             model(own(world), use).backward()
         assert sent == [k + 1 for k in reversed(use)] + [4]
         assert grads_of(model) == [(k + 1) * mean(world) if k in use else None for k in range(4)]
+    model.zero_grad()
+    with reducer.no_sync():
+        model(own(world), (0,)).backward()
+    model(own(world), (1,)).backward()
+    assert grads_of(model) == [mean(world), 2 * mean(world), None, None]
 
 
 def test_buckets_without_a_gradient_need_not_be_sent(pair):

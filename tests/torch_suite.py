@@ -7,7 +7,9 @@ torch's own, to see what passes in the same arrangement). Most of these tests as
 what they test has nothing to do with them: `on_cpu` lets them have the CPU instead.
 """
 
+import inspect
 import os
+import re
 import sys
 import traceback
 import unittest
@@ -92,6 +94,24 @@ def load() -> Any:
     return sys.modules[name]
 
 
+def names(world: Any) -> list[str]:
+    """The tests that are about DistributedDataParallel."""
+    base = load().DistributedTest._DistTestBase
+    return [name for name in sorted(dir(base)) if name.startswith("test_") and _is_ours(base, name)]
+
+
+def _is_ours(base: type, name: str) -> bool:
+    source = inspect.getsource(inspect.unwrap(getattr(base, name)))
+    helpers = (
+        r"self\._\w*(ddp|DDP|hook|buffer|different|static|ignore|verify|undefined|uneven|param)"
+    )
+    return (
+        "ddp" in name.lower()
+        or "DistributedDataParallel" in source
+        or bool(re.search(helpers, source))
+    )
+
+
 def torch_test(world: Any, name: str, ours: bool) -> str:
     """Runs one test on this rank; returns "passed", "skipped: why" or the traceback."""
     suite = load()
@@ -116,6 +136,7 @@ def torch_test(world: Any, name: str, ours: bool) -> str:
             patch.object(class_, "__init__", _constructor(class_)),
             patch.object(torch.nn.parallel, "DistributedDataParallel", class_),
             patch.object(suite, "DistributedDataParallel", class_),
+            patch.object(suite, "HAS_TORCHVISION", False),  # ResNet-50 at 1000 x 1000 pixels
         ):
             torch.manual_seed(0)
             getattr(case, name)()
