@@ -251,6 +251,8 @@ def torchs_hook(world, name, view):
 @pytest.mark.parametrize("name", TORCHS)
 @pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
 def test_torchs_hooks_run_unchanged(ranks, name, view):
+    if name.startswith("quantized") and torch.__version__ < "2.15":
+        pytest.skip("this torch's hook is written for what nccl's futures give, and not gloo's")
     ranks("gloo", 2)(torchs_hook, name, view)
 
 
