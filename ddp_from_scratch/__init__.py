@@ -13,9 +13,12 @@ The way of one gradient: `reducer.py` (hooks) → `bucket.py` (pack, launch, wai
 `comm_hooks.py` (what is sent), with `layout.py` saying what lies where.
 """
 
+from . import comm_hooks
 from .broadcast import broadcast_buffers, broadcast_parameters
 from .check_sync import check_sync
+from .distributed_data_parallel import DistributedDataParallel
 from .errors import UsageError
+from .join import JoinableReducer, join
 from .process_group import World, process_group
 from .reducer import Reducer
 from .sgd import SGD
@@ -24,6 +27,8 @@ from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     "SGD",
+    "DistributedDataParallel",
+    "JoinableReducer",
     "Reducer",
     "SyncBatchNorm",
     "UsageError",
@@ -31,7 +36,9 @@ __all__ = [
     "broadcast_buffers",
     "broadcast_parameters",
     "check_sync",
+    "comm_hooks",
     "convert_sync_batchnorm",
+    "join",
     "process_group",
     "start_ranks",
 ]

@@ -4,7 +4,7 @@ It comes before a gradient's way: averages of gradients keep ranks equal only if
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,10 @@ _LAZY = " is lazy and has no shape yet"
 
 
 def broadcast_parameters(
-    module: torch.nn.Module, src: int = 0, process_group: dist.ProcessGroup | None = None
+    module: torch.nn.Module,
+    src: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    ignore: Collection[str] = (),
 ) -> None:
     """Gives every rank the parameters and buffers of rank `src`, bit for bit.
 
@@ -31,6 +34,7 @@ def broadcast_parameters(
         module: the model; its tensors keep their storage, shape, strides and device.
         src: the rank, within the group, to copy from.
         process_group: the ranks that take part; None means all.
+        ignore: names of parameters and buffers that are neither compared nor copied.
 
     Raises:
         ValueError: `src` is not a rank of the group, or the module has lazy parameters.
@@ -39,12 +43,16 @@ def broadcast_parameters(
             two ranks, and is the same on every rank.
     """
     _check_rank(src, process_group)
-    check_same_model(module, process_group)
-    _send_along_tree([*module.parameters(), *module.buffers()], src, process_group)
+    check_same_model(module, process_group, ignore)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    send_tensors([t for name, t in named if name not in ignore], src, process_group)
 
 
 def broadcast_buffers(
-    module: torch.nn.Module, src: int = 0, process_group: dist.ProcessGroup | None = None
+    module: torch.nn.Module,
+    src: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    ignore: Collection[str] = (),
 ) -> None:
     """Gives every rank the buffers of rank `src`, such as batch norm's running statistics.
 
@@ -58,11 +66,14 @@ def broadcast_buffers(
         ValueError: `src` is not a rank of the group.
     """
     _check_rank(src, process_group)
-    _send_along_tree(list(module.buffers()), src, process_group)
+    buffers = [buffer for name, buffer in module.named_buffers() if name not in ignore]
+    send_tensors(buffers, src, process_group)
 
 
 def check_same_model(
-    module: torch.nn.Module, process_group: dist.ProcessGroup | None = None
+    module: torch.nn.Module,
+    process_group: dist.ProcessGroup | None = None,
+    ignore: Collection[str] = (),
 ) -> None:
     """Raises on every rank unless all hold the same parameters and buffers (values aside).
 
@@ -72,7 +83,7 @@ def check_same_model(
         ValueError: the module has lazy parameters, whose shape is not known yet.
         RuntimeError: as `broadcast_parameters`.
     """
-    mine = _describe(module)
+    mine = _describe(module, ignore)
     lazy = next((line for line in mine if line.endswith(_LAZY)), None)
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     world_size = dist.get_world_size(process_group)
@@ -90,10 +101,12 @@ def check_same_model(
     raise RuntimeError(_first_difference(descriptions[0], descriptions[other], other))
 
 
-def _describe(module: torch.nn.Module) -> list[str]:
+def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
     """One line for each parameter and buffer, in order."""
     lines = []
     for name, parameter in module.named_parameters():
+        if name in ignore:
+            continue
         if torch.nn.parameter.is_lazy(parameter):
             lines.append(f"parameter {name}{_LAZY}")
             continue
@@ -102,6 +115,8 @@ def _describe(module: torch.nn.Module) -> list[str]:
             f"{parameter.dtype}, requires_grad={parameter.requires_grad}"
         )
     for name, buffer in module.named_buffers():
+        if name in ignore:
+            continue
         if torch.nn.parameter.is_lazy(buffer):
             lines.append(f"buffer {name}{_LAZY}")
             continue
@@ -151,9 +166,10 @@ def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[int | No
 
 
 @torch.no_grad()
-def _send_along_tree(
+def send_tensors(
     tensors: Sequence[torch.Tensor], src: int, process_group: dist.ProcessGroup | None
 ) -> None:
+    """Gives every rank the values of rank `src`, along the tree. Same shapes on every rank."""
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     parent, children = tree_neighbours(rank, world_size, src)
     for members in _messages(tensors):
@@ -172,6 +188,6 @@ def _send_along_tree(
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """The tensors of each message: one dtype and device, about `_MESSAGE_BYTES` together."""
     sizes = [Gradient(t.numel(), t.nbytes, (t.dtype, t.device)) for t in tensors]
-    for layout in assign_buckets(sizes, range(len(tensors)), _MESSAGE_BYTES, _MESSAGE_BYTES):
+    for layout in assign_buckets(sizes, range(len(tensors)), [_MESSAGE_BYTES]):
         if layout.numel:
             yield [tensors[index] for index in layout.members]

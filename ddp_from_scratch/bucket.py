@@ -3,15 +3,14 @@
 Steps 4 to 6 of a gradient's way: pack, launch, wait, unpack.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from .layout import BucketLayout
+from .layout import BucketLayout, Gradient, assign_buckets
 
-# What a bucket sends: starts the reduction of a flat buffer in place and returns the handle,
-# whose wait() returns when the buffer holds the average.
-CommHook = Callable[[torch.Tensor], "torch.distributed.Work"]
+CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class Bucket:
@@ -19,18 +18,24 @@ class Bucket:
 
     The phases of one backward pass:
 
-    1. `mark_ready`: once per member, as its gradient arrives. True when the bucket is now full.
-    2. `launch`: pack the gradients into the buffer and start its all-reduce.
-    3. `finish`: wait for the all-reduce and put the average back into `.grad`.
+    1. `mark_ready`: once per member, as its gradient arrives; `mark_absent` for a member that
+       gets none. True when the bucket is now full.
+    2. `launch`: pack the gradients into the buffer and hand it to the comm hook.
+    3. `finish`: wait for the average and put it back into `.grad`.
 
     `views[i]` is a window of the buffer with the shape and strides of member i's parameter. With
     `gradient_as_bucket_view` that window is the parameter's `.grad`, and packing and unpacking
     copy nothing where autograd accumulated into it.
 
+    A comm hook sees it as torch's `dist.GradBucket`: `index`, `is_last`, `buffer`, `set_buffer`,
+    `gradients`, `parameters`.
+
     Args:
         layout: the members and their offsets.
         parameters: the members' parameters, in the layout's order; all of one dtype and device.
         gradient_as_bucket_view: let `.grad` be the window of the buffer.
+        index: its place in the order of launch.
+        is_last: whether no bucket comes after it.
     """
 
     def __init__(
@@ -38,29 +43,67 @@ class Bucket:
         layout: BucketLayout,
         parameters: Sequence[torch.nn.Parameter],
         gradient_as_bucket_view: bool,
+        index: int = 0,
+        is_last: bool = True,
     ) -> None:
         self.layout = layout
-        self.parameters = list(parameters)
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        first = self.parameters[0]
-        self.buffer = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        self._parameters = list(parameters)
+        self._index, self._is_last = index, is_last
+        first = self._parameters[0]
+        self._flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        self._sent = self._flat  # what a comm hook sees: it may put another tensor in its place
         self.views = [
-            _window(self.buffer, offset, parameter)
-            for offset, parameter in zip(layout.offsets, self.parameters, strict=True)
+            _window(self._flat, offset, parameter)
+            for offset, parameter in zip(layout.offsets, self._parameters, strict=True)
         ]
         self._position = {index: position for position, index in enumerate(layout.members)}
         self.missing = set(layout.members)
-        self.handle: torch.distributed.Work | None = None
+        self._absent: set[int] = set()  # counted in, without a gradient
+        self._future: torch.futures.Future[Any] | None = None
+
+    # What a comm hook sees ----------------------------------------------------------------------
+
+    def index(self) -> int:
+        """Its place in the order of launch, 0 for the first."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last to be launched in a backward pass."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """The flat tensor of all its gradients, or what `set_buffer` put in its place."""
+        return self._sent
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Lets `buffer()` give another tensor of as many elements, until the next launch."""
+        if buffer.numel() != self._flat.numel():
+            raise ValueError(f"the buffer must have {self._flat.numel()}, got {buffer.numel()}")
+        self._sent = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """One window of `buffer()` for each member, with the shape of its parameter."""
+        return [
+            _window(self._sent, offset, parameter)
+            for offset, parameter in zip(self.layout.offsets, self._parameters, strict=True)
+        ]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The members' parameters, in the order in which their gradients lie in the buffer."""
+        return list(self._parameters)
+
+    # 1. ready -----------------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
         """Whether some of its gradients have been counted in."""
-        return len(self.missing) < len(self.parameters)
+        return len(self.missing) < len(self._parameters)
 
     @property
     def launched(self) -> bool:
         """Whether its all-reduce is under way."""
-        return self.handle is not None
+        return self._future is not None
 
     def mark_ready(self, index: int) -> bool:
         """Counts the gradient of parameter `index` in; True when no other is missing.
@@ -70,8 +113,20 @@ class Bucket:
         if self.gradient_as_bucket_view:
             # Moved in at once, not when the bucket is full: its own memory is free again.
             position = self._position[index]
-            self._move_in(self.parameters[position], self.views[position])
+            self._move_in(self._parameters[position], self.views[position])
         self.missing.discard(index)
+        self._absent.discard(index)
+        return not self.missing
+
+    def mark_absent(self, index: int) -> bool:
+        """Counts parameter `index` in without a gradient; True when no other is missing.
+
+        It contributes what `.grad` holds from earlier passes, or zeros. A no-op for one that has
+        been counted in.
+        """
+        if index in self.missing:
+            self.missing.discard(index)
+            self._absent.add(index)
         return not self.missing
 
     @torch.no_grad()
@@ -80,52 +135,148 @@ class Bucket:
             view.copy_(parameter.grad)
             parameter.grad = view
 
-    def launch(self, comm_hook: CommHook) -> None:
-        """Packs the gradients and starts the all-reduce; returns while it is under way."""
-        with torch.no_grad():
-            self._pack()
-            self.handle = comm_hook(self.buffer)
+    # 2. launch ----------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Waits for the all-reduce, unpacks, and is ready for the next backward pass.
+    @torch.no_grad()
+    def launch(
+        self,
+        comm_hook: CommHook,
+        state: Any = None,
+        share: float = 1.0,
+    ) -> None:
+        """Packs the gradients and lets `comm_hook` send them; returns while they are under way.
 
-        Idempotent: a no-op when nothing was launched.
+        Args:
+            comm_hook: averages `buffer()` over ranks; see comm_hooks.py.
+            state: handed to the hook.
+            share: the gradients are multiplied by it first. The shares of all ranks add up to the
+                world size, so that the hook's average over ranks is weighted by them.
+        """
+        self._pack()
+        if share == 0:
+            self._flat.zero_()  # also what is not a number: the loss of an empty batch
+        elif share != 1:
+            self._flat.mul_(share)
+        self._sent = self._flat
+        future = comm_hook(state, self)
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(
+                f"a comm hook must return a torch.futures.Future, "
+                f"{getattr(comm_hook, '__name__', comm_hook)} returned {type(future).__name__}"
+            )
+        self._future = future
+
+    def wait(self) -> None:
+        """Waits for the average, if the bucket was launched, and leaves it in the buffer.
 
         Raises:
             RuntimeError: the all-reduce failed (a peer died, a timeout).
+            TypeError: the comm hook's future gave something else than a tensor.
         """
-        if self.handle is None:
+        if self._future is None:
             return
-        self.handle.wait()
-        self.handle = None
+        average = self._future.wait()
+        if isinstance(average, (list, tuple)) and len(average) == 1:
+            average = average[0]
+        if not isinstance(average, torch.Tensor):
+            raise TypeError(
+                f"the future of a comm hook must give a tensor, got {type(average).__name__}"
+            )
+        if average.data_ptr() != self._flat.data_ptr() or average.dtype != self._flat.dtype:
+            target = self._flat
+            if target.is_complex() and not average.is_complex():
+                target = torch.view_as_real(target)
+            with torch.no_grad():
+                target.copy_(average.view(target.shape))
+
+    # 3. finish ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish(self, used: Collection[int] | None = None) -> None:
+        """Waits for the average, unpacks, and is ready for the next backward pass.
+
+        Idempotent: nothing is unpacked when nothing was launched.
+
+        Args:
+            used: the parameters that got a gradient on some rank; the `.grad` of others stays as
+                it is. None means all.
+
+        Raises: as `wait`.
+        """
+        if self._future is not None:
+            self.wait()
+            self._unpack(used)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was counted in and launched. Idempotent."""
+        self._future = None
+        self._sent = self._flat
         self.missing = set(self.layout.members)
-        with torch.no_grad():
-            self._unpack()
+        self._absent.clear()
 
     def _pack(self) -> None:
         # A gradient that is the window already (accumulated in place) must not be copied: it lies
         # there. One kernel for all others, not one per parameter.
         sources, windows = [], []
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        for index, parameter, view in self._members():
             gradient = parameter.grad
             if gradient is None:
-                raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was set to "
-                    f"None after it was counted in and before it was averaged"
-                )
-            if gradient is not view:
+                if index not in self._absent:
+                    raise RuntimeError(
+                        f"the gradient of a parameter of shape {tuple(parameter.shape)} was set "
+                        f"to None after it was counted in and before it was averaged"
+                    )
+                view.zero_()
+            elif gradient is not view:
                 sources.append(gradient)
                 windows.append(view)
+            elif index in self._absent:
+                parameter.grad = view.clone()  # stays as it is if no rank has used it
         if sources:
             torch._foreach_copy_(windows, sources)
 
-    def _unpack(self) -> None:
-        if self.gradient_as_bucket_view:
-            for parameter, view in zip(self.parameters, self.views, strict=True):
+    def _unpack(self, used: Collection[int] | None) -> None:
+        gradients, windows = [], []
+        for index, parameter, view in self._members():
+            if used is not None and index not in used:
+                continue
+            if self.gradient_as_bucket_view:
                 parameter.grad = view
-        else:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            torch._foreach_copy_(gradients, self.views)
+            elif parameter.grad is None:
+                if index in self._absent:  # else set to None by the user while it was under way
+                    parameter.grad = view.clone()
+            else:
+                gradients.append(parameter.grad)
+                windows.append(view)
+        if gradients:
+            torch._foreach_copy_(gradients, windows)
+
+    def _members(self) -> list[tuple[int, torch.nn.Parameter, torch.Tensor]]:
+        return list(zip(self.layout.members, self._parameters, self.views, strict=True))
+
+
+def make_buckets(
+    parameters: Sequence[torch.nn.Parameter],
+    order: Iterable[int],
+    caps: Sequence[int],
+    gradient_as_bucket_view: bool,
+) -> list[Bucket]:
+    """The buckets of all parameters, in the order of launch; arguments as of `assign_buckets`."""
+    gradients = [
+        Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters
+    ]
+    layouts = assign_buckets(gradients, order, caps)
+    return [
+        Bucket(
+            layout,
+            [parameters[member] for member in layout.members],
+            gradient_as_bucket_view,
+            index,
+            is_last=index == len(layouts) - 1,
+        )
+        for index, layout in enumerate(layouts)
+    ]
 
 
 def _window(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

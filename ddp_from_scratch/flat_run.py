@@ -27,11 +27,11 @@ class FlatRun:
 
     def __init__(self, bucket: Bucket, members: range, group: int, flat: bool) -> None:
         self.group = group
-        self.parameters = [bucket.parameters[i] for i in members]
+        self.parameters = [bucket.parameters()[i] for i in members]
         self._gradients = [bucket.views[i] for i in members]
         self._begin = bucket.layout.offsets[members.start]
         numel = sum(parameter.numel() for parameter in self.parameters)
-        self.gradient = bucket.buffer[self._begin : self._begin + numel]
+        self.gradient = bucket.buffer()[self._begin : self._begin + numel]
         self.flat = torch.empty_like(self.gradient) if flat else self.gradient[:0]
         self._places = self._windows(self.flat) if flat else []
         self._momentum: torch.Tensor | None = None
@@ -84,7 +84,7 @@ def flat_runs(bucket: Bucket, groups: Sequence[int | None], shared: set[int]) ->
     """Cuts the bucket where the group changes, or where a parameter cannot be moved."""
     traits = [
         (group, _can_move(parameter, view) and id(parameter) not in shared)
-        for group, parameter, view in zip(groups, bucket.parameters, bucket.views, strict=True)
+        for group, parameter, view in zip(groups, bucket.parameters(), bucket.views, strict=True)
     ]
     cuts = [i for i in range(len(traits)) if i == 0 or traits[i] != traits[i - 1]]
     runs = []

@@ -59,38 +59,37 @@ class BucketLayout:
             )
 
 
-def bucket_caps(bucket_cap_mb: float | None) -> tuple[int, int]:
-    """The caps of the first and of every later bucket, in bytes.
+def bucket_caps(bucket_cap_mb: float | Sequence[float] | None) -> tuple[int, ...]:
+    """The caps of the first buckets, in bytes; the last of them is that of all later ones.
 
     Args:
         bucket_cap_mb: cap in MiB; 0 puts every gradient into a bucket of its own, `inf` puts all
-            into one. None means 1 MiB for the first bucket and 25 MiB for the others, as in
-            torch's DDP.
+            into one. A sequence gives the first bucket's cap, the second's, and so on. None means
+            1 MiB for the first bucket and 25 MiB for the others, as in torch's DDP.
 
     Raises:
-        ValueError: `bucket_cap_mb` is negative or not a number.
+        ValueError: a cap is negative or not a number, or the sequence is empty.
     """
     if bucket_cap_mb is None:
-        return int(FIRST_BUCKET_CAP_MB * 2**20), int(BUCKET_CAP_MB * 2**20)
-    if not bucket_cap_mb >= 0:
+        bucket_cap_mb = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
+    caps = bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else (bucket_cap_mb,)
+    if not caps or not all(cap >= 0 for cap in caps):
         raise ValueError(f"bucket_cap_mb must be 0 or more, got {bucket_cap_mb}")
-    cap = int(min(bucket_cap_mb * 2**20, 2**62))
-    return cap, cap
+    return tuple(int(min(cap * 2**20, 2**62)) for cap in caps)
 
 
 def assign_buckets(
     gradients: Sequence[Gradient],
     order: Iterable[int],
-    first_cap: int,
-    cap: int,
+    caps: Sequence[int],
 ) -> list[BucketLayout]:
     """Distributes gradients over buckets, in the order in which they are expected to be ready.
 
     Args:
         gradients: all gradients; an index into this sequence names one.
         order: every index once, the gradient that is ready first at the front.
-        first_cap: size in bytes at which the first bucket of each key is closed.
-        cap: the same for every later bucket.
+        caps: size in bytes at which the first bucket of each key is closed, the second, and so
+            on; the last one holds for all later buckets.
 
     Returns:
         The buckets in the order in which they fill up, which is the order to launch them in.
@@ -105,16 +104,16 @@ def assign_buckets(
         )
     open_members: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
-    caps: dict[Hashable, int] = {}
+    closed: dict[Hashable, int] = {}
     filled: list[list[int]] = []
     for index in order:
         key = gradients[index].key
         open_members.setdefault(key, []).append(index)
         open_bytes[key] = open_bytes.get(key, 0) + gradients[index].nbytes
-        if open_bytes[key] >= caps.get(key, first_cap):
+        if open_bytes[key] >= caps[min(closed.get(key, 0), len(caps) - 1)]:
             filled.append(open_members.pop(key))
             open_bytes[key] = 0
-            caps[key] = cap
+            closed[key] = closed.get(key, 0) + 1
     # What never reached its cap is full with its last member; sort those by that member's turn.
     turn = {index: position for position, index in enumerate(order)}
     filled.extend(open_members.values())

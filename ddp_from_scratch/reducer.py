@@ -5,21 +5,23 @@ and launches them in order; `_on_backward_end` is called by autograd when the ba
 over, waits for them, and puts the averages back into `.grad`.
 """
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import comm_hooks
-from .bucket import Bucket
-from .layout import Gradient, assign_buckets, bucket_caps
+from . import comm_hooks, guard
+from .bucket import Bucket, CommHook, make_buckets
+from .layout import bucket_caps
+from .share import Share
 from .snapshot import Snapshot
-
-_AGAIN = "call remove() on the Reducer and make a new one, on every rank"
+from .unused_parameters import GraphWatch
+from .usage import Usage
 
 
 class Reducer:
@@ -34,43 +36,47 @@ class Reducer:
     3. finish: at the end of backward wait for every bucket in order. When `backward()` returns,
        every `.grad` is the average over ranks.
 
-    The average is taken of what `.grad` holds. So gradients that were accumulated locally, under
-    `no_sync()`, are averaged by the next backward pass outside of it; and a second backward pass
-    through one graph adds its gradient to an average and is averaged again, which is right,
-    since averaging is linear.
-
-    After the first full backward pass the buckets are laid out anew, in the order in which rank
-    0's gradients became ready (as torch's DDP does before its second step).
-
-    The rungs of the ladder are settings of this class:
-
-    ===============================  =========================================
-    one all-reduce per parameter     `bucket_cap_mb=0, overlap=False`
-    one flat bucket                  `bucket_cap_mb=inf, overlap=False`
-    several buckets                  `overlap=False`
-    several buckets, overlapped      the default
-    ===============================  =========================================
+    The average is taken of what `.grad` holds, and averaging is linear: gradients accumulated under
+    `no_sync()` are averaged by the next pass outside of it, and a second pass through one graph
+    adds to an average and is averaged again. After the first pass the buckets are laid out anew,
+    in the order in which rank 0's gradients became ready (torch's DDP: before its second step).
 
     Args:
         module: its parameters with `requires_grad` are synchronised. All ranks must hold the same
             ones (`broadcast_parameters` checks that).
         process_group: the ranks that take part; None means all of them.
         bucket_cap_mb: size in MiB at which a bucket is closed. None means 1 for the first, 25 for
-            the others; 0 one bucket for each parameter; `inf` one for all.
+            the others; 0 one bucket for each parameter; `inf` one for all; a sequence gives the
+            first bucket's, the second's, ..., and its last holds for the rest.
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
             most of the memory of the gradients; `.grad` must then not be detached in place.
-        ready_order: names of the parameters as `Reducer.ready_order` gave them in an earlier run.
-            The buckets are laid out by it at once, as that run's were in the end: sums are taken
-            in the same order and have the same bits.
+        find_unused_parameters: parameters may take no part in a backward pass, others on each
+            rank. `.grad` of what no rank used stays as it was, elsewhere it becomes the average.
+            The buckets keep their first layout.
+        static_graph: every backward pass is as the first: what is unused, and how many gradients a
+            parameter gets. One that differs raises and names the parameter.
+        skip_unused: do not send buckets that no rank makes use of; all must know that alike.
+        ignore: names of parameters that are not synchronised.
+        ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
+            that sums are taken in the same order and have the same bits.
+
+    Attributes:
+        sync: whether backward passes average. `no_sync()` sets it to False and back.
+        share: what gradients are multiplied by before the next average (None means 1), and
+            `joining`: whether `join()` is in charge of it.
+        futures: what else the end of the next backward pass that averages waits for.
+        on_landed: called with each bucket at the end of backward, as soon as its averages are in
+            `.grad`.
+        iteration: the number of averages so far.
+        ready_order: the names of the parameters in the order of the final layout, or None.
 
     Raises:
         ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, this rank is
             not in the group, or `ready_order` names other parameters.
         RuntimeError: from a forward pass, or the step of an optimizer of these parameters: a
-            parameter got no gradient in the last backward pass, or was added, replaced, removed,
-            frozen, unfrozen or moved since construction. From `backward()`: a gradient that is
-            sparse, or that came a second time while others were missing.
+            parameter got no gradient in the last backward pass, or was changed (`snapshot.py`).
+            From `backward()`: what `guard.py` names.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -81,54 +87,66 @@ class Reducer:
         module: torch.nn.Module,
         process_group: dist.ProcessGroup | None = None,
         *,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Sequence[float] | None = None,
         overlap: bool = True,
         gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        skip_unused: bool = False,
+        ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
     ) -> None:
-        self._first_cap, self._cap = bucket_caps(bucket_cap_mb)
-        self._snapshot = Snapshot(module)
+        self._caps = bucket_caps(bucket_cap_mb)
+        self._snapshot = Snapshot(module, ignore)
         trainable = {n: p for n, p in self._snapshot.parameters.items() if p.requires_grad}
         if not trainable:
             raise ValueError("the module has no parameter that requires a gradient")
-        if dist.get_rank(process_group) < 0:
+        self._rank = dist.get_rank(process_group)
+        if self._rank < 0:
             raise ValueError("this rank is not a member of the process group")
+        if ready_order is not None and sorted(ready_order) != sorted(trainable):
+            raise ValueError("ready_order must name each parameter that requires a gradient once")
+        self.module = module
         self._names = list(trainable)
         self._parameters = list(trainable.values())
-        self._process_group = process_group
-        self._comm_hook = partial(comm_hooks.average, process_group=process_group)
+        self.device = self._parameters[0].device
+        self.process_group = process_group
+        self._comm_hook: CommHook = comm_hooks.allreduce_hook
+        self._comm_state: Any = process_group
         self._overlap = overlap
         self._gradient_as_bucket_view = gradient_as_bucket_view
+        self._skip_unused = skip_unused
+        self._usage = Usage(self._parameters, process_group, find_unused_parameters, static_graph)
+        self._watch = GraphWatch(self._parameters, self._on_enter)
 
-        # Called with each bucket at the end of backward, as soon as its averages are in `.grad`.
+        self.sync = True
+        self.joining = False
+        self.iteration = 0
+        self.share: Share | None = None
+        self.futures: list[torch.futures.Future[Any]] = []
         self.on_landed: Callable[[Bucket], None] | None = None
-        self._sync = True  # False inside no_sync()
         self._graph_task = -1  # autograd's number of the backward pass that will call us at its end
         self._next_bucket = 0  # every bucket before it has been launched
-        self._counted: list[int] = []  # in the order of readiness, until the buckets are rebuilt
-        self.ready_order: list[str] | None = None
-        if ready_order is None:
-            # Reverse order of registration: the last layer's gradient is ready first.
-            self._lay_out(reversed(range(len(self._parameters))))
-        else:
-            if sorted(ready_order) != sorted(self._names):
-                raise ValueError(
-                    "ready_order must name each parameter that requires a gradient once"
-                )
-            self.ready_order = list(ready_order)
-            self._lay_out(self._names.index(name) for name in ready_order)
+        self._counted: dict[int, None] = {}  # in the order of readiness, until buckets are rebuilt
+        self._lock = threading.Lock()  # autograd has a thread for each device
+        self.ready_order = None if ready_order is None else list(ready_order)
+        # Reverse order of registration: the last layer's gradient is ready first.
+        self._lay_out(self.ready_order or self._names[::-1])
 
-        # The parameters' hooks know the Reducer weakly and the module's hook keeps it alive: the
+        # The parameters' hooks know the Reducer weakly and the module's hooks keep it alive: the
         # garbage collector cannot see a cycle that goes through a parameter's hooks.
         this = weakref.ref(self)
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = [
+        self._hooks: list[guard.Handle] = [
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, index))
             for index, parameter in enumerate(self._parameters)
         ]
-        self._hooks.append(module.register_forward_pre_hook(_ForwardCheck(self)))
-        self._hooks.append(register_optimizer_step_pre_hook(partial(_on_optimizer_step, this)))
+        self._hooks += [
+            module.register_forward_pre_hook(guard.ModuleHook(self._before_forward)),
+            module.register_forward_hook(guard.ModuleHook(self._after_forward)),
+            guard.before_optimizer_steps(self._parameters, self.check_complete),
+        ]
         # Parameters may live on without the module, and are then like any other.
-        weakref.finalize(self, _remove, self._hooks)
+        weakref.finalize(self, guard.remove_all, self._hooks)
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -139,52 +157,109 @@ class Reducer:
 
     @property
     def flat_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets themselves, in the order of launch; new ones after the first backward."""
+        """The buckets of the present layout, in the order of launch."""
         return tuple(self._buckets)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients are accumulated locally; the next backward outside averages the sum."""
-        before = self._sync
-        self._sync = False
+        before = self.sync
+        self.sync = False
         try:
             yield
         finally:
-            self._sync = before
+            self.sync = before
+
+    def weight(self, amount: float) -> None:
+        """Lets this rank's gradients count by `amount` in the next average, then equally again.
+
+        With the number of samples (or tokens) that its loss is the mean over, the result is the
+        gradient of the mean over the whole batch. Collective: called on every rank before the
+        backward pass. A rank with 0 runs backward, too; what it computes does not matter.
+
+        Raises:
+            ValueError: `amount` is negative or not finite.
+            RuntimeError: inside `join()`.
+        """
+        if self.joining:
+            raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
+        self.share = Share.of(amount, self.device, self.process_group)
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Lets `hook(state, bucket)` average each bucket from now on; see `comm_hooks`.
+
+        One that is not of `ddp.comm_hooks` has one bucket under way at a time.
+
+        Raises:
+            RuntimeError: a backward pass is under way.
+            TypeError: `hook` cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook must be callable, got {hook!r}")
+        if any(bucket.begun for bucket in self._buckets):
+            raise RuntimeError("a comm hook cannot be registered while gradients are under way")
+        self._comm_hook, self._comm_state = hook, state
+
+    def set_static_graph(self) -> None:
+        """As `static_graph=True`, from the next backward pass on. Idempotent."""
+        self._usage.set_static()
+
+    def contribute_nothing(self, share: Share) -> None:
+        """Takes part in the others' next average, with a share of 0; `.grad` stays as it is."""
+        self.share = share
+        self._mark_rest_absent()
+        self._launch_full_buckets()
+        self._finish(unpack=False)
 
     def remove(self) -> None:
         """Takes every hook off the module, whose gradients are local from then on. Idempotent."""
-        _remove(self._hooks)
+        guard.remove_all(self._hooks)
 
     # 1. mark ready ------------------------------------------------------------------------------
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Post-accumulate-grad hook: `parameter.grad` (not the argument itself) is complete."""
+        if parameter.grad is None:  # an undefined gradient: backward came by and brought nothing
+            return
         bucket = self._buckets[self._bucket_of[index]]
         if bucket.launched:  # also under no_sync(): the average would overwrite what was added
-            missing = self._missing_names()
-            raise RuntimeError(
-                f"parameter {self._names[index]} got a second gradient {self._on_this_rank()} "
-                f"while the first was being averaged"
-                f"{f' and these had none: {missing}' if missing else ''}. "
-                f"Accumulate several backward passes under no_sync(), all but the last"
-            )
-        if not self._sync:
+            raise guard.second_gradient(index, self._buckets, self._names, self._rank)
+        self._usage.note(index)
+        if not self.sync:
             return
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise RuntimeError(
-                f"the gradient of parameter {self._names[index]} is sparse, which the Reducer "
-                f"cannot lay into a bucket: make it dense (for an embedding, sparse=False)"
-            )
-        # Known by its number, so that a backward pass that was broken off by an exception, whose
-        # callback never came, is not taken for this one.
+        if parameter.grad.is_sparse:
+            raise guard.sparse_gradient(self._names[index])
+        # What may be unused is told at the end of the outermost pass, whose beginning we saw.
+        if self._graph_task == -1 or not self._usage.may_be_unused:
+            self._begin()
+        if self.ready_order is None:
+            self._counted.pop(index, None)
+            self._counted[index] = None
+        if not self._usage.count(index):
+            return
+        if bucket.mark_ready(index) and self._overlap:
+            self._launch_full_buckets()
+
+    def _begin(self) -> None:
+        """Asks autograd to call us at the end of this backward pass. Idempotent within it.
+
+        Known by its number, so that a pass that was broken off by an exception, whose callback
+        never came, is not taken for this one.
+        """
         if self._graph_task != torch._C._current_graph_task_id():
             self._graph_task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-        if self.ready_order is None and index in bucket.missing:
-            self._counted.append(index)
-        if bucket.mark_ready(index) and self._overlap:
-            self._launch_full_buckets()
+
+    def _on_enter(self, unreached: set[int]) -> None:
+        """A backward pass has come to an output of the module, and will not reach these."""
+        with self._lock:
+            if not self.sync or self._graph_task == torch._C._current_graph_task_id():
+                return
+            self._begin()
+            for index in self._usage.unused(unreached):
+                self._buckets[self._bucket_of[index]].mark_absent(index)
+            if self._overlap:
+                self._launch_full_buckets()
 
     # 2. launch ----------------------------------------------------------------------------------
 
@@ -194,7 +269,11 @@ class Reducer:
             bucket = self._buckets[self._next_bucket]
             if bucket.missing:
                 return
-            bucket.launch(self._comm_hook)
+            if self._next_bucket and not comm_hooks.may_overlap(self._comm_hook):
+                self._buckets[self._next_bucket - 1].wait()
+            if not (self._skip_unused and self._usage.none_of(bucket.layout.members)):
+                share = 1.0 if self.share is None else self.share.value()
+                bucket.launch(self._comm_hook, self._comm_state, share)
             self._next_bucket += 1
 
     # 3. finish ----------------------------------------------------------------------------------
@@ -204,18 +283,39 @@ class Reducer:
 
         Where gradients are still missing nothing is waited for: a later backward pass may bring
         them (a loss computed in parts, reentrant checkpointing), or else the next forward raises.
+        Where parameters may be unused, what is missing now is unused in this pass.
         Idempotent: called again after the last bucket was unpacked, it does nothing.
         """
-        self._graph_task = -1
-        self._launch_full_buckets()
-        if self._next_bucket < len(self._buckets):
+        if self._graph_task == -1:
             return
+        self._graph_task = -1
+        if self._usage.may_be_unused:
+            self._mark_rest_absent()
+        self._launch_full_buckets()
+        if self._next_bucket == len(self._buckets):
+            self._finish()
+            guard.check_static(self._usage.end_pass(), self._names, self._rank)
+
+    def _mark_rest_absent(self) -> None:
         for bucket in self._buckets:
-            bucket.finish()
-            if self.on_landed is not None:
+            for index in tuple(bucket.missing):
+                bucket.mark_absent(index)
+
+    def _finish(self, unpack: bool = True) -> None:
+        if not comm_hooks.may_overlap(self._comm_hook):
+            self._buckets[-1].wait()
+        used = self._usage.agree()
+        for bucket in self._buckets:
+            bucket.finish(used if unpack else ())
+            if unpack and self.on_landed is not None:
                 self.on_landed(bucket)
+        for future in self.futures:
+            future.wait()
+        self.futures.clear()
         self._next_bucket = 0
-        if self.ready_order is None and self._counted:
+        self.share = None
+        self.iteration += 1
+        if self.ready_order is None and not self._usage.varies:
             self._rebuild()
 
     def _rebuild(self) -> None:
@@ -224,106 +324,42 @@ class Reducer:
         Called at the end of a backward pass and not before a forward one, because here every rank
         is known to take part: forward alone may be one rank's own affair (an evaluation).
         """
-        order = torch.tensor(self._counted, dtype=torch.int64, device=self._parameters[0].device)
-        dist.broadcast(order, group=self._process_group, group_src=0)
-        self._lay_out(order.tolist())
+        unused = [i for i in reversed(range(len(self._names))) if i not in self._counted]
+        order = torch.tensor([*self._counted, *unused], device=self.device)
+        dist.broadcast(order, group=self.process_group, group_src=0)
         self.ready_order = [self._names[index] for index in order.tolist()]
+        self._lay_out(self.ready_order)
 
-    def _lay_out(self, order: Iterable[int]) -> None:
-        gradients = [
-            Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device))
-            for p in self._parameters
-        ]
-        self._buckets = [
-            Bucket(
-                layout, [self._parameters[i] for i in layout.members], self._gradient_as_bucket_view
-            )
-            for layout in assign_buckets(gradients, order, self._first_cap, self._cap)
-        ]
+    def _lay_out(self, order: Sequence[str]) -> None:
+        index_of = {name: index for index, name in enumerate(self._names)}
+        self._buckets = make_buckets(
+            self._parameters,
+            [index_of[name] for name in order],
+            self._caps,
+            self._gradient_as_bucket_view,
+        )
         self._bucket_of = {
-            index: position
-            for position, bucket in enumerate(self._buckets)
-            for index in bucket.layout.members
+            index: bucket.index() for bucket in self._buckets for index in bucket.layout.members
         }
 
-    # What must not pass in silence --------------------------------------------------------------
+    # Around forward -----------------------------------------------------------------------------
 
-    def _on_forward(self, module: torch.nn.Module) -> None:
-        """Forward-pre-hook: raises where ranks would get out of step."""
-        recomputing = torch._C._current_graph_task_id() != -1  # activation checkpointing
-        # Reentrant checkpointing of the whole module runs it without gradients first, while it
-        # trains; an evaluation is one rank's own affair.
-        if recomputing or not (torch.is_grad_enabled() or module.training):
-            return
-        difference = self._snapshot.difference(module)
-        if difference is not None:
-            raise RuntimeError(
-                f"{difference} {self._on_this_rank()} after the Reducer was made: {_AGAIN}"
-            )
-        self.check_complete()
+    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
+        if guard.trains(module):
+            self._snapshot.check(module, self._usage.varies, self._rank)
+            self.check_complete()
 
-    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before any optimizer's step: raises if it would apply gradients that are not averaged.
-
-        Unlike the check before a forward pass it does not depend on how the model is called.
-        """
-        if self._next_bucket or any(bucket.begun for bucket in self._buckets):
-            ours = {id(parameter) for parameter in self._parameters}
-            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-                self.check_complete()
+    def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
+        if self._usage.may_be_unused:
+            self._watch.on_forward(outputs, walk=self._usage.varies)
 
     def check_complete(self) -> None:
         """Raises unless every gradient of the last backward pass has been averaged."""
-        if self._graph_task != -1:
-            raise RuntimeError(
-                f"the last backward pass {self._on_this_rank()} was broken off: {_AGAIN}"
-            )
-        if any(bucket.begun for bucket in self._buckets):
-            raise RuntimeError(
-                f"no gradient in the last backward pass {self._on_this_rank()} for: "
-                f"{self._missing_names()}. Every parameter must take part in the loss on every "
-                f"rank, or have requires_grad=False before the Reducer is made"
-            )
-
-    def _missing_names(self) -> str:
-        missing = [self._names[i] for b in self._buckets for i in sorted(b.missing)]
-        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-        return ", ".join(missing[:10]) + more
-
-    def _on_this_rank(self) -> str:
-        return f"on rank {dist.get_rank(self._process_group)}"
+        guard.check_complete(self._graph_task != -1, self._buckets, self._names, self._rank)
 
 
 def _on_gradient(reducer: "weakref.ref[Reducer]", index: int, parameter: torch.Tensor) -> None:
     found = reducer()
     if found is not None:
-        found._on_gradient(index, parameter)
-
-
-def _on_optimizer_step(
-    reducer: "weakref.ref[Reducer]", optimizer: torch.optim.Optimizer, *arguments: object
-) -> None:
-    found = reducer()
-    if found is not None:
-        found._on_optimizer_step(optimizer)
-
-
-def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()
-
-
-class _ForwardCheck:
-    """The module's forward-pre-hook. In a copy of the module, deep or pickled, it does nothing."""
-
-    def __init__(self, reducer: Reducer | None = None) -> None:
-        self._reducer = reducer
-
-    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
-        # A compiled model is one graph, without this check; the optimizer's step has one, too.
-        if self._reducer is not None and not torch.compiler.is_compiling():
-            self._reducer._on_forward(module)
-
-    def __reduce__(self) -> tuple[type["_ForwardCheck"], tuple[()]]:
-        return _ForwardCheck, ()
+        with found._lock:
+            found._on_gradient(index, parameter)

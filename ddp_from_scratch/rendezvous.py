@@ -1,6 +1,5 @@
 """Where the ranks of a gloo or nccl group find each other, and over which interface they speak."""
 
-import atexit
 import fcntl
 import os
 import socket
@@ -100,37 +99,9 @@ def mpi_placement() -> Placement:
 def _meet_through_mpi(timeout: timedelta) -> "tuple[Placement, dist.Store]":
     """Under mpirun, gloo and nccl: MPI knows the ranks, and tells them where the store is."""
     placement = mpi_placement()
-    return placement, store_through_mpi(placement, timeout)
-
-
-def store_through_mpi(placement: Placement, timeout: timedelta) -> dist.Store:
-    """A store that all ranks of the MPI job share. Collective.
-
-    On one machine a private file, on several a port that rank 0 opens.
-    """
     from . import mpi
 
-    if placement.one_machine:
-        # A file and not a folder of our own: a store that ends would look for minutes for a file
-        # whose folder is gone, and rank 0 may be gone first.
-        file = mpi.share(_private_file() if placement.rank == 0 else None)
-        if placement.rank == 0:
-            atexit.register(Path(file).unlink, missing_ok=True)
-        return dist.FileStore(file, placement.world_size)
-    if placement.rank == 0:
-        server = dist.TCPStore(
-            socket.getfqdn(), 0, is_master=True, timeout=timeout, wait_for_workers=False
-        )
-        mpi.share((socket.getfqdn(), server.port))
-        return server
-    host, port = mpi.share(None)
-    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
-
-
-def _private_file() -> str:
-    handle, name = tempfile.mkstemp(prefix="ddp-")
-    os.close(handle)
-    return name
+    return placement, mpi.store(placement, timeout)
 
 
 def choose_interface(placement: Placement) -> None:

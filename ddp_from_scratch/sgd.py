@@ -143,7 +143,7 @@ class SGD(torch.optim.SGD):
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):
             return
-        inside = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
+        inside = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
         self._outside = [
             (parameter, index)
             for index, group in enumerate(self.param_groups)
@@ -161,7 +161,7 @@ class SGD(torch.optim.SGD):
             for index, group in enumerate(self.param_groups)
             for parameter in group["params"]
         }
-        return [group_of.get(id(parameter)) for parameter in bucket.parameters]
+        return [group_of.get(id(parameter)) for parameter in bucket.parameters()]
 
     # 2. step each run ---------------------------------------------------------------------------
 

@@ -1,6 +1,10 @@
 """What a module's parameters were when they were laid into buckets, to notice when they change."""
 
+from collections.abc import Collection
+
 import torch
+
+AGAIN = "call remove() on the Reducer and make a new one, on every rank"
 
 
 class Snapshot:
@@ -8,30 +12,52 @@ class Snapshot:
 
     Args:
         module: looked at now, and again by each `difference()`.
+        ignore: names of parameters that are left out.
 
     Attributes:
-        parameters: all of them, by name.
+        parameters: all others, by name.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.parameters = dict(module.named_parameters())
+    def __init__(self, module: torch.nn.Module, ignore: Collection[str] = ()) -> None:
+        self._ignore = frozenset(ignore)
+        self.parameters = self._parameters_of(module)
         self._traits = {name: _traits(p) for name, p in self.parameters.items()}
         # Names are not built anew in every forward pass: it is enough to compare who owns what.
         self._owners = [(owner, _owned(owner)) for owner in module.modules()]
 
-    def difference(self, module: torch.nn.Module) -> str | None:
-        """The first thing that is not as it was, such as "parameter fc.bias was added"."""
+    def check(self, module: torch.nn.Module, may_freeze: bool, rank: int) -> None:
+        """Raises if there is a difference; arguments as of `difference`."""
+        difference = self.difference(module, may_freeze)
+        if difference is not None:
+            raise RuntimeError(f"{difference} on rank {rank} after the Reducer was made: {AGAIN}")
+
+    def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
+        """The first thing that is not as it was, such as "parameter fc.bias was added".
+
+        Args:
+            module: the one that the snapshot was made of.
+            may_freeze: a parameter that required a gradient then may require none now.
+        """
         if any(_owned(owner) != owned for owner, owned in self._owners):
-            now = dict(module.named_parameters())
+            now = self._parameters_of(module)
             for name in self.parameters | now:
-                before, after = self.parameters.get(name), now.get(name)
-                if before is not after:
-                    verb = "removed" if after is None else "added" if before is None else "replaced"
+                then, this = self.parameters.get(name), now.get(name)
+                # What is no Parameter is there for one call only (torch.func.functional_call).
+                if then is not this and not (then is not None and _is_substitute(this)):
+                    verb = "removed" if this is None else "added" if then is None else "replaced"
                     return f"parameter {name} was {verb}"
         for name, parameter in self.parameters.items():
-            if self._traits[name] != _traits(parameter):
+            before, after = self._traits[name], _traits(parameter)
+            if before != after and not (may_freeze and before == (True, *after[1:])):
                 return f"parameter {name} became {_describe(parameter)}"
         return None
+
+    def _parameters_of(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        return {n: p for n, p in module.named_parameters() if n not in self._ignore}
+
+
+def _is_substitute(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and not isinstance(parameter, torch.nn.Parameter)
 
 
 def _owned(module: torch.nn.Module) -> list[int]:

@@ -18,16 +18,29 @@ CHAIN = {
     "bucket": {"layout"},
     "comm_hooks": {"layout", "bucket"},
     "snapshot": set(),
-    "reducer": {"layout", "bucket", "comm_hooks", "snapshot"},
     "flat_run": {"bucket"},
     "sgd": {"bucket", "flat_run", "reducer"},
     "sync_batch_norm": set(),
+    "share": set(),
+    "static_graph": set(),
+    "unused_parameters": set(),
+    "usage": {"static_graph"},
+    "guard": {"layout", "bucket", "snapshot"},
+    "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
+    | {"unused_parameters"},
+    "delayed": {"bucket", "comm_hooks"},
+    "logging_data": {"comm_hooks", "reducer"},
+    "join": {"broadcast", "guard", "reducer", "share"},
+    "distributed_data_parallel": {"broadcast", "bucket", "comm_hooks", "delayed", "join", "reducer"}
+    | {"logging_data"},
 }
 
 
 def test_public_names():
     assert ddp_from_scratch.__all__ == [
         "SGD",
+        "DistributedDataParallel",
+        "JoinableReducer",
         "Reducer",
         "SyncBatchNorm",
         "UsageError",
@@ -35,7 +48,9 @@ def test_public_names():
         "broadcast_buffers",
         "broadcast_parameters",
         "check_sync",
+        "comm_hooks",
         "convert_sync_batchnorm",
+        "join",
         "process_group",
         "start_ranks",
     ]
@@ -46,7 +61,9 @@ def test_public_name_has_a_docstring(name):
     assert inspect.getdoc(getattr(ddp_from_scratch, name))
 
 
-@pytest.mark.parametrize("name", ["Reducer", "SGD", "SyncBatchNorm"])
+@pytest.mark.parametrize(
+    "name", ["Reducer", "DistributedDataParallel", "JoinableReducer", "SGD", "SyncBatchNorm"]
+)
 def test_public_methods_have_docstrings(name):
     for method, value in vars(getattr(ddp_from_scratch, name)).items():
         if not method.startswith("_"):

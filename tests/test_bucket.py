@@ -9,25 +9,21 @@ from ddp_from_scratch.layout import Gradient, assign_buckets
 
 
 class Doubled:
-    """A comm hook whose all-reduce lands in `wait()`: it doubles the buffer."""
+    """A comm hook whose result is twice what was sent, in other memory."""
 
     def __init__(self):
         self.sent: list[torch.Tensor] = []
-        self.waits = 0
 
-    def __call__(self, buffer: torch.Tensor) -> "Doubled":
-        self.sent.append(buffer.clone())
-        self.buffer = buffer
-        return self
-
-    def wait(self):
-        self.waits += 1
-        self.buffer.mul_(2)
+    def __call__(self, state: object, bucket: Bucket) -> torch.futures.Future:
+        self.sent.append(bucket.buffer().clone())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer() * 2)
+        return future
 
 
 def make(*parameters: nn.Parameter, as_view: bool = False) -> Bucket:
     sizes = [Gradient(p.numel(), p.nbytes, p.dtype) for p in parameters]
-    (layout,) = assign_buckets(sizes, range(len(parameters)), 2**62, 2**62)
+    (layout,) = assign_buckets(sizes, range(len(parameters)), [2**62])
     return Bucket(layout, parameters, as_view)
 
 
@@ -87,13 +83,13 @@ def test_finish_is_idempotent(as_view):
     bucket.launch(hook)
     bucket.finish()
     bucket.finish()
-    assert hook.waits == 1
+    assert len(hook.sent) == 1
     assert p.grad.tolist() == [2, 4]
 
 
 def test_finish_waits_for_every_member_again():
     bucket = make(parameter(1))
-    fill(bucket.parameters[0])
+    fill(bucket.parameters()[0])
     assert bucket.mark_ready(0)
     bucket.launch(Doubled())
     assert not bucket.missing
@@ -112,14 +108,15 @@ def test_a_gradient_that_changes_before_the_launch_is_sent_as_it_is_then():
 
 
 def test_failed_wait_is_raised_and_leaves_grad_alone():
-    class Failed(Doubled):
-        def wait(self):
-            raise RuntimeError("a peer died")
+    def failing(state, bucket):
+        future = torch.futures.Future()
+        future.set_exception(RuntimeError("a peer died"))
+        return future
 
     p = parameter(2)
     bucket = make(p)
     fill(p, 1)
-    bucket.launch(Failed())
+    bucket.launch(failing)
     with pytest.raises(RuntimeError, match="a peer died"):
         bucket.finish()
     assert p.grad.tolist() == [1, 2]
@@ -159,7 +156,7 @@ def test_views_lie_in_the_buffer_and_do_not_overlap(build):
     view = bucket.views[1]
     assert view.shape == p.shape
     view.fill_(1)
-    assert bucket.buffer.tolist() == [0] + [1] * p.numel() + [0]
+    assert bucket.buffer().tolist() == [0] + [1] * p.numel() + [0]
 
 
 def test_views_keep_the_strides_of_a_dense_parameter():
@@ -215,7 +212,7 @@ def test_without_views_grad_keeps_its_own_memory():
     bucket.launch(Doubled())
     bucket.finish()
     assert p.grad.data_ptr() == memory
-    bucket.buffer.zero_()
+    bucket.buffer().zero_()
     assert p.grad.tolist() == [2, 4]
 
 
@@ -226,5 +223,175 @@ def test_buffer_has_the_dtype_of_its_parameters(dtype):
     fill(p, 1)
     bucket.launch(Doubled())
     bucket.finish()
-    assert bucket.buffer.dtype == dtype
+    assert bucket.buffer().dtype == dtype
     assert p.grad.tolist() == [2, 4]
+
+
+# What a comm hook sees --------------------------------------------------------------------------
+
+
+def test_a_hook_sees_gradients_and_parameters():
+    weight, bias = parameter(2, 2), parameter(3)
+    bucket = make(weight, bias)
+    fill(weight), fill(bias, 10)
+    seen = []
+
+    def hook(state, bucket):
+        assert state == "state"
+        assert (bucket.index(), bucket.is_last()) == (0, True)
+        assert [p is q for p, q in zip(bucket.parameters(), (weight, bias), strict=True)]
+        seen.extend(g.tolist() for g in bucket.gradients())
+        bucket.gradients()[1].fill_(7)
+        assert bucket.buffer().tolist() == [0, 1, 2, 3, 7, 7, 7]
+        return Doubled()(state, bucket)
+
+    bucket.launch(hook, "state")
+    bucket.finish()
+    assert seen == [[[0, 1], [2, 3]], [10, 11, 12]]
+    assert bias.grad.tolist() == [14, 14, 14]
+
+
+@as_view
+def test_set_buffer_lasts_until_the_average_is_in_grad(as_view):
+    p = parameter(2)
+    bucket = make(p, as_view=as_view)
+    for start in (1, 5):
+        p.grad = None
+        fill(p, start)
+
+        def halved(state, bucket):
+            assert bucket.buffer().dtype == torch.float32
+            bucket.set_buffer(bucket.buffer().half())
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        bucket.launch(halved)
+        bucket.finish()
+        assert p.grad.tolist() == [start, start + 1]
+        assert p.grad.dtype == torch.float32
+
+
+def test_set_buffer_refuses_another_size():
+    with pytest.raises(ValueError, match="must have 2, got 3"):
+        make(parameter(2)).set_buffer(torch.zeros(3))
+
+
+def test_a_hook_that_returns_no_future_is_named():
+    p = parameter(2)
+    bucket = make(p)
+    fill(p)
+
+    def wrong(state, bucket):
+        return bucket.buffer()
+
+    with pytest.raises(TypeError, match=r"Future, wrong returned Tensor"):
+        bucket.launch(wrong)
+
+
+def test_a_future_that_gives_no_tensor_is_named():
+    p = parameter(2)
+    bucket = make(p)
+    fill(p)
+
+    def wrong(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(3)
+        return future
+
+    bucket.launch(wrong)
+    with pytest.raises(TypeError, match="must give a tensor, got int"):
+        bucket.finish()
+
+
+# Members without a gradient ---------------------------------------------------------------------
+
+
+def test_absent_counts_and_contributes_zeros():
+    one, other = parameter(2), parameter(1)
+    bucket, hook = make(one, other), Doubled()
+    bucket._flat.fill_(9)
+    fill(one, 1)
+    assert not bucket.mark_ready(0)
+    assert bucket.mark_absent(1)
+    bucket.launch(hook)
+    assert hook.sent[0].tolist() == [1, 2, 0]
+
+
+@as_view
+def test_absent_gets_the_average_where_another_rank_used_it(as_view):
+    one, other = parameter(2), parameter(1)
+    bucket = make(one, other, as_view=as_view)
+    fill(one, 1)
+    bucket.mark_ready(0)
+    bucket.mark_absent(1)
+
+    def others_add_three(state, bucket):
+        bucket.buffer().add_(3)
+        return Doubled()(state, bucket)
+
+    bucket.launch(others_add_three)
+    bucket.finish({0, 1})
+    assert one.grad.tolist() == [8, 10]
+    assert other.grad.tolist() == [6]
+
+
+@as_view
+def test_grad_of_what_nobody_used_stays_as_it_is(as_view):
+    one, other = parameter(2), parameter(1)
+    bucket = make(one, other, as_view=as_view)
+    for old in (None, 5.0):
+        for p in (one, other):
+            p.grad = None
+        if old is not None:  # of an earlier step, lying in the bucket if gradients are views
+            fill(one), fill(other, 5)
+            bucket.mark_ready(0), bucket.mark_ready(1)
+        one.grad = None
+        fill(one, 1)
+        bucket.missing = {0, 1}
+        bucket.mark_ready(0)
+        bucket.mark_absent(1)
+        hook = Doubled()
+        bucket.launch(hook)
+        assert hook.sent[0].tolist() == [1, 2, old or 0]
+        bucket.finish({0})
+        assert one.grad.tolist() == [2, 4]
+        assert other.grad is None if old is None else other.grad.tolist() == [old]
+
+
+def test_a_gradient_that_comes_after_all_is_packed():
+    p = parameter(2)
+    bucket, hook = make(p), Doubled()
+    bucket.mark_absent(0)
+    fill(p, 1)
+    bucket.mark_ready(0)
+    bucket.launch(hook)
+    assert hook.sent[0].tolist() == [1, 2]
+
+
+@as_view
+def test_share_weighs_the_gradients(as_view):
+    p = parameter(2)
+    bucket, hook = make(p, as_view=as_view), Doubled()
+    fill(p, 1)
+    bucket.launch(hook, None, 0.5)
+    bucket.finish()
+    assert hook.sent[0].tolist() == [0.5, 1]
+    p.grad = torch.full((2,), float("nan"))
+    bucket.launch(hook, None, 0.0)
+    assert hook.sent[1].tolist() == [0, 0]
+
+
+@as_view
+def test_a_share_of_nothing_leaves_grad_alone(as_view):
+    p = parameter(2)
+    bucket, hook = make(p, as_view=as_view), Doubled()
+    fill(p, 1)
+    bucket.mark_ready(0)
+    bucket.missing = {0}  # averaged before; it lies in the bucket if gradients are views
+    bucket.mark_absent(0)
+    bucket.launch(hook, None, 0.0)
+    bucket.finish(used=())
+    assert hook.sent[0].tolist() == [0, 0]
+    assert p.grad.tolist() == [1, 2]
+    assert bucket.missing == {0}

@@ -1,14 +1,37 @@
-"""What a bucket sends, on real ranks: rank r contributes n (r + 1), and the average is exact.
+"""What a bucket sends, on real ranks: ours, and torch's own hooks unchanged.
 
-The factor n, the world size, is there because 1/3 is no float: a third of it is exact.
+Rank r contributes n (r + 1), and the average is exact. The factor n, the world size, is there
+because 1/3 is no float: a third of it is exact.
 """
+
+import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    DDPCommHookType,
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+    register_ddp_comm_hook,
+)
+from torch.nn.functional import mse_loss
 
-from ddp_from_scratch import comm_hooks
+from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks
+from ddp_from_scratch.bucket import Bucket
+from ddp_from_scratch.layout import BucketLayout
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+OURS = {
+    "full": comm_hooks.allreduce_hook,
+    "fp16": comm_hooks.fp16_compress_hook,
+    "bf16": comm_hooks.bf16_compress_hook,
+}
+each_of_ours = pytest.mark.parametrize("name", OURS)
 
 
 @pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
@@ -17,26 +40,45 @@ def crew(ranks, request):
     return ranks(backend, int(world_size))
 
 
-def average(world):
+@pytest.fixture(params=["gloo", "mpi"])
+def pair(ranks, request):
+    return ranks(request.param, 2)
+
+
+def bucket_of(values: torch.Tensor) -> Bucket:
+    parameter = nn.Parameter(torch.zeros_like(values))
+    parameter.grad = values
+    return Bucket(BucketLayout((0,), (0,), values.numel()), [parameter], False)
+
+
+def averaged(values: torch.Tensor, hook) -> torch.Tensor:
+    bucket = bucket_of(values)
+    bucket.launch(hook)
+    bucket.finish()
+    return bucket.parameters()[0].grad
+
+
+def average(world, name):
     n = world.world_size
     for dtype in DTYPES:
         for numel in (0, 1, 5, 10_000):
-            buffer = torch.full((numel,), n * (world.rank + 1), dtype=dtype)
-            comm_hooks.average(buffer).wait()
-            assert buffer.dtype == dtype
-            assert torch.equal(buffer, torch.full_like(buffer, n * (n + 1) / 2)), (dtype, numel)
+            result = averaged(torch.full((numel,), n * (world.rank + 1), dtype=dtype), OURS[name])
+            assert result.dtype == dtype
+            assert torch.equal(result, torch.full_like(result, n * (n + 1) / 2)), (dtype, numel)
 
 
-def test_average_is_exact_in_every_dtype(crew):
-    crew(average)
+@each_of_ours
+def test_average_is_exact_in_every_dtype(crew, name):
+    crew(average, name)
 
 
 def average_near_the_largest(world):
     for value, dtype in ((6e4, torch.float16), (3e38, torch.bfloat16), (3e38, torch.float32)):
-        buffer = torch.full((5,), value, dtype=dtype)
-        expected = buffer.clone()
-        comm_hooks.average(buffer).wait()
-        torch.testing.assert_close(buffer, expected)
+        values = torch.full((5,), value, dtype=dtype)
+        torch.testing.assert_close(averaged(values.clone(), OURS["full"]), values)
+    for value, name, rtol in ((6e4, "fp16", 1e-3), (3e38, "bf16", 1e-2)):
+        values = torch.full((5,), value)
+        torch.testing.assert_close(averaged(values.clone(), OURS[name]), values, rtol=rtol, atol=0)
 
 
 def test_average_overflows_only_where_its_value_would(crew):
@@ -44,15 +86,229 @@ def test_average_overflows_only_where_its_value_would(crew):
     crew(average_near_the_largest)
 
 
-def two_averages_at_once(world):
+def bytes_sent(world, name, dtype):
+    sent = []
+    original = dist.all_reduce
+    dist.all_reduce = lambda tensor, **options: (
+        sent.append(tensor.element_size()),
+        original(tensor, **options),
+    )[1]
+    try:
+        averaged(torch.ones(4, dtype=dtype), OURS[name])
+    finally:
+        dist.all_reduce = original
+    return sent
+
+
+def test_compression_halves_the_bytes_and_never_adds_any(pair):
+    for name in ("fp16", "bf16"):
+        for dtype, size in ((torch.float32, 2), (torch.float64, 2), (torch.float16, 2)):
+            assert pair(bytes_sent, name, dtype) == [[size]] * 2
+
+
+def several_averages_at_once(world):
     n = world.world_size
-    buffers = [torch.full((3,), n * (world.rank + 1.0)), torch.full((2,), n * world.rank * 10.0)]
-    handles = [comm_hooks.average(buffer) for buffer in buffers]
-    for handle in reversed(handles):
-        handle.wait()
-    assert buffers[0].tolist() == [n * (n + 1) / 2] * 3
-    assert buffers[1].tolist() == [n * (n - 1) * 5] * 2
+    buckets = [
+        bucket_of(torch.full((k + 1,), n * (world.rank + k), dtype=torch.float32)) for k in range(3)
+    ]
+    for bucket in buckets:
+        bucket.launch(OURS["full"])
+    for bucket in reversed(buckets):
+        bucket.finish()
+    for k, bucket in enumerate(buckets):
+        assert bucket.parameters()[0].grad.tolist() == [n * (n - 1) // 2 + n * k] * (k + 1)
 
 
 def test_several_averages_are_under_way_at_once(crew):
-    crew(two_averages_at_once)
+    crew(several_averages_at_once)
+
+
+# In training ------------------------------------------------------------------------------------
+
+
+def build(world) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A model that is the same everywhere, and this rank's part of the data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    model.append(nn.Linear(16, 1))
+    broadcast_parameters(model)
+    x = torch.randn(16 * world.world_size, 8)
+    y = x.square().sum(1, keepdim=True) / 8
+    return model, *(t.chunk(world.world_size)[world.rank] for t in (x, y))
+
+
+def whole_loss(world, model, x, y) -> float:
+    loss = mse_loss(model(x), y).detach()
+    dist.all_reduce(loss)
+    return loss.item() / world.world_size
+
+
+def train(world, model, x, y, steps) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return whole_loss(world, model, x, y)
+
+
+def assert_one_model(model) -> None:
+    for p in model.parameters():
+        zero = p.detach().clone()
+        dist.broadcast(zero, 0)
+        assert torch.equal(p, zero)
+
+
+def converge(world, name):
+    losses = []
+    for hook in (OURS["full"], OURS[name]):
+        model, x, y = build(world)
+        before = whole_loss(world, model, x, y)
+        reducer = Reducer(model, bucket_cap_mb=1e-4)
+        reducer.register_comm_hook(None, hook)
+        losses.append(train(world, model, x, y, 60))
+        assert_one_model(model)
+    assert losses[1] < before / 5
+    assert abs(losses[1] - losses[0]) < 0.05 * losses[0], losses
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_compressed_training_converges_as_in_full_precision(pair, name):
+    pair(converge, name)
+
+
+def register_checks(world):
+    model, x, y = build(world)
+    reducer = Reducer(model)
+    with pytest.raises(TypeError, match="must be callable, got 3"):
+        reducer.register_comm_hook(None, 3)
+    reducer.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    loss = mse_loss(model(x), y)
+    with pytest.raises(TypeError, match=r"must return a torch.futures.Future, .* returned Tensor"):
+        loss.backward()
+
+
+def test_what_is_no_hook_is_refused(ranks):
+    ranks("gloo", 2)(register_checks)
+
+
+def state_and_order(world):
+    """Every bucket once, in order, each after the one before it has landed."""
+    model, x, y = build(world)
+    reducer = Reducer(model, bucket_cap_mb=0)
+    seen, landed = [], []
+
+    def hook(state, bucket):
+        assert state is seen
+        assert landed == seen
+        seen.append((bucket.index(), bucket.is_last()))
+        future = comm_hooks.allreduce_hook(None, bucket)
+        return future.then(lambda f: (landed.append(seen[-1]), f.value())[1])
+
+    reducer.register_comm_hook(seen, hook)
+    for _ in range(2):
+        seen.clear(), landed.clear()
+        mse_loss(model(x), y).backward()
+        assert seen == [(k, k == 5) for k in range(6)]
+
+
+def test_an_unknown_hook_has_one_bucket_under_way_at_a_time(pair):
+    pair(state_and_order)
+
+
+# torch's own ------------------------------------------------------------------------------------
+
+TORCHS = {
+    "allreduce": (default_hooks.allreduce_hook, 1e-6),
+    "fp16": (default_hooks.fp16_compress_hook, 2e-3),
+    "bf16": (default_hooks.bf16_compress_hook, 2e-2),
+    "fp16 wrapper": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 2e-3),
+    "bf16 wrapper": (default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), 2e-2),
+    "quantized": (quantization_hooks.quantization_pertensor_hook, 2e-2),
+    "quantized by channel": (quantization_hooks.quantization_perchannel_hook, 2e-2),
+}
+
+
+def torchs_hook(world, name, view):
+    hook, tolerance = TORCHS[name]
+    ours, x, y = build(world)
+    theirs = copy.deepcopy(ours)
+    Reducer(ours, bucket_cap_mb=1e-4)
+    reducer = Reducer(theirs, bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+    reducer.register_comm_hook(None, hook)
+    for _ in range(3):
+        for model in (ours, theirs):
+            model.zero_grad()
+            mse_loss(model(x), y).backward()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        limit = tolerance * p.grad.abs().max()
+        assert (p.grad - q.grad).abs().max() <= limit
+        zero = q.grad.clone()
+        dist.broadcast(zero, 0)
+        assert torch.equal(zero, q.grad), "ranks have different gradients"
+
+
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+def test_torchs_hooks_run_unchanged(ranks, name, view):
+    if name.startswith("quantized") and torch.__version__ < "2.15":
+        pytest.skip("this torch's hook is written for what nccl's futures give, and not gloo's")
+    ranks("gloo", 2)(torchs_hook, name, view)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "fp16", "bf16", "fp16 wrapper", "bf16 wrapper"])
+def test_torchs_hooks_run_unchanged_on_mpi(ranks, name):
+    ranks("mpi", 2)(torchs_hook, name, False)
+
+
+def torchs_power_sgd(world):
+    losses = []
+    for compress in (False, True):
+        model, x, y = build(world)
+        reducer = Reducer(model, bucket_cap_mb=1e-3)
+        if compress:
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+            )
+            reducer.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        losses.append(train(world, model, x, y, 40))
+        assert_one_model(model)
+    assert state.total_numel_after_compression < state.total_numel_before_compression
+    assert losses[1] < 2 * losses[0] + 0.05, losses
+
+
+def test_torchs_power_sgd_trains(ranks):
+    ranks("gloo", 2)(torchs_power_sgd)
+
+
+def torchs_post_local_sgd(world):
+    model, x, y = build(world)
+    alone, _ = dist.new_subgroups(1)
+    state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
+    reducer = Reducer(model)
+    reducer.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    for step in range(4):
+        model.zero_grad()
+        mse_loss(model(x), y).backward()
+        grad = model[0].weight.grad
+        zero = grad.clone()
+        dist.broadcast(zero, 0)
+        assert torch.equal(zero, grad) is (step < 2 or world.rank == 0)
+
+
+def test_torchs_post_local_sgd(ranks):
+    ranks("gloo", 2)(torchs_post_local_sgd)
+
+
+def registered_by_torchs_enum(world):
+    model, x, y = build(world)
+    reducer = Reducer(model)
+    register_ddp_comm_hook(DDPCommHookType.NOOP, reducer)
+    assert reducer._comm_hook is debugging_hooks.noop_hook
+    mse_loss(model(x), y).backward()
+    local = torch.autograd.grad(mse_loss(model(x), y), [model[0].weight])[0]
+    assert torch.equal(model[0].weight.grad, local)
+
+
+def test_torchs_enum_registers_on_a_reducer(ranks):
+    ranks("gloo", 2)(registered_by_torchs_enum)

@@ -61,6 +61,14 @@ def test_every_file_named_is_there():
     for text, folder in ((README, ROOT), (GUIDE, ROOT / "ddp_from_scratch")):
         for name in re.findall(r"`([\w/]+\.py)[`,]", text):
             if name not in ("example.py", "run.py"):
-                assert (folder / name).is_file(), name
+                places = (folder, ROOT, ROOT / "tests")
+                assert any((place / name).is_file() for place in places), name
     for target in re.findall(r"\]\(([\w/.]+)", README):
         assert (ROOT / Path(target)).is_file(), target
+
+
+def test_every_test_named_is_there():
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", GUIDE)
+    assert named
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"

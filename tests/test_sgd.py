@@ -188,7 +188,7 @@ def test_one_call_per_bucket(monkeypatch):
     assert 1 < len(buckets) < len(list(pair.ours.parameters()))
     assert sizes == [bucket.layout.numel for bucket in buckets]
     for bucket in buckets:
-        assert len({p.untyped_storage().data_ptr() for p in bucket.parameters}) == 1
+        assert len({p.untyped_storage().data_ptr() for p in bucket.parameters()}) == 1
 
 
 def test_chunks_stay_in_the_cache(monkeypatch):

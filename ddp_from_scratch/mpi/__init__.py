@@ -27,11 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..rendezvous import store_through_mpi
+from .job_store import store
 from .process_group import ProcessGroupMPI, create
 from .runtime import placement, share
 
-__all__ = ["BACKEND", "ProcessGroupMPI", "empty", "placement", "share"]
+__all__ = ["BACKEND", "ProcessGroupMPI", "empty", "placement", "share", "store"]
 
 
 def empty(
@@ -81,7 +81,7 @@ def _rendezvous(
 ) -> Iterator[tuple[dist.Store, int, int]]:
     """What torch calls for "mpi://": the store, this rank, how many there are."""
     place = placement()
-    yield store_through_mpi(place, timeout), place.rank, place.world_size
+    yield store(place, timeout), place.rank, place.world_size
     raise RuntimeError("ranks of an MPI job meet once; they cannot meet anew")
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
-from ..rendezvous import store_through_mpi
 from .collectives import Collectives, Operation
 from .datatypes import message
+from .job_store import store as store_of_job
 from .meeting import Nodes
 from .runtime import MPI, placement
 from .worker import Pending, PendingMessage, Result, Worker
@@ -345,7 +345,7 @@ def create(backend_options: Any, options: object) -> ProcessGroupMPI:
     if not ranks:
         store = None
         if _is_placeholder(backend_options.store):
-            store = store_through_mpi(placement(), timeout)
+            store = store_of_job(placement(), timeout)
         return ProcessGroupMPI(MPI.COMM_WORLD, timeout, store=store)
     members = MPI.COMM_WORLD.Get_group().Incl(ranks)
     communicator = MPI.COMM_WORLD.Create_group(members)

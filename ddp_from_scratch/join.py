@@ -1,0 +1,164 @@
+"""Ranks that run out of data early go on taking part in the other ranks' collectives.
+
+    with ddp.join(reducer):
+        for x, y in loader:          # not as many batches on every rank
+            ...
+
+Built on torch's own protocol (`torch.distributed.algorithms.join`), so that other things that
+communicate in every step, such as ZeroRedundancyOptimizer, may join in one context.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from .broadcast import broadcast_parameters
+from .guard import ModuleHook
+from .reducer import Reducer
+from .share import Share
+
+
+class JoinableReducer(Joinable):
+    """A Reducer that takes part in a `Join` context.
+
+    What a rank with data does in each step, and what one without does at the same time:
+
+    1. `notify`, before its forward pass: it is there (torch's protocol), and whether it averages
+       in this step. The sum over ranks is the number of those that do.
+       `_Hook.main_hook` asks for that number.
+    2. `before_forward`, where there is something to do: both.
+    3. backward: the buckets' all-reduces. `main_hook`: the same, with a share of zero.
+
+    When no rank has data left, the one with the highest rank among those that ended last gives
+    its parameters and buffers to all.
+
+    Args:
+        reducer: what averages the gradients.
+        before_forward: called on every rank with the rank to take things from, one that has data.
+    """
+
+    def __init__(
+        self, reducer: Reducer, before_forward: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__()
+        self.reducer = reducer
+        self.before_forward = before_forward
+        self.ignore: frozenset[str] = frozenset()  # names of what is not synchronised
+        self.by_initial_world_size = True
+        self.last_rank: int | None = None  # whose parameters all have, after a context has ended
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank without data does; torch's `Join` calls this."""
+        self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _Hook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the tensors that ranks exchange lie."""
+        return self.reducer.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that take part."""
+        return self.reducer.process_group or dist.group.WORLD
+
+    def notify(self) -> None:
+        """Called before each forward pass that trains. Collective inside a `Join` context.
+
+        Raises:
+            RuntimeError: some rank has no data left, with `throw_on_early_termination`.
+        """
+        sync = self.reducer.sync
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            share = self.agree(1.0 if sync else 0.0)
+            if not sync:
+                return
+            self.reducer.share = None if self.by_initial_world_size else share
+            if self.before_forward is not None:
+                self.before_forward(self.agree_on_rank(True))
+        elif sync and self.before_forward is not None:
+            self.before_forward(0)
+
+    def agree(self, amount: float) -> Share:
+        """This rank's part among those that average in this step."""
+        return Share.of(amount, self.join_device, self.reducer.process_group)
+
+    def agree_on_rank(self, candidate: bool) -> int:
+        """The highest rank among the candidates. Collective."""
+        rank = dist.get_rank(self.reducer.process_group) if candidate else -1
+        highest = torch.tensor([rank], device=self.join_device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.reducer.process_group)
+        return int(highest.item())
+
+
+class _Hook(JoinHook):
+    def __init__(self, joinable: JoinableReducer) -> None:
+        self.joinable = joinable
+
+    def main_hook(self) -> None:
+        """One step of the others."""
+        nothing = self.joinable.agree(0.0)
+        if nothing.total() == 0:  # they accumulate
+            return
+        if self.joinable.before_forward is not None:
+            self.joinable.before_forward(self.joinable.agree_on_rank(False))
+        self.joinable.reducer.contribute_nothing(nothing)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Nobody has data left."""
+        src = self.joinable.last_rank = self.joinable.agree_on_rank(is_last_joiner)
+        reducer = self.joinable.reducer
+        broadcast_parameters(reducer.module, src, reducer.process_group, self.joinable.ignore)
+
+
+@contextmanager
+def join(
+    reducer: Reducer,
+    *,
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[None]:
+    """Lets ranks have different numbers of batches.
+
+    A rank that leaves the block early goes on with the others' collectives until all have left.
+    At the end all have the parameters and buffers of one that was last. A step under `no_sync()`
+    has its forward pass inside it, too.
+
+    Args:
+        reducer: what averages the gradients.
+        divide_by_initial_world_size: divide by the number of all ranks, as if those without data
+            had a gradient of zero, or only by the number of those that still have data.
+        enable: False for ranks that are known to have the same number of batches.
+        throw_on_early_termination: raise on every rank as soon as one has no data left.
+
+    Raises:
+        RuntimeError: with `throw_on_early_termination`, when the first rank has no data left.
+
+    Follows: `torch.nn.parallel.DistributedDataParallel.join`.
+    """
+    joinable = JoinableReducer(reducer)
+
+    def before_forward(module: torch.nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            joinable.notify()
+
+    hook = reducer.module.register_forward_pre_hook(ModuleHook(before_forward))
+    context = Join(
+        [joinable],
+        enable,
+        throw_on_early_termination,
+        divide_by_initial_world_size=divide_by_initial_world_size,
+    )
+    reducer.joining = enable
+    try:
+        with context:
+            yield
+    finally:
+        reducer.joining = False
+        hook.remove()

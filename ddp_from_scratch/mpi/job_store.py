@@ -1,0 +1,41 @@
+"""The store through which groups of other backends meet, where MPI knows the ranks."""
+
+import atexit
+import os
+import socket
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..launch import Placement
+from .runtime import share
+
+
+def store(placement: Placement, timeout: timedelta) -> dist.Store:
+    """A store that all ranks of the MPI job share. Collective.
+
+    On one machine a private file, on several a port that rank 0 opens.
+    """
+    if placement.one_machine:
+        # A file and not a folder of our own: a store that ends would look for minutes for a file
+        # whose folder is gone, and rank 0 may be gone first.
+        file = share(_private_file() if placement.rank == 0 else None)
+        if placement.rank == 0:
+            atexit.register(Path(file).unlink, missing_ok=True)
+        return dist.FileStore(file, placement.world_size)
+    if placement.rank == 0:
+        server = dist.TCPStore(
+            socket.getfqdn(), 0, is_master=True, timeout=timeout, wait_for_workers=False
+        )
+        share((socket.getfqdn(), server.port))
+        return server
+    host, port = share(None)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+def _private_file() -> str:
+    handle, name = tempfile.mkstemp(prefix="ddp-")
+    os.close(handle)
+    return name

@@ -1,0 +1,121 @@
+"""Which parameters the graph of a forward pass does not reach."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+
+def find_tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returned: in tuples, lists, dicts, dataclasses, at any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from find_tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from find_tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from find_tensors(getattr(value, field.name))
+
+
+def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The leaves that a backward pass from `outputs` would give a gradient.
+
+    None where that cannot be told: reentrant checkpointing builds a part of the graph only during
+    the backward pass.
+    """
+    leaves: list[torch.Tensor] = []
+    ahead = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            ahead.append(output.grad_fn)
+        elif output.requires_grad:
+            leaves.append(output)
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, torch._C._functions.AccumulateGrad):
+            leaves.append(node.variable)
+        elif node.name() == "CheckpointFunctionBackward":
+            return None
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                ahead.append(following)
+    return leaves
+
+
+class _Forward:
+    """One forward pass: what its graph reaches, and whether a backward pass has entered it."""
+
+    def __init__(self, reached: set[int] | None) -> None:
+        self.reached = reached
+        self.entered = False
+
+
+class GraphWatch:
+    """Walks the graph of each forward pass, and notices when a backward pass enters it.
+
+    1. `on_forward`: walks from the module's outputs to the parameters.
+    2. When a backward pass comes to one of these outputs, `on_enter` is called with the indices
+       of the parameters that get no gradient in it.
+
+    Where several forward passes are still to be entered, any of them may be part of this backward
+    pass, so only what none of them reaches counts as without a gradient. The others are known to
+    be unused when the backward pass is over, not before.
+
+    Args:
+        parameters: those whose indices are meant.
+        on_enter: called in the backward pass, before the gradients of what the graph reaches.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], on_enter: Callable[[set[int]], None]
+    ) -> None:
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._on_enter = weakref.WeakMethod(on_enter)
+        # A graph owns its record: what was never entered goes when the graph does.
+        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+
+    def on_forward(self, outputs: object, walk: bool = True) -> None:
+        """Walks from all tensors in `outputs`; without `walk`, nothing is said to be unreached."""
+        tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
+        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+        if not nodes:
+            return
+        leaves = None
+        if walk:
+            with torch.profiler.record_function("search_unused_parameters"):
+                leaves = reached(tensors)
+        forward = _Forward(
+            None if leaves is None else {self._index_of.get(id(leaf), -1) for leaf in leaves}
+        )
+        self._forwards.add(forward)
+        for node in nodes:
+            node.register_prehook(partial(_enter, weakref.ref(self), forward))
+
+    def enter(self, forward: _Forward) -> None:
+        """Called by autograd: a backward pass has come to an output of this forward pass."""
+        on_enter = self._on_enter()
+        if on_enter is None:
+            return
+        # A graph that was retained is entered again: nobody knows what comes along with it.
+        possible = [None if forward.entered else forward.reached]
+        possible += [other.reached for other in self._forwards if not other.entered]
+        forward.entered = True
+        unreached = set(self._index_of.values())
+        for reached in possible:
+            unreached = set() if reached is None else unreached - reached
+        on_enter(unreached)
+
+
+def _enter(watch: "weakref.ref[GraphWatch]", forward: _Forward, gradients: Any) -> None:
+    found = watch()
+    if found is not None:
+        found.enter(forward)

@@ -1,0 +1,104 @@
+"""Which parameters take part in a backward pass, on this rank and on any."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .static_graph import StaticGraph
+
+
+class Usage:
+    """Keeps account of the gradients that came, and agrees on it with the other ranks.
+
+    There are three kinds of model. One where every parameter gets one gradient in each pass: then
+    nothing is agreed on. One whose parameters may be unused: ranks tell each other what they used
+    at the end of each pass. And one with a static graph: they do so at the end of the first.
+
+    Args:
+        parameters: those that are meant; an index into these names one.
+        process_group: the ranks that take part.
+        find_unused: parameters may be unused, others in each pass.
+        static: the graph is the same in every pass.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        process_group: dist.ProcessGroup | None,
+        find_unused: bool,
+        static: bool,
+    ) -> None:
+        self._count, self._device = len(parameters), parameters[0].device
+        self._process_group = process_group
+        self._find_unused = find_unused
+        self._static = StaticGraph(self._count) if static else None
+        self._used: set[int] = set()  # since the last average, under no_sync() too
+        self._used_by_any: set[int] | None = None  # of a static graph
+        self._before: set[int] | None = None  # what this rank used for the last average
+        self.stayed = True  # whether that was the same each time
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the graph is the same in every pass."""
+        return self._static is not None
+
+    @property
+    def varies(self) -> bool:
+        """Whether other parameters may be used in each pass."""
+        return self._find_unused and not self.is_static
+
+    @property
+    def may_be_unused(self) -> bool:
+        """Whether a parameter may get no gradient."""
+        return self._find_unused or self.is_static
+
+    def set_static(self) -> None:
+        """From the next pass on the graph is the same in every one. Idempotent."""
+        if self._static is None:
+            self._static = StaticGraph(self._count)
+
+    def note(self, index: int) -> None:
+        """A gradient came, whether it is averaged in this pass or accumulated for a later one."""
+        self._used.add(index)
+
+    def none_of(self, indices: Iterable[int]) -> bool:
+        """Whether none of these got a gradient since the last average."""
+        return self._used.isdisjoint(indices)
+
+    def count(self, index: int) -> bool:
+        """A gradient came in a pass that averages; True when it is its parameter's last."""
+        return self._static is None or self._static.count(index)
+
+    def unused(self, unreached: set[int]) -> set[int]:
+        """What will get no gradient in the pass that begins, given what its graph misses."""
+        return unreached if self._static is None else self._static.unused()
+
+    def agree(self) -> set[int] | None:
+        """The parameters that some rank used since the last average; None where all must be.
+
+        Collective. Waits for the others only where it changes the answer: a rank that used every
+        parameter knows it already.
+        """
+        used, self._used = self._used, set()
+        self.stayed &= self._before in (None, used)
+        self._before = used
+        if not self.may_be_unused:
+            return None
+        if self._used_by_any is not None:
+            return self._used_by_any
+        mine = torch.zeros(self._count, dtype=torch.int32)
+        mine[list(used)] = 1
+        counts = mine.to(self._device)
+        work = dist.all_reduce(counts, group=self._process_group, async_op=True)
+        assert work is not None, "this rank is not a member of the process group"
+        if len(used) < self._count:
+            work.wait()
+            used = set(counts.nonzero().flatten().tolist())
+        if self.is_static:
+            self._used_by_any = used
+        return used
+
+    def end_pass(self) -> list[tuple[int, int, int]]:
+        """What broke the promise of a static graph: (parameter, gradients now, in the first)."""
+        return [] if self._static is None else self._static.end_pass()

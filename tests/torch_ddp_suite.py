@@ -1,0 +1,151 @@
+"""torch's own tests of DistributedDataParallel, from the wheel, on the ranks of one crew.
+
+    torch_test(world, "test_ddp_control_flow_same_across_ranks", ours=True)
+
+runs one of them in the process group that is open, with our class in place of torch's (or with
+torch's own, to see what passes in the same arrangement). Most of these tests ask for GPUs although
+what they test has nothing to do with them: `on_cpu` lets them have the CPU instead.
+"""
+
+import inspect
+import os
+import re
+import sys
+import traceback
+import unittest
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+import ddp_from_scratch as ddp
+
+PASSED, SKIPPED = "passed", "skipped"
+
+
+class _CPUInstead(TorchFunctionMode):
+    """Whoever names a GPU, by number or by name, gets the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "device" in kwargs and _names_gpu(kwargs["device"]):
+            kwargs["device"] = torch.device("cpu")
+        if func is torch.Tensor.to:
+            args = tuple(torch.device("cpu") if _names_gpu(value) else value for value in args)
+        return func(*args, **kwargs)
+
+
+def _names_gpu(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.startswith("cuda")
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return type(value) is int
+
+
+def _constructor(class_: type) -> Callable[..., None]:
+    """The class's own, for modules that are on the CPU whatever `device_ids` says."""
+    original = class_.__init__
+
+    def construct(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **options: Any
+    ) -> None:
+        if device_ids is not None and len(device_ids) > 1:
+            options["device_ids"] = device_ids
+        original(self, module, **options)
+
+    return construct
+
+
+@contextmanager
+def on_cpu(world_size: int) -> Iterator[None]:
+    """As many GPUs as ranks, all of which are the CPU."""
+    with ExitStack() as stack:
+        for target, name, value in (
+            (torch.accelerator, "is_available", lambda: True),
+            (torch.accelerator, "device_count", lambda: world_size),
+            (torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu")),
+            (torch.accelerator, "set_device_index", lambda *_: None),
+            (torch.cuda, "set_device", lambda *_: None),
+            (torch.cuda, "device_count", lambda: world_size),
+            (torch.cuda, "synchronize", lambda *_, **__: None),
+            (torch.cuda, "manual_seed", torch.manual_seed),
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        ):
+            stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(_CPUInstead())
+        yield
+
+
+def load() -> Any:
+    """torch's test module; it reads its settings from the environment when it is imported."""
+    name = "torch.testing._internal.distributed.distributed_test"
+    if name not in sys.modules:
+        os.environ.setdefault("BACKEND", "gloo")
+        os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
+        os.environ.setdefault("TEMP_DIR", "/tmp")
+        __import__(name)
+    return sys.modules[name]
+
+
+def names(world: Any) -> list[str]:
+    """The tests that are about DistributedDataParallel."""
+    base = load().DistributedTest._DistTestBase
+    return [name for name in sorted(dir(base)) if name.startswith("test_") and _is_ours(base, name)]
+
+
+def _is_ours(base: type, name: str) -> bool:
+    source = inspect.getsource(inspect.unwrap(getattr(base, name)))
+    helpers = (
+        r"self\._\w*(ddp|DDP|hook|buffer|different|static|ignore|verify|undefined|uneven|param)"
+    )
+    return (
+        "ddp" in name.lower()
+        or "DistributedDataParallel" in source
+        or bool(re.search(helpers, source))
+    )
+
+
+def torch_test(world: Any, name: str, ours: bool) -> str:
+    """Runs one test on this rank; returns "passed", "skipped: why" or the traceback."""
+    suite = load()
+    class_ = ddp.DistributedDataParallel if ours else torch.nn.parallel.DistributedDataParallel
+
+    class Case(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[name-defined, misc]
+        def _barrier(self, *arguments: Any, **options: Any) -> None:
+            dist.barrier()
+
+        def setUp(self) -> None:
+            pass
+
+        def tearDown(self) -> None:
+            pass
+
+    case = Case(name)
+    case.rank, case.file_name = world.rank, ""
+    level = dist.get_debug_level()
+    try:
+        with (
+            on_cpu(world.world_size),
+            patch.object(class_, "__init__", _constructor(class_)),
+            patch.object(torch.nn.parallel, "DistributedDataParallel", class_),
+            patch.object(suite, "DistributedDataParallel", class_),
+            patch.object(suite, "HAS_TORCHVISION", False),  # ResNet-50 at 1000 x 1000 pixels
+        ):
+            torch.manual_seed(0)
+            getattr(case, name)()
+    except unittest.SkipTest as skip:
+        return f"{SKIPPED}: {skip}"
+    except SystemExit as skip:
+        return f"{SKIPPED}: exit code {skip.code}"
+    except BaseException:  # noqa: BLE001  # what a test may raise
+        return traceback.format_exc()
+    finally:
+        dist.set_debug_level(level)
+    return PASSED
