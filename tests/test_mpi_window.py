@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_from_scratch import mpi
-from ddp_from_scratch.mpi.all_reduce import CHUNK, LUGGAGE, STAGE, Reduction, share_of
+from ddp_from_scratch.mpi.all_reduce import CHUNK, LUGGAGE, STAGE, STAGED_FROM, Reduction, share_of
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
 
-# Elements: at the meeting, in one chunk, in several; on either side of what a stage holds.
-SIZES = (1, LUGGAGE // 4, LUGGAGE // 4 + 1, 3 * CHUNK + 5, STAGE // 4, STAGE // 4 + 1)
+# Elements: on either side of what is brought along, left to MPI, staged in one piece or in more.
+SIZES = (
+    *(1, LUGGAGE // 4, LUGGAGE // 4 + 1, STAGED_FROM // 4 - 1, STAGED_FROM // 4),
+    *(3 * CHUNK + 5, STAGE // 4 + 1),
+)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 9))

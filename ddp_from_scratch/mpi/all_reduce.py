@@ -35,6 +35,9 @@ Combine = Callable[..., torch.Tensor]
 # Elements that are summed at a time, while they are in the processor's cache.
 CHUNK = 64 * 1024
 
+# Bytes from which on staging is faster than MPI (benchmarks/allreduce.py).
+STAGED_FROM = 512 * 1024
+
 # Bytes of a rank's staging memory, for tensors that are not in shared memory themselves.
 STAGE = 1024 * 1024
 
@@ -113,11 +116,12 @@ class Reduction:
 class AllReduce:
     """all_reduce over a group.
 
-    Three ways, the same on all ranks:
+    Four ways, the same on all ranks:
 
-    - in place: the tensor lies in shared memory (`Windows`) at the same place on all ranks;
-    - at the meeting: a small one is brought along, and each rank sums them all by itself;
-    - staged: any other goes through a piece of shared memory, a part at a time.
+    - at the meeting: a small tensor is brought along, and each rank sums them all by itself;
+    - in place: a larger one in shared memory (`Windows`), at the same place on all ranks;
+    - staged: any other that is large goes through shared memory, a piece at a time;
+    - by MPI: what is left, and where no two ranks share memory.
 
     Args:
         nodes: the group's ranks by machine.
@@ -157,7 +161,7 @@ class AllReduce:
         elif self._meeting.same_place and self._windows.place(tensor):
             self._reduce(self._windows.everybodys(tensor), reduction)
             self._meeting.barrier()  # nobody reads before all shares are summed
-        elif self._shares_memory:
+        elif self._shares_memory and tensor.nbytes >= STAGED_FROM:
             self._staged(tensor, reduction)
         else:
             total = tensor.to(reduction.dtype).contiguous()

@@ -24,7 +24,7 @@ from .shared_memory import SharedMemory
 _WORD_BYTES = 256
 
 # Bytes that a rank can bring along to a meeting, for all others to read.
-LUGGAGE = 4096
+LUGGAGE = 32 * 1024
 
 
 @dataclass(frozen=True)
