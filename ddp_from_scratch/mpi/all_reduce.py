@@ -85,7 +85,7 @@ class Reduction:
 
         Args:
             tensors: one or more.
-            room: of the reduction's dtype and at least their size; not in their memory.
+            room: of the reduction's dtype and at least their size; may be the first's own memory.
 
         Returns:
             A part of `room`.
@@ -222,9 +222,13 @@ class AllReduce:
         chunks = zip(*(share.split(CHUNK) for share in shares), strict=True)
         if self._nodes.count == 1:
             for chunk in chunks:
-                total = reduction.fold(chunk, room)
+                # In the first rank's memory where that is wide enough.
+                total = reduction.fold(
+                    chunk, room if chunk[0].dtype != reduction.dtype else chunk[0]
+                )
                 for summand in chunk:
-                    summand.copy_(total)
+                    if summand is not total:
+                        summand.copy_(total)
             return
         mine = shares[self._meeting.rank]
         total = mine if mine.dtype == reduction.dtype else torch.empty(end - begin)
