@@ -17,7 +17,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,19 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 COPY = "memory copy"
 PLAIN = "mpi4py"
 
-Contender = Callable[[], Any]
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to all-reduce.
+
+    Attributes:
+        call: what is timed.
+        before, after: what is not.
+    """
+
+    call: Callable[[], Any]
+    before: Callable[[], Any] = lambda: None
+    after: Callable[[], Any] = lambda: None
 
 
 def main() -> int:
@@ -107,11 +119,11 @@ def contenders_on_cpu(
     window = mpi.empty(numel, dtype)
     window.zero_()
     contenders: dict[str, Contender] = {
-        "gloo": lambda: dist.all_reduce(tensor, group=_groups["gloo"]),
-        "mpi": lambda: dist.all_reduce(tensor),
-        "mpi, async": lambda: dist.all_reduce(tensor, async_op=True).wait(),
-        "mpi, window": lambda: dist.all_reduce(window),
-        COPY: lambda: other.copy_(tensor),
+        "gloo": Contender(lambda: dist.all_reduce(tensor, group=_groups["gloo"])),
+        "mpi": Contender(lambda: dist.all_reduce(tensor)),
+        "mpi, async": Contender(lambda: dist.all_reduce(tensor, async_op=True).wait()),
+        "mpi, window": Contender(lambda: dist.all_reduce(window)),
+        COPY: Contender(lambda: other.copy_(tensor)),
     }
     if dtype in datatypes.DATATYPES:  # MPI itself has no 16-bit floats
         flat, world = tensor.numpy(), MPI.COMM_WORLD
@@ -124,13 +136,16 @@ def contenders_on_cpu(
             for piece in pieces:
                 world.Allreduce(MPI.IN_PLACE, piece)
 
-        def with_kept_pages() -> None:
-            with pages_kept():
-                world.Allreduce(MPI.IN_PLACE, flat)
+        def keep_pages() -> None:
+            set_thresholds(2**30)
+            plain()  # which leaves the pages that the next call finds
 
-        contenders |= {PLAIN: plain, "mpi4py, 1 MB at a time": in_pieces}
+        contenders[PLAIN] = Contender(plain)
+        contenders["mpi4py, 1 MB at a time"] = Contender(in_pieces)
         if sys.platform.startswith("linux"):
-            contenders["mpi4py, pages kept"] = with_kept_pages
+            contenders["mpi4py, pages kept"] = Contender(
+                plain, before=keep_pages, after=lambda: set_thresholds(128 * 1024)
+            )
     return contenders
 
 
@@ -142,25 +157,22 @@ def contenders_on_gpu(
 ) -> dict[str, Contender]:
     tensor = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
     other = tensor.clone()
-    return {"nccl": lambda: dist.all_reduce(tensor), COPY: lambda: other.copy_(tensor)}
+    return {
+        "nccl": Contender(lambda: dist.all_reduce(tensor)),
+        COPY: Contender(lambda: other.copy_(tensor)),
+    }
 
 
-@contextmanager
-def pages_kept() -> Any:
-    """While it lasts, glibc gives no freed memory back to the system.
+def set_thresholds(nbytes: int) -> None:
+    """From how many bytes on glibc gives freed memory back to the system.
 
     Open MPI's ring allocates a buffer on every call, and the system would fill its pages with zeros
     each time.
     """
     libc = ctypes.CDLL(None)
     m_trim_threshold, m_mmap_threshold = -1, -3
-    libc.mallopt(m_mmap_threshold, 2**30)
-    libc.mallopt(m_trim_threshold, 2**31 - 1)
-    try:
-        yield
-    finally:
-        libc.mallopt(m_mmap_threshold, 128 * 1024)
-        libc.mallopt(m_trim_threshold, 128 * 1024)
+    libc.mallopt(m_mmap_threshold, nbytes)
+    libc.mallopt(m_trim_threshold, nbytes)
 
 
 def take_turns(
@@ -172,14 +184,16 @@ def take_turns(
     times = torch.zeros(len(calls), rounds + 3, dtype=torch.float64, device=device)
     for turn in range(rounds + 3):
         for index in order.permutation(len(calls)):
+            calls[index].before()
             dist.barrier()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             began = time.perf_counter()
-            calls[index]()
+            calls[index].call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times[index, turn] = time.perf_counter() - began
+            calls[index].after()
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return dict(zip(contenders, times[:, 3:].tolist(), strict=True))
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from .all_reduce import AllReduce, ReduceOp, Reduction
+from .arguments import check_count, check_same, check_share, size_of, sizes_of, split_sizes
 from .datatypes import COUNTABLE, pieces, raw, values
 from .meeting import Meeting, Nodes
 from .runtime import MPI
@@ -74,7 +75,7 @@ class Collectives:
             self._all_reduce(tensor, reduction)
             return [tensor]
 
-        purpose = f"all_reduce({reduction.name}) of {_size(tensor)}"
+        purpose = f"all_reduce({reduction.name}) of {size_of(tensor)}"
         return Operation(purpose, run, lambda: self._all_reduce.prepare(tensor))
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int) -> Operation:
@@ -89,13 +90,13 @@ class Collectives:
                     tensor.copy_(dense)
             return [tensor]
 
-        return Operation(f"reduce({reduction.name}) of {_size(tensor)} to {root}", run)
+        return Operation(f"reduce({reduction.name}) of {size_of(tensor)} to {root}", run)
 
     def reduce_scatter(
         self, output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
     ) -> Operation:
         """Rank r gets the reduction of everybody's `parts[r]`; parts may differ in size."""
-        _check_count("reduce_scatter", "input", parts, self.size)
+        check_count("reduce_scatter", "input", parts, self.size)
         if output.numel() != parts[self.rank].numel():
             raise ValueError(
                 f"reduce_scatter needs an output of {parts[self.rank].numel()} elements on rank "
@@ -117,7 +118,7 @@ class Collectives:
             output.copy_(own.view(output.shape))
             return [output]
 
-        return Operation(f"reduce_scatter({reduction.name}) of {_sizes(parts)}", run)
+        return Operation(f"reduce_scatter({reduction.name}) of {sizes_of(parts)}", run)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
         def run() -> Result:
@@ -127,12 +128,12 @@ class Collectives:
                 tensor.copy_(dense)
             return [tensor]
 
-        return Operation(f"broadcast of {_size(tensor)} from {root}", run)
+        return Operation(f"broadcast of {size_of(tensor)} from {root}", run)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
         """`outputs[r]` becomes rank r's tensor; tensors may differ in size over ranks."""
-        _check_count("all_gather", "output", outputs, self.size)
-        _check_same("all_gather", tensor, [outputs[self.rank]])
+        check_count("all_gather", "output", outputs, self.size)
+        check_same("all_gather", tensor, [outputs[self.rank]])
 
         def run() -> Result:
             gathered = _room_for(outputs)
@@ -140,10 +141,10 @@ class Collectives:
             _part(gathered, outputs)
             return list(outputs)
 
-        return Operation(f"all_gather of {_sizes(outputs)}", run)
+        return Operation(f"all_gather of {sizes_of(outputs)}", run)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
-        _check_share("all_gather_into_tensor", "output", output, tensor, self.size)
+        check_share("all_gather_into_tensor", "output", output, tensor, self.size)
 
         def run() -> Result:
             dense = output.contiguous()
@@ -152,12 +153,12 @@ class Collectives:
                 output.copy_(dense)
             return [output]
 
-        return Operation(f"all_gather_into_tensor of {_size(output)}", run)
+        return Operation(f"all_gather_into_tensor of {size_of(output)}", run)
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Operation:
         if self.rank == root:
-            _check_count("gather", "output", outputs, self.size)
-            _check_same("gather", tensor, outputs)
+            check_count("gather", "output", outputs, self.size)
+            check_same("gather", tensor, outputs)
 
         def run() -> Result:
             dense = tensor.contiguous()
@@ -172,12 +173,12 @@ class Collectives:
                 _part(gathered, outputs)
             return list(outputs)
 
-        return Operation(f"gather of {_size(tensor)} to {root}", run)
+        return Operation(f"gather of {size_of(tensor)} to {root}", run)
 
     def scatter(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor], root: int) -> Operation:
         if self.rank == root:
-            _check_count("scatter", "input", parts, self.size)
-            _check_same("scatter", tensor, parts)
+            check_count("scatter", "input", parts, self.size)
+            check_same("scatter", tensor, parts)
 
         def run() -> Result:
             dense = tensor.contiguous()
@@ -191,14 +192,14 @@ class Collectives:
                 tensor.copy_(dense)
             return [tensor]
 
-        return Operation(f"scatter of {_size(tensor)} from {root}", run)
+        return Operation(f"scatter of {size_of(tensor)} from {root}", run)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Operation:
         """Rank r's `inputs[s]` becomes rank s's `outputs[r]`; they may differ in size."""
-        _check_count("all_to_all", "output", outputs, self.size)
-        _check_count("all_to_all", "input", inputs, self.size)
+        check_count("all_to_all", "output", outputs, self.size)
+        check_count("all_to_all", "input", inputs, self.size)
 
         def run() -> Result:
             sent, received = _join(inputs, inputs[0].dtype), _room_for(outputs)
@@ -218,8 +219,8 @@ class Collectives:
         input_splits: Sequence[int],
     ) -> Operation:
         """The same with one tensor, split along its first dimension; no splits: evenly."""
-        received = _split_sizes("output", output, output_splits, self.size)
-        sent = _split_sizes("input", tensor, input_splits, self.size)
+        received = split_sizes("output", output, output_splits, self.size)
+        sent = split_sizes("input", tensor, input_splits, self.size)
 
         def run() -> Result:
             dense = output.contiguous()
@@ -282,14 +283,6 @@ class Collectives:
         MPI.Request.Waitall(requests)
 
 
-def _size(tensor: torch.Tensor) -> str:
-    return f"{tensor.numel()} x {tensor.dtype}"
-
-
-def _sizes(tensors: Sequence[torch.Tensor]) -> str:
-    return f"{', '.join(str(tensor.numel()) for tensor in tensors)} x {tensors[0].dtype}"
-
-
 def _join(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([part.reshape(-1).to(dtype) for part in parts])
 
@@ -302,45 +295,3 @@ def _part(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     sizes = [part.numel() for part in parts]
     for part, values_of_it in zip(parts, joined.split(sizes), strict=True):
         part.copy_(values_of_it.view(part.shape))
-
-
-def _split_sizes(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    rows = tensor.shape[0] if tensor.dim() else 0
-    if not splits:
-        if rows % size:
-            raise ValueError(
-                f"all_to_all_single needs an {what} whose first dimension divides evenly over "
-                f"{size} ranks, got {rows}: give split sizes"
-            )
-        splits = [rows // size] * size
-    if len(splits) != size or sum(splits) != rows:
-        raise ValueError(
-            f"all_to_all_single needs {size} {what} split sizes that add up to {rows}, got "
-            f"{list(splits)}"
-        )
-    row_size = tensor.numel() // rows if rows else 0
-    return [count * row_size for count in splits]
-
-
-def _check_count(kind: str, what: str, tensors: Sequence[torch.Tensor], size: int) -> None:
-    if len(tensors) != size:
-        raise ValueError(f"{kind} needs {size} {what} tensors, one a rank, got {len(tensors)}")
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        raise ValueError(f"{kind} needs {what} tensors of one dtype")
-
-
-def _check_same(kind: str, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-    for other in others:
-        if other.numel() != tensor.numel() or other.dtype != tensor.dtype:
-            raise ValueError(
-                f"{kind} needs tensors of one size and dtype: got {tuple(other.shape)} "
-                f"{other.dtype} beside {tuple(tensor.shape)} {tensor.dtype}"
-            )
-
-
-def _check_share(kind: str, what: str, whole: torch.Tensor, share: torch.Tensor, size: int) -> None:
-    if whole.numel() != share.numel() * size or whole.dtype != share.dtype:
-        raise ValueError(
-            f"{kind} needs an {what} of {share.numel() * size} elements of {share.dtype}, got "
-            f"{whole.numel()} of {whole.dtype}"
-        )

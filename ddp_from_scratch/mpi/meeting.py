@@ -7,6 +7,7 @@ whether all have come for the same.
 """
 
 import atexit
+import os
 import time
 import weakref
 import zlib
@@ -78,12 +79,11 @@ class Meeting:
 
     The semaphores make a dissemination barrier (Hensgen, Finkel and Manber 1988): in round k rank
     r wakes rank r + 2^k and waits for rank r - 2^k; after log2(n) rounds each has heard of all.
-    `come` counts the meetings that the rank has come to, `left` says that its program has ended:
-    who waits for it then waits in vain, however patient the group. `word` says what the rank has
-    come for; words
-    and luggage are double, for even and odd meetings, since a fast rank brings its next ones while
-    a slow one still reads these. (It cannot bring the ones after that: they need all ranks at the
-    meeting between.)
+    `come` counts the meetings that the rank has come to; `left` says that its program has ended, so
+    that who waits for it need not wait for the timeout. `word` says what the rank has come for.
+    Words and luggage are double, for even and odd meetings, since a fast rank brings its next ones
+    while a slow one still reads these. (It cannot bring the ones after that: they need all ranks at
+    the meeting between.)
 
     Between machines the first rank of each exchanges its word with the others', polling MPI with
     sleep in between, and leaves what it `heard` to the ranks of its machine.
@@ -101,7 +101,7 @@ class Meeting:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self.rank, self.size = nodes.node.rank, nodes.node.size
-        self._ranks = nodes.node.allgather(nodes.communicator.rank)
+        self._ranks = nodes.node.allgather(MPI.COMM_WORLD.rank)
         heard_bytes = nodes.count * _WORD_BYTES if nodes.count > 1 else 0
         rounds = (self.size - 1).bit_length()
         come_at = rounds * semaphore.NBYTES
@@ -180,15 +180,22 @@ class Meeting:
         Raises:
             CommunicationError: not in the time that the meeting has.
         """
-        for other, own in self._rounds:
-            other.post()
-            # Awake once in a while, to see whether it is in vain.
-            while not own.wait(min(self._deadline, time.monotonic() + 0.5)):
-                gone = [rank for rank, left in zip(self._ranks, self._left, strict=True) if left[0]]
-                if gone := [rank for rank in gone if rank in self.missing]:
-                    raise self._fail(f"{_ranks(gone)} ended without coming to it")
-                if time.monotonic() > self._deadline:
-                    raise self._fail_in_time()
+        try:
+            for other, own in self._rounds:
+                other.post()
+                # Awake once in a while, to see whether it is in vain.
+                while not own.wait(min(self._deadline, time.monotonic() + 0.5)):
+                    self._check_in_vain()
+        except KeyboardInterrupt:
+            self._fail("it was interrupted")
+            raise
+
+    def _check_in_vain(self) -> None:
+        left = {rank for rank, left in zip(self._ranks, self._left, strict=True) if left[0]}
+        if gone := sorted(left.intersection(self.missing)):
+            raise self._fail(f"{_ranks(gone)} ended without coming to it")
+        if time.monotonic() > self._deadline:
+            raise self._fail_in_time()
 
     def leave(self) -> None:
         """Tells the others that this rank will not come again."""
@@ -240,14 +247,16 @@ class Meeting:
         return "; ".join(told + [f"another machine's ranks {purpose}" for purpose in others])
 
 
+_rank_process = os.getpid()
 _meetings: "weakref.WeakSet[Meeting]" = weakref.WeakSet()
 
 
 @atexit.register
 def _leave() -> None:
     """Before MPI is finalised, which waits for the other ranks: they may wait for this one."""
-    for meeting in list(_meetings):
-        meeting.leave()
+    if os.getpid() == _rank_process:  # and not a child that it forked
+        for meeting in list(_meetings):
+            meeting.leave()
 
 
 def _pair(segment: torch.Tensor, begin: int, nbytes: int) -> list[memoryview]:

@@ -9,7 +9,6 @@ to the group's thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,6 +22,7 @@ from .collectives import Collectives, Operation
 from .datatypes import message
 from .job_store import store as store_of_job
 from .meeting import Nodes
+from .monitored_barrier import monitored_barrier
 from .runtime import MPI, placement
 from .worker import Pending, PendingMessage, Result, Worker
 
@@ -214,40 +214,9 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that says who is missing: rank 0 hears from each rank, then answers each.
-
-        Raises:
-            RuntimeError: a rank did not come in time; on every rank that did. On rank 0 it names
-                the first that is missing, or all of them with `wait_all_ranks`.
-        """
+        """See `monitored_barrier.py`."""
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
-        if self.rank() != 0:
-            answer = torch.zeros(1, dtype=torch.int64)
-            self.send([torch.zeros(1, dtype=torch.int64)], 0, _MONITOR_TAG)
-            self.recv([answer], 0, _MONITOR_TAG).wait(limit + timedelta(seconds=5))
-            missing = [int(answer)] if answer else []
-        else:
-            messages = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size())]
-            others = range(1, self.size())
-            heard = {rank: self.recv([messages[rank]], rank, _MONITOR_TAG) for rank in others}
-            deadline = time.monotonic() + limit.total_seconds()
-            while not all(m.is_completed() for m in heard.values()) and time.monotonic() < deadline:
-                time.sleep(1e-3)
-            missing = [rank for rank in others if not heard[rank].is_completed()]
-            for rank in set(others) - set(missing):
-                self.send([torch.tensor([missing[0] if missing else 0])], rank, _MONITOR_TAG).wait()
-        if missing:
-            named = missing if wait_all_ranks else missing[:1]
-            missed = (
-                f"Rank{'s' * (len(named) > 1)} {', '.join(str(rank) for rank in named)} failed to "
-                f"pass monitoredBarrier in {limit.total_seconds() * 1e3:g} ms"
-            )
-            if self.rank() != 0:  # in gloo's words, which programs look for
-                missed = (
-                    f"Rank {self.rank()} successfully reached monitoredBarrier, but received "
-                    f"errors while waiting for send/recv from rank 0: {missed}"
-                )
-            raise RuntimeError(f"[Rank {self.rank()}]: {missed}")
+        monitored_barrier(self, limit, wait_all_ranks)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `ddp_from_scratch.mpi.empty`."""
@@ -314,7 +283,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
         def name() -> str:
             size = sum(tensor.nbytes for tensor in tensors)
-            return f"{kind} number {sequence} on rank {self.rank()} ({size} bytes)"
+            return f"{kind} number {sequence} on rank {MPI.COMM_WORLD.rank} ({size} bytes)"
 
         seconds = self._timeout.total_seconds()
         meeting = self._collectives.meeting
@@ -333,9 +302,6 @@ class ProcessGroupMPI(dist.ProcessGroup):
         # MPI still uses the memory of a message whose handle the caller dropped.
         self._messages = [m for m in self._messages if not m.is_completed()] + [message]
         return message
-
-
-_MONITOR_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag that a program uses
 
 
 def create(backend_options: Any, options: object) -> ProcessGroupMPI:

@@ -225,8 +225,10 @@ class Worker:
             # A thread begins with gradients enabled, and parameters are sent, too.
             with self._turn, torch.no_grad():
                 result = operation()
-        except Exception as error:  # noqa: BLE001  # it belongs to the caller of wait()
+        except BaseException as error:  # it belongs to the caller of wait()
             self._finished()
+            if not isinstance(error, Exception):  # Ctrl-C, and this is the caller
+                raise
             pending.fail(error)
         else:
             self._finished()

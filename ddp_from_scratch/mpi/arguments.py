@@ -1,0 +1,65 @@
+"""What a collective was called with: checked where the caller can see the error, and told."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def size_of(tensor: torch.Tensor) -> str:
+    """`10 x torch.float32`."""
+    return f"{tensor.numel()} x {tensor.dtype}"
+
+
+def sizes_of(tensors: Sequence[torch.Tensor]) -> str:
+    """`10, 20 x torch.float32`."""
+    return f"{', '.join(str(tensor.numel()) for tensor in tensors)} x {tensors[0].dtype}"
+
+
+def split_sizes(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Elements for each of `size` ranks, of a tensor split along its first dimension.
+
+    Raises:
+        ValueError: it cannot be split so.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not splits:
+        if rows % size:
+            raise ValueError(
+                f"all_to_all_single needs an {what} whose first dimension divides evenly over "
+                f"{size} ranks, got {rows}: give split sizes"
+            )
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(
+            f"all_to_all_single needs {size} {what} split sizes that add up to {rows}, got "
+            f"{list(splits)}"
+        )
+    row_size = tensor.numel() // rows if rows else 0
+    return [count * row_size for count in splits]
+
+
+def check_count(kind: str, what: str, tensors: Sequence[torch.Tensor], size: int) -> None:
+    """Raises unless there is one tensor for each rank, all of one dtype."""
+    if len(tensors) != size:
+        raise ValueError(f"{kind} needs {size} {what} tensors, one a rank, got {len(tensors)}")
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ValueError(f"{kind} needs {what} tensors of one dtype")
+
+
+def check_same(kind: str, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    """Raises unless all have the size and the dtype of `tensor`."""
+    for other in others:
+        if other.numel() != tensor.numel() or other.dtype != tensor.dtype:
+            raise ValueError(
+                f"{kind} needs tensors of one size and dtype: got {tuple(other.shape)} "
+                f"{other.dtype} beside {tuple(tensor.shape)} {tensor.dtype}"
+            )
+
+
+def check_share(kind: str, what: str, whole: torch.Tensor, share: torch.Tensor, size: int) -> None:
+    """Raises unless `whole` is as much as `size` shares."""
+    if whole.numel() != share.numel() * size or whole.dtype != share.dtype:
+        raise ValueError(
+            f"{kind} needs an {what} of {share.numel() * size} elements of {share.dtype}, got "
+            f"{whole.numel()} of {whole.dtype}"
+        )
