@@ -25,7 +25,7 @@ Message: TypeAlias = tuple[int, torch.Tensor]  # a rank of the group, and what g
 _TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Operation:
     """This rank's part of a collective.
 

@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -263,6 +264,7 @@ def _pair(segment: torch.Tensor, begin: int, nbytes: int) -> list[memoryview]:
     return [segment[begin + i * nbytes :][:nbytes].numpy().data for i in range(2)]
 
 
+@lru_cache
 def _word(purpose: str, place: str) -> bytes:
     """What a rank says; ends with a zero, so that none is the beginning of another."""
     word = f"{purpose}\n{place}\0".encode()
