@@ -216,7 +216,7 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
         )
     defaults = {
         "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "self,sm",
+        "OMPI_MCA_btl": "self,vader",  # Open MPI 5 calls it sm, too, and 4 fails on that name
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
         "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
     }

@@ -138,7 +138,7 @@ MPIRUN = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_btl": "self,sm",
+    "OMPI_MCA_btl": "self,vader",
 }
 
 

@@ -185,5 +185,5 @@ def test_mpirun_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr("os.getuid", lambda user=user: user)
         _, environment = launch.mpirun_command(2, ["python"])
         assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in environment) is as_root
-        assert environment["OMPI_MCA_btl"] == "self,sm"  # no port
+        assert environment["OMPI_MCA_btl"] == "self,vader"  # no port
         assert environment["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"

