@@ -341,7 +341,7 @@ class Reducer:
 
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
         if self._usage.may_be_unused:
-            self._watch.on_forward(outputs, walk=self._usage.varies)
+            self._watch.on_forward(outputs, as_before=self._usage.is_static)
 
     def _check_complete(self) -> None:
         guard.check_complete(self._graph_task != -1, self._buckets, self._names, self._rank)
