@@ -63,9 +63,9 @@ class GraphWatch:
 
     1. `on_forward`: walks from the module's outputs to the parameters.
     2. When a backward pass comes to one of these outputs, `on_enter` is called with the indices
-       of the parameters that get no gradient in it. By then autograd knows what this pass will
-       execute, whatever forward passes it covers: it is asked about every parameter. Not so where
-       a walk met reentrant checkpointing, which hides parameters from both.
+       of parameters that get no gradient in it: those that the walk did not reach, if autograd,
+       which knows by now what this pass will execute, says so, too. It may cover other forward
+       passes, or more. Not so where a walk met reentrant checkpointing, which hides parameters.
 
     A pass that accumulates nothing, `torch.autograd.grad`, is not reported.
 
@@ -106,11 +106,14 @@ class GraphWatch:
         on_enter = self._on_enter()
         if on_enter is None:
             return
-        unreached = {i for i, p in enumerate(self._parameters) if not _will_accumulate(p)}
-        if len(unreached) == len(self._parameters) and forward.reached:
+        if any(other.reached is None for other in self._forwards):
+            on_enter(set())
             return
-        hidden = any(other.reached is None for other in self._forwards)
-        on_enter(set() if hidden else unreached)
+        reached = forward.reached or set()
+        if reached and not any(_will_accumulate(self._parameters[i]) for i in reached if i >= 0):
+            return
+        rest = set(self._index_of.values()) - reached
+        on_enter({i for i in rest if not _will_accumulate(self._parameters[i])})
 
 
 def _will_accumulate(parameter: torch.Tensor) -> bool:

@@ -26,10 +26,11 @@ CHAIN = {
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
     | {"unused_parameters"},
     "delayed": {"bucket", "comm_hooks"},
+    "inputs": set(),
     "logging_data": {"comm_hooks", "reducer"},
     "join": {"broadcast", "guard", "reducer", "share"},
     "distributed_data_parallel": {"broadcast", "bucket", "comm_hooks", "delayed", "join", "reducer"}
-    | {"logging_data"},
+    | {"inputs", "logging_data"},
 }
 
 
