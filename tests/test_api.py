@@ -25,6 +25,7 @@ CHAIN = {
     "guard": {"layout", "bucket", "snapshot"},
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
     | {"unused_parameters"},
+    "power_sgd": {"bucket", "comm_hooks"},
     "delayed": {"bucket", "comm_hooks"},
     "inputs": set(),
     "logging_data": {"comm_hooks", "reducer"},
@@ -46,6 +47,7 @@ def test_public_names():
         "check_sync",
         "comm_hooks",
         "join",
+        "power_sgd",
         "process_group",
         "start_ranks",
     ]
