@@ -13,7 +13,7 @@ The way of one gradient: `reducer.py` (hooks) → `bucket.py` (pack, launch, wai
 `comm_hooks.py` (what is sent), with `layout.py` saying what lies where.
 """
 
-from . import comm_hooks
+from . import comm_hooks, power_sgd
 from .broadcast import broadcast_buffers, broadcast_parameters
 from .check_sync import check_sync
 from .distributed_data_parallel import DistributedDataParallel
@@ -39,6 +39,7 @@ __all__ = [
     "comm_hooks",
     "convert_sync_batchnorm",
     "join",
+    "power_sgd",
     "process_group",
     "start_ranks",
 ]

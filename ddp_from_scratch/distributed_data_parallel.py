@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.func import functional_call
 
 from . import comm_hooks
 from .broadcast import broadcast_buffers as send_buffers
 from .broadcast import broadcast_parameters, send_tensors
 from .bucket import CommHook
 from .delayed import DelayedReduction
+from .inputs import call_in, check_devices, moved
 from .join import JoinableReducer
 from .logging_data import facts
 from .reducer import Reducer
@@ -132,8 +132,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         )
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore |= {name for name, _ in delayed}
-        self._check_parameters(bool(delayed))
-        self.device_ids, self.output_device = self._devices(device_ids, output_device)
+        parameters = self._checked_parameters()
+        self.device = parameters[0].device
+        self.device_ids, self.output_device = check_devices(device_ids, output_device, parameters)
         self._settings: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb_list or bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -179,19 +180,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if torch.is_grad_enabled():
             self._joinable.notify()
         if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
-            inputs, kwargs = _moved(inputs, device=device), _moved(kwargs, device=device)
+            device = torch.device("cuda", self.device_ids[0])
+            inputs, kwargs = moved(inputs, device), moved(kwargs, device)
         dtype = None if self.mixed_precision is None else self.mixed_precision.param_dtype
         if dtype is None:
             output = self.module(*inputs, **kwargs)
         else:
-            lowered = {
-                name: parameter.to(dtype)
-                for name, parameter in self.module.named_parameters()
-                if parameter.is_floating_point() and name not in self.parameters_to_ignore
-            }
-            inputs, kwargs = _moved(inputs, dtype=dtype), _moved(kwargs, dtype=dtype)
-            output = functional_call(self.module, lowered, inputs, kwargs)
+            output = call_in(dtype, self.module, inputs, kwargs, self.parameters_to_ignore)
         if trains and self.reducer.sync and self._buffer_hook and not self._buffer_hook[2]:
             self._run_buffer_hook()
         return output
@@ -392,7 +387,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     # Construction -------------------------------------------------------------------------------
 
-    def _check_parameters(self, some_are_delayed: bool) -> None:
+    def _checked_parameters(self) -> list[torch.nn.Parameter]:
         ours = [
             parameter
             for name, parameter in self.module.named_parameters()
@@ -408,27 +403,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 "DistributedDataParallel is not needed when a module doesn't have any parameter "
                 "that requires a gradient."
             )
-        types = {parameter.device.type for parameter in ours}
-        self.is_multi_device_module = len({parameter.device for parameter in ours}) > 1
-        self.device_type = ours[0].device.type if len(types) == 1 else "several"
-        self.device = ours[0].device
-
-    def _devices(
-        self, device_ids: Sequence[Any] | None, output_device: Any
-    ) -> tuple[list[int] | None, int | None]:
-        if device_ids is not None and len(device_ids) > 1:
-            raise ValueError("device_ids can only be None or contain a single element.")
-        on_one_gpu = self.device_type == "cuda" and not self.is_multi_device_module
-        if not device_ids or not on_one_gpu:
-            if device_ids or output_device:
-                raise ValueError(
-                    f"device_ids and output_device are for modules on a single GPU, got "
-                    f"device_ids {device_ids}, output_device {output_device} and a module on "
-                    f"{self.device_type} devices"
-                )
-            return None, None
-        index = _device_index(device_ids[0])
-        return [index], index if output_device is None else _device_index(output_device)
+        return ours
 
     def _lower_precision(self) -> None:
         precision = self.mixed_precision
@@ -463,26 +438,6 @@ def _group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.Pr
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return group
-
-
-def _device_index(device: Any) -> int:
-    index = device if isinstance(device, int) else torch.device(device).index
-    return torch.cuda.current_device() if index is None else int(index)
-
-
-def _moved(value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-    """The same structure with its tensors on `device`, and floating ones as `dtype`."""
-    if isinstance(value, torch.Tensor):
-        if dtype is not None and value.is_floating_point():
-            return value.to(dtype)
-        return value if device is None else value.to(device, non_blocking=True)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(item, device, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, device, dtype) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, _moved(item, device, dtype)) for key, item in value.items())
-    return value
 
 
 def _add_prefix(

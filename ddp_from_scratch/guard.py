@@ -27,6 +27,11 @@ def check_complete(
     broken_off: bool, buckets: Sequence[Bucket], names: Sequence[str], rank: int
 ) -> None:
     """Raises unless every gradient of the last backward pass has been averaged."""
+    if broken_off and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"an optimizer stepped during backward on rank {rank}, on gradients that are not "
+            f"averaged yet: let it step when backward() has returned"
+        )
     if broken_off:
         raise RuntimeError(f"the last backward pass on rank {rank} was broken off: {AGAIN}")
     if any(bucket.begun for bucket in buckets):

@@ -86,9 +86,9 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
 
 
 def _open_mpi(timeout: timedelta) -> Placement:
-    place = rendezvous.mpi_placement()
-    from . import mpi
+    from . import mpi  # starts MPI, which only this backend and mpirun's ranks may do
 
+    place = mpi.placement()
     dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=timeout)
     return place
 

@@ -351,7 +351,7 @@ class Reducer:
 
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
         if self._usage.may_be_unused:
-            self._watch.on_forward(outputs, walk=self._usage.varies)
+            self._watch.on_forward(outputs, as_before=self._usage.is_static)
 
     def check_complete(self) -> None:
         """Raises unless every gradient of the last backward pass has been averaged."""

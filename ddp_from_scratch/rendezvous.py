@@ -75,32 +75,11 @@ def _slurm_file() -> Path:
     return folder / "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
 
 
-def mpi_placement() -> Placement:
-    """Asks MPI which rank this process is. Collective.
-
-    Raises:
-        UsageError: no MPI, or not the one that the launcher speaks to.
-    """
-    from . import mpi  # starts MPI, which only the mpi backend and mpirun's ranks may do
-
-    placement, started = mpi.placement(), launch.started()
-    if started not in (None, placement.world_size):
-        by = launch.launcher()
-        advice = {
-            "mpirun": "use the mpirun of the MPI that mpi4py loads",
-            "srun": "add --mpi=pmix",
-        }.get(by, "start it with mpirun")
-        raise UsageError(
-            f"{by} started {started} processes but MPI sees {placement.world_size}: {advice}"
-        )
-    return placement
-
-
 def _meet_through_mpi(timeout: timedelta) -> "tuple[Placement, dist.Store]":
     """Under mpirun, gloo and nccl: MPI knows the ranks, and tells them where the store is."""
-    placement = mpi_placement()
-    from . import mpi
+    from . import mpi  # starts MPI, which only the mpi backend and mpirun's ranks may do
 
+    placement = mpi.placement()
     return placement, mpi.store(placement, timeout)
 
 

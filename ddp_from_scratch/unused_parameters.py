@@ -52,11 +52,10 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 class _Forward:
-    """One forward pass: what its graph reaches, and whether a backward pass has entered it."""
+    """One forward pass and the parameters that its graph reaches; None if that cannot be told."""
 
     def __init__(self, reached: set[int] | None) -> None:
         self.reached = reached
-        self.entered = False
 
 
 class GraphWatch:
@@ -64,11 +63,11 @@ class GraphWatch:
 
     1. `on_forward`: walks from the module's outputs to the parameters.
     2. When a backward pass comes to one of these outputs, `on_enter` is called with the indices
-       of the parameters that get no gradient in it.
+       of parameters that get no gradient in it: those that the walk did not reach, if autograd,
+       which knows by now what this pass will execute, says so, too. It may cover other forward
+       passes, or more. Not so where a walk met reentrant checkpointing, which hides parameters.
 
-    Where several forward passes are still to be entered, any of them may be part of this backward
-    pass, so only what none of them reaches counts as without a gradient. The others are known to
-    be unused when the backward pass is over, not before.
+    A pass that accumulates nothing, `torch.autograd.grad`, is not reported.
 
     Args:
         parameters: those whose indices are meant.
@@ -78,24 +77,26 @@ class GraphWatch:
     def __init__(
         self, parameters: Sequence[torch.Tensor], on_enter: Callable[[set[int]], None]
     ) -> None:
+        self._parameters = parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._on_enter = weakref.WeakMethod(on_enter)
         # A graph owns its record: what was never entered goes when the graph does.
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._last: _Forward | None = None
 
-    def on_forward(self, outputs: object, walk: bool = True) -> None:
-        """Walks from all tensors in `outputs`; without `walk`, nothing is said to be unreached."""
+    def on_forward(self, outputs: object, as_before: bool = False) -> None:
+        """Walks from all tensors in `outputs`; not again where all is as it was before."""
         tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         if not nodes:
             return
-        leaves = None
-        if walk:
+        if self._last is None or not as_before:
             with torch.profiler.record_function("search_unused_parameters"):
                 leaves = reached(tensors)
-        forward = _Forward(
-            None if leaves is None else {self._index_of.get(id(leaf), -1) for leaf in leaves}
-        )
+            self._last = _Forward(
+                None if leaves is None else {self._index_of.get(id(leaf), -1) for leaf in leaves}
+            )
+        forward = self._last
         self._forwards.add(forward)
         for node in nodes:
             node.register_prehook(partial(_enter, weakref.ref(self), forward))
@@ -105,14 +106,25 @@ class GraphWatch:
         on_enter = self._on_enter()
         if on_enter is None:
             return
-        # A graph that was retained is entered again: nobody knows what comes along with it.
-        possible = [None if forward.entered else forward.reached]
-        possible += [other.reached for other in self._forwards if not other.entered]
-        forward.entered = True
-        unreached = set(self._index_of.values())
-        for reached in possible:
-            unreached = set() if reached is None else unreached - reached
-        on_enter(unreached)
+        if any(other.reached is None for other in self._forwards):
+            on_enter(set())
+            return
+        reached = forward.reached or set()
+        if reached and not any(_will_accumulate(self._parameters[i]) for i in reached if i >= 0):
+            return
+        rest = set(self._index_of.values()) - reached
+        on_enter({i for i in rest if not _will_accumulate(self._parameters[i])})
+
+
+def _will_accumulate(parameter: torch.Tensor) -> bool:
+    """Whether the backward pass under way will add to this parameter's `.grad`."""
+    if not parameter.requires_grad:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad with respect to this parameter
+        return False
 
 
 def _enter(watch: "weakref.ref[GraphWatch]", forward: _Forward, gradients: Any) -> None:

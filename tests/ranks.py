@@ -113,6 +113,10 @@ class Crew:
 
     def end(self) -> None:
         for launcher in self._launchers:
+            # mpirun cleans up after itself if it is let; ranks that hang are killed all the same.
+            launcher.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(3.0)
             with suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()

@@ -28,11 +28,13 @@ CHAIN = {
     "guard": {"layout", "bucket", "snapshot"},
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
     | {"unused_parameters"},
+    "power_sgd": {"bucket", "comm_hooks"},
     "delayed": {"bucket", "comm_hooks"},
+    "inputs": set(),
     "logging_data": {"comm_hooks", "reducer"},
     "join": {"broadcast", "guard", "reducer", "share"},
     "distributed_data_parallel": {"broadcast", "bucket", "comm_hooks", "delayed", "join", "reducer"}
-    | {"logging_data"},
+    | {"inputs", "logging_data"},
 }
 
 
@@ -51,6 +53,7 @@ def test_public_names():
         "comm_hooks",
         "convert_sync_batchnorm",
         "join",
+        "power_sgd",
         "process_group",
         "start_ranks",
     ]

@@ -685,6 +685,20 @@ def test_an_optimizer_does_not_step_on_what_is_not_averaged(pair):
     pair(train_a_part_only)
 
 
+def step_during_backward(world):
+    model = Terms(1, 2)
+    Reducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.p0.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    loss = model(own(world))
+    with pytest.raises(RuntimeError, match=f"stepped during backward on rank {world.rank}"):
+        loss.backward()
+
+
+def test_an_optimizer_that_steps_during_backward_is_named(pair):
+    pair(step_during_backward)
+
+
 def change_requires_grad(world, before):
     model = Terms(1, 2)
     model.p1.requires_grad = before

@@ -7,15 +7,13 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import ddp_from_scratch
-from ddp_from_scratch import UsageError, World, launch, rendezvous, start_ranks
+from ddp_from_scratch import UsageError, World, launch, mpi, rendezvous, start_ranks
 from ddp_from_scratch.launch import Placement
 
 LIMIT = timedelta(seconds=5)
@@ -184,19 +182,13 @@ def test_the_interface_is_loopback_or_the_way_to_the_master(environ: Callable[..
     ],
 )
 def test_an_mpi_that_is_not_the_launchers_is_named(
-    variables: dict[str, str],
-    told: str,
-    environ: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str], told: str, environ: Callable[..., None]
 ) -> None:
-    alone = Placement(0, 1, 0, 1, 0, "mpirun")
-    mpi = SimpleNamespace(placement=lambda: alone)
-    monkeypatch.setattr(ddp_from_scratch, "mpi", mpi, raising=False)
     environ(**variables)
     with pytest.raises(UsageError, match=told):
-        rendezvous.mpi_placement()
+        mpi.runtime.check_launcher()
     environ(PMI_SIZE="1", WORLD_SIZE="1", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")
-    assert rendezvous.mpi_placement() == alone
+    mpi.runtime.check_launcher()
 
 
 def test_a_wrong_master_address_is_one_line_at_once() -> None:

@@ -6,12 +6,10 @@ Rank r's input is n (r + 1), as in test_reducer.py: the gradient of p_k is (k + 
 import copy
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_reducer import BYTES, Chain, Terms, mean, own, recorded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -364,21 +362,51 @@ def test_buckets_without_a_gradient_need_not_be_sent(pair):
     pair(skipped)
 
 
-def outside_of_forward(world):
-    """A parameter that the loss uses directly, after its bucket has been sent."""
-    group = dist.new_group(timeout=timedelta(seconds=5))
+def outside_of_forward(world, computed_before):
+    """A parameter that the loss uses directly: backward comes to it last, or first."""
     model = Terms(1, 2)
-    Reducer(model, group, bucket_cap_mb=0, find_unused_parameters=True)
-    late = model.p1.square().sum()  # computed before, so backward comes to it after
-    total = model(own(world), (0,)) + late
-    told = r"parameter p1 got a second gradient .* static_graph=True"
-    with pytest.raises(RuntimeError, match=told):
-        total.backward()
-    dist.destroy_process_group(group)
+    Reducer(model, bucket_cap_mb=0, find_unused_parameters=True)
+    for _ in range(2):
+        model.zero_grad()
+        if computed_before:
+            outside = (model.p1 * own(world)).sum()
+            loss = model(own(world), (0,)) + outside
+        else:
+            loss = model(own(world), (0,))
+            loss = loss + (model.p1 * own(world)).sum()
+        loss.backward()
+        assert grads_of(model) == [mean(world), mean(world)]
 
 
-def test_a_parameter_used_outside_of_forward_is_named(ranks):
-    ranks("gloo", 2)(outside_of_forward)
+@pytest.mark.parametrize("computed_before", [True, False])
+def test_a_parameter_used_outside_of_forward(pair, computed_before):
+    pair(outside_of_forward, computed_before)
+
+
+def grad_of_grad(world, kind):
+    """torch.autograd.grad accumulates nothing and sends nothing, even on one rank alone."""
+    model = Terms(1, 2, 3)
+    Reducer(model, bucket_cap_mb=0, **{kind: True})
+    x = torch.tensor(own(world), requires_grad=True)
+    for step in range(3):
+        model.zero_grad()
+        loss = model(x, (0, 2))
+        if world.rank == 0 and step != 1:
+            with recorded("all_reduce") as sent:
+                torch.autograd.grad(loss, x, retain_graph=True)
+                torch.autograd.grad(loss, [model.p0, model.p2], retain_graph=True)
+            assert sent == []
+        loss.backward()
+        assert grads_of(model) == [mean(world), None, 3 * mean(world)]
+    model.zero_grad()
+    if kind == "find_unused_parameters":
+        model(x).backward(inputs=[model.p1])
+        assert grads_of(model) == [None, 2 * mean(world), None]
+
+
+@pytest.mark.parametrize("kind", ["find_unused_parameters", "static_graph"])
+def test_autograd_grad_is_local(pair, kind):
+    pair(grad_of_grad, kind)
 
 
 # Beside torch -----------------------------------------------------------------------------------

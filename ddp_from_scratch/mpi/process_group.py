@@ -23,7 +23,7 @@ from .datatypes import message
 from .job_store import store as store_of_job
 from .meeting import Nodes
 from .monitored_barrier import monitored_barrier
-from .runtime import MPI, placement
+from .runtime import MPI, check_launcher, placement
 from .worker import Pending, PendingMessage, Result, Worker
 
 Tensors = Sequence[torch.Tensor]
@@ -309,6 +309,7 @@ def create(backend_options: Any, options: object) -> ProcessGroupMPI:
     timeout = backend_options.timeout
     ranks = list(backend_options.global_ranks_in_group)
     if not ranks:
+        check_launcher()
         store = None
         if _is_placeholder(backend_options.store):
             store = store_of_job(placement(), timeout)

@@ -7,6 +7,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from .. import launch
 from ..errors import UsageError
 from ..launch import Placement
 
@@ -39,7 +40,11 @@ def placement() -> Placement:
     """Asks MPI which rank this process is. Collective: every rank of the job must call it.
 
     Nodes are numbered in the order of their lowest rank.
+
+    Raises:
+        UsageError: this MPI is not the one that the launcher speaks to.
     """
+    check_launcher()
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     leader = node.bcast(world.rank)
@@ -47,6 +52,24 @@ def placement() -> Placement:
     found = Placement(world.rank, world.size, node.rank, node.size, leaders.index(leader), "mpirun")
     node.Free()
     return found
+
+
+def check_launcher() -> None:
+    """Raises unless MPI has as many ranks as the launcher started processes.
+
+    An MPI that does not understand its launcher takes each process for a job of its own.
+
+    Raises:
+        UsageError: it has not.
+    """
+    seen, started = MPI.COMM_WORLD.size, launch.started()
+    if started not in (None, seen):
+        by = launch.launcher()
+        advice = {
+            "mpirun": "use the mpirun of the MPI that mpi4py loads",
+            "srun": "add --mpi=pmix",
+        }.get(by, "start it with mpirun")
+        raise UsageError(f"{by} started {started} processes but MPI sees {seen}: {advice}")
 
 
 def share(value: Any) -> Any:
