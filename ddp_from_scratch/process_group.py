@@ -88,6 +88,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
 def _open_mpi(timeout: timedelta) -> Placement:
     from . import mpi  # starts MPI, which only this backend and mpirun's ranks may do
 
+    mpi.check_launcher()
     place = mpi.placement()
     dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=timeout)
     return place

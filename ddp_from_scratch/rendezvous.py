@@ -79,6 +79,7 @@ def _meet_through_mpi(timeout: timedelta) -> "tuple[Placement, dist.Store]":
     """Under mpirun, gloo and nccl: MPI knows the ranks, and tells them where the store is."""
     from . import mpi  # starts MPI, which only the mpi backend and mpirun's ranks may do
 
+    mpi.check_launcher()
     placement = mpi.placement()
     return placement, mpi.store(placement, timeout)
 

@@ -186,9 +186,9 @@ def test_an_mpi_that_is_not_the_launchers_is_named(
 ) -> None:
     environ(**variables)
     with pytest.raises(UsageError, match=told):
-        mpi.runtime.check_launcher()
+        mpi.check_launcher()
     environ(PMI_SIZE="1", WORLD_SIZE="1", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")
-    mpi.runtime.check_launcher()
+    mpi.check_launcher()
 
 
 def test_a_wrong_master_address_is_one_line_at_once() -> None:

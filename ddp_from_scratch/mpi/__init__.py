@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from .job_store import store
 from .process_group import ProcessGroupMPI, create
-from .runtime import placement, share
+from .runtime import check_launcher, placement, share
 
-__all__ = ["BACKEND", "ProcessGroupMPI", "empty", "placement", "share", "store"]
+__all__ = ["BACKEND", "ProcessGroupMPI", "check_launcher", "empty", "placement", "share", "store"]
 
 
 def empty(

@@ -9,6 +9,7 @@ to the group's thread.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -309,7 +310,9 @@ def create(backend_options: Any, options: object) -> ProcessGroupMPI:
     timeout = backend_options.timeout
     ranks = list(backend_options.global_ranks_in_group)
     if not ranks:
-        check_launcher()
+        # Whatever a program of its own has in torch's variables: ranks come from MPI.
+        torchs = ("RANK", "WORLD_SIZE")
+        check_launcher({name: v for name, v in os.environ.items() if name not in torchs})
         store = None
         if _is_placeholder(backend_options.store):
             store = store_of_job(placement(), timeout)

@@ -4,6 +4,7 @@ import atexit
 import os
 import pickle
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -40,11 +41,7 @@ def placement() -> Placement:
     """Asks MPI which rank this process is. Collective: every rank of the job must call it.
 
     Nodes are numbered in the order of their lowest rank.
-
-    Raises:
-        UsageError: this MPI is not the one that the launcher speaks to.
     """
-    check_launcher()
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     leader = node.bcast(world.rank)
@@ -54,7 +51,7 @@ def placement() -> Placement:
     return found
 
 
-def check_launcher() -> None:
+def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
     """Raises unless MPI has as many ranks as the launcher started processes.
 
     An MPI that does not understand its launcher takes each process for a job of its own.
@@ -62,9 +59,9 @@ def check_launcher() -> None:
     Raises:
         UsageError: it has not.
     """
-    seen, started = MPI.COMM_WORLD.size, launch.started()
+    seen, started = MPI.COMM_WORLD.size, launch.started(environ)
     if started not in (None, seen):
-        by = launch.launcher()
+        by = launch.launcher(environ)
         advice = {
             "mpirun": "use the mpirun of the MPI that mpi4py loads",
             "srun": "add --mpi=pmix",
