@@ -242,6 +242,25 @@ def test_new_subgroups(crew):
     crew(subgroups_of_one)
 
 
+def a_group_that_is_split(world):
+    n, r = world.world_size, world.rank
+    odd = dist.split_group(split_ranks=[list(range(0, n, 2)), list(range(1, n, 2))])
+    tensor = torch.tensor([r])
+    dist.all_reduce(tensor, group=odd)
+    assert tensor.item() == sum(range(r % 2, n, 2))
+    assert dist.get_process_group_ranks(odd) == list(range(r % 2, n, 2))
+    last = dist.split_group(split_ranks=[[n - 1]])
+    assert (
+        dist.get_world_size(last) == 1 if r == n - 1 else last == dist.GroupMember.NON_GROUP_MEMBER
+    )
+
+
+def test_split_group(crew):
+    if mpi.BACKEND != "mpi":
+        pytest.skip(f"torch {torch.__version__} splits groups only where there is a GPU")
+    crew(a_group_that_is_split)
+
+
 def object_collectives(world):
     n, r = world.world_size, world.rank
     everyone = [None] * n

@@ -72,6 +72,9 @@ def _register() -> str:
     # goes to its C++ for the name "mpi" and never asks us.
     helper = inspect.getsource(dist.distributed_c10d._new_process_group_helper)
     name = "mpi4py" if "is_mpi_available" in helper or dist.is_mpi_available() else "mpi"
+    # To others torch attaches a recorder, backend by backend; a group of ours has none but itself.
+    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(name)
     dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     return name
 

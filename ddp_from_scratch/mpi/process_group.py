@@ -83,11 +83,9 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # Empty until torch has registered the group: until then it would attach a recorder to
-        # the backend of each device, and this group has none but itself.
-        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
+        return [torch.device("cpu")]
 
-    @property  # type: ignore[misc]  # torch's can be set
+    @property
     def bound_device_id(self) -> None:
         """None: no device. Also where the store of the default group is put right.
 
@@ -98,6 +96,38 @@ class ProcessGroupMPI(dist.ProcessGroup):
         if self._store is not None and self in noted:
             noted[self] = (noted[self][0], self._store)
             self._store = None
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        """A part of a group that was split has the device of the whole: none."""
+
+    # Splitting: `dist.split_group` ----------------------------------------------------------------
+
+    supports_splitting = True
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def get_group_store(self) -> dist.Store | None:
+        return self._store
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroupMPI | None:
+        """A group of some of this one's ranks; None on the others, which need not call it."""
+        if self.rank() not in ranks:
+            return None
+        part = _subgroup(self._communicator, ranks, timeout or self._timeout)
+        part.setGroupName(group_name or "")
+        part.setGroupDesc(group_desc or "")
+        return part
 
     # Collectives --------------------------------------------------------------------------------
 
@@ -317,8 +347,12 @@ def create(backend_options: Any, options: object) -> ProcessGroupMPI:
         if _is_placeholder(backend_options.store):
             store = store_of_job(placement(), timeout)
         return ProcessGroupMPI(MPI.COMM_WORLD, timeout, store=store)
-    members = MPI.COMM_WORLD.Get_group().Incl(ranks)
-    communicator = MPI.COMM_WORLD.Create_group(members)
+    return _subgroup(MPI.COMM_WORLD, ranks, timeout)
+
+
+def _subgroup(whole: MPI.Intracomm, ranks: Sequence[int], timeout: timedelta) -> ProcessGroupMPI:
+    """A group of some ranks of `whole`; only they call it."""
+    communicator = whole.Create_group(whole.Get_group().Incl(list(ranks)))
     try:
         return ProcessGroupMPI(communicator, timeout)
     finally:
