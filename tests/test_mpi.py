@@ -336,6 +336,32 @@ def test_send_and_receive(crew):
     crew(messages)
 
 
+def a_large_message_before_a_collective(world):
+    """MPI moves it only while the sender is in MPI, and the sender sleeps until all have come."""
+    n, r = world.world_size, world.rank
+    tensor = torch.full((2_000_000,), float(r))
+    handles = []
+    for collective in (
+        lambda: dist.barrier(),
+        lambda: dist.all_reduce(torch.ones(5), async_op=True),
+    ):
+        if r == 0:
+            handles += [dist.isend(tensor, dst=other) for other in range(1, n)]
+        else:
+            received = torch.empty_like(tensor)
+            dist.recv(received, src=0)
+            assert received.eq(0.0).all()
+        work = collective()
+        if work is not None:
+            work.wait()
+    for handle in handles:
+        handle.wait()
+
+
+def test_messages_go_on_while_their_sender_sleeps(crew):
+    crew(a_large_message_before_a_collective, limit=20)
+
+
 def subgroups(world):
     even = dist.new_group([r for r in range(world.world_size) if r % 2 == 0])
     last = dist.new_group([world.world_size - 1, 0])

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from ..errors import CommunicationError
-from . import semaphore
+from . import messages, semaphore
 from .runtime import MPI
 from .semaphore import Semaphore
 from .shared_memory import SharedMemory
@@ -185,11 +185,17 @@ class Meeting:
             for other, own in self._rounds:
                 other.post()
                 # Awake once in a while, to see whether it is in vain.
-                while not own.wait(min(self._deadline, time.monotonic() + 0.5)):
+                while not own.wait(min(self._deadline, time.monotonic() + self._nap())):
                     self._check_in_vain()
         except KeyboardInterrupt:
             self._fail("it was interrupted")
             raise
+
+    def _nap(self) -> float:
+        if not messages.under_way():
+            return 0.5
+        messages.progress()
+        return messages.PAUSE
 
     def _check_in_vain(self) -> None:
         left = {rank for rank, left in zip(self._ranks, self._left, strict=True) if left[0]}

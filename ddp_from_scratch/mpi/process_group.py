@@ -23,9 +23,10 @@ from .collectives import Collectives, Operation
 from .datatypes import message
 from .job_store import store as store_of_job
 from .meeting import Nodes
+from .messages import PendingMessage, progress
 from .monitored_barrier import monitored_barrier
 from .runtime import MPI, check_launcher, placement
-from .worker import Pending, PendingMessage, Result, Worker
+from .worker import Pending, Result, Worker
 
 Tensors = Sequence[torch.Tensor]
 
@@ -58,7 +59,6 @@ class ProcessGroupMPI(dist.ProcessGroup):
         self._timeout = timeout
         self._sequence = 0
         self._worker = Worker(f"mpi-group-{communicator.size}")
-        self._messages: list[PendingMessage] = []
         self._store = store
 
     def getBackendName(self) -> str:
@@ -262,8 +262,9 @@ class ProcessGroupMPI(dist.ProcessGroup):
         (tensor,) = tensors
         dense = tensor.contiguous()
         name = f"send to rank {dst} from rank {self.rank()} ({tensor.nbytes} bytes)"
+        progress()  # those that have arrived make room
         request = self._communicator.Isend(message(dense), dst, tag)
-        return self._post(PendingMessage(name, self._timeout, request, dense))
+        return PendingMessage(name, self._timeout, request, dense)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> PendingMessage:
         (tensor,) = tensors
@@ -276,7 +277,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
                 tensor.copy_(dense)
 
         request = self._communicator.Irecv(message(dense), src, tag)
-        return self._post(PendingMessage(name, self._timeout, request, dense, finish))
+        return PendingMessage(name, self._timeout, request, dense, finish)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PendingMessage:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
@@ -328,11 +329,6 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
         pending = Pending(name, self._timeout, meeting)
         return self._worker.submit(pending, run, at_once=not getattr(opts, "asyncOp", True))
-
-    def _post(self, message: PendingMessage) -> PendingMessage:
-        # MPI still uses the memory of a message whose handle the caller dropped.
-        self._messages = [m for m in self._messages if not m.is_completed()] + [message]
-        return message
 
 
 def create(backend_options: Any, options: object) -> ProcessGroupMPI:

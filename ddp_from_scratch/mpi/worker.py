@@ -2,6 +2,7 @@
 
 import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
+from . import messages
 from .meeting import Meeting
-from .runtime import MPI
 
 Result = list[torch.Tensor]
 
@@ -49,10 +50,15 @@ class Pending(dist._Work):
         limit = self._timeout.total_seconds() + 2.0
         if timeout is not None and timeout > timedelta(0):
             limit = timeout.total_seconds()
-        if not self._under_way.acquire(timeout=limit):
-            raise CommunicationError(
-                f"{self._name()} did not end within {limit:g} s: {self._meeting.whom} did not come"
-            )
+        began = time.monotonic()
+        nap = messages.PAUSE if messages.under_way() else limit
+        while not self._under_way.acquire(timeout=min(nap, limit)):
+            if time.monotonic() - began >= limit:
+                raise CommunicationError(
+                    f"{self._name()} did not end within {limit:g} s: "
+                    f"{self._meeting.whom} did not come"
+                )
+            messages.progress()
         self._under_way.release()
         if self._error is not None:
             raise self._error
@@ -103,68 +109,6 @@ class Pending(dist._Work):
             future.set_result(self._result)
         else:
             future.set_exception(self._error)  # type: ignore[arg-type]  # its annotation is wrong
-
-
-class PendingMessage(dist._Work):
-    """The handle of a send or receive that MPI itself has under way.
-
-    It keeps the tensor alive until MPI has done with it, and runs `finish` once on arrival.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        timeout: timedelta,
-        request: MPI.Request,
-        tensor: torch.Tensor,
-        finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__()
-        self.name = name
-        self._timeout = timeout
-        self._request = request
-        self._tensor = tensor
-        self._finish = finish
-        self._status = MPI.Status()
-        self._done = False
-
-    def is_completed(self) -> bool:
-        if not self._done and self._request.Test(self._status):
-            self._done = True
-            with torch.no_grad():
-                self._finish()
-            # The tensor belongs to the caller again, however long the handle is kept.
-            self._finish = lambda: None
-            del self._tensor
-        return self._done
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """As `Pending.wait`. Polls: at first without pause, then yielding the core to others."""
-        limit = timeout if timeout and timeout > timedelta(0) else self._timeout
-        deadline = MPI.Wtime() + limit.total_seconds()
-        pause = threading.Event()
-        polls = 0
-        try:
-            while not self.is_completed():
-                polls += 1
-                if polls > 1000:
-                    if MPI.Wtime() > deadline:
-                        raise CommunicationError(
-                            f"{self.name} did not end within {limit.total_seconds():g} s: "
-                            f"the other rank has not called its part, or has stopped"
-                        )
-                    pause.wait(1e-4)
-        except MPI.Exception as error:
-            raise CommunicationError(f"{self.name} failed: {error}") from error
-        return True
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def _source_rank(self) -> int:
-        return self._status.Get_source()
-
-    source_rank = _source_rank
 
 
 class Worker:
