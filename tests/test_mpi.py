@@ -336,25 +336,25 @@ def test_send_and_receive(crew):
     crew(messages)
 
 
-def messages_before_a_collective(world):
+def messages_before_collectives(world):
     """MPI moves some only while their sender is in MPI, and it sleeps there until all have come."""
-    tensor = torch.zeros(1_000_000, dtype=torch.uint8)
-    for asynchronous in (False, True):
-        handles = []
-        if world.rank == 0:
-            handles = [dist.isend(tensor, dst=1) for _ in range(200)]
-        if world.rank == 1:
-            for _ in range(200):
-                dist.recv(tensor, src=0)
-        work = dist.all_reduce(torch.ones(5), async_op=asynchronous)
-        if asynchronous:
-            work.wait()
-        for handle in handles:
-            handle.wait()
+    handles = []
+    for size in (1000, 3000, 5000, 20_000, 100_000, 1_000_000):
+        for count in (1, 20, 200):
+            tensor = torch.zeros(size, dtype=torch.uint8)
+            if world.rank == 0:
+                handles += [dist.isend(tensor, dst=1) for _ in range(count)]
+            if world.rank == 1:
+                for _ in range(count):
+                    dist.recv(tensor, src=0)
+            dist.all_reduce(torch.ones(5), async_op=count == 20)
+    for handle in handles:
+        handle.wait()
+    dist.barrier()
 
 
 def test_messages_go_on_while_their_sender_sleeps(crew):
-    crew(messages_before_a_collective, limit=20)
+    crew(messages_before_collectives)
 
 
 def subgroups(world):
