@@ -1,8 +1,8 @@
 """What a bucket sends: step 5 of a gradient's way.
 
 A comm hook starts the reduction of one bucket over the ranks and returns a future of the average.
-The signature is that of torch's DDP, so that hooks written for it run here unchanged (those in
-`torch.distributed.algorithms.ddp_comm_hooks` among them), and ours run there:
+The signature is that of torch's DDP, so that hooks written for it run here unchanged, those in
+`torch.distributed.algorithms.ddp_comm_hooks` among them:
 
     hook(state, bucket) -> Future[Tensor]
 
@@ -23,15 +23,22 @@ from .bucket import Bucket, CommHook
 Future = torch.futures.Future[Any]
 
 
-def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+def average(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
     """All-reduces the bucket to its average over ranks, in full precision. The default.
 
     The division comes before the sum, as in torch's DDP: n summands of 1/n each cannot overflow
     a 16-bit float where the average would not, and the result has the same bits as torch's.
+
+    The future is the collective's own, whose value is a list: nothing runs on its thread.
     """
     buffer = bucket.buffer()
     buffer.mul_(1.0 / dist.get_world_size(process_group))
     return _all_reduce(buffer, process_group)
+
+
+def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    """As `average`, with a future of a tensor, for what is wrapped around it."""
+    return average(process_group, bucket).then(_first)
 
 
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
@@ -63,7 +70,7 @@ def _compressed(
         return allreduce_hook(process_group, bucket)
     compressed = torch.empty(buffer.shape, dtype=dtype, device=buffer.device)
     torch.mul(buffer, 1.0 / dist.get_world_size(process_group), out=compressed)
-    return _all_reduce(compressed, process_group)
+    return _all_reduce(compressed, process_group).then(_first)
 
 
 def _all_reduce(tensor: torch.Tensor, process_group: dist.ProcessGroup | None) -> Future:
@@ -72,7 +79,12 @@ def _all_reduce(tensor: torch.Tensor, process_group: dist.ProcessGroup | None) -
     return work.get_future()
 
 
-_ONE_COLLECTIVE = frozenset({allreduce_hook, fp16_compress_hook, bf16_compress_hook})
+def _first(future: Future) -> torch.Tensor:
+    value: list[torch.Tensor] = future.value()
+    return value[0]
+
+
+_ONE_COLLECTIVE = frozenset({average, allreduce_hook, fp16_compress_hook, bf16_compress_hook})
 
 
 def may_overlap(hook: CommHook) -> bool:

@@ -35,7 +35,7 @@ class DelayedReduction:
         for bucket in self._buckets:
             for index in bucket.layout.members:
                 bucket.mark_absent(index)  # with what `.grad` holds
-            bucket.launch(comm_hooks.allreduce_hook, self._process_group)
+            bucket.launch(comm_hooks.average, self._process_group)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:

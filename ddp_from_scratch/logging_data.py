@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .comm_hooks import allreduce_hook
+from .comm_hooks import average
 from .reducer import Reducer
 
 
@@ -23,6 +23,6 @@ def facts(reducer: Reducer) -> dict[str, Any]:
         "has_rebuilt_buckets": int(reducer.ready_order is not None),
         "iteration": reducer.iteration,
     }
-    if hook is not allreduce_hook:
+    if hook is not average:
         told["comm_hook"] = getattr(hook, "__qualname__", str(hook))
     return told

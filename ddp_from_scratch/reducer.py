@@ -111,7 +111,7 @@ class Reducer:
         self._parameters = list(trainable.values())
         self.device = self._parameters[0].device
         self.process_group = process_group
-        self._comm_hook: CommHook = comm_hooks.allreduce_hook
+        self._comm_hook: CommHook = comm_hooks.average
         self._comm_state: Any = process_group
         self._overlap = overlap
         self._gradient_as_bucket_view = gradient_as_bucket_view

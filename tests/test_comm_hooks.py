@@ -27,7 +27,8 @@ from ddp_from_scratch.layout import BucketLayout
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 OURS = {
-    "full": comm_hooks.allreduce_hook,
+    "full": comm_hooks.average,
+    "full, for wrappers": comm_hooks.allreduce_hook,
     "fp16": comm_hooks.fp16_compress_hook,
     "bf16": comm_hooks.bf16_compress_hook,
 }
@@ -259,6 +260,24 @@ def test_torchs_hooks_run_unchanged(ranks, name, view):
 @pytest.mark.parametrize("name", ["allreduce", "fp16", "bf16", "fp16 wrapper", "bf16 wrapper"])
 def test_torchs_hooks_run_unchanged_on_mpi(ranks, name):
     ranks("mpi", 2)(torchs_hook, name, False)
+
+
+def torchs_wrapper(world):
+    model, x, y = build(world)
+    wrapped = copy.deepcopy(model)
+    Reducer(model).register_comm_hook(None, comm_hooks.fp16_compress_hook)
+    hook = default_hooks.fp16_compress_wrapper(comm_hooks.allreduce_hook)
+    Reducer(wrapped).register_comm_hook(None, hook)
+    for m in (model, wrapped):
+        for _ in range(2):
+            m.zero_grad()
+            mse_loss(m(x), y).backward()
+    for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-3)
+
+
+def test_torchs_wrapper_around_our_hook(ranks):
+    ranks("gloo", 2)(torchs_wrapper)
 
 
 def torchs_power_sgd(world):
