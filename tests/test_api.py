@@ -26,8 +26,10 @@ CHAIN = {
     "unused_parameters": set(),
     "usage": {"static_graph"},
     "guard": {"layout", "bucket", "snapshot"},
+    "checksum": set(),
+    "check_sync": {"checksum"},
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
-    | {"unused_parameters"},
+    | {"unused_parameters", "check_sync"},
     "delayed": {"bucket", "comm_hooks"},
     "logging_data": {"comm_hooks", "reducer"},
     "join": {"broadcast", "guard", "reducer", "share"},

@@ -134,8 +134,12 @@ def make_parser(about: str) -> Parser:
     option(
         group,
         "--check-sync",
-        "after each epoch compare all ranks' parameters bit for bit and print their checksum",
-        action="store_true",
+        "after each epoch compare all ranks' parameters and optimizer state bit for bit and print "
+        "the parameters' checksum; with N also in every Nth step, without printing",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="N",
     )
 
     group = parser.add_argument_group("what is kept")

@@ -48,7 +48,7 @@ class Settings:
     checkpoint_dir: Path | None = None
     resume: str | None = None
     log_dir: Path | None = None
-    check_sync: bool = False
+    check_sync: int | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +60,7 @@ class Settings:
             self._require(name, lambda value: 0 <= value < math.inf, "0 or more")
         self._require("bucket_cap_mb", lambda value: value is None or value >= 0, "0 or more")
         self._require("workers", lambda value: value >= 0, "0 or more")
+        self._require("check_sync", lambda value: value is None or value >= 0, "0 or more")
         self._require("seed", lambda value: 0 <= value < 2**62, "0 to 2**62 - 1")
         self._require("precision", lambda value: value in PRECISIONS, f"one of {PRECISIONS}")
         if self.resume == "auto" and self.checkpoint_dir is None:
