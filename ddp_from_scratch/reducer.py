@@ -21,6 +21,7 @@ from .check_sync import DriftCheck
 from .layout import bucket_caps
 from .share import Share
 from .snapshot import Snapshot
+from .stall import Progress, StallWatch
 from .unused_parameters import GraphWatch
 from .usage import Usage
 
@@ -61,6 +62,8 @@ class Reducer:
         ignore: names of parameters that are not synchronised.
         check_every: compare all ranks' parameters, and the state for them of optimizers that step
             them, in every so many averages; see `check_sync`. None means never.
+        stall_after: seconds that a step waits for other ranks before it is reported, on standard
+            error, what for and on which ranks (`stall.py`). None means never.
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
 
@@ -76,7 +79,8 @@ class Reducer:
 
     Raises:
         ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, `check_every`
-            is less than 1, this rank is not in the group, or `ready_order` names other parameters.
+            is less than 1, `stall_after` is not positive, this rank is not in the group, or
+            `ready_order` names other parameters.
         RuntimeError: from a forward pass, or the step of an optimizer of these parameters: a
             parameter got no gradient in the last backward pass, or was changed (`snapshot.py`).
             From `backward()`: what `guard.py` names, and on every rank what has
@@ -98,6 +102,7 @@ class Reducer:
         static_graph: bool = False,
         skip_unused: bool = False,
         check_every: int | None = None,
+        stall_after: float | None = None,
         ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
     ) -> None:
@@ -153,6 +158,7 @@ class Reducer:
         ]
         # Parameters may live on without the module, and are then like any other.
         weakref.finalize(self, guard.remove_all, self._hooks)
+        self._stall = StallWatch(stall_after, self._progress, process_group)
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -313,6 +319,7 @@ class Reducer:
         used = self._usage.agree()
         for bucket in self._buckets:
             bucket.finish(used if unpack else ())
+            self._stall.on_finish(self.iteration, bucket)
             if unpack and self.on_landed is not None:
                 self.on_landed(bucket)
         for future in self.futures:
@@ -363,6 +370,9 @@ class Reducer:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.check_complete()
         self._drift.on_step(optimizer)
+
+    def _progress(self) -> Progress:
+        return Progress.of(self.iteration, self._next_bucket, self._buckets, self._names)
 
     def check_complete(self) -> None:
         """Raises unless every gradient of the last backward pass has been averaged."""

@@ -27,9 +27,10 @@ CHAIN = {
     "usage": {"static_graph"},
     "guard": {"layout", "bucket", "snapshot"},
     "checksum": set(),
+    "stall": {"layout", "bucket"},
     "check_sync": {"checksum"},
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
-    | {"unused_parameters", "check_sync"},
+    | {"unused_parameters", "check_sync", "stall"},
     "delayed": {"bucket", "comm_hooks"},
     "logging_data": {"comm_hooks", "reducer"},
     "join": {"broadcast", "guard", "reducer", "share"},

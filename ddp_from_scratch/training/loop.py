@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -111,6 +112,7 @@ class Trainer:
             overlap=settings.overlap,
             gradient_as_bucket_view=True,
             check_every=settings.check_sync or None,
+            stall_after=settings.stall_after if settings.stall_after < math.inf else None,
             ready_order=None if state is None else state["ready_order"],
         )
         self.optimizer = SGD(

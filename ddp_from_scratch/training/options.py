@@ -65,6 +65,13 @@ def make_parser(about: str) -> Parser:
     option(group, "--master-addr", "address of machine 0, as the others reach it", metavar="HOST")
     option(group, "--master-port", "port of machine 0 (default: 29500)", type=int, metavar="P")
     option(group, "--timeout", "seconds to wait for other ranks", type=float, metavar="S")
+    option(
+        group,
+        "--stall-after",
+        "seconds that a step waits for other ranks before it says what for; inf: never",
+        type=float,
+        metavar="S",
+    )
     option(group, "--threads", "CPU threads of a process", type=int, metavar="N")
 
     group = parser.add_argument_group("data")
