@@ -105,6 +105,11 @@ class Bucket:
         """Whether its all-reduce is under way."""
         return self._future is not None
 
+    @property
+    def landed(self) -> bool:
+        """Whether it waits for no other rank: its average is there, or nothing was launched."""
+        return self._future is None or self._future.done()
+
     def mark_ready(self, index: int) -> bool:
         """Counts the gradient of parameter `index` in; True when no other is missing.
 

@@ -11,6 +11,7 @@ from .bucket import Bucket
 from .snapshot import AGAIN
 
 Handle = torch.utils.hooks.RemovableHandle
+StepCheck = Callable[[torch.optim.Optimizer], None]
 
 
 def trains(module: torch.nn.Module) -> bool:
@@ -107,8 +108,8 @@ class ModuleHook:
         return ModuleHook, ()
 
 
-def before_optimizer_steps(parameters: Iterable[torch.Tensor], check: Callable[[], None]) -> Handle:
-    """Calls `check`, a bound method that is held weakly, before any optimizer's step on these.
+def before_optimizer_steps(parameters: Iterable[torch.Tensor], check: StepCheck) -> Handle:
+    """Calls `check`, a bound method held weakly, with any optimizer that is to step these.
 
     Unlike a check before a forward pass this does not depend on how the model is called.
     """
@@ -117,7 +118,7 @@ def before_optimizer_steps(parameters: Iterable[torch.Tensor], check: Callable[[
 
 
 def _on_step(
-    check: "weakref.WeakMethod[Callable[[], None]]",
+    check: "weakref.WeakMethod[StepCheck]",
     ours: frozenset[int],
     optimizer: torch.optim.Optimizer,
     *arguments: object,
@@ -126,7 +127,7 @@ def _on_step(
     if found is not None and any(
         id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]
     ):
-        found()
+        found(optimizer)
 
 
 def remove_all(hooks: list[Handle]) -> None:

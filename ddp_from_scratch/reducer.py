@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from . import comm_hooks, guard
 from .bucket import Bucket, CommHook, make_buckets
+from .check_sync import DriftCheck
 from .layout import bucket_caps
 from .share import Share
 from .snapshot import Snapshot
+from .stall import Progress, StallWatch
 from .unused_parameters import GraphWatch
 from .usage import Usage
 
@@ -58,6 +60,10 @@ class Reducer:
             parameter gets. One that differs raises and names the parameter.
         skip_unused: do not send buckets that no rank makes use of; all must know that alike.
         ignore: names of parameters that are not synchronised.
+        check_every: compare all ranks' parameters, and the state for them of optimizers that step
+            them, in every so many averages; see `check_sync`. None means never.
+        stall_after: seconds that a step waits for other ranks before it is reported, on standard
+            error, what for and on which ranks (`stall.py`). None means never.
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
 
@@ -72,11 +78,13 @@ class Reducer:
         ready_order: the names of the parameters in the order of the final layout, or None.
 
     Raises:
-        ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, this rank is
-            not in the group, or `ready_order` names other parameters.
+        ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, `check_every`
+            is less than 1, `stall_after` is not positive, this rank is not in the group, or
+            `ready_order` names other parameters.
         RuntimeError: from a forward pass, or the step of an optimizer of these parameters: a
             parameter got no gradient in the last backward pass, or was changed (`snapshot.py`).
-            From `backward()`: what `guard.py` names.
+            From `backward()`: what `guard.py` names, and on every rank what has
+            drifted apart (`check_every`).
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -93,6 +101,8 @@ class Reducer:
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         skip_unused: bool = False,
+        check_every: int | None = None,
+        stall_after: float | None = None,
         ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
     ) -> None:
@@ -117,6 +127,7 @@ class Reducer:
         self._gradient_as_bucket_view = gradient_as_bucket_view
         self._skip_unused = skip_unused
         self._usage = Usage(self._parameters, process_group, find_unused_parameters, static_graph)
+        self._drift = DriftCheck(check_every, module, process_group, ignore)
         self._watch = GraphWatch(self._parameters, self._on_enter)
 
         self.sync = True
@@ -143,10 +154,11 @@ class Reducer:
         self._hooks += [
             module.register_forward_pre_hook(guard.ModuleHook(self._before_forward)),
             module.register_forward_hook(guard.ModuleHook(self._after_forward)),
-            guard.before_optimizer_steps(self._parameters, self.check_complete),
+            guard.before_optimizer_steps(self._parameters, self._before_step),
         ]
         # Parameters may live on without the module, and are then like any other.
         weakref.finalize(self, guard.remove_all, self._hooks)
+        self._stall = StallWatch(stall_after, self._progress, process_group)
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -307,6 +319,7 @@ class Reducer:
         used = self._usage.agree()
         for bucket in self._buckets:
             bucket.finish(used if unpack else ())
+            self._stall.on_finish(self.iteration, bucket)
             if unpack and self.on_landed is not None:
                 self.on_landed(bucket)
         for future in self.futures:
@@ -317,6 +330,7 @@ class Reducer:
         self.iteration += 1
         if self.ready_order is None and not self._usage.varies:
             self._rebuild()
+        self._drift.on_average(self.iteration, is_current=unpack)
 
     def _rebuild(self) -> None:
         """Lays the buckets out anew in rank 0's order of readiness.
@@ -352,6 +366,13 @@ class Reducer:
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
         if self._usage.may_be_unused:
             self._watch.on_forward(outputs, as_before=self._usage.is_static)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.check_complete()
+        self._drift.on_step(optimizer)
+
+    def _progress(self) -> Progress:
+        return Progress.of(self.iteration, self._next_bucket, self._buckets, self._names)
 
     def check_complete(self) -> None:
         """Raises unless every gradient of the last backward pass has been averaged."""

@@ -148,7 +148,13 @@ def kill_once(trainer: Any, step: Callable[..., None], batches: Any) -> None:
     step(batches)
 
 
-FAILURES = {f.__name__: f for f in (raise_before_backward, raise_in_backward, kill, kill_once)}
+def hang(trainer: Any, step: Callable[..., None], batches: Any) -> None:
+    """Longer than any timeout."""
+    time.sleep(1000)
+
+
+_ALL = (raise_before_backward, raise_in_backward, kill, kill_once, hang)
+FAILURES = {f.__name__: f for f in _ALL}
 
 
 def main(failure: str, arguments: list[str]) -> int:

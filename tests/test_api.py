@@ -26,8 +26,11 @@ CHAIN = {
     "unused_parameters": set(),
     "usage": {"static_graph"},
     "guard": {"layout", "bucket", "snapshot"},
+    "checksum": set(),
+    "stall": {"layout", "bucket"},
+    "check_sync": {"checksum"},
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
-    | {"unused_parameters"},
+    | {"unused_parameters", "check_sync", "stall"},
     "power_sgd": {"bucket", "comm_hooks"},
     "delayed": {"bucket", "comm_hooks"},
     "inputs": set(),

@@ -71,6 +71,17 @@ def test_a_rank_that_fails_ends_the_run(launcher: str, backend: str, failure: st
             assert code == (128 + signal.SIGKILL if failure == "kill" else 1)
 
 
+@pytest.mark.parametrize(("launcher", "backend"), [("start_ranks", "gloo"), ("mpirun", "mpi")])
+def test_a_rank_that_hangs_is_named_before_the_timeout(launcher: str, backend: str) -> None:
+    command = [*LAUNCHERS[launcher], DRIVER, "hang", "--backend", backend]
+    with Run(*command, "--stall-after", "0.5", "--timeout", "10") as run:
+        run.wait_for("It goes on waiting until the process group's timeout ends the run.")
+        assert "step 2, rank 0: has waited " in run.err
+        assert "  rank 1: 0 of 11 gradients have arrived, bucket 0 waits for " in run.err
+        assert run.wait() == 1
+        run.assert_nobody_left(END_S)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_ctrl_c_and_sigterm_leave_a_checkpoint_that_can_be_resumed(
     backend: str, tmp_path: Path

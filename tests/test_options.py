@@ -50,6 +50,9 @@ def error_of(*arguments: str) -> str:
         ),
         ("--bucket-cap-mb -1", "--bucket-cap-mb must be 0 or more, got -1.0"),
         ("--bucket-cap-mb nan", "--bucket-cap-mb must be 0 or more, got nan"),
+        ("--stall-after 0", "--stall-after must be a positive number of seconds, got 0.0"),
+        ("--stall-after nan", "--stall-after must be a positive number of seconds, got nan"),
+        ("--check-sync -1", "--check-sync must be 0 or more, got -1"),
         ("--seed -1", "--seed must be 0 to 2**62 - 1, got -1"),
         ("--resume auto", "--resume auto looks into --checkpoint-dir, which is not given"),
         ("test", "test needs --checkpoint FILE, the model to evaluate"),
@@ -97,9 +100,10 @@ def test_every_option_reaches_its_setting() -> None:
         "--backend mpi --dataset fake --data-dir d --download --model mlp --epochs 3 "
         "--global-batch-size 64 --lr 0.5 --scale-lr --momentum 0.8 --weight-decay 0.01 "
         "--bucket-cap-mb inf --no-overlap --accumulate 2 --precision bf16 --seed 7 "
-        "--sync-batch-norm --deterministic --workers 1 --threads 2 --timeout 9 --checkpoint-dir c "
-        "--resume auto --log-dir l --check-sync --quiet --nproc 8,2 --node-rank 1 --master-addr h "
-        "--master-port 1"
+        "--sync-batch-norm --deterministic --workers 1 --threads 2 --timeout 9 --stall-after 3 "
+        "--checkpoint-dir c "
+        "--resume auto --log-dir l --check-sync 5 --quiet --nproc 8,2 --node-rank 1 "
+        "--master-addr h --master-port 1"
     )
     settings, options = parse(arguments.split(), ABOUT)
     assert settings == Settings(
@@ -124,10 +128,11 @@ def test_every_option_reaches_its_setting() -> None:
         workers=1,
         threads=2,
         timeout=9.0,
+        stall_after=3.0,
         checkpoint_dir=Path("c"),
         resume="auto",
         log_dir=Path("l"),
-        check_sync=True,
+        check_sync=5,
         quiet=True,
     )
     assert (options.nproc, options.node_rank) == ("8,2", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -110,6 +111,8 @@ class Trainer:
             bucket_cap_mb=settings.bucket_cap_mb,
             overlap=settings.overlap,
             gradient_as_bucket_view=True,
+            check_every=settings.check_sync or None,
+            stall_after=settings.stall_after if settings.stall_after < math.inf else None,
             ready_order=None if state is None else state["ready_order"],
         )
         self.optimizer = SGD(
@@ -215,7 +218,7 @@ class Trainer:
             images_per_second=self.images_per_second,
             lr=self.optimizer.param_groups[0]["lr"],
         )
-        if self.settings.check_sync:
+        if self.settings.check_sync is not None:
             self._report_checksum()
         self.epoch, self.step = self.epoch + 1, 0
         self.totals.zero_()
@@ -286,7 +289,7 @@ class Trainer:
     # What is printed ----------------------------------------------------------------------------
 
     def _report_checksum(self) -> None:
-        checksum = check_sync(self.model, self.group)
+        checksum = check_sync(self.model, self.group, optimizers=[self.optimizer])
         self.report.result(f"parameters {checksum}, bit-identical on {self.world.world_size} ranks")
 
     def _report_stop(self, number: int) -> None:

@@ -65,6 +65,13 @@ def make_parser(about: str) -> Parser:
     option(group, "--master-addr", "address of machine 0, as the others reach it", metavar="HOST")
     option(group, "--master-port", "port of machine 0 (default: 29500)", type=int, metavar="P")
     option(group, "--timeout", "seconds to wait for other ranks", type=float, metavar="S")
+    option(
+        group,
+        "--stall-after",
+        "seconds that a step waits for other ranks before it says what for; inf: never",
+        type=float,
+        metavar="S",
+    )
     option(group, "--threads", "CPU threads of a process", type=int, metavar="N")
 
     group = parser.add_argument_group("data")
@@ -134,8 +141,12 @@ def make_parser(about: str) -> Parser:
     option(
         group,
         "--check-sync",
-        "after each epoch compare all ranks' parameters bit for bit and print their checksum",
-        action="store_true",
+        "after each epoch compare all ranks' parameters and optimizer state bit for bit and print "
+        "the parameters' checksum; with N also in every Nth step, without printing",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="N",
     )
 
     group = parser.add_argument_group("what is kept")

@@ -45,10 +45,11 @@ class Settings:
     workers: int = 0
     threads: int = 1
     timeout: float = 600.0
+    stall_after: float = 60.0
     checkpoint_dir: Path | None = None
     resume: str | None = None
     log_dir: Path | None = None
-    check_sync: bool = False
+    check_sync: int | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -56,10 +57,12 @@ class Settings:
             self._require(name, lambda value: value is None or value >= 1, "1 or more")
         self._require("lr", lambda value: 0 < value < math.inf, "a positive number")
         self._require("timeout", lambda value: 0 < value <= MAX_TIMEOUT, _TIMEOUT_RANGE)
+        self._require("stall_after", lambda value: value > 0, "a positive number of seconds")
         for name in ("momentum", "weight_decay"):
             self._require(name, lambda value: 0 <= value < math.inf, "0 or more")
         self._require("bucket_cap_mb", lambda value: value is None or value >= 0, "0 or more")
         self._require("workers", lambda value: value >= 0, "0 or more")
+        self._require("check_sync", lambda value: value is None or value >= 0, "0 or more")
         self._require("seed", lambda value: 0 <= value < 2**62, "0 to 2**62 - 1")
         self._require("precision", lambda value: value in PRECISIONS, f"one of {PRECISIONS}")
         if self.resume == "auto" and self.checkpoint_dir is None:
@@ -107,7 +110,7 @@ class Settings:
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
         """What differs from a checkpoint's settings and matters, as "lr 0.1 -> 0.2"."""
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
-        indifferent |= {"log_dir", "check_sync", "quiet"}
+        indifferent |= {"log_dir", "check_sync", "stall_after", "quiet"}
         if not self.scale_lr:  # with it, the length of the run decides that of the warm-up
             indifferent.add("epochs")
         now = self.as_saved()
