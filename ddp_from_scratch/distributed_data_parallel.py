@@ -178,6 +178,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Calls the module, with inputs on its device; sends buffers first if this trains."""
         trains = torch.is_grad_enabled() and self.module.training
         if torch.is_grad_enabled():
+            if not torch.compiler.is_compiling():
+                self.reducer.check_forward()  # before this rank waits for others that do not come
             self._joinable.notify()
         if self.device_ids:
             device = torch.device("cuda", self.device_ids[0])

@@ -359,8 +359,12 @@ class Reducer:
     # Around forward -----------------------------------------------------------------------------
 
     def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
-        if guard.trains(module):
-            self._snapshot.check(module, self._usage.varies, self._rank)
+        self.check_forward()
+
+    def check_forward(self) -> None:
+        """Raises if the forward pass that begins, one of training, would not be averaged right."""
+        if guard.trains(self.module):
+            self._snapshot.check(self.module, self._usage.varies, self._rank)
             self.check_complete()
 
     def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:

@@ -35,6 +35,7 @@ class Usage:
         self._static = StaticGraph(self._count) if static else None
         self._used: set[int] = set()  # since the last average, under no_sync() too
         self._used_by_any: set[int] | None = None  # of a static graph
+        self._unforeseen: set[int] = set()  # of a static graph: used, but not averaged
         self._before: set[int] | None = None  # what this rank used for the last average
         self.stayed = True  # whether that was the same each time
 
@@ -86,6 +87,7 @@ class Usage:
         if not self.may_be_unused:
             return None
         if self._used_by_any is not None:
+            self._unforeseen = used - self._used_by_any  # perhaps under no_sync(), uncounted
             return self._used_by_any
         mine = torch.zeros(self._count, dtype=torch.int32)
         mine[list(used)] = 1
@@ -101,4 +103,8 @@ class Usage:
 
     def end_pass(self) -> list[tuple[int, int, int]]:
         """What broke the promise of a static graph: (parameter, gradients now, in the first)."""
-        return [] if self._static is None else self._static.end_pass()
+        if self._static is None:
+            return []
+        differences = self._static.end_pass()
+        unforeseen = self._unforeseen.difference(index for index, _, _ in differences)
+        return [*differences, *((index, 1, 0) for index in sorted(unforeseen))]

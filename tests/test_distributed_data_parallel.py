@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -123,6 +124,34 @@ def buffers_follow_rank_0(world):
 
 def test_buffers_are_rank_0s_in_every_forward_that_trains(crew):
     crew(buffers_follow_rank_0)
+
+
+class Halves(Buffered):
+    def __init__(self, value):
+        super().__init__(value)
+        self.q = nn.Parameter(torch.zeros(1))
+
+    def forward(self, both=True):
+        return super().forward() + (self.q.sum() if both else 0)
+
+
+def missing_on_one_rank(world):
+    """Rank 0 waits for rank 1 in vain, and rank 1 must not wait for rank 0's buffers."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = Ours(Halves(1.0), process_group=group)
+    if world.rank == 0:
+        with pytest.raises(RuntimeError):
+            model().backward()
+    else:
+        model(both=False).backward()
+        with pytest.raises(RuntimeError, match="pass on rank 1 for: q"):
+            model()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_parameter_without_gradient_on_one_rank_is_named_there_before_buffers_are_sent(ranks):
+    ranks("gloo", 2)(missing_on_one_rank)
 
 
 def evaluates_alone(world):

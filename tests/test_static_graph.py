@@ -152,6 +152,23 @@ def test_a_gradient_that_should_not_come_is_named(pair):
     pair(extra)
 
 
+def extra_under_no_sync(world):
+    """Nobody used p1 in the first pass: what it accumulates would never be averaged."""
+    model = Terms(1, 2)
+    reducer = Reducer(model, static_graph=True)
+    model(own(world), (0,)).backward()
+    with reducer.no_sync():
+        model(own(world), (1,)).backward()
+    with pytest.raises(
+        RuntimeError, match=f"on rank {world.rank} gave other .*: p1 1 instead of 0"
+    ):
+        model(own(world), (0,)).backward()
+
+
+def test_a_gradient_that_should_not_come_is_named_also_under_no_sync(pair):
+    pair(extra_under_no_sync)
+
+
 def late(world):
     model = Terms(1, 2, 3)
     reducer = Reducer(model)

@@ -1,0 +1,258 @@
+"""A random training program as plain data, and what plays it: on real ranks or in one process.
+
+A `Case` is a model, the settings of what averages its gradients, and a list of operations that all
+ranks play alike, except that a forward pass may take other branches on each rank. A `Player` plays
+one rank's part. Everything random (weights, inputs) comes from numbers in the case.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+WIDTH = 3
+LR = 0.05
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """`use[rank]` are the branches; each gives an output. Its graph is kept for a Backward."""
+
+    use: tuple[tuple[int, ...], ...]
+    no_sync: bool = False
+
+
+@dataclass(frozen=True)
+class Backward:
+    """From the sum of losses of graphs that are alive: `back` 0 is the last, 1 the one before."""
+
+    back: tuple[int, ...] = (0,)
+    outputs: str = "all"  # or "first" or "rest", of each graph
+    no_sync: bool = False
+    keep: bool = False  # retain_graph
+
+
+@dataclass(frozen=True)
+class Zero:
+    set_to_none: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """The optimizer's. No graph is alive afterwards."""
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Sets `requires_grad` of a parameter, on one rank or (None) on all."""
+
+    parameter: int
+    frozen: bool = True
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """One rank alone, without gradients."""
+
+    rank: int
+
+
+Operation = Forward | Backward | Zero | Step | Freeze | Evaluate
+
+
+@dataclass(frozen=True)
+class Parameter:
+    rows: int  # by WIDTH columns
+    dtype: str = "float32"
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """See the module's docstring.
+
+    Attributes:
+        branches: the parameters of each branch's layers, in order; one may be in several.
+        wrapped: by `DistributedDataParallel`, not by a bare `Reducer`.
+        divided: ranks may fail to meet: a group of their own with a short timeout.
+    """
+
+    world_size: int
+    parameters: tuple[Parameter, ...]
+    branches: tuple[tuple[int, ...], ...]
+    operations: tuple[Operation, ...]
+    buffers: bool = False
+    wrapped: bool = False
+    bucket_cap_mb: float | tuple[float, ...] | None = None
+    overlap: bool = True
+    gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    divided: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """The program in a few lines."""
+        options = [
+            f"{name}={getattr(self, name)}"
+            for name, default in (
+                ("bucket_cap_mb", None),
+                ("overlap", True),
+                ("gradient_as_bucket_view", False),
+                ("find_unused_parameters", False),
+                ("static_graph", False),
+            )
+            if getattr(self, name) != default
+        ]
+        parameters = [
+            f"p{i} {p.rows}x{WIDTH} {p.dtype}{' frozen' * p.frozen}"
+            for i, p in enumerate(self.parameters)
+        ]
+        branches = [" ".join(f"p{i}" for i in branch) for branch in self.branches]
+        return "\n".join(
+            [
+                f"{self.world_size} ranks, "
+                f"{'DistributedDataParallel' if self.wrapped else 'Reducer'}"
+                f"({', '.join(options)}), seed {self.seed}{', with buffers' * self.buffers}",
+                f"parameters: {', '.join(parameters)}",
+                *(f"branch {i}: {branch}" for i, branch in enumerate(branches)),
+                *(f"{number:3d} {op}" for number, op in enumerate(self.operations)),
+            ]
+        )
+
+
+class Layer(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        h = h.to(self.weight.dtype)
+        return h + torch.tanh(h @ self.weight.T) @ self.weight
+
+
+class Net(nn.Module):
+    """Branches of layers, some of which share a parameter; what no branch has is never used."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1000 * case.seed + rank)
+        weights = [
+            nn.Parameter(
+                (torch.randn(p.rows, WIDTH, generator=generator) / 2).to(DTYPES[p.dtype]),
+                requires_grad=not p.frozen,
+            )
+            for p in case.parameters
+        ]
+        self.branches = nn.ModuleList(
+            nn.ModuleList(Layer(weights[i]) for i in branch) for branch in case.branches
+        )
+        self.weights = nn.ParameterList(weights)
+        if case.buffers:
+            self.register_buffer("mean", torch.zeros(WIDTH))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, use: Sequence[int]) -> dict[int, Any]:
+        if hasattr(self, "mean"):
+            if self.training:
+                with torch.no_grad():
+                    self.mean.mul_(0.5).add_(x.mean(0))
+                    self.count += 1
+            x = x - self.mean
+        outputs = {}
+        for branch in use:
+            h = x
+            for layer in self.branches[branch]:
+                h = layer(h)
+            outputs[branch] = (h, [h.shape])
+        return outputs
+
+
+def loss_of(graph: dict[int, Any], outputs: str) -> torch.Tensor:
+    chosen = [(1 + branch) * h.double().square().mean() for branch, (h, _) in graph.items()]
+    chosen = {"all": chosen, "first": chosen[:1], "rest": chosen[1:]}[outputs]
+    return torch.stack(chosen).sum() if chosen else torch.zeros(())
+
+
+class Player:
+    """One rank of a case.
+
+    Args:
+        case: what is played.
+        rank: whose part.
+        model: its Net.
+        called: what forward passes call, if not the model itself.
+        no_sync: makes a context for what is accumulated locally.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        rank: int,
+        model: Net,
+        called: Callable[..., Any] | None = None,
+        no_sync: Callable[[], Any] = contextlib.nullcontext,
+    ) -> None:
+        self.case, self.rank, self.model = case, rank, model
+        self.called, self.no_sync = called or model, no_sync
+        self.parameters = list(model.weights)
+        self.graphs: list[dict[int, Any]] = []
+        self.optimizer = torch.optim.SGD(self.parameters, lr=LR)
+
+    def play(self, number: int, op: Operation) -> None:
+        """The case's operation with this number."""
+        if isinstance(op, Forward):
+            with self._within(op.no_sync):
+                self.graphs.append(self.called(self._input(number), op.use[self.rank]))
+        elif isinstance(op, Backward):
+            graphs = [self.graphs[-1 - back] for back in op.back]
+            loss = sum(loss_of(graph, op.outputs) for graph in graphs)
+            with self._within(op.no_sync):
+                loss.backward(retain_graph=op.keep)
+            if not op.keep:
+                self.graphs = [g for g in self.graphs if all(g is not used for used in graphs)]
+        elif isinstance(op, Zero):
+            self.optimizer.zero_grad(op.set_to_none)
+        elif isinstance(op, Step):
+            self.optimizer.step()
+            self.graphs = []
+        elif isinstance(op, Freeze):
+            if op.rank in (None, self.rank):
+                self.parameters[op.parameter].requires_grad_(not op.frozen)
+        elif op.rank == self.rank:
+            with torch.no_grad():
+                self.called.eval()(self._input(number), range(len(self.case.branches)))
+                self.called.train()
+
+    def state(self) -> "State":
+        return State(
+            [None if p.grad is None else _numbers(p.grad) for p in self.parameters],
+            [_numbers(p) for p in self.parameters],
+            [_numbers(b) for b in self.model.buffers()],
+        )
+
+    def _within(self, no_sync: bool) -> Any:
+        return self.no_sync() if no_sync else contextlib.nullcontext()
+
+    def _input(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.case.seed + 100 * number + self.rank)
+        return torch.randn(2, WIDTH, generator=generator)
+
+
+@dataclass
+class State:
+    """What a rank holds after an operation, in float64, which has every other dtype's values."""
+
+    gradients: "list[np.ndarray[Any, Any] | None]"
+    parameters: "list[np.ndarray[Any, Any]]"
+    buffers: "list[np.ndarray[Any, Any]]"
+
+
+def _numbers(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
+    return tensor.detach().double().numpy().copy()
