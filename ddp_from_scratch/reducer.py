@@ -19,6 +19,7 @@ from . import comm_hooks, guard
 from .bucket import Bucket, CommHook, make_buckets
 from .check_sync import DriftCheck
 from .layout import bucket_caps
+from .ready_order import ReadyOrder
 from .share import Share
 from .snapshot import Snapshot
 from .stall import Progress, StallWatch
@@ -75,7 +76,6 @@ class Reducer:
         on_landed: called with each bucket at the end of backward, as soon as its averages are in
             `.grad`.
         iteration: the number of averages so far.
-        ready_order: the names of the parameters in the order of the final layout, or None.
 
     Raises:
         ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, `check_every`
@@ -114,8 +114,6 @@ class Reducer:
         self._rank = dist.get_rank(process_group)
         if self._rank < 0:
             raise ValueError("this rank is not a member of the process group")
-        if ready_order is not None and sorted(ready_order) != sorted(trainable):
-            raise ValueError("ready_order must name each parameter that requires a gradient once")
         self.module = module
         self._names = list(trainable)
         self._parameters = list(trainable.values())
@@ -138,11 +136,9 @@ class Reducer:
         self.on_landed: Callable[[Bucket], None] | None = None
         self._graph_task = -1  # autograd's number of the backward pass that will call us at its end
         self._next_bucket = 0  # every bucket before it has been launched
-        self._counted: dict[int, None] = {}  # in the order of readiness, until buckets are rebuilt
         self._lock = threading.Lock()  # autograd has a thread for each device
-        self.ready_order = None if ready_order is None else list(ready_order)
-        # Reverse order of registration: the last layer's gradient is ready first.
-        self._lay_out(self.ready_order or self._names[::-1])
+        self._order = ReadyOrder(self._names, ready_order)
+        self._lay_out(self._order.first())
 
         # The parameters' hooks know the Reducer weakly and the module's hooks keep it alive: the
         # garbage collector cannot see a cycle that goes through a parameter's hooks.
@@ -166,6 +162,11 @@ class Reducer:
         return tuple(
             tuple(self._names[index] for index in bucket.layout.members) for bucket in self._buckets
         )
+
+    @property
+    def ready_order(self) -> list[str] | None:
+        """The names of the parameters in the order of the final layout, or None."""
+        return self._order.final
 
     @property
     def flat_buckets(self) -> tuple[Bucket, ...]:
@@ -244,9 +245,7 @@ class Reducer:
         # What may be unused is told at the end of the outermost pass, whose beginning we saw.
         if self._graph_task == -1 or not self._usage.may_be_unused:
             self._begin()
-        if self.ready_order is None:
-            self._counted.pop(index, None)
-            self._counted[index] = None
+        self._order.count(index)
         if not self._usage.count(index):
             return
         if bucket.mark_ready(index) and self._overlap:
@@ -328,21 +327,11 @@ class Reducer:
         self._next_bucket = 0
         self.share = None
         self.iteration += 1
+        # Here and not before a forward pass, which may be one rank's own affair (an evaluation):
+        # every rank is known to take part.
         if self.ready_order is None and not self._usage.varies:
-            self._rebuild()
+            self._lay_out(self._order.agree(self.device, self.process_group))
         self._drift.on_average(self.iteration, is_current=unpack)
-
-    def _rebuild(self) -> None:
-        """Lays the buckets out anew in rank 0's order of readiness.
-
-        Called at the end of a backward pass and not before a forward one, because here every rank
-        is known to take part: forward alone may be one rank's own affair (an evaluation).
-        """
-        unused = [i for i in reversed(range(len(self._names))) if i not in self._counted]
-        order = torch.tensor([*self._counted, *unused], device=self.device)
-        dist.broadcast(order, group=self.process_group, group_src=0)
-        self.ready_order = [self._names[index] for index in order.tolist()]
-        self._lay_out(self.ready_order)
 
     def _lay_out(self, order: Sequence[str]) -> None:
         index_of = {name: index for index, name in enumerate(self._names)}

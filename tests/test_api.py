@@ -27,10 +27,11 @@ CHAIN = {
     "usage": {"static_graph"},
     "guard": {"layout", "bucket", "snapshot"},
     "checksum": set(),
+    "ready_order": set(),
     "stall": {"layout", "bucket"},
     "check_sync": {"checksum"},
     "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
-    | {"unused_parameters", "check_sync", "stall"},
+    | {"unused_parameters", "check_sync", "stall", "ready_order"},
     "power_sgd": {"bucket", "comm_hooks"},
     "delayed": {"bucket", "comm_hooks"},
     "inputs": set(),
