@@ -204,7 +204,8 @@ def test_how_a_rank_ends(
         raise error
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(exit.time, "sleep", lambda seconds: None)
+    slept: list[float] = []
+    monkeypatch.setattr(exit.time, "sleep", slept.append)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(Ended) as ended:
         exit.run_to_exit(main)
@@ -217,13 +218,16 @@ def test_how_a_rank_ends(
     else:
         assert err == told
 
-    # On a rank that is not the first of its machine, before the ranks can agree on who speaks.
+    # On a rank that is not the first of its machine, before the ranks can agree on who speaks: it
+    # leaves the first one the time to, whose end is this one's.
+    slept.clear()
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(Ended) as ended:
         exit.run_to_exit(main)
     assert ended.value.args == (code,)
-    if isinstance(error, UsageError):
-        assert capsys.readouterr().err == ""
+    if type(error) is UsageError:
+        assert slept == [5.0]
+        assert capsys.readouterr().err == told
 
 
 def test_how_a_rank_that_did_its_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
