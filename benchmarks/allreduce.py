@@ -8,8 +8,9 @@ Examples:
 One MPI job holds all contenders, which take turns: gloo (a group beside the mpi group), mpi with
 an ordinary tensor, mpi with a tensor from `mpi.empty`, and mpi4py's blocking Allreduce as it is, a
 megabyte at a time, and with the allocator told to keep its pages (glibc). With a GPU for each rank
-nccl is measured, too. Bus bandwidth is 2 (n - 1) / n x bytes / time, as in nccl-tests; for the
-copy of the same buffer it is bytes / time. The slowest rank counts.
+nccl is measured, too. A turn is a single call from 1 MB on, and up to 50 in a row below. Bus
+bandwidth is 2 (n - 1) / n x bytes / time, as in nccl-tests; for the copy of the same buffer it is
+bytes / time. The slowest rank counts.
 """
 
 import argparse
@@ -99,7 +100,8 @@ def measure(options: argparse.Namespace) -> None:
             for nbytes in progress:
                 compared = make(nbytes, getattr(torch, dtype), world.device)
                 rounds = max(5, min(200, 2**29 // nbytes)) // (3 if options.quick else 1)
-                times[nbytes] = take_turns(compared, max(rounds, 3), world.device)
+                calls = max(1, min(50, 2**20 // nbytes))
+                times[nbytes] = take_turns(compared, max(rounds, 3), calls, world.device)
             if world.rank == 0:
                 tell(f"{world.world_size} ranks, {dtype}", backend, dtype, world.world_size, times)
 
@@ -176,24 +178,29 @@ def set_thresholds(nbytes: int) -> None:
 
 
 def take_turns(
-    contenders: dict[str, Contender], rounds: int, device: torch.device
+    contenders: dict[str, Contender], rounds: int, calls: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of every round, of the slowest rank; three rounds before the first do not count."""
+    """Seconds of a call in every round, of the slowest rank.
+
+    A round is so many calls of each contender, one after another: what a single one of a few
+    microseconds takes depends on what ran before it. Three rounds before the first do not count.
+    """
     order = np.random.default_rng(0)  # the same on every rank
-    calls = list(contenders.values())
-    times = torch.zeros(len(calls), rounds + 3, dtype=torch.float64, device=device)
+    ways = list(contenders.values())
+    times = torch.zeros(len(ways), rounds + 3, dtype=torch.float64, device=device)
     for turn in range(rounds + 3):
-        for index in order.permutation(len(calls)):
-            calls[index].before()
+        for index in order.permutation(len(ways)):
+            ways[index].before()
             dist.barrier()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             began = time.perf_counter()
-            calls[index].call()
+            for _ in range(calls):
+                ways[index].call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            times[index, turn] = time.perf_counter() - began
-            calls[index].after()
+            times[index, turn] = (time.perf_counter() - began) / calls
+            ways[index].after()
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return dict(zip(contenders, times[:, 3:].tolist(), strict=True))
 
