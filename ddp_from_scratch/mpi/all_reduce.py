@@ -12,7 +12,8 @@ Several machines: each rank's share, summed on its machine, is all-reduced with 
 the same share on the other machines. So every element crosses the network once for each machine,
 however many ranks it has.
 
-The sum is taken in the order of ranks by whoever owns the share, so all ranks have the same bits.
+In shared memory the sum is taken in the order of ranks by whoever owns the share, so all ranks have
+the same bits.
 """
 
 from collections.abc import Callable, Sequence
