@@ -113,6 +113,20 @@ def test_parts_of_a_window(ranks):
     ranks("mpi", 3)(parts_of_a_window)
 
 
+def the_way_of_each(world):
+    group = dist.new_group()
+    way = group._collectives._all_reduce
+    dist.all_reduce(mpi.empty(STAGED_FROM, process_group=group).zero_(), group=group)
+    assert way._stage is None, "a tensor in a window was copied through the stage"
+    dist.all_reduce(torch.zeros(STAGED_FROM), group=group)
+    assert way._stage is not None
+    dist.destroy_process_group(group)
+
+
+def test_a_window_is_reduced_in_place_and_other_tensors_are_staged(ranks):
+    ranks("mpi", 2)(the_way_of_each)
+
+
 def sixteen_bits_in_a_window(world):
     # 1 + 2**-8 is not a bfloat16; summed in float32, 1 + 2**-8 + 2**-8 rounds to 1 + 2**-7.
     for tensor in (mpi.empty(LUGGAGE, torch.bfloat16), torch.empty(LUGGAGE, dtype=torch.bfloat16)):

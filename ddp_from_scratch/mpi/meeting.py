@@ -1,9 +1,9 @@
 """Where the ranks of a group meet before each collective: asleep, watched, and compared.
 
 MPI's own waits poll. With as many ranks as cores, a rank that waits in MPI for one that still
-computes can take the core from it. So the ranks meet here first, where waiting is sleeping, and call
-MPI when all have come. That tells two things more: who has not come when the time is over, and
-whether all have come for the same.
+computes can take the core from it. So the ranks meet here first, where waiting is sleeping, and
+call MPI when all have come. That tells two things more: who has not come when the time is over,
+and whether all have come for the same.
 """
 
 import atexit
