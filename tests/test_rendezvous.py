@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import Crew
 
-from ddp_from_scratch import UsageError, World, launch, mpi, rendezvous, start_ranks
+from ddp_from_scratch import UsageError, World, launch, rendezvous, start_ranks
 from ddp_from_scratch.launch import Placement
 
 LIMIT = timedelta(seconds=5)
@@ -72,7 +72,9 @@ def _is_open(fd: str) -> bool:
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_one_machine_opens_no_port_to_others(backend: str) -> None:
     loopback = {"0100007F", "00000000000000000000000001000000"}
-    crew = Crew(backend, 2)  # new: what other tests have run may listen, too
+    # New ranks: what other tests have run may listen, too. So may MPI once it is imported, which is
+    # why nothing in this file imports it for the ranks of gloo.
+    crew = Crew(backend, 2)
     try:
         found = crew(listening_sockets)
     finally:
@@ -189,6 +191,8 @@ def test_the_interface_is_loopback_or_the_way_to_the_master(environ: Callable[..
 def test_an_mpi_that_is_not_the_launchers_is_named(
     variables: dict[str, str], told: str, environ: Callable[..., None]
 ) -> None:
+    from ddp_from_scratch import mpi
+
     environ(**variables)
     with pytest.raises(UsageError, match=told):
         mpi.check_launcher()
