@@ -1,5 +1,7 @@
 """Shared memory on the mpi backend: tensors in windows, meetings, several machines."""
 
+import random
+import time
 from datetime import timedelta
 from itertools import pairwise
 
@@ -10,14 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_from_scratch import mpi
-from ddp_from_scratch.mpi.all_reduce import CHUNK, LUGGAGE, STAGE, STAGED_FROM, Reduction, share_of
+from ddp_from_scratch.mpi.all_reduce import CHUNK, STAGED_FROM, Reduction
+from ddp_from_scratch.mpi.meeting import LUGGAGE
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
+from ddp_from_scratch.mpi.stage import PIECE, share_of
 
-# Elements: on either side of what is brought along, left to MPI, staged in one piece or in more.
+# Elements: on either side of what 2 and 4 ranks bring along, of what several machines leave to MPI,
+# and of what is staged in one piece, in two and in more than there are slots.
 SIZES = (
-    *(1, LUGGAGE // 4, LUGGAGE // 4 + 1, STAGED_FROM // 4 - 1, STAGED_FROM // 4),
-    *(3 * CHUNK + 5, STAGE // 4 + 1),
+    *(1, LUGGAGE // 16, LUGGAGE // 16 + 1, LUGGAGE // 8, LUGGAGE // 8 + 1),
+    *(STAGED_FROM // 4 - 1, STAGED_FROM // 4, 3 * CHUNK + 5, PIECE // 4 + 1, 5 * PIECE // 4 + 7),
 )
+
+# Elements, too many to be brought along.
+ROW = LUGGAGE
 
 
 @given(st.integers(0, 10_000), st.integers(1, 9))
@@ -83,26 +91,26 @@ def test_all_reduce_in_a_window_and_out_of_it(ranks, size):
 
 def parts_of_a_window(world):
     n, r = world.world_size, world.rank
-    window = mpi.empty(4 * LUGGAGE)
+    window = mpi.empty(4 * ROW)
     window.fill_(-1.0)
-    half = window[: 2 * LUGGAGE].view(2, LUGGAGE)
+    half = window[: 2 * ROW].view(2, ROW)
     half.fill_(r + 1)
     dist.all_reduce(half)
-    assert window[: 2 * LUGGAGE].eq(n * (n + 1) / 2).all()
-    assert window[2 * LUGGAGE :].eq(-1.0).all()
+    assert window[: 2 * ROW].eq(n * (n + 1) / 2).all()
+    assert window[2 * ROW :].eq(-1.0).all()
     # Where one rank's tensor lies elsewhere, the others' go the ordinary way with it.
     window.fill_(r + 1)
-    tensor = torch.full((2 * LUGGAGE,), r + 1.0) if r == 0 else window[: 2 * LUGGAGE]
+    tensor = torch.full((2 * ROW,), r + 1.0) if r == 0 else window[: 2 * ROW]
     dist.all_reduce(tensor)
     assert tensor.eq(n * (n + 1) / 2).all()
     # The same size at different places of the window.
     window.fill_(r + 1)
-    begin = 2 * LUGGAGE * (r % 2)
-    dist.all_reduce(window[begin : begin + 2 * LUGGAGE])
-    assert window[begin : begin + 2 * LUGGAGE].eq(n * (n + 1) / 2).all()
+    begin = 2 * ROW * (r % 2)
+    dist.all_reduce(window[begin : begin + 2 * ROW])
+    assert window[begin : begin + 2 * ROW].eq(n * (n + 1) / 2).all()
     assert mpi.empty(0).shape == (0,)
     for dtype in (torch.bfloat16, torch.bool, torch.complex64):
-        window = mpi.empty(LUGGAGE + 1, dtype)
+        window = mpi.empty(ROW + 1, dtype)
         window.fill_(1)
         dist.all_reduce(window)
         assert window.dtype == dtype
@@ -127,9 +135,32 @@ def test_a_window_is_reduced_in_place_and_other_tensors_are_staged(ranks):
     ranks("mpi", 2)(the_way_of_each)
 
 
+def fast_and_slow_ranks(world):
+    group = dist.new_group()
+    meeting = group._collectives.meeting
+    together, naps = meeting.barrier, random.Random(world.rank)
+
+    def barrier():
+        together()
+        time.sleep(naps.choice([0.0, 0.003]))
+
+    meeting.barrier = barrier
+    n = world.world_size
+    for number in range(4):
+        tensor = torch.arange(7 * PIECE // 8 * 2, dtype=torch.float32) + world.rank + number
+        expected = n * (tensor - world.rank) + n * (n - 1) / 2
+        dist.all_reduce(tensor, group=group)
+        assert tensor.equal(expected)
+    dist.destroy_process_group(group)
+
+
+def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(ranks):
+    ranks("mpi", 3)(fast_and_slow_ranks)
+
+
 def sixteen_bits_in_a_window(world):
     # 1 + 2**-8 is not a bfloat16; summed in float32, 1 + 2**-8 + 2**-8 rounds to 1 + 2**-7.
-    for tensor in (mpi.empty(LUGGAGE, torch.bfloat16), torch.empty(LUGGAGE, dtype=torch.bfloat16)):
+    for tensor in (mpi.empty(ROW, torch.bfloat16), torch.empty(ROW, dtype=torch.bfloat16)):
         tensor.fill_(1.0 if world.rank == 0 else 2**-8)
         dist.all_reduce(tensor)
         assert tensor.eq(1 + 2**-7).all()
@@ -197,7 +228,7 @@ def over_machines(world, sizes):
                 options.reduceOp = op
                 group.allreduce([tensor], options).wait()
                 assert tensor.eq(expected(range(1, world.world_size + 1))).all(), (numel, op)
-    tensor = torch.full((LUGGAGE,), 1.0 if world.rank == 0 else 2**-8, dtype=torch.bfloat16)
+    tensor = torch.full((ROW,), 1.0 if world.rank == 0 else 2**-8, dtype=torch.bfloat16)
     group.allreduce([tensor]).wait()
     assert tensor.eq(1 + (world.world_size - 1) * 2**-8).all()
     options = dist.BroadcastOptions()

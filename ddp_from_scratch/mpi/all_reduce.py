@@ -18,16 +18,16 @@ the same bits.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from .datatypes import WIDENED, operation, pieces, values
-from .meeting import LUGGAGE, Meeting, Nodes
+from .meeting import Meeting, Nodes
 from .runtime import MPI
-from .shared_memory import SharedMemory
+from .stage import Stage, share_of
 from .windows import Windows
 
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
@@ -36,11 +36,8 @@ Combine = Callable[..., torch.Tensor]
 # Elements that are summed at a time, while they are in the processor's cache.
 CHUNK = 64 * 1024
 
-# Bytes from which on staging is faster than MPI (benchmarks/allreduce.py).
+# Bytes from which on tensors of several machines are summed by each machine before they cross.
 STAGED_FROM = 512 * 1024
-
-# Bytes of a rank's staging memory, for tensors that are not in shared memory themselves.
-STAGE = 1024 * 1024
 
 _COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
     dist.ReduceOp.SUM: torch.add,
@@ -82,28 +79,26 @@ class Reduction:
         return Reduction(kind.name, wide, mpi, _COMBINE[kind], divisor)
 
     def fold(self, tensors: Sequence[torch.Tensor], room: torch.Tensor) -> torch.Tensor:
-        """The reduction of flat tensors of one size, in their order.
+        """The reduction of tensors of one shape, in their order.
 
         Args:
             tensors: one or more.
-            room: of the reduction's dtype and at least their size; may be the first's own memory.
+            room: of that shape and the reduction's dtype; may be the first's own memory.
 
         Returns:
-            A part of `room`.
+            `room`.
         """
-        numel = tensors[0].numel()
-        reduced = room if room.numel() == numel else room[:numel]
         wide = tensors
         if tensors[0].dtype != self.dtype:
             wide = [tensor.to(self.dtype) for tensor in tensors]
         if len(wide) == 1:
-            reduced.copy_(wide[0])
+            room.copy_(wide[0])
         else:
-            self.combine(wide[0], wide[1], out=reduced)
+            self.combine(wide[0], wide[1], out=room)
         for tensor in wide[2:]:
-            self.combine(reduced, tensor, out=reduced)
-        self.divide(reduced)
-        return reduced
+            self.combine(room, tensor, out=room)
+        self.divide(room)
+        return room
 
     def divide(self, reduced: torch.Tensor) -> None:
         """Makes a sum an average where that was asked for, in place."""
@@ -121,8 +116,8 @@ class AllReduce:
 
     - at the meeting: a small tensor is brought along, and each rank sums them all by itself;
     - in place: a larger one in shared memory (`Windows`), at the same place on all ranks;
-    - staged: any other that is large goes through shared memory, a piece at a time;
-    - by MPI: what is left, and where no two ranks share memory.
+    - staged: any other goes through shared memory (`Stage`), a piece at a time;
+    - by MPI: where no two ranks share memory, and small tensors of several machines.
 
     Args:
         nodes: the group's ranks by machine.
@@ -132,8 +127,9 @@ class AllReduce:
 
     def __init__(self, nodes: Nodes, meeting: Meeting, windows: Windows) -> None:
         self._nodes, self._meeting, self._windows = nodes, meeting, windows
-        self._stage: SharedMemory | None = None
-        self._typed_bags: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._stage: Stage | None = None
+        # Making a view takes as long as summing a small tensor: those last used are kept.
+        self._bags = lru_cache(maxsize=64)(self._make_bags)
         self._sums: dict[torch.dtype, torch.Tensor] = {}
         # As many shares as the smallest machine has ranks: each share has an owner everywhere.
         self._owners = nodes.communicator.allreduce(nodes.node.size, MPI.MIN)
@@ -143,26 +139,28 @@ class AllReduce:
         self._shares_memory = most > 1
 
     def prepare(self, tensor: torch.Tensor) -> str:
-        """Before the ranks meet: brings a small tensor along; says where a large one lies."""
+        """Before the ranks meet: brings the tensor along; says where one lies that can stay."""
         if self._small(tensor):
-            mine = self._bags(tensor.dtype, 1 - self._meeting.parity)[self._meeting.rank]
-            mine[: tensor.numel()].copy_(tensor.flatten())
+            bags = self._bags(tensor.shape, tensor.dtype)[1 - self._meeting.parity]
+            bags[self._meeting.rank].copy_(tensor)
             return ""
-        return self._windows.place(tensor)
+        place = self._windows.place(tensor)
+        if not place and self._stage is not None and self._goes_by_stage(tensor):
+            self._stage.bring(tensor)
+        return place
 
-    def __call__(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def __call__(self, tensor: torch.Tensor, reduction: Reduction) -> list[torch.Tensor]:
         """Replaces `tensor` by the reduction of everybody's, when they have met for it."""
         if self._small(tensor):
-            bags = self._bags(tensor.dtype, self._meeting.parity)
-            brought = [bag[: tensor.numel()] for bag in bags]
-            if tensor.is_contiguous() and tensor.dtype == reduction.dtype:
-                reduction.fold(brought, tensor.view(-1))
+            brought = self._bags(tensor.shape, tensor.dtype)[self._meeting.parity]
+            if tensor.dtype == reduction.dtype:
+                reduction.fold(brought, tensor)
             else:
-                tensor.copy_(reduction.fold(brought, self._sum(reduction)).view(tensor.shape))
+                room = self._sum(reduction)[: tensor.numel()].view(tensor.shape)
+                tensor.copy_(reduction.fold(brought, room))
         elif self._meeting.same_place and self._windows.place(tensor):
-            self._reduce(self._windows.everybodys(tensor), reduction)
-            self._meeting.barrier()  # nobody reads before all shares are summed
-        elif self._shares_memory and tensor.nbytes >= STAGED_FROM:
+            self._in_place(tensor, reduction)
+        elif self._goes_by_stage(tensor):
             self._staged(tensor, reduction)
         else:
             total = tensor.to(reduction.dtype).contiguous()
@@ -170,14 +168,15 @@ class AllReduce:
             reduction.divide(total)
             if total is not tensor:
                 tensor.copy_(total)
+        return [tensor]
 
-    def _bags(self, dtype: torch.dtype, parity: int) -> list[torch.Tensor]:
-        """Each rank's room for small tensors at even or odd meetings."""
-        key = (dtype, parity)
-        if key not in self._typed_bags:
-            luggage = self._meeting.luggage
-            self._typed_bags[key] = [pair[parity].view(dtype) for pair in luggage]
-        return self._typed_bags[key]
+    def _make_bags(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+        """Each rank's room for a small tensor, at even and at odd meetings."""
+        nbytes = shape.numel() * dtype.itemsize
+        return [
+            [pair[parity][:nbytes].view(dtype).view(shape) for pair in self._meeting.luggage]
+            for parity in range(2)
+        ]
 
     def _sum(self, reduction: Reduction) -> torch.Tensor:
         """Room for a chunk, which stays in the cache from one chunk to the next."""
@@ -186,70 +185,62 @@ class AllReduce:
         return self._sums[reduction.dtype]
 
     def _small(self, tensor: torch.Tensor) -> bool:
-        return self._nodes.count == 1 and tensor.nbytes <= LUGGAGE
+        return self._nodes.count == 1 and tensor.nbytes <= self._meeting.luggage_nbytes
+
+    def _goes_by_stage(self, tensor: torch.Tensor) -> bool:
+        here = self._nodes.count == 1
+        return self._shares_memory and (here or tensor.nbytes >= STAGED_FROM)
 
     def free(self) -> None:
         """Gives memory and communicators back. Collective."""
+        self._bags.cache_clear()
         if self._stage is not None:
             self._stage.free()
         if self._across != MPI.COMM_NULL:
             self._across.Free()
 
     def _staged(self, tensor: torch.Tensor, reduction: Reduction) -> None:
-        """In pieces: copy in, reduce, copy out; the next piece in the stage's other half."""
-        if self._stage is None:
-            self._stage = SharedMemory(self._nodes.node, 2 * STAGE)
-        dense = tensor.contiguous()
-        flat = dense.view(-1)
-        halves = [
-            [segment.view(2, STAGE)[i].view(tensor.dtype) for segment in self._stage.segments]
-            for i in range(2)
-        ]
-        for number, piece in enumerate(flat.split(STAGE // tensor.itemsize)):
-            parts = [half[: piece.numel()] for half in halves[number % 2]]
-            parts[self._meeting.rank].copy_(piece)
+        if self._stage is None or not self._meeting.same_place:
+            # What `prepare` could not do, or did on some ranks only.
+            self._stage = self._stage or Stage(self._nodes.node, self._meeting, self._owners)
+            self._stage.bring(tensor)
             self._meeting.barrier()
-            self._reduce(parts, reduction)
-            self._meeting.barrier()
-            piece.copy_(parts[self._meeting.rank])
-        if dense is not tensor:
-            tensor.copy_(dense)
+        for place in self._stage.places():
+            self._reduce(place.shares, reduction, everywhere=False)
+        reduced = self._stage.take()
+        if reduced is not tensor:
+            tensor.copy_(reduced)
 
-    def _reduce(self, parts: list[torch.Tensor], reduction: Reduction) -> None:
-        """Replaces this rank's share of every rank's part by the reduction over all machines."""
-        begin, end = share_of(parts[0].numel(), self._meeting.rank, self._owners)
-        shares = [part[begin:end] for part in parts]
+    def _in_place(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+        begin, end = share_of(tensor.numel(), self._meeting.rank, self._owners)
+        shares = [part[begin:end] for part in self._windows.everybodys(tensor)]
+        self._reduce(shares, reduction, everywhere=True)
+        self._meeting.barrier()  # nobody reads before all shares are reduced
+
+    def _reduce(
+        self, shares: list[torch.Tensor], reduction: Reduction, *, everywhere: bool
+    ) -> None:
+        """Replaces the first rank's share, or everybody's, by the reduction over all machines."""
+        wide = shares[0].dtype == reduction.dtype
         room = self._sum(reduction)
         chunks = zip(*(share.split(CHUNK) for share in shares), strict=True)
         if self._nodes.count == 1:
             for chunk in chunks:
-                # In the first rank's memory where that is wide enough.
-                total = reduction.fold(
-                    chunk, room if chunk[0].dtype != reduction.dtype else chunk[0]
-                )
-                for summand in chunk:
-                    if summand is not total:
-                        summand.copy_(total)
+                total = reduction.fold(chunk, chunk[0] if wide else room[: chunk[0].numel()])
+                for share in chunk if everywhere else chunk[:1]:
+                    if share is not total:
+                        share.copy_(total)
             return
-        mine = shares[self._meeting.rank]
-        total = mine if mine.dtype == reduction.dtype else torch.empty(end - begin)
+        total = shares[0] if wide else torch.empty(shares[0].numel())
         here = replace(reduction, divisor=1)  # divided when all machines' sums are in
         for chunk, part in zip(chunks, total.split(CHUNK), strict=True):
-            part.copy_(here.fold(chunk, room))
-        if begin < end:
+            here.fold(chunk, part)
+        if total.numel():
             _across(self._across, total, reduction)
         reduction.divide(total)
-        for share in shares:
-            share.copy_(total)
-
-
-def share_of(numel: int, rank: int, owners: int) -> tuple[int, int]:
-    """Begin and end of the share of `numel` elements that `rank` reduces; empty past the owners.
-
-    Shares begin at multiples of 16 elements, so that no two ranks write to one cache line.
-    """
-    step = -(-numel // (16 * owners)) * 16
-    return min(rank * step, numel), min((rank + 1) * step, numel)
+        for share in shares if everywhere else shares[:1]:
+            if share is not total:
+                share.copy_(total)
 
 
 def _across(communicator: MPI.Comm, total: torch.Tensor, reduction: Reduction) -> None:

@@ -7,6 +7,7 @@ torch wants it. The tensors live as long as the operation does.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -70,13 +71,11 @@ class Collectives:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:
         reduction = Reduction.of(op, tensor.dtype, self.size)
-
-        def run() -> Result:
-            self._all_reduce(tensor, reduction)
-            return [tensor]
-
-        purpose = f"all_reduce({reduction.name}) of {size_of(tensor)}"
-        return Operation(purpose, run, lambda: self._all_reduce.prepare(tensor))
+        return Operation(
+            f"all_reduce({reduction.name}) of {size_of(tensor)}",
+            partial(self._all_reduce, tensor, reduction),
+            partial(self._all_reduce.prepare, tensor),
+        )
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int) -> Operation:
         reduction = Reduction.of(op, tensor.dtype, self.size)

@@ -56,6 +56,8 @@ def values(tensor: torch.Tensor) -> Buffer:
 
 def pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """A flat tensor in pieces whose bytes MPI can count."""
+    if tensor.nbytes <= COUNTABLE:
+        return (tensor,)
     return tuple(tensor.split(COUNTABLE // tensor.itemsize))
 
 

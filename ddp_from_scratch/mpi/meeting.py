@@ -25,8 +25,9 @@ from .shared_memory import SharedMemory
 
 _WORD_BYTES = 256
 
-# Bytes that a rank can bring along to a meeting, for all others to read.
-LUGGAGE = 32 * 1024
+# Bytes that all ranks of a machine together can bring along to a meeting. Each reads all of them,
+# so with many ranks it is better to bring less and read what somebody has summed.
+LUGGAGE = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ class Meeting:
 
     Attributes:
         rank, size: this rank's place among those of its machine, and how many they are.
-        luggage: what each rank of the machine brings along; uint8, shape (2, LUGGAGE), for even
-            and odd meetings.
+        luggage: what each rank of the machine brings along; uint8, shape (2, luggage_nbytes), for
+            even and odd meetings.
+        luggage_nbytes: how much that can be.
         same_place: whether all ranks said the same place at the last meeting.
     """
 
@@ -109,14 +111,15 @@ class Meeting:
         words_at = come_at + 64
         heard_at = words_at + 2 * _WORD_BYTES
         luggage_at = heard_at + 2 * heard_bytes
-        self._memory = SharedMemory(nodes.node, luggage_at + 2 * LUGGAGE)
-        self._memory.segments[self.rank].zero_()
+        self.luggage_nbytes = LUGGAGE // self.size // 64 * 64
+        self._memory = SharedMemory(nodes.node, luggage_at + 2 * self.luggage_nbytes)
+        self._memory.segments[self.rank][:luggage_at].zero_()
         segments = self._memory.segments
         self._come = [segment[come_at:][:8].view(torch.int64).numpy() for segment in segments]
         self._left = [segment[come_at + 8 :][:8].view(torch.int64).numpy() for segment in segments]
         self._words = [_pair(segment, words_at, _WORD_BYTES) for segment in segments]
         self._heard = _pair(segments[0], heard_at, heard_bytes)
-        self.luggage = [segment[luggage_at:].view(2, LUGGAGE) for segment in segments]
+        self.luggage = [segment[luggage_at:].view(2, self.luggage_nbytes) for segment in segments]
         addresses = self._memory.addresses
         self._rounds: list[tuple[Semaphore, Semaphore]] = []
         for k in range(rounds):
@@ -168,8 +171,12 @@ class Meeting:
         if self._nodes.count > 1:
             self._exchange(parity)
         words = [bytes(pair[parity]) for pair in self._words]
-        words += _split(bytes(self._heard[parity]))
-        self.same_place = all(other.startswith(word) for other in words)
+        if self._nodes.count > 1:
+            words += _split(bytes(self._heard[parity]))
+        self.same_place = True
+        for other in words:
+            if not other.startswith(word):
+                self.same_place = False
         if not self.same_place:
             purposes = [_purpose(other) for other in words]
             if purposes.count(purposes[self.rank]) < len(words):

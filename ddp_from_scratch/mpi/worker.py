@@ -46,6 +46,13 @@ class Pending(dist._Work):
         Raises:
             CommunicationError: the operation failed, or did not end in time. The text names it.
         """
+        if not self.is_completed():
+            self._wait_until_completed(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait_until_completed(self, timeout: timedelta | None) -> None:
         # The operation ends by itself in the group's time, and then knows best what was missing.
         limit = self._timeout.total_seconds() + 2.0
         if timeout is not None and timeout > timedelta(0):
@@ -60,9 +67,6 @@ class Pending(dist._Work):
                 )
             messages.progress()
         self._under_way.release()
-        if self._error is not None:
-            raise self._error
-        return True
 
     def is_completed(self) -> bool:
         return not self._under_way.locked()
@@ -139,7 +143,7 @@ class Worker:
         """
         # A future's callback runs on this thread, and nobody else would run what it submits and
         # may wait for: first what was submitted before, then that.
-        in_callback = threading.current_thread() is self._thread
+        in_callback = threading.get_ident() == self._thread.ident
         if in_callback:
             while self._unfinished and (item := self._queue.get()) is not None:
                 self._execute(*item)
@@ -166,9 +170,8 @@ class Worker:
 
     def _execute(self, pending: Pending, operation: Callable[[], Result]) -> None:
         try:
-            # A thread begins with gradients enabled, and parameters are sent, too.
-            with self._turn, torch.no_grad():
-                result = operation()
+            with self._turn:
+                result = _without_gradients(operation)
         except BaseException as error:  # it belongs to the caller of wait()
             self._finished()
             if not isinstance(error, Exception):  # Ctrl-C, and this is the caller
@@ -182,6 +185,16 @@ class Worker:
         # Before the handle completes: its callbacks may submit, and find nothing before them.
         with self._count:
             self._unfinished -= 1
+
+
+def _without_gradients(operation: Callable[[], Result]) -> Result:
+    """Parameters are sent, too. As `torch.no_grad()`, which takes as long as a small operation."""
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        return operation()
+    finally:
+        torch._C._set_grad_enabled(before)
 
 
 _running: "weakref.WeakSet[Worker]" = weakref.WeakSet()
