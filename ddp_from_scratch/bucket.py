@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .layout import BucketLayout, Gradient, assign_buckets
+from .memory import ALIGNMENT, Memory
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -36,6 +37,7 @@ class Bucket:
         gradient_as_bucket_view: let `.grad` be the window of the buffer.
         index: its place in the order of launch.
         is_last: whether no bucket comes after it.
+        flat: the buffer, of the layout's size; None makes one.
     """
 
     def __init__(
@@ -45,13 +47,16 @@ class Bucket:
         gradient_as_bucket_view: bool,
         index: int = 0,
         is_last: bool = True,
+        flat: torch.Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self._parameters = list(parameters)
         self._index, self._is_last = index, is_last
         first = self._parameters[0]
-        self._flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        if flat is None:
+            flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        self._flat = flat
         self._sent = self._flat  # what a comm hook sees: it may put another tensor in its place
         self.views = [
             _window(self._flat, offset, parameter)
@@ -213,6 +218,13 @@ class Bucket:
             self._unpack(used)
         self.reset()
 
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Gives every `.grad` that is a window of the buffer memory of its own."""
+        for _, parameter, view in self._members():
+            if parameter.grad is view:
+                parameter.grad = view.clone()
+
     def reset(self) -> None:
         """Forgets what was counted in and launched. Idempotent."""
         self._future = None
@@ -266,22 +278,28 @@ def make_buckets(
     order: Iterable[int],
     caps: Sequence[int],
     gradient_as_bucket_view: bool,
+    memory: Memory | None = None,
 ) -> list[Bucket]:
-    """The buckets of all parameters, in the order of launch; arguments as of `assign_buckets`."""
+    """The buckets of all parameters, in the order of launch; arguments as of `assign_buckets`.
+
+    They lie one behind the other in `memory`, or, where that is None, each in memory of its own.
+    """
     gradients = [
         Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters
     ]
     layouts = assign_buckets(gradients, order, caps)
-    return [
-        Bucket(
-            layout,
-            [parameters[member] for member in layout.members],
-            gradient_as_bucket_view,
-            index,
-            is_last=index == len(layouts) - 1,
-        )
-        for index, layout in enumerate(layouts)
-    ]
+    ends = dict.fromkeys(memory or (), 0)
+    buckets = []
+    for index, layout in enumerate(layouts):
+        flat = None
+        if memory is not None:
+            key = (parameters[layout.members[0]].dtype, parameters[layout.members[0]].device)
+            begin, ends[key] = ends[key], ends[key] + -(-layout.numel // ALIGNMENT) * ALIGNMENT
+            flat = memory[key][begin : begin + layout.numel]
+        members = [parameters[member] for member in layout.members]
+        is_last = index == len(layouts) - 1
+        buckets.append(Bucket(layout, members, gradient_as_bucket_view, index, is_last, flat))
+    return buckets
 
 
 def _window(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -292,7 +310,7 @@ def _window(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch
     """
     dense = parameter.is_contiguous() or parameter.permute(_memory_order(parameter)).is_contiguous()
     strides = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
-    return buffer.as_strided(parameter.shape, strides, offset)
+    return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:

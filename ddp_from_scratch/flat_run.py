@@ -29,9 +29,9 @@ class FlatRun:
         self.group = group
         self.parameters = [bucket.parameters()[i] for i in members]
         self._gradients = [bucket.views[i] for i in members]
-        self._begin = bucket.layout.offsets[members.start]
+        begin = bucket.layout.offsets[members.start]
         numel = sum(parameter.numel() for parameter in self.parameters)
-        self.gradient = bucket.buffer()[self._begin : self._begin + numel]
+        self.gradient = bucket.buffer()[begin : begin + numel]
         self.flat = torch.empty_like(self.gradient) if flat else self.gradient[:0]
         self._places = self._windows(self.flat) if flat else []
         self._momentum: torch.Tensor | None = None
@@ -42,8 +42,9 @@ class FlatRun:
 
     def _windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The part of `flat` for each member, at the offset and with the strides of its `.grad`."""
+        begin = self.gradient.storage_offset()
         return [
-            flat.as_strided(g.shape, g.stride(), g.storage_offset() - self._begin)
+            flat.as_strided(g.shape, g.stride(), g.storage_offset() - begin)
             for g in self._gradients
         ]
 

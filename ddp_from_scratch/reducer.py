@@ -19,6 +19,7 @@ from . import comm_hooks, guard
 from .bucket import Bucket, CommHook, make_buckets
 from .check_sync import DriftCheck
 from .layout import bucket_caps
+from .memory import allocate
 from .ready_order import ReadyOrder
 from .share import Share
 from .snapshot import Snapshot
@@ -138,6 +139,8 @@ class Reducer:
         self._next_bucket = 0  # every bucket before it has been launched
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._order = ReadyOrder(self._names, ready_order)
+        self._memory = allocate(self._parameters, process_group)
+        self._buckets: list[Bucket] = []
         self._lay_out(self._order.first())
 
         # The parameters' hooks know the Reducer weakly and the module's hooks keep it alive: the
@@ -334,12 +337,15 @@ class Reducer:
         self._drift.on_average(self.iteration, is_current=unpack)
 
     def _lay_out(self, order: Sequence[str]) -> None:
+        for bucket in self._buckets:
+            bucket.leave()  # the new ones lie in the same memory
         index_of = {name: index for index, name in enumerate(self._names)}
         self._buckets = make_buckets(
             self._parameters,
             [index_of[name] for name in order],
             self._caps,
             self._gradient_as_bucket_view,
+            self._memory,
         )
         self._bucket_of = {
             index: bucket.index() for bucket in self._buckets for index in bucket.layout.members

@@ -308,8 +308,8 @@ def views_after_rebuild(world):
         assert_grads(model, step * mean(world))
         ends = [p.grad.data_ptr() + p.grad.nbytes for p in model.parameters()]
         starts = [p.grad.data_ptr() for p in model.parameters()]
-        order = starts[1:] == ends[:-1] if step > 1 else ends[1:] == starts[:-1]
-        assert order, "gradients do not lie in the bucket, one behind the other"
+        in_bucket = starts[1:] == ends[:-1]  # one behind the other
+        assert in_bucket == (step > 1)  # after the first step the buckets are for the second
 
 
 def test_gradient_views_survive_the_rebuild(pair):

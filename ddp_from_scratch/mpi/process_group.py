@@ -249,6 +249,16 @@ class ProcessGroupMPI(dist.ProcessGroup):
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         monitored_barrier(self, limit, wait_all_ranks)
 
+    # Memory for what is sent, as backends of torch's own offer it ------------------------------
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self.empty(size, dtype)
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `ddp_from_scratch.mpi.empty`."""
         pending = self._submit("empty", [], [self._collectives.empty(numel, dtype)])

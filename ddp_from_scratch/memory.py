@@ -1,0 +1,38 @@
+"""The memory that buckets lie in: one flat tensor for all gradients of a dtype on a device."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+Memory: TypeAlias = dict[tuple[torch.dtype, torch.device], torch.Tensor]
+
+# Elements that a bucket begins at a multiple of: cache lines, and vectors of any instruction set.
+ALIGNMENT = 64
+
+
+def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> Memory:
+    """Zeros for the gradients of all parameters, however they are distributed over buckets.
+
+    Where the group's backend has memory of its own for what it sends, it is that: on the mpi
+    backend memory that the ranks of a machine share, and reduce in place. Collective there.
+    """
+    numel: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        numel[key] = numel.get(key, 0) + parameter.numel() + ALIGNMENT
+    return {key: _zeros(number, *key, process_group) for key, number in numel.items()}
+
+
+def _zeros(
+    numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    # Not nccl's, which nobody has measured here.
+    if device.type == "cpu":
+        group = process_group or dist.group.WORLD
+        assert group is not None, "there is no process group"
+        backend = group._get_backend(device)
+        if backend.supports_tensor_alloc(device):
+            return backend.allocate_tensor(numel, dtype=dtype, device=device).zero_()
+    return torch.zeros(numel, dtype=dtype, device=device)
