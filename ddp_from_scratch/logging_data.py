@@ -1,6 +1,9 @@
-"""What a Reducer is set to and has done, for logs."""
+"""What a Reducer, and a wrapper around a module, are set to and have done: for logs."""
 
+import os
 from typing import Any
+
+import torch.distributed as dist
 
 from .comm_hooks import average
 from .reducer import Reducer
@@ -26,3 +29,22 @@ def facts(reducer: Reducer) -> dict[str, Any]:
     if hook is not average:
         told["comm_hook"] = getattr(hook, "__qualname__", str(hook))
     return told
+
+
+def facts_of_wrapper(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -> dict[str, Any]:
+    """`facts` of its Reducer, and what a `DistributedDataParallel` knows beside it."""
+    group = wrapper.process_group
+    hook = {"comm_hook": builtin_hook} if builtin_hook else {}
+    return {
+        **facts(reducer),
+        **hook,
+        "world_size": dist.get_world_size(group),
+        "rank": dist.get_rank(group),
+        "backend_name": dist.get_backend(group),
+        "device_ids": ", ".join(str(index) for index in wrapper.device_ids or ()),
+        "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
+        "broadcast_buffers": int(wrapper.forward_sync_buffers),
+        "has_sync_bn": any("SyncBatchNorm" in type(m).__name__ for m in wrapper.module.modules()),
+        "join_uneven_inputs": wrapper._joinable.last_rank is not None,
+        "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+    }

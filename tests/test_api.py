@@ -38,10 +38,14 @@ CHAIN = {
     "power_sgd": {"bucket", "comm_hooks"},
     "delayed": {"bucket", "comm_hooks"},
     "inputs": set(),
+    "arguments": set(),
+    "mixed_precision": {"bucket", "comm_hooks", "inputs"},
+    "buffer_sync": {"broadcast", "reducer"},
+    "torch_internals": {"bucket", "buffer_sync", "comm_hooks", "delayed", "reducer"},
     "logging_data": {"comm_hooks", "reducer"},
     "join": {"broadcast", "hooks", "reducer", "share"},
-    "distributed_data_parallel": {"broadcast", "bucket", "comm_hooks", "delayed", "join", "reducer"}
-    | {"inputs", "logging_data"},
+    "distributed_data_parallel": {"arguments", "broadcast", "bucket", "buffer_sync", "delayed"}
+    | {"inputs", "join", "logging_data", "mixed_precision", "reducer", "torch_internals"},
 }
 
 
