@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .sparse import sparse_parameters
+
 
 def chosen_group(
     process_group: dist.ProcessGroup | None, device_mesh: Any
@@ -46,6 +48,28 @@ def checked_parameters(
             "requires a gradient."
         )
     return ours
+
+
+def checked_delayed(
+    module: torch.nn.Module,
+    named: Sequence[tuple[str, torch.nn.Parameter]] | None,
+    trigger: torch.nn.Parameter | None,
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that are averaged on their own when the trigger's gradient is ready.
+
+    Raises:
+        ValueError: only one of the two is given, or the gradient of a parameter is sparse.
+    """
+    if (named is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same "
+            "time"
+        )
+    sparse = sparse_parameters(module)
+    for name, parameter in named or ():
+        if id(parameter) in sparse:
+            raise ValueError(f"parameter {name} has a sparse gradient, which cannot be delayed")
+    return list(named or ())
 
 
 def checked_devices(

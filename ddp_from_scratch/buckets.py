@@ -1,18 +1,28 @@
 """All buckets of a model, in the order in which they are launched."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import overload
 
 import torch
+import torch.distributed as dist
 
 from .bucket import Bucket, make_buckets
+from .sparse import SparseBucket, sparse_parameters
+
+AnyBucket = Bucket | SparseBucket
 
 
-class Buckets(Sequence[Bucket]):
+class Buckets(Sequence[AnyBucket]):
     """A sequence of buckets that knows its parameters by index and by name.
 
+    First come the flat buckets, then one for each parameter whose gradient is sparse; comm hooks
+    see the flat ones alone.
+
     Args:
+        module: declares which of the parameters have sparse gradients.
         trainable: the parameters, by name.
+        process_group: the ranks that take part.
         caps: as of `assign_buckets`.
         gradient_as_bucket_view: as of `Bucket`.
 
@@ -23,20 +33,26 @@ class Buckets(Sequence[Bucket]):
 
     def __init__(
         self,
+        module: torch.nn.Module,
         trainable: Mapping[str, torch.nn.Parameter],
+        process_group: dist.ProcessGroup | None,
         caps: Sequence[int],
         gradient_as_bucket_view: bool,
     ) -> None:
-        self.names, self.parameters = list(trainable), list(trainable.values())
+        sparse = sparse_parameters(module)
+        self.names = sorted(trainable, key=lambda name: id(trainable[name]) in sparse)
+        self.parameters = [trainable[name] for name in self.names]
+        self._in_flat = sum(id(parameter) not in sparse for parameter in self.parameters)
+        self._process_group = process_group
         self.caps, self.gradient_as_bucket_view = caps, gradient_as_bucket_view
-        self._buckets: list[Bucket] = []
-        self._bucket_of: dict[int, Bucket] = {}
+        self._buckets: list[AnyBucket] = []
+        self._bucket_of: dict[int, AnyBucket] = {}
 
     @overload
-    def __getitem__(self, index: int) -> Bucket: ...
+    def __getitem__(self, index: int) -> AnyBucket: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Bucket]: ...
-    def __getitem__(self, index: int | slice) -> Bucket | list[Bucket]:
+    def __getitem__(self, index: slice) -> list[AnyBucket]: ...
+    def __getitem__(self, index: int | slice) -> AnyBucket | list[AnyBucket]:
         return self._buckets[index]
 
     def __len__(self) -> int:
@@ -46,12 +62,26 @@ class Buckets(Sequence[Bucket]):
         """Makes the buckets, or makes them anew, for gradients that are ready in this order."""
         index_of = {name: index for index, name in enumerate(self.names)}
         indices = [index_of[name] for name in order]
-        self._buckets = make_buckets(
-            self.parameters, indices, self.caps, self.gradient_as_bucket_view
+        flat = make_buckets(
+            self.parameters[: self._in_flat],
+            [index for index in indices if index < self._in_flat],
+            self.caps,
+            self.gradient_as_bucket_view,
         )
+        sparse = [index for index in indices if index >= self._in_flat]
+        self._buckets = [*flat, *map(self._sparse_bucket, sparse, itertools.count(len(flat)))]
         self._bucket_of = {index: bucket for bucket in self for index in bucket.layout.members}
 
-    def of(self, index: int) -> Bucket:
+    def _sparse_bucket(self, member: int, index: int) -> SparseBucket:
+        name, parameter = self.names[member], self.parameters[member]
+        return SparseBucket(member, name, parameter, index, self._process_group)
+
+    @property
+    def flat(self) -> tuple[Bucket, ...]:
+        """Those that are flat tensors."""
+        return tuple(bucket for bucket in self if isinstance(bucket, Bucket))
+
+    def of(self, index: int) -> AnyBucket:
         """The bucket in which the gradient of parameter `index` lies."""
         return self._bucket_of[index]
 

@@ -97,14 +97,14 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         stall_after: float | None = None,
     ) -> None:
         super().__init__()
-        delayed = list(delay_all_reduce_named_params or ())
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
-                "same time"
-            )
+        delayed = arguments.checked_delayed(
+            module, delay_all_reduce_named_params, param_to_hook_all_reduce
+        )
         if lazy_bucket_allocation:
-            raise ValueError("lazy_bucket_allocation=True is not supported: buckets are kept")
+            raise ValueError(
+                "lazy_bucket_allocation=True is not supported: buckets keep their memory, which "
+                "gradient_as_bucket_view=True shares with .grad"
+            )
         arguments.warn_of_deprecated(broadcast_buffers, check_reduction)
         if broadcast_buffers is None:
             broadcast_buffers = True

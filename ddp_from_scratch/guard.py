@@ -45,7 +45,7 @@ class Guard:
                 f"an optimizer stepped during backward on rank {self._rank}, on gradients that are "
                 f"not averaged yet: let it step when backward() has returned"
             )
-        if self._backward.begun:
+        if self._backward.begun or self._buckets[-1].launched:
             raise RuntimeError(
                 f"the last backward pass on rank {self._rank} was broken off: {AGAIN}"
             )
@@ -80,8 +80,9 @@ class Guard:
     def sparse_gradient(self, index: int) -> RuntimeError:
         """A gradient came that cannot be laid into a bucket."""
         return RuntimeError(
-            f"the gradient of parameter {self._buckets.names[index]} is sparse, which the Reducer "
-            f"cannot lay into a bucket: make it dense (for an embedding, sparse=False)"
+            f"the gradient of parameter {self._buckets.names[index]} is sparse on rank "
+            f"{self._rank}, but its module has not declared that: only the weights of Embedding "
+            f"and EmbeddingBag with sparse=True are gathered, others lie in flat buckets"
         )
 
 

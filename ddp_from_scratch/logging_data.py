@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .buckets import AnyBucket
 from .comm_hooks import average
 from .reducer import Reducer
 
@@ -22,13 +23,17 @@ def facts(reducer: Reducer) -> dict[str, Any]:
         "can_set_static_graph": reducer._usage.stayed,
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-        "bucket_sizes": ", ".join(str(bucket.buffer().nbytes) for bucket in reducer._buckets),
+        "bucket_sizes": ", ".join(str(_nbytes(bucket)) for bucket in reducer._buckets),
         "has_rebuilt_buckets": int(reducer.ready_order is not None),
         "iteration": reducer.iteration,
     }
     if hook is not average:
         told["comm_hook"] = getattr(hook, "__qualname__", str(hook))
     return told
+
+
+def _nbytes(bucket: AnyBucket) -> int:
+    return sum(parameter.nbytes for parameter in bucket.parameters())
 
 
 def facts_of_wrapper(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Reducer:
         share: what gradients are multiplied by before the next average (None means 1), and
             `joining`: whether `join()` is in charge of it.
         futures: what else the end of the next backward pass that averages waits for.
-        on_landed: called with each bucket as soon as its averages are in `.grad`.
+        on_landed: called with each flat bucket as soon as its averages are in `.grad`.
         iteration: the number of averages so far.
 
     Raises:
@@ -104,7 +104,9 @@ class Reducer:
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
         snapshot = Snapshot(module, ignore)
-        self._buckets = Buckets(snapshot.trainable(), caps, gradient_as_bucket_view)
+        self._buckets = Buckets(
+            module, snapshot.trainable(), process_group, caps, gradient_as_bucket_view
+        )
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
         self.sync, self.joining = True, False
@@ -136,8 +138,8 @@ class Reducer:
 
     @property
     def flat_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets of the present layout, in the order of launch."""
-        return tuple(self._buckets)
+        """The buckets of the present layout, in the order of launch, less sparse gradients'."""
+        return self._buckets.flat
 
     @property
     def ready_order(self) -> list[str] | None:
@@ -213,7 +215,7 @@ class Reducer:
             self._usage.note(index)
             if not self.sync:
                 return
-            if gradient.is_sparse:
+            if gradient.is_sparse and isinstance(bucket, Bucket):
                 raise self._guard.sparse_gradient(index)
             # What may be unused is told at the end of the outermost pass, whose beginning we saw.
             if not (self._backward.begun and self._usage.may_be_unused):
@@ -274,7 +276,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.finish(used if unpack else ())
             self._stall.on_finish(self.iteration, bucket)
-            if unpack and self.on_landed is not None:
+            if unpack and self.on_landed is not None and isinstance(bucket, Bucket):
                 self.on_landed(bucket)
         for future in self.futures:
             future.wait()
