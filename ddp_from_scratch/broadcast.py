@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .layout import Gradient, assign_buckets
+from .sparse import sparse_parameters
 
 # A message holds about this much: large enough for the network, small enough that a rank passes
 # one on to its children while the next is on its way to it.
@@ -38,9 +39,9 @@ def broadcast_parameters(
 
     Raises:
         ValueError: `src` is not a rank of the group, or the module has lazy parameters.
-        RuntimeError: the models differ in number, names, order, shapes, strides, dtypes or
-            requires_grad of parameters or buffers. The text names the first that differs and the
-            two ranks, and is the same on every rank.
+        RuntimeError: the models differ in number, names, order, shapes, strides, dtypes,
+            requires_grad or sparseness of gradients of parameters or buffers. The text names the
+            first that differs and the two ranks, and is the same on every rank.
     """
     _check_rank(src, process_group)
     check_same_model(module, process_group, ignore)
@@ -104,6 +105,7 @@ def check_same_model(
 def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
     """One line for each parameter and buffer, in order."""
     lines = []
+    sparse = sparse_parameters(module)
     for name, parameter in module.named_parameters():
         if name in ignore:
             continue
@@ -113,6 +115,7 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
         lines.append(
             f"parameter {name}: shape {tuple(parameter.shape)}, strides {parameter.stride()}, "
             f"{parameter.dtype}, requires_grad={parameter.requires_grad}"
+            f"{', sparse gradient' if id(parameter) in sparse else ''}"
         )
     for name, buffer in module.named_buffers():
         if name in ignore:

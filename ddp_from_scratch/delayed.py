@@ -27,7 +27,7 @@ class DelayedReduction:
         trigger: torch.nn.Parameter,
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        self._process_group = process_group
+        self.process_group = process_group
         self._buckets = make_buckets(parameters, range(len(parameters)), [2**62], True)
         self.hook = trigger.register_hook(self._launch)
 
@@ -35,7 +35,7 @@ class DelayedReduction:
         for bucket in self._buckets:
             for index in bucket.layout.members:
                 bucket.mark_absent(index)  # with what `.grad` holds
-            bucket.launch(comm_hooks.average, self._process_group)
+            bucket.launch(comm_hooks.average, self.process_group)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:

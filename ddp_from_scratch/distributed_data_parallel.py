@@ -7,40 +7,29 @@ A program written for torch's class goes on as it is. What the class does is don
 work without it: `broadcast_parameters`, `Reducer`, `broadcast_buffers`, `join`.
 """
 
-import os
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from . import comm_hooks
-from .broadcast import broadcast_buffers as send_buffers
-from .broadcast import broadcast_parameters, send_tensors
+from . import arguments
+from .broadcast import broadcast_parameters
 from .bucket import CommHook
+from .buffer_sync import BufferHook, BufferSync
 from .delayed import DelayedReduction
-from .inputs import call_in, check_devices, moved
+from .inputs import moved
 from .join import JoinableReducer
-from .logging_data import facts
+from .logging_data import facts_of_wrapper
+from .mixed_precision import call_in, cast_buffers, hook_for
 from .reducer import Reducer
-
-_COMPRESSED = {
-    torch.float16: comm_hooks.fp16_compress_hook,
-    torch.bfloat16: comm_hooks.bf16_compress_hook,
-}
+from .torch_internals import TorchInternals
 
 
-_BUILTIN = {
-    "ALLREDUCE": comm_hooks.allreduce_hook,
-    "FP16_COMPRESS": comm_hooks.fp16_compress_hook,
-}
-
-
-class DistributedDataParallel(torch.nn.Module, Joinable):
+class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over ranks during backward.
 
     Construction compares the module on all ranks and sends rank 0's parameters and buffers to the
@@ -69,7 +58,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         device_mesh: of one dimension, in place of `process_group`.
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
         batched_grad_copy: gradients are always copied in one kernel for each bucket.
-        lazy_bucket_allocation: only False.
+        lazy_bucket_allocation: only False: buckets keep their memory.
+        check_every, stall_after: not torch's; as `Reducer`.
 
     Attributes:
         module: the wrapped module.
@@ -102,53 +92,54 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        *,
+        check_every: int | None = None,
+        stall_after: float | None = None,
     ) -> None:
         super().__init__()
-        delayed = list(delay_all_reduce_named_params or ())
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
-                "same time"
-            )
+        delayed = arguments.checked_delayed(
+            module, delay_all_reduce_named_params, param_to_hook_all_reduce
+        )
         if lazy_bucket_allocation:
-            raise ValueError("lazy_bucket_allocation=True is not supported: buckets are kept")
-        if check_reduction:
-            warnings.warn("check_reduction is deprecated", FutureWarning, stacklevel=2)
+            raise ValueError(
+                "lazy_bucket_allocation=True is not supported: buckets keep their memory, which "
+                "gradient_as_bucket_view=True shares with .grad"
+            )
+        arguments.warn_of_deprecated(broadcast_buffers, check_reduction)
         if broadcast_buffers is None:
             broadcast_buffers = True
-        else:
-            warnings.warn(
-                "broadcast_buffers is deprecated; forward_sync_buffers is for forward passes alone",
-                FutureWarning,
-                stacklevel=2,
-            )
         self.module = module
-        self.process_group = _group(process_group, device_mesh)
+        self.process_group = arguments.chosen_group(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self.dim, self.mixed_precision = dim, mixed_precision
         self.forward_sync_buffers = (
             broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         )
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore |= {name for name, _ in delayed}
-        parameters = self._checked_parameters()
+        ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = ignore | {name for name, _ in delayed}
+        parameters = arguments.checked_parameters(module, self.parameters_to_ignore)
         self.device = parameters[0].device
-        self.device_ids, self.output_device = check_devices(device_ids, output_device, parameters)
+        self.device_ids, self.output_device = arguments.checked_devices(
+            device_ids, output_device, parameters
+        )
         self._settings: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb_list or bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "skip_unused": skip_all_reduce_unused_params,
+            "check_every": check_every,
+            "stall_after": stall_after,
         }
         if init_sync:
-            ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             if forward_sync_buffers is None and not broadcast_buffers:
                 ignore |= {name for name, _ in module.named_buffers()}
             broadcast_parameters(module, 0, self.process_group, ignore)
-        self._buffer_hook: tuple[Any, Callable[..., Any], bool] | None = None
+        self._comm_hook: tuple[Any, CommHook] | None = None
         self._builtin_hook: str | None = None
+        if mixed_precision is not None:
+            cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
         self.delayed: DelayedReduction | None = None
         if param_to_hook_all_reduce is not None:
             self.delayed = DelayedReduction(
@@ -156,21 +147,26 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 param_to_hook_all_reduce,
                 self.process_group,
             )
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build()
 
-    def _build(self) -> None:
+    def _build(self, buffer_hook: BufferHook | None = None) -> None:
         """The parts that know the process group: a copy of this module makes its own."""
         self.reducer = Reducer(
             self.module, self.process_group, ignore=self.parameters_to_ignore, **self._settings
         )
         # The module may be wrapped anew, or live on: this wrapper's hooks go with it. So nothing
         # here may keep the wrapper alive.
-        weakref.finalize(self, self.reducer.remove)
-        self._joinable = JoinableReducer(self.reducer, _weakly(self._sync_buffers))
+        self._finalizer = weakref.finalize(self, self.reducer.remove)
+        self.buffer_sync = BufferSync(
+            self.reducer, self.forward_sync_buffers, self.parameters_to_ignore, buffer_hook
+        )
+        self._joinable = JoinableReducer(self.reducer, self.buffer_sync.before_forward)
         self._joinable.ignore = frozenset(self.parameters_to_ignore)
         if self.mixed_precision is not None:
-            self._lower_precision()
-        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+            hook = hook_for(self.mixed_precision)
+            if hook is not None:
+                self.reducer.register_comm_hook(self.process_group, hook)
 
     # Forward ------------------------------------------------------------------------------------
 
@@ -189,38 +185,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             output = self.module(*inputs, **kwargs)
         else:
             output = call_in(dtype, self.module, inputs, kwargs, self.parameters_to_ignore)
-        if trains and self.reducer.sync and self._buffer_hook and not self._buffer_hook[2]:
-            self._run_buffer_hook()
+        if trains:
+            self.buffer_sync.after_forward()
         return output
-
-    def _sync_buffers(self, src: int) -> None:
-        """Before a forward pass that trains and is synchronised: rank `src`'s buffers to all."""
-        if not self.module.training or not self.will_sync_module_buffers():
-            return
-        if self._buffer_hook is not None:
-            if self._buffer_hook[2]:
-                self._run_buffer_hook()
-            return
-        buffers = tuple(self.module.buffers())
-        # An earlier forward pass may still need them for its backward, and they may be the same.
-        with torch.autograd._unsafe_preserve_version_counter(buffers):  # type: ignore[attr-defined]
-            send_buffers(self.module, src, self.process_group, self.parameters_to_ignore)
 
     def will_sync_module_buffers(self) -> bool:
         """Whether forward passes that train send buffers."""
-        return self.forward_sync_buffers and any(
-            name not in self.parameters_to_ignore for name, _ in self.module.named_buffers()
-        )
-
-    def _run_buffer_hook(self) -> None:
-        assert self._buffer_hook is not None
-        state, hook, _ = self._buffer_hook
-        ignore = self.parameters_to_ignore
-        futures = hook(
-            state, {name: b for name, b in self.module.named_buffers() if name not in ignore}
-        )
-        if futures is not None:
-            self.reducer.futures += futures if isinstance(futures, list) else [futures]
+        return self.buffer_sync.will_send()
 
     # What torch's class offers ------------------------------------------------------------------
 
@@ -238,38 +209,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """The older name of `forward_sync_buffers`."""
         return self.forward_sync_buffers
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients are accumulated locally; the next backward outside averages the sum."""
-        with self.reducer.no_sync():
-            yield
+        return self.reducer.no_sync()
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """As `Reducer.register_comm_hook`; the hook keeps torch's signature."""
         self.reducer.register_comm_hook(state, hook)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """As `register_comm_hook`, by a name of `dist.BuiltinCommHookType`."""
-        self.register_comm_hook(self.process_group, _BUILTIN[comm_hook_type.name])
-        self._builtin_hook = str(comm_hook_type)
-
-    def _remove_autograd_hooks(self) -> None:
-        """As `Reducer.remove`."""
-        self.reducer.remove()
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[torch.Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        """Sends one rank's buffers, or these tensors, to all; for buffer hooks."""
-        if bufs is None:
-            send_buffers(
-                self.module, authoritative_rank, self.process_group, self.parameters_to_ignore
-            )
-        else:
-            send_tensors(list(bufs), authoritative_rank, self.process_group)
+        self._comm_hook = state, hook
 
     @property
     def _authoritative_rank(self) -> int | None:
@@ -313,59 +260,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if "_joinable" in self.__dict__:  # not yet in Joinable's own __init__
             self._joinable._join_config = value
 
-    def _set_static_graph(self) -> None:
-        """As `static_graph=True`, from now on. Idempotent."""
-        self._settings["static_graph"] = True
-        self.reducer.set_static_graph()
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: Any, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        """Names of parameters and buffers that are left alone; before `module` is wrapped."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True
-
-    @staticmethod
-    def _get_data_parallel_params(
-        module: torch.nn.Module, named_params: bool = False
-    ) -> Iterator[Any]:
-        """The parameters, or (name, parameter) pairs, that are not ignored."""
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
-                yield (name, parameter) if named_params else parameter
-
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
-    ) -> None:
-        """Lets `hook(state, {name: buffer})` synchronise buffers in place of rank 0's.
-
-        Args:
-            state: handed to the hook.
-            hook: returns None or futures, which the end of backward waits for.
-            comm_hook_location: torch's `_BufferCommHookLocation`; after forward if None.
-        """
-        before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
-        self._buffer_hook = (state, hook, before)
-
     def logging_data(self) -> dict[str, Any]:
         """What there is to know about this wrapper; keys as torch's where they mean the same."""
-        hook = {"comm_hook": self._builtin_hook} if self._builtin_hook else {}
-        return {
-            **facts(self.reducer),
-            **hook,
-            "world_size": dist.get_world_size(self.process_group),
-            "rank": dist.get_rank(self.process_group),
-            "backend_name": dist.get_backend(self.process_group),
-            "device_ids": ", ".join(str(index) for index in self.device_ids or ()),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "has_sync_bn": any("SyncBatchNorm" in type(m).__name__ for m in self.module.modules()),
-            "join_uneven_inputs": self._joinable.last_rank is not None,
-            "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
-        }
+        return facts_of_wrapper(self, self.reducer, self._builtin_hook)
 
     _get_ddp_logging_data = logging_data
 
@@ -377,69 +274,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.delayed is not None:
             raise RuntimeError("a wrapper with delay_all_reduce_named_params cannot be copied")
         state = self.__dict__.copy()
-        for name in ("process_group", "reducer", "_joinable"):
+        state["buffer_hook"] = self.buffer_sync.hook
+        state["_comm_hook"] = None
+        for name in ("process_group", "reducer", "buffer_sync", "_joinable", "_finalizer"):
             del state[name]
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        buffer_hook = state.pop("buffer_hook")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = None
-        self._build()
-
-    # Construction -------------------------------------------------------------------------------
-
-    def _checked_parameters(self) -> list[torch.nn.Parameter]:
-        ours = [
-            parameter
-            for name, parameter in self.module.named_parameters()
-            if name not in self.parameters_to_ignore
-        ]
-        if any(torch.nn.parameter.is_lazy(parameter) for parameter in ours):
-            raise RuntimeError(
-                "the module has uninitialized parameters: run one forward pass on every rank "
-                "before wrapping it in DistributedDataParallel"
-            )
-        if not any(parameter.requires_grad for parameter in ours):
-            raise RuntimeError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter "
-                "that requires a gradient."
-            )
-        return ours
-
-    def _lower_precision(self) -> None:
-        precision = self.mixed_precision
-        sent = precision.reduce_dtype or precision.param_dtype
-        if sent in _COMPRESSED:
-            self.register_comm_hook(self.process_group, _COMPRESSED[sent])
-        elif sent not in (None, torch.float32, torch.float64):
-            raise ValueError(f"gradients cannot be sent as {sent}")
-        if precision.buffer_dtype is not None:
-            for name, buffer in self.module.named_buffers():
-                if name not in self.parameters_to_ignore and buffer.is_floating_point():
-                    buffer.data = buffer.to(precision.buffer_dtype)
-
-
-def _weakly(method: Callable[[int], None]) -> Callable[[int], None]:
-    reference = weakref.WeakMethod(method)
-
-    def call(src: int) -> None:
-        found = reference()
-        if found is not None:
-            found(src)
-
-    return call
-
-
-def _group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:
-    if device_mesh is None:
-        return process_group
-    if process_group is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh.ndim != 1:
-        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
-    return group
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        self._build(buffer_hook)
 
 
 def _add_prefix(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from .broadcast import broadcast_parameters
-from .guard import ModuleHook
+from .hooks import ModuleHook
 from .reducer import Reducer
 from .share import Share
 

@@ -1,25 +1,25 @@
 """Averages a module's gradients over ranks while backward still runs: steps 2, 3 and 6.
 
-The order to read in: `_on_gradient` is called by autograd for every parameter, it fills buckets
-and launches them in order; `_on_backward_end` is called by autograd when the backward pass is
-over, waits for them, and puts the averages back into `.grad`.
+The order to read in: autograd calls `_on_gradient` for every parameter, which fills buckets and
+launches them in order; at the end of the pass it calls `_on_backward_end`, which waits for them.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import comm_hooks, guard
-from .bucket import Bucket, CommHook, make_buckets
+from . import comm_hooks
+from .backward_pass import BackwardPass
+from .bucket import Bucket, CommHook
+from .buckets import Buckets
 from .check_sync import DriftCheck
+from .guard import Guard
+from .hooks import Hooks
 from .layout import bucket_caps
-from .memory import allocate
 from .ready_order import ReadyOrder
 from .share import Share
 from .snapshot import Snapshot
@@ -49,9 +49,8 @@ class Reducer:
         module: its parameters with `requires_grad` are synchronised. All ranks must hold the same
             ones (`broadcast_parameters` checks that).
         process_group: the ranks that take part; None means all of them.
-        bucket_cap_mb: size in MiB at which a bucket is closed. None means 1 for the first, 25 for
-            the others; 0 one bucket for each parameter; `inf` one for all; a sequence gives the
-            first bucket's, the second's, ..., and its last holds for the rest.
+        bucket_cap_mb: size in MiB at which a bucket is closed: 0 one bucket for each parameter,
+            `inf` one for all; None and a sequence as in `bucket_caps`.
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
             most of the memory of the gradients; `.grad` must then not be detached in place.
@@ -62,10 +61,10 @@ class Reducer:
             parameter gets. One that differs raises and names the parameter.
         skip_unused: do not send buckets that no rank makes use of; all must know that alike.
         ignore: names of parameters that are not synchronised.
-        check_every: compare all ranks' parameters, and the state for them of optimizers that step
-            them, in every so many averages; see `check_sync`. None means never.
-        stall_after: seconds that a step waits for other ranks before it is reported, on standard
-            error, what for and on which ranks (`stall.py`). None means never.
+        check_every: `check_sync` in every so many averages, for the state of optimizers that step
+            these parameters, too. None means never.
+        stall_after: seconds that a step waits before it is reported what for and for which ranks
+            (`stall.py`). None means never.
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
 
@@ -74,18 +73,14 @@ class Reducer:
         share: what gradients are multiplied by before the next average (None means 1), and
             `joining`: whether `join()` is in charge of it.
         futures: what else the end of the next backward pass that averages waits for.
-        on_landed: called with each bucket at the end of backward, as soon as its averages are in
-            `.grad`.
+        on_landed: called with each flat bucket as soon as its averages are in `.grad`.
         iteration: the number of averages so far.
 
     Raises:
-        ValueError: no parameter requires a gradient, `bucket_cap_mb` is negative, `check_every`
-            is less than 1, `stall_after` is not positive, this rank is not in the group, or
-            `ready_order` names other parameters.
-        RuntimeError: from a forward pass, or the step of an optimizer of these parameters: a
-            parameter got no gradient in the last backward pass, or was changed (`snapshot.py`).
-            From `backward()`: what `guard.py` names, and on every rank what has
-            drifted apart (`check_every`).
+        ValueError: no parameter requires a gradient, this rank is not in the group, or an argument
+            is out of its range.
+        RuntimeError: from a forward pass, an optimizer's step or `backward()`: what `guard.py`
+            names; from `backward()` on every rank: what has drifted apart (`check_every`).
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -107,74 +102,49 @@ class Reducer:
         ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
     ) -> None:
-        self._caps = bucket_caps(bucket_cap_mb)
-        self._snapshot = Snapshot(module, ignore)
-        trainable = {n: p for n, p in self._snapshot.parameters.items() if p.requires_grad}
-        if not trainable:
-            raise ValueError("the module has no parameter that requires a gradient")
-        self._rank = dist.get_rank(process_group)
-        if self._rank < 0:
-            raise ValueError("this rank is not a member of the process group")
-        self.module = module
-        self._names = list(trainable)
-        self._parameters = list(trainable.values())
-        self.device = self._parameters[0].device
-        self.process_group = process_group
-        self._comm_hook: CommHook = comm_hooks.average
-        self._comm_state: Any = process_group
-        self._overlap = overlap
-        self._gradient_as_bucket_view = gradient_as_bucket_view
-        self._skip_unused = skip_unused
-        self._usage = Usage(self._parameters, process_group, find_unused_parameters, static_graph)
-        self._drift = DriftCheck(check_every, module, process_group, ignore)
-        self._watch = GraphWatch(self._parameters, self._on_enter)
-
-        self.sync = True
-        self.joining = False
+        caps = bucket_caps(bucket_cap_mb)
+        snapshot = Snapshot(module, ignore)
+        self._buckets = Buckets(
+            module, snapshot.trainable(), process_group, caps, gradient_as_bucket_view
+        )
+        parameters = self._buckets.parameters
+        self.module, self.device, self.process_group = module, parameters[0].device, process_group
+        self.sync, self.joining = True, False
         self.iteration = 0
         self.share: Share | None = None
         self.futures: list[torch.futures.Future[Any]] = []
         self.on_landed: Callable[[Bucket], None] | None = None
-        self._graph_task = -1  # autograd's number of the backward pass that will call us at its end
-        self._next_bucket = 0  # every bucket before it has been launched
-        self._lock = threading.Lock()  # autograd has a thread for each device
-        self._order = ReadyOrder(self._names, ready_order)
-        self._memory = allocate(self._parameters, process_group)
-        self._buckets: list[Bucket] = []
-        self._lay_out(self._order.first())
 
-        # The parameters' hooks know the Reducer weakly and the module's hooks keep it alive: the
-        # garbage collector cannot see a cycle that goes through a parameter's hooks.
-        this = weakref.ref(self)
-        self._hooks: list[guard.Handle] = [
-            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, index))
-            for index, parameter in enumerate(self._parameters)
-        ]
-        self._hooks += [
-            module.register_forward_pre_hook(guard.ModuleHook(self._before_forward)),
-            module.register_forward_hook(guard.ModuleHook(self._after_forward)),
-            guard.before_optimizer_steps(self._parameters, self._before_step),
-        ]
-        # Parameters may live on without the module, and are then like any other.
-        weakref.finalize(self, guard.remove_all, self._hooks)
+        self._comm_hook: CommHook = comm_hooks.average
+        self._comm_state: Any = process_group
+        self._overlap, self._skip_unused = overlap, skip_unused
+        self._lock = threading.Lock()  # autograd has a thread for each device
+        self._backward = BackwardPass()
+        self._next_bucket = 0  # every bucket before it has been launched
+        self._order = ReadyOrder(self._buckets.names, ready_order)
+        self._buckets.lay_out(self._order.first())
+        self._usage = Usage(parameters, process_group, find_unused_parameters, static_graph)
+        self._guard = Guard(module, snapshot, self._usage, self._buckets, self._backward)
+        self._graphs = GraphWatch(parameters, self._on_enter)
+        self._drift = DriftCheck(check_every, module, process_group, ignore)
         self._stall = StallWatch(stall_after, self._progress, process_group)
+        called = self._on_gradient, self.check_forward, self._after_forward, self._before_step
+        self._hooks = Hooks(module, parameters, *called)
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters of each bucket, in the order of launch."""
-        return tuple(
-            tuple(self._names[index] for index in bucket.layout.members) for bucket in self._buckets
-        )
+        return self._buckets.members()
+
+    @property
+    def flat_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of the present layout, in the order of launch, less sparse gradients'."""
+        return self._buckets.flat
 
     @property
     def ready_order(self) -> list[str] | None:
         """The names of the parameters in the order of the final layout, or None."""
         return self._order.final
-
-    @property
-    def flat_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets of the present layout, in the order of launch."""
-        return tuple(self._buckets)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -223,55 +193,45 @@ class Reducer:
     def contribute_nothing(self, share: Share) -> None:
         """Takes part in the others' next average, with a share of 0; `.grad` stays as it is."""
         self.share = share
-        self._mark_rest_absent()
+        self._buckets.mark_rest_absent()
         self._launch_full_buckets()
         self._finish(unpack=False)
 
     def remove(self) -> None:
         """Takes every hook off the module, whose gradients are local from then on. Idempotent."""
-        guard.remove_all(self._hooks)
+        self._hooks.remove()
 
     # 1. mark ready ------------------------------------------------------------------------------
 
-    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Post-accumulate-grad hook: `parameter.grad` (not the argument itself) is complete."""
-        if parameter.grad is None:  # an undefined gradient: backward came by and brought nothing
+    def _on_gradient(self, index: int) -> None:
+        """The `.grad` of parameter `index` is complete. Called by autograd (`hooks.py`)."""
+        gradient = self._buckets.parameters[index].grad
+        if gradient is None:  # an undefined gradient: backward came by and brought nothing
             return
-        bucket = self._buckets[self._bucket_of[index]]
-        if bucket.launched:  # also under no_sync(): the average would overwrite what was added
-            raise guard.second_gradient(index, self._buckets, self._names, self._rank)
-        self._usage.note(index)
-        if not self.sync:
-            return
-        if parameter.grad.is_sparse:
-            raise guard.sparse_gradient(self._names[index])
-        # What may be unused is told at the end of the outermost pass, whose beginning we saw.
-        if self._graph_task == -1 or not self._usage.may_be_unused:
-            self._begin()
-        self._order.count(index)
-        if not self._usage.count(index):
-            return
-        if bucket.mark_ready(index) and self._overlap:
-            self._launch_full_buckets()
-
-    def _begin(self) -> None:
-        """Asks autograd to call us at the end of this backward pass. Idempotent within it.
-
-        Known by its number, so that a pass that was broken off by an exception, whose callback
-        never came, is not taken for this one.
-        """
-        if self._graph_task != torch._C._current_graph_task_id():
-            self._graph_task = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        with self._lock:
+            bucket = self._buckets.of(index)
+            if bucket.launched:  # also under no_sync(): the average would overwrite what was added
+                raise self._guard.second_gradient(index)
+            self._usage.note(index)
+            if not self.sync:
+                return
+            if gradient.is_sparse and isinstance(bucket, Bucket):
+                raise self._guard.sparse_gradient(index)
+            # What may be unused is told at the end of the outermost pass, whose beginning we saw.
+            if not (self._backward.begun and self._usage.may_be_unused):
+                self._backward.begin(self._on_backward_end)
+            self._order.count(index)
+            if self._usage.count(index) and bucket.mark_ready(index) and self._overlap:
+                self._launch_full_buckets()
 
     def _on_enter(self, unreached: set[int]) -> None:
         """A backward pass has come to an output of the module, and will not reach these."""
         with self._lock:
-            if not self.sync or self._graph_task == torch._C._current_graph_task_id():
+            if not self.sync or self._backward.is_this:
                 return
-            self._begin()
+            self._backward.begin(self._on_backward_end)
             for index in self._usage.unused(unreached):
-                self._buckets[self._bucket_of[index]].mark_absent(index)
+                self._buckets.of(index).mark_absent(index)
             if self._overlap:
                 self._launch_full_buckets()
 
@@ -300,20 +260,14 @@ class Reducer:
         Where parameters may be unused, what is missing now is unused in this pass.
         Idempotent: called again after the last bucket was unpacked, it does nothing.
         """
-        if self._graph_task == -1:
+        if not self._backward.end():
             return
-        self._graph_task = -1
         if self._usage.may_be_unused:
-            self._mark_rest_absent()
+            self._buckets.mark_rest_absent()
         self._launch_full_buckets()
         if self._next_bucket == len(self._buckets):
             self._finish()
-            guard.check_static(self._usage.end_pass(), self._names, self._rank)
-
-    def _mark_rest_absent(self) -> None:
-        for bucket in self._buckets:
-            for index in tuple(bucket.missing):
-                bucket.mark_absent(index)
+            self._guard.check_static(self._usage.end_pass())
 
     def _finish(self, unpack: bool = True) -> None:
         if not comm_hooks.may_overlap(self._comm_hook):
@@ -322,7 +276,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.finish(used if unpack else ())
             self._stall.on_finish(self.iteration, bucket)
-            if unpack and self.on_landed is not None:
+            if unpack and self.on_landed is not None and isinstance(bucket, Bucket):
                 self.on_landed(bucket)
         for future in self.futures:
             future.wait()
@@ -333,53 +287,27 @@ class Reducer:
         # Here and not before a forward pass, which may be one rank's own affair (an evaluation):
         # every rank is known to take part.
         if self.ready_order is None and not self._usage.varies:
-            self._lay_out(self._order.agree(self.device, self.process_group))
+            self._buckets.lay_out(self._order.agree(self.device, self.process_group))
         self._drift.on_average(self.iteration, is_current=unpack)
 
-    def _lay_out(self, order: Sequence[str]) -> None:
-        for bucket in self._buckets:
-            bucket.leave()  # the new ones lie in the same memory
-        index_of = {name: index for index, name in enumerate(self._names)}
-        self._buckets = make_buckets(
-            self._parameters,
-            [index_of[name] for name in order],
-            self._caps,
-            self._gradient_as_bucket_view,
-            self._memory,
-        )
-        self._bucket_of = {
-            index: bucket.index() for bucket in self._buckets for index in bucket.layout.members
-        }
-
-    # Around forward -----------------------------------------------------------------------------
-
-    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
-        self.check_forward()
+    # Around forward, and before a step -----------------------------------------------------------
 
     def check_forward(self) -> None:
         """Raises if the forward pass that begins, one of training, would not be averaged right."""
-        if guard.trains(self.module):
-            self._snapshot.check(self.module, self._usage.varies, self._rank)
-            self.check_complete()
+        self._guard.check_forward()
 
-    def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
+    def _after_forward(self, outputs: object) -> None:
         if self._usage.may_be_unused:
-            self._watch.on_forward(outputs, as_before=self._usage.is_static)
+            self._graphs.on_forward(outputs, as_before=self._usage.is_static)
+
+    def check_complete(self) -> None:
+        """Raises unless every gradient of the last backward pass has been averaged."""
+        self._guard.check_complete()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.check_complete()
         self._drift.on_step(optimizer)
 
     def _progress(self) -> Progress:
-        return Progress.of(self.iteration, self._next_bucket, self._buckets, self._names)
-
-    def check_complete(self) -> None:
-        """Raises unless every gradient of the last backward pass has been averaged."""
-        guard.check_complete(self._graph_task != -1, self._buckets, self._names, self._rank)
-
-
-def _on_gradient(reducer: "weakref.ref[Reducer]", index: int, parameter: torch.Tensor) -> None:
-    found = reducer()
-    if found is not None:
-        with found._lock:
-            found._on_gradient(index, parameter)
+        buckets = tuple(self._buckets)  # called in a thread: they may be laid out anew meanwhile
+        return Progress.of(self.iteration, self._next_bucket, buckets, self._buckets.names)

@@ -25,6 +25,17 @@ class Snapshot:
         # Names are not built anew in every forward pass: it is enough to compare who owns what.
         self._owners = [(owner, _owned(owner)) for owner in module.modules()]
 
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Those that require a gradient, by name.
+
+        Raises:
+            ValueError: none does.
+        """
+        found = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        if not found:
+            raise ValueError("the module has no parameter that requires a gradient")
+        return found
+
     def check(self, module: torch.nn.Module, may_freeze: bool, rank: int) -> None:
         """Raises if there is a difference; arguments as of `difference`."""
         difference = self.difference(module, may_freeze)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .bucket import Bucket
+from .buckets import AnyBucket
 
 _WAKES = 3  # in the time after which a wait is reported
 _made: Counter[str] = Counter()  # watches, by group; all ranks of a group make them alike
@@ -39,7 +39,7 @@ class Progress:
 
     @classmethod
     def of(
-        cls, step: int, launched: int, buckets: Sequence[Bucket], names: Sequence[str]
+        cls, step: int, launched: int, buckets: Sequence[AnyBucket], names: Sequence[str]
     ) -> "Progress":
         """Reads it off the buckets, of which so many were launched in this step; in any thread."""
         waits = None
@@ -112,12 +112,12 @@ class StallWatch:
         thread.start()
         weakref.finalize(self, _end, stop, thread)  # at exit, too
 
-    def on_finish(self, step: int, bucket: Bucket) -> None:
+    def on_finish(self, step: int, bucket: AnyBucket) -> None:
         """A bucket's average is in `.grad`, on a GPU as soon as its stream has come to here."""
-        buffer = bucket.buffer()
-        if self._on and buffer.is_cuda and not torch.cuda.is_current_stream_capturing():
+        device = bucket.parameters()[0].device
+        if self._on and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(buffer.device))
+            event.record(torch.cuda.current_stream(device))
             self._flying.append((step, bucket.index(), event))
             while self._flying and self._flying[0][2].query():
                 self._flying.popleft()
@@ -200,7 +200,7 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
         thread.join(1.0)
 
 
-def _name(bucket: Bucket, buckets: Sequence[Bucket], names: Sequence[str]) -> str:
+def _name(bucket: AnyBucket, buckets: Sequence[AnyBucket], names: Sequence[str]) -> str:
     inside = [names[index] for index in bucket.layout.members]
     more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
     return f"bucket {bucket.index()} of {len(buckets)} ({', '.join(inside[:3])}{more})"

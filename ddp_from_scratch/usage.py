@@ -20,6 +20,13 @@ class Usage:
         process_group: the ranks that take part.
         find_unused: parameters may be unused, others in each pass.
         static: the graph is the same in every pass.
+
+    Attributes:
+        rank: of this process in the group.
+        stayed: whether this rank used the same in each pass.
+
+    Raises:
+        ValueError: this rank is not in the group.
     """
 
     def __init__(
@@ -29,6 +36,9 @@ class Usage:
         find_unused: bool,
         static: bool,
     ) -> None:
+        self.rank = dist.get_rank(process_group)
+        if self.rank < 0:
+            raise ValueError("this rank is not a member of the process group")
         self._count, self._device = len(parameters), parameters[0].device
         self._process_group = process_group
         self._find_unused = find_unused
@@ -37,7 +47,7 @@ class Usage:
         self._used_by_any: set[int] | None = None  # of a static graph
         self._unforeseen: set[int] = set()  # of a static graph: used, but not averaged
         self._before: set[int] | None = None  # what this rank used for the last average
-        self.stayed = True  # whether that was the same each time
+        self.stayed = True
 
     @property
     def is_static(self) -> bool:

@@ -25,20 +25,28 @@ CHAIN = {
     "static_graph": set(),
     "unused_parameters": set(),
     "usage": {"static_graph"},
-    "guard": {"layout", "bucket", "snapshot"},
+    "sparse": {"bucket", "layout"},
+    "buckets": {"bucket", "sparse"},
+    "backward_pass": set(),
+    "hooks": set(),
+    "guard": {"backward_pass", "buckets", "snapshot", "usage"},
     "checksum": set(),
     "ready_order": set(),
-    "stall": {"layout", "bucket"},
+    "stall": {"buckets"},
     "check_sync": {"checksum"},
-    "reducer": {"layout", "bucket", "comm_hooks", "snapshot", "share", "usage", "guard"}
-    | {"unused_parameters", "check_sync", "stall", "ready_order"},
+    "reducer": {"layout", "bucket", "buckets", "comm_hooks", "snapshot", "share", "usage", "guard"}
+    | {"backward_pass", "hooks", "unused_parameters", "check_sync", "stall", "ready_order"},
     "power_sgd": {"bucket", "comm_hooks"},
     "delayed": {"bucket", "comm_hooks"},
     "inputs": set(),
-    "logging_data": {"comm_hooks", "reducer"},
-    "join": {"broadcast", "guard", "reducer", "share"},
-    "distributed_data_parallel": {"broadcast", "bucket", "comm_hooks", "delayed", "join", "reducer"}
-    | {"inputs", "logging_data"},
+    "arguments": {"sparse"},
+    "mixed_precision": {"bucket", "comm_hooks", "inputs"},
+    "buffer_sync": {"broadcast", "reducer"},
+    "torch_internals": {"bucket", "buffer_sync", "comm_hooks", "delayed", "reducer"},
+    "logging_data": {"buckets", "comm_hooks", "reducer"},
+    "join": {"broadcast", "hooks", "reducer", "share"},
+    "distributed_data_parallel": {"arguments", "broadcast", "bucket", "buffer_sync", "delayed"}
+    | {"inputs", "join", "logging_data", "mixed_precision", "reducer", "torch_internals"},
 }
 
 

@@ -402,6 +402,50 @@ def test_device_mesh(ranks):
     ranks("gloo", 2)(in_a_mesh)
 
 
+def other_ranks(world):
+    """First ranks 0 and 1 average, then all three; the hooks of the first group are gone."""
+    pair = dist.new_group([0, 1])
+    x = float(world.rank + 1)
+    if world.rank < 2:
+        model = Ours(Terms(1, 2), process_group=pair)
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        model(x).backward()
+        assert model.module.p1.grad.tolist() == [3, 3]  # 2 * (1 + 2) / 2
+        model.zero_grad()
+        model._update_process_group(dist.group.WORLD)
+    else:
+        model = Ours(Terms(1, 2), init_sync=False)
+    for _ in range(3):
+        model(x).backward()
+        assert model.module.p1.grad.tolist() == [4, 4]  # 2 * (1 + 2 + 3) / 3
+        model.zero_grad()
+    assert model.logging_data()["world_size"] == 3
+    if world.rank < 2:
+        assert model.logging_data()["comm_hook"] == str(dist.BuiltinCommHookType.ALLREDUCE)
+    model._update_process_group(dist.new_group([2]))  # for rank 2 alone
+    assert model.logging_data()["world_size"] == (1 if world.rank == 2 else 3)
+
+
+def test_another_process_group(ranks):
+    ranks("gloo", 3)(other_ranks)
+
+
+def watched(world):
+    """What `Reducer` has beside torch is there on the wrapper, too."""
+    model = Ours(Terms(1, 2), check_every=1, stall_after=60)
+    model(own(world)).backward()
+    with torch.no_grad():
+        model.module.p0 += world.rank
+    with pytest.raises(RuntimeError, match="average 2: parameter p0 is not the same"):
+        model(own(world)).backward()
+    with pytest.raises(ValueError, match="stall_after must be a positive number of seconds, got 0"):
+        Ours(Terms(1, 2), stall_after=0)
+
+
+def test_drift_check_and_stall_report(ranks):
+    ranks("gloo", 2)(watched)
+
+
 def functional(world):
     model = Ours(Terms(1, 2))
     values = {f"module.p{k}": torch.ones(k + 1, requires_grad=True) for k in range(2)}

@@ -780,15 +780,24 @@ def test_second_gradient_while_the_first_is_under_way_is_named_also_in_no_sync(p
     pair(second_gradient, 0, True)
 
 
-def sparse(world):
-    model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
+class Lookup(Terms):
+    """p0 gets a sparse gradient, which no module has declared."""
+
+    def forward(self, x):
+        return nn.functional.embedding(torch.tensor([1, 3]), self.p0, sparse=True).sum()
+
+
+def undeclared_sparse(world):
+    model = Lookup()
+    model.p0 = nn.Parameter(torch.zeros(5, 2))
     Reducer(model)
-    with pytest.raises(RuntimeError, match=r"gradient of parameter 0\.weight is sparse"):
-        model(torch.tensor([1, 3])).sum().backward()
+    message = f"gradient of parameter p0 is sparse on rank {world.rank}, but its module has not"
+    with pytest.raises(RuntimeError, match=message):
+        model(1.0).backward()
 
 
-def test_sparse_gradient_is_named(pair):
-    pair(sparse)
+def test_undeclared_sparse_gradient_is_named(pair):
+    pair(undeclared_sparse)
 
 
 def broken_off(world, where, again, overlap):

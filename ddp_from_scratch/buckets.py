@@ -1,0 +1,105 @@
+"""All buckets of a model, in the order in which they are launched."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import overload
+
+import torch
+import torch.distributed as dist
+
+from .bucket import Bucket, make_buckets
+from .memory import allocate
+from .sparse import SparseBucket, sparse_parameters
+
+AnyBucket = Bucket | SparseBucket
+
+
+class Buckets(Sequence[AnyBucket]):
+    """A sequence of buckets that knows its parameters by index and by name.
+
+    First come the flat buckets, then one for each parameter whose gradient is sparse; comm hooks
+    see the flat ones alone.
+
+    Args:
+        module: declares which of the parameters have sparse gradients.
+        trainable: the parameters, by name.
+        process_group: the ranks that take part.
+        caps: as of `assign_buckets`.
+        gradient_as_bucket_view: as of `Bucket`.
+
+    Attributes:
+        names, parameters: an index into these names a parameter everywhere.
+        caps, gradient_as_bucket_view: as given.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        trainable: Mapping[str, torch.nn.Parameter],
+        process_group: dist.ProcessGroup | None,
+        caps: Sequence[int],
+        gradient_as_bucket_view: bool,
+    ) -> None:
+        sparse = sparse_parameters(module)
+        self.names = sorted(trainable, key=lambda name: id(trainable[name]) in sparse)
+        self.parameters = [trainable[name] for name in self.names]
+        self._in_flat = sum(id(parameter) not in sparse for parameter in self.parameters)
+        self._process_group = process_group
+        self.caps, self.gradient_as_bucket_view = caps, gradient_as_bucket_view
+        self._memory = allocate(self.parameters[: self._in_flat], process_group)
+        self._buckets: list[AnyBucket] = []
+        self._bucket_of: dict[int, AnyBucket] = {}
+
+    @overload
+    def __getitem__(self, index: int) -> AnyBucket: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[AnyBucket]: ...
+    def __getitem__(self, index: int | slice) -> AnyBucket | list[AnyBucket]:
+        return self._buckets[index]
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def lay_out(self, order: Sequence[str]) -> None:
+        """Makes the buckets, or makes them anew, for gradients that are ready in this order."""
+        for bucket in self.flat:
+            bucket.leave()  # the new ones lie in the same memory
+        index_of = {name: index for index, name in enumerate(self.names)}
+        indices = [index_of[name] for name in order]
+        flat = make_buckets(
+            self.parameters[: self._in_flat],
+            [index for index in indices if index < self._in_flat],
+            self.caps,
+            self.gradient_as_bucket_view,
+            self._memory,
+        )
+        sparse = [index for index in indices if index >= self._in_flat]
+        self._buckets = [*flat, *map(self._sparse_bucket, sparse, itertools.count(len(flat)))]
+        self._bucket_of = {index: bucket for bucket in self for index in bucket.layout.members}
+
+    def _sparse_bucket(self, member: int, index: int) -> SparseBucket:
+        name, parameter = self.names[member], self.parameters[member]
+        return SparseBucket(member, name, parameter, index, self._process_group)
+
+    @property
+    def flat(self) -> tuple[Bucket, ...]:
+        """Those that are flat tensors."""
+        return tuple(bucket for bucket in self if isinstance(bucket, Bucket))
+
+    def of(self, index: int) -> AnyBucket:
+        """The bucket in which the gradient of parameter `index` lies."""
+        return self._bucket_of[index]
+
+    def members(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters of each."""
+        return tuple(tuple(self.names[i] for i in bucket.layout.members) for bucket in self)
+
+    def missing(self) -> list[str]:
+        """The names of the parameters that have no gradient yet."""
+        return [self.names[index] for bucket in self for index in sorted(bucket.missing)]
+
+    def mark_rest_absent(self) -> None:
+        """What has not been counted in yet gets no gradient in this pass."""
+        for bucket in self:
+            for index in tuple(bucket.missing):
+                bucket.mark_absent(index)
