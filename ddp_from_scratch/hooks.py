@@ -4,8 +4,9 @@ What calls it must neither keep it alive for ever, nor follow the module into a 
 """
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -49,9 +50,7 @@ class Hooks:
             module.register_forward_pre_hook(ModuleHook(lambda *_: before_forward())),
             module.register_forward_hook(ModuleHook(lambda *told: after_forward(told[-1]))),
             # Unlike a check before a forward pass, independent of how the model is called.
-            register_optimizer_step_pre_hook(
-                partial(_on_step, weakref.WeakMethod(before_step), ours)
-            ),
+            _before_steps(partial(_on_step, weakref.WeakMethod(before_step), ours)),
         ]
         weakref.finalize(self, _remove_all, self._handles)
 
@@ -100,6 +99,31 @@ def _on_step(
         id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]
     ):
         found(optimizer)
+
+
+_step_checks: "OrderedDict[int, Callable[..., None]]" = OrderedDict()
+
+
+def _before_steps(check: Callable[..., None]) -> Handle:
+    """Calls `check` before every step of any optimizer.
+
+    Not as a hook of its own with torch, which iterates over those: a Reducer may be collected, and
+    its hook removed, in the middle of it.
+    """
+    _watch_steps()
+    handle = Handle(_step_checks)
+    _step_checks[handle.id] = check
+    return handle
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_on_any_step)
+
+
+def _on_any_step(*arguments: Any) -> None:
+    for check in tuple(_step_checks.values()):
+        check(*arguments)
 
 
 def _remove_all(handles: Iterable[Handle]) -> None:

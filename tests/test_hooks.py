@@ -1,0 +1,39 @@
+"""Who calls the Reducer, and that it goes when its module goes."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddp_from_scratch import Reducer
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_reducer_that_goes_while_an_optimizer_steps_disturbs_nobody():
+    model = nn.Linear(2, 2)
+    reducer = weakref.ref(Reducer(model))
+    models, other = [model], nn.Parameter(torch.ones(1))
+    del model
+    other.grad = torch.ones(1)
+
+    def forget(*_: object) -> None:
+        models.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(forget)
+    try:
+        torch.optim.SGD([other], lr=1.0).step()
+    finally:
+        handle.remove()
+    assert reducer() is None
+    assert other.item() == 0.0
