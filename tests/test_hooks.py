@@ -30,10 +30,11 @@ def test_a_reducer_that_goes_while_an_optimizer_steps_disturbs_nobody():
         models.clear()
         gc.collect()
 
-    handle = register_optimizer_step_pre_hook(forget)
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (forget, lambda *_: None)]
     try:
         torch.optim.SGD([other], lr=1.0).step()
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     assert reducer() is None
     assert other.item() == 0.0
