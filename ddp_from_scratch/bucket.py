@@ -62,7 +62,6 @@ class Bucket:
             _window(self._flat, offset, parameter)
             for offset, parameter in zip(layout.offsets, self._parameters, strict=True)
         ]
-        self._position = {index: position for position, index in enumerate(layout.members)}
         self.missing = set(layout.members)
         self._absent: set[int] = set()  # counted in, without a gradient
         self._future: torch.futures.Future[Any] | None = None
@@ -120,10 +119,6 @@ class Bucket:
 
         Idempotent: a gradient that changes before the launch is packed as it is then.
         """
-        if self.gradient_as_bucket_view:
-            # Moved in at once, not when the bucket is full: its own memory is free again.
-            position = self._position[index]
-            self._move_in(self._parameters[position], self.views[position])
         self.missing.discard(index)
         self._absent.discard(index)
         return not self.missing
@@ -139,12 +134,6 @@ class Bucket:
             self._absent.add(index)
         return not self.missing
 
-    @torch.no_grad()
-    def _move_in(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
-        if parameter.grad is not None and parameter.grad is not view:
-            view.copy_(parameter.grad)
-            parameter.grad = view
-
     # 2. launch ----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -153,6 +142,7 @@ class Bucket:
         comm_hook: CommHook,
         state: Any = None,
         share: float = 1.0,
+        factor: float = 1.0,
     ) -> None:
         """Packs the gradients and lets `comm_hook` send them; returns while they are under way.
 
@@ -161,12 +151,11 @@ class Bucket:
             state: handed to the hook.
             share: the gradients are multiplied by it first. The shares of all ranks add up to the
                 world size, so that the hook's average over ranks is weighted by them.
+            factor: they are multiplied by it, too.
         """
-        self._pack()
+        self._pack(share * factor)
         if share == 0:
             self._flat.zero_()  # also what is not a number: the loss of an empty batch
-        elif share != 1:
-            self._flat.mul_(share)
         self._sent = self._flat
         future = comm_hook(state, self)
         if not isinstance(future, torch._C.Future):
@@ -232,10 +221,10 @@ class Bucket:
         self.missing = set(self.layout.members)
         self._absent.clear()
 
-    def _pack(self) -> None:
-        # A gradient that is the window already (accumulated in place) must not be copied: it lies
-        # there. One kernel for all others, not one per parameter.
-        sources, windows = [], []
+    def _pack(self, factor: float) -> None:
+        """Copies the gradients in, multiplied by `factor`."""
+        # A gradient that is the window already (accumulated in place) lies there.
+        sources, windows, in_place = [], [], []
         for index, parameter, view in self._members():
             gradient = parameter.grad
             if gradient is None:
@@ -245,13 +234,26 @@ class Bucket:
                         f"to None after it was counted in and before it was averaged"
                     )
                 view.zero_()
-            elif gradient is not view:
-                sources.append(gradient)
-                windows.append(view)
-            elif index in self._absent:
-                parameter.grad = view.clone()  # stays as it is if no rank has used it
-        if sources:
-            torch._foreach_copy_(windows, sources)
+                continue
+            if gradient is view:
+                in_place.append(view)
+                if index in self._absent:
+                    parameter.grad = view.clone()  # stays as it is if no rank has used it
+                continue
+            sources.append(gradient)
+            windows.append(view)
+            if self.gradient_as_bucket_view and index not in self._absent:
+                parameter.grad = view  # its own memory is free again
+        if factor == 1:
+            _copy(windows, sources)
+        elif self._flat.device.type == "cpu":
+            for window, source in zip(windows, sources, strict=True):
+                torch.mul(source, factor, out=window)
+            for view in in_place:
+                view.mul_(factor)
+        else:  # one kernel for all, not one per parameter
+            _copy(windows, sources)
+            self._flat.mul_(factor)
 
     def _unpack(self, used: Collection[int] | None) -> None:
         gradients, windows = [], []
@@ -266,8 +268,7 @@ class Bucket:
             else:
                 gradients.append(parameter.grad)
                 windows.append(view)
-        if gradients:
-            torch._foreach_copy_(gradients, windows)
+        _copy(gradients, windows)
 
     def _members(self) -> list[tuple[int, torch.nn.Parameter, torch.Tensor]]:
         return list(zip(self.layout.members, self._parameters, self.views, strict=True))
@@ -300,6 +301,11 @@ def make_buckets(
         is_last = index == len(layouts) - 1
         buckets.append(Bucket(layout, members, gradient_as_bucket_view, index, is_last, flat))
     return buckets
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _window(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

@@ -31,9 +31,42 @@ def average(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
 
     The future is the collective's own, whose value is a list: nothing runs on its thread.
     """
-    buffer = bucket.buffer()
-    buffer.mul_(1.0 / dist.get_world_size(process_group))
-    return _all_reduce(buffer, process_group)
+    rest, factor = while_packing(average, process_group)
+    if factor != 1:
+        bucket.buffer().mul_(factor)
+    return rest(process_group, bucket)
+
+
+def while_packing(hook: CommHook, state: Any) -> tuple[CommHook, float]:
+    """What gradients can be multiplied by as they are copied into a bucket, and the hook after it.
+
+    Multiplying a whole bucket afterwards costs a pass over memory. `average` does without, where
+    the backend does not divide by itself; other hooks are given what the gradients are.
+    """
+    if hook is not average:
+        return hook, 1.0
+    if _backend_divides(state):
+        return _average_by_backend, 1.0
+    return _sum, 1.0 / dist.get_world_size(state)
+
+
+def _backend_divides(process_group: dist.ProcessGroup | None) -> bool:
+    """Whether it has ReduceOp.AVG, with the bits of a division before the sum."""
+    if not dist.is_initialized():
+        return False
+    backend, ranks = dist.get_backend(process_group), dist.get_world_size(process_group)
+    # ddp_from_scratch.mpi divides first where 1/n is exact, else the sum, which has other bits. A
+    # torch that was built with MPI cannot divide.
+    ours = backend == "mpi4py" or (backend == "mpi" and not dist.is_mpi_available())
+    return backend == "nccl" or (ours and ranks & (ranks - 1) == 0)
+
+
+def _sum(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    return _all_reduce(bucket.buffer(), process_group)
+
+
+def _average_by_backend(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    return _all_reduce(bucket.buffer(), process_group, dist.ReduceOp.AVG)
 
 
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
@@ -73,8 +106,12 @@ def _compressed(
     return _all_reduce(compressed, process_group).then(_first)
 
 
-def _all_reduce(tensor: torch.Tensor, process_group: dist.ProcessGroup | None) -> Future:
-    work = dist.all_reduce(tensor, group=process_group, async_op=True)
+def _all_reduce(
+    tensor: torch.Tensor,
+    process_group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> Future:
+    work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
     assert work is not None, "this rank is not a member of the process group"
     return work.get_future()
 

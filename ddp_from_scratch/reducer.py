@@ -247,7 +247,8 @@ class Reducer:
                 self._buckets[self._next_bucket - 1].wait()
             if not (self._skip_unused and self._usage.none_of(bucket.layout.members)):
                 share = 1.0 if self.share is None else self.share.value()
-                bucket.launch(self._comm_hook, self._comm_state, share)
+                hook, factor = comm_hooks.while_packing(self._comm_hook, self._comm_state)
+                bucket.launch(hook, self._comm_state, share, factor)
             self._next_bucket += 1
 
     # 3. finish ----------------------------------------------------------------------------------

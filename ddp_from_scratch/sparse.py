@@ -105,13 +105,16 @@ class SparseBucket:
     # 2. launch ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launch(self, comm_hook: CommHook, state: Any = None, share: float = 1.0) -> None:
+    def launch(
+        self, comm_hook: CommHook, state: Any = None, share: float = 1.0, factor: float = 1.0
+    ) -> None:
         """Tells the other ranks how many rows there are; returns while that is under way.
 
         Args:
             comm_hook: not used.
             state: not used.
             share: as of `Bucket`. With 0 nothing is contributed.
+            factor: not used.
         """
         gradient = self._parameter.grad
         kind, rows = _NONE, 0

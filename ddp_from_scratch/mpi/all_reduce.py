@@ -91,6 +91,11 @@ class Reduction:
         wide = tensors
         if tensors[0].dtype != self.dtype:
             wide = [tensor.to(self.dtype) for tensor in tensors]
+        if self.divides_first:
+            torch.mul(wide[0], 1 / self.divisor, out=room)
+            for tensor in wide[1:]:
+                torch.add(room, tensor, alpha=1 / self.divisor, out=room)
+            return room
         if len(wide) == 1:
             room.copy_(wide[0])
         else:
@@ -99,6 +104,15 @@ class Reduction:
             self.combine(room, tensor, out=room)
         self.divide(room)
         return room
+
+    @property
+    def divides_first(self) -> bool:
+        """Whether the summands are divided rather than the sum, which then cannot overflow.
+
+        That is, where it is exact: the bits are the same.
+        """
+        fractional = self.dtype.is_floating_point or self.dtype.is_complex
+        return self.divisor > 1 and self.divisor & (self.divisor - 1) == 0 and fractional
 
     def divide(self, reduced: torch.Tensor) -> None:
         """Makes a sum an average where that was asked for, in place."""
@@ -164,8 +178,11 @@ class AllReduce:
             self._staged(tensor, reduction)
         else:
             total = tensor.to(reduction.dtype).contiguous()
+            if reduction.divides_first:
+                total = total / reduction.divisor
             _across(self._nodes.communicator, total.view(-1), reduction)
-            reduction.divide(total)
+            if not reduction.divides_first:
+                reduction.divide(total)
             if total is not tensor:
                 tensor.copy_(total)
         return [tensor]
@@ -232,12 +249,14 @@ class AllReduce:
                         share.copy_(total)
             return
         total = shares[0] if wide else torch.empty(shares[0].numel())
-        here = replace(reduction, divisor=1)  # divided when all machines' sums are in
+        # Divided when all machines' sums are in, or before they are summed.
+        here = reduction if reduction.divides_first else replace(reduction, divisor=1)
         for chunk, part in zip(chunks, total.split(CHUNK), strict=True):
             here.fold(chunk, part)
         if total.numel():
             _across(self._across, total, reduction)
-        reduction.divide(total)
+        if here is not reduction:
+            reduction.divide(total)
         for share in shares if everywhere else shares[:1]:
             if share is not total:
                 share.copy_(total)
