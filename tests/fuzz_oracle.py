@@ -121,6 +121,8 @@ class Oracle:
             return None  # gradients are under way
         if isinstance(op, Step) and any(self._counted):
             return Expected(self._incomplete())
+        if isinstance(op, Step) and self._whole.batch_norm and any(self._used):
+            return None  # with local gradients: ranks must have the same weights of batch norm
         if isinstance(op, Evaluate) and not op.rank < self._whole.world_size:
             return None
         if isinstance(op, Freeze) and not op.parameter < len(self._whole.parameters):
