@@ -179,6 +179,11 @@ class Oracle:
         if static or players[0].graphs or any(self._counted) or any(self._used) or self._changed():
             return False
         everything = {i for branch in case.branches for i in branch} & self._trainable
+        trains = [
+            {i for i, p in enumerate(player.parameters) if p.requires_grad} for player in players
+        ]
+        if not everything or any(t != self._trainable for t in trains):
+            return False
         if not self._varies and everything != self._trainable:
             return False
         if case.checkpoint == "reentrant" and self._twice(case.branches):
