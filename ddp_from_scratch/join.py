@@ -50,6 +50,7 @@ class JoinableReducer(Joinable):
         self.ignore: frozenset[str] = frozenset()  # names of what is not synchronised
         self.by_initial_world_size = True
         self.last_rank: int | None = None  # whose parameters all have, after a context has ended
+        self._outside = self._join_config  # disabled
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank without data does; torch's `Join` calls this."""
@@ -84,6 +85,14 @@ class JoinableReducer(Joinable):
         elif sync and self.before_forward is not None:
             self.before_forward(0)
 
+    def end(self) -> None:
+        """No rank is in the context any longer; torch's `Join` leaves that unsaid. Idempotent.
+
+        Each forward pass would go on to agree on ranks and shares: buffers would come from the
+        highest rank, and `Reducer.weight` would be overruled.
+        """
+        self._join_config = self._outside
+
     def agree(self, amount: float) -> Share:
         """This rank's part among those that average in this step."""
         return Share.of(amount, self.join_device, self.reducer.process_group)
@@ -114,6 +123,7 @@ class _Hook(JoinHook):
         src = self.joinable.last_rank = self.joinable.agree_on_rank(is_last_joiner)
         reducer = self.joinable.reducer
         broadcast_parameters(reducer.module, src, reducer.process_group, self.joinable.ignore)
+        self.joinable.end()
 
 
 @contextmanager

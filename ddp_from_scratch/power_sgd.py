@@ -22,10 +22,13 @@ from .comm_hooks import Future, allreduce_hook
 class PowerSGDState:
     """Settings, and what is remembered from step to step on this rank.
 
+    For each gradient that is sent as a matrix that is Q, the right factor of the last step, the
+    same on all ranks; and the error, what was left out so far, each rank's own. What the ranks send
+    depends on the mean of their errors alone, but for rounding.
+
     Attributes:
         rank: of the matrices that are sent; more is closer to the gradient and larger.
-        start: so many averages come first in full precision; 2 or more, since the buckets are laid
-            out anew after the first, and what is remembered belongs to a bucket.
+        start: so many averages come first in full precision.
         process_group: the ranks that take part; None means all.
         iteration: the number of averages so far.
         sent: the number of elements handed over to be all-reduced, and `of` what they stand for.
@@ -37,22 +40,61 @@ class PowerSGDState:
     iteration: int = 0
     sent: int = 0
     of: int = 0
-    _errors: dict[int, torch.Tensor] = field(default_factory=dict)
-    _qs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    _errors: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # of a parameter
+    _qs: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or self.start < 2:
+        if self.rank < 1 or self.start < 0:
             raise ValueError(
-                f"rank must be 1 or more and start 2 or more, got {self.rank} and {self.start}"
+                f"rank must be 1 or more and start 0 or more, got {self.rank} and {self.start}"
             )
 
-    def q(self, bucket: int, position: int, rows: int, like: torch.Tensor) -> torch.Tensor:
+    def q(self, parameter: torch.Tensor, rows: int, like: torch.Tensor) -> torch.Tensor:
         """The right factor of the last step (a warm start), or the same random one on all ranks."""
-        found = self._qs.get((bucket, position))
-        if found is None or found.shape[0] != rows:
-            generator = torch.Generator().manual_seed(7919 * bucket + position)
+        found = self._qs.get(parameter)
+        if found is None:
+            # Ranks come to new parameters in the same order, that of their buckets.
+            generator = torch.Generator().manual_seed(7919 + len(self._qs))
             found = torch.randn(rows, self.rank, generator=generator).to(like)
+            self._qs[parameter] = found
         return found
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the errors: for gradients of a loss that is scaled by another factor now."""
+        for error in self._errors.values():
+            error.mul_(factor)
+
+    def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """What is remembered, by the names of the module's parameters, for a checkpoint.
+
+        Returns:
+            "iteration"; "qs", the same on all ranks; "errors", this rank's own. Tensors are not
+            copied.
+        """
+        named = dict(module.named_parameters())
+        return {
+            "iteration": self.iteration,
+            "qs": {name: self._qs[p] for name, p in named.items() if p in self._qs},
+            "errors": {name: self._errors[p] for name, p in named.items() if p in self._errors},
+        }
+
+    def load_state_dict(self, module: torch.nn.Module, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` gave; from another `rank`, with new random factors.
+
+        On as many ranks, each with its own errors, the averages have the same bits. On more or
+        fewer, give every rank the mean of all errors: nothing is lost.
+
+        Raises:
+            KeyError: the module has no parameter of a name.
+        """
+        named: dict[str, torch.Tensor] = dict(module.named_parameters())
+        self.iteration = state["iteration"]
+        self._qs, self._errors = (
+            {named[name]: tensor.to(named[name].device) for name, tensor in state[kind].items()}
+            for kind in ("qs", "errors")
+        )
+        if any(q.shape[1] != self.rank for q in self._qs.values()):
+            self._qs = {}
 
 
 class _Later(torch.futures.Future[Any]):
@@ -88,28 +130,28 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
     3. The average is P Q^T. What it is off from M is kept for the next step, Q too.
 
     Gradients that n + m numbers times the rank would not make smaller are sent as they are.
+
+    What is not finite (an overflow, after which GradScaler leaves the step out) is sent on, and
+    the bucket's errors and Qs stay as they were: they would never be finite again.
     """
     buffer = bucket.buffer()
     if state.iteration < state.start:
         state.iteration += bucket.is_last()
         return allreduce_hook(state.process_group, bucket)
-    index = bucket.index()
-    error = state._errors.get(index)
-    if error is not None and error.shape == buffer.shape:
-        buffer.add_(error)
-    before = buffer.clone()
     scale = 1.0 / dist.get_world_size(state.process_group)
 
     matrices, rest = [], []
-    for position, gradient in enumerate(bucket.gradients()):
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         n = gradient.shape[0] if gradient.dim() > 1 else 0
         m = gradient.numel() // max(n, 1)
         if (n + m) * state.rank < n * m and gradient.dtype.is_floating_point:
-            matrices.append((position, gradient, gradient.reshape(n, m).float()))
+            if parameter in state._errors:
+                gradient.add_(state._errors[parameter])
+            matrices.append((parameter, gradient, gradient.reshape(n, m).float()))
         else:
             rest.append(gradient)
-    qs = [state.q(index, position, m.shape[1], m) for position, _, m in matrices]
-    parts = [matrix @ q for (_, _, matrix), q in zip(matrices, qs, strict=True)]
+    before = [state.q(parameter, m.shape[1], m) for parameter, _, m in matrices]
+    parts = [matrix @ q for (_, _, matrix), q in zip(matrices, before, strict=True)]
     wire = _flat([*parts, *rest], buffer).mul_(scale)
     work = _all_reduce(wire, state)
     state.of += buffer.numel()
@@ -125,13 +167,14 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
             wire_q = _flat(qs, buffer).mul_(scale)
             _all_reduce(wire_q, state).wait()
             qs = [q.float() for q in _like(wire_q, qs)]
-        for (position, gradient, _), p, q in zip(matrices, ps, qs, strict=True):
-            gradient.copy_((p @ q.t()).reshape(gradient.shape))
-            state._qs[index, position] = q
-        state._errors[index] = before.sub_(buffer)
-        for gradient in rest:  # nothing was left out of these
-            start = gradient.storage_offset() - buffer.storage_offset()
-            before[start : start + gradient.numel()] = 0
+            # The same on all ranks, and decided without waiting for a GPU.
+            finite = wire.isfinite().all() & wire_q.isfinite().all()
+        for (parameter, gradient, _), p, q, old in zip(matrices, ps, qs, before, strict=True):
+            average = (p @ q.t()).reshape(gradient.shape).to(gradient.dtype)
+            error = state._errors.get(parameter, torch.zeros_like(gradient))
+            state._errors[parameter] = torch.where(finite, gradient - average, error)
+            state._qs[parameter] = torch.where(finite, q, old)
+            gradient.copy_(average)
         state.iteration += bucket.is_last()
         return buffer
 

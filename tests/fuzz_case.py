@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 3
-LR = 0.05
+LR = 0.002  # gradients must not explode: rounding is compared with their size
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -63,7 +64,22 @@ class Evaluate:
     rank: int
 
 
-Operation = Forward | Backward | Zero | Step | Freeze | Evaluate
+@dataclass(frozen=True)
+class Weigh:
+    """How much each rank's gradients count in the next average."""
+
+    amounts: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Join:
+    """`batches[rank]` steps in a `join()`, each through all branches."""
+
+    batches: tuple[int, ...]
+    initial: bool = True  # divide by the number of all ranks
+
+
+Operation = Forward | Backward | Zero | Step | Freeze | Evaluate | Weigh | Join
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,10 @@ class Case:
         branches: the parameters of each branch's layers, in order; one may be in several.
         wrapped: by `DistributedDataParallel`, not by a bare `Reducer`.
         divided: ranks may fail to meet: a group of their own with a short timeout.
+        hook: a name of `fuzz_play.HOOKS`.
+        checkpoint: "reentrant" or "not reentrant": each branch is computed again in backward.
+        batch_norm: of the inputs, over the batches of all ranks, between parameters.
+        flat_sgd: `ddp.SGD` in place of torch's.
     """
 
     world_size: int
@@ -95,6 +115,11 @@ class Case:
     find_unused_parameters: bool = False
     static_graph: bool = False
     divided: bool = False
+    hook: str | None = None
+    checkpoint: str | None = None
+    batch_norm: bool = False
+    flat_sgd: bool = False
+    momentum: float = 0.0
     seed: int = 0
 
     def __str__(self) -> str:
@@ -107,6 +132,11 @@ class Case:
                 ("gradient_as_bucket_view", False),
                 ("find_unused_parameters", False),
                 ("static_graph", False),
+                ("hook", None),
+                ("checkpoint", None),
+                ("batch_norm", False),
+                ("flat_sgd", False),
+                ("momentum", 0.0),
             )
             if getattr(self, name) != default
         ]
@@ -137,6 +167,18 @@ class Layer(nn.Module):
         return h + torch.tanh(h @ self.weight.T) @ self.weight
 
 
+class First(nn.Module):
+    """What comes before all branches of a case with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 2.0]))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(x * self.scale)
+
+
 class Net(nn.Module):
     """Branches of layers, some of which share a parameter; what no branch has is never used."""
 
@@ -154,6 +196,8 @@ class Net(nn.Module):
             nn.ModuleList(Layer(weights[i]) for i in branch) for branch in case.branches
         )
         self.weights = nn.ParameterList(weights)
+        self.checkpoint = case.checkpoint
+        self.first = First() if case.batch_norm else None
         if case.buffers:
             self.register_buffer("mean", torch.zeros(WIDTH))
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -165,13 +209,24 @@ class Net(nn.Module):
                     self.mean.mul_(0.5).add_(x.mean(0))
                     self.count += 1
             x = x - self.mean
+        if self.first is not None:
+            x = self.first(x)
+        again = self.checkpoint if torch.is_grad_enabled() else None
+        if again == "reentrant":
+            x = x if x.requires_grad else x.detach().requires_grad_()
         outputs = {}
         for branch in use:
-            h = x
-            for layer in self.branches[branch]:
-                h = layer(h)
+            if again is None:
+                h = self.compute(branch, x)
+            else:
+                h = checkpoint(self.compute, branch, x, use_reentrant=again == "reentrant")
             outputs[branch] = (h, [h.shape])
         return outputs
+
+    def compute(self, branch: int, h: torch.Tensor) -> torch.Tensor:
+        for layer in self.branches[branch]:
+            h = layer(h)
+        return h
 
 
 def loss_of(graph: dict[int, Any], outputs: str) -> torch.Tensor:
@@ -189,6 +244,9 @@ class Player:
         model: its Net.
         called: what forward passes call, if not the model itself.
         no_sync: makes a context for what is accumulated locally.
+        weigh: takes this rank's amount.
+        join: makes a context for unequal numbers of steps; takes whom to divide by.
+        optimizer: makes one of parameters, lr and momentum.
     """
 
     def __init__(
@@ -198,23 +256,30 @@ class Player:
         model: Net,
         called: Callable[..., Any] | None = None,
         no_sync: Callable[[], Any] = contextlib.nullcontext,
+        weigh: Callable[[float], None] | None = None,
+        join: Callable[[bool], Any] | None = None,
+        optimizer: Callable[..., Any] = torch.optim.SGD,
     ) -> None:
         self.case, self.rank, self.model = case, rank, model
         self.called, self.no_sync = called or model, no_sync
+        self.weigh, self.join = weigh, join
         self.parameters = list(model.weights)
+        if model.first is not None:
+            self.parameters += model.first.parameters()
+        self.retain = False  # every graph
         self.graphs: list[dict[int, Any]] = []
-        self.optimizer = torch.optim.SGD(self.parameters, lr=LR)
+        self.optimizer = optimizer(self.parameters, lr=LR, momentum=case.momentum)
 
     def play(self, number: int, op: Operation) -> None:
         """The case's operation with this number."""
         if isinstance(op, Forward):
             with self._within(op.no_sync):
-                self.graphs.append(self.called(self._input(number), op.use[self.rank]))
+                self.graphs.append(self.called(self.input(number), op.use[self.rank]))
         elif isinstance(op, Backward):
             graphs = [self.graphs[-1 - back] for back in op.back]
             loss = sum(loss_of(graph, op.outputs) for graph in graphs)
             with self._within(op.no_sync):
-                loss.backward(retain_graph=op.keep)
+                loss.backward(retain_graph=op.keep or self.retain)
             if not op.keep:
                 self.graphs = [g for g in self.graphs if all(g is not used for used in graphs)]
         elif isinstance(op, Zero):
@@ -225,10 +290,30 @@ class Player:
         elif isinstance(op, Freeze):
             if op.rank in (None, self.rank):
                 self.parameters[op.parameter].requires_grad_(not op.frozen)
+        elif isinstance(op, Weigh):
+            assert self.weigh is not None
+            self.weigh(op.amounts[self.rank])
+        elif isinstance(op, Join):
+            assert self.join is not None
+            with self.join(op.initial):
+                for batch in range(op.batches[self.rank]):
+                    self.forward_backward(number, batch)
+                    self.update()
+            self.graphs = []
         elif op.rank == self.rank:
             with torch.no_grad():
-                self.called.eval()(self._input(number), range(len(self.case.branches)))
+                self.called.eval()(self.input(number), range(len(self.case.branches)))
                 self.called.train()
+
+    def forward_backward(self, number: int, batch: int) -> None:
+        """A step within a `Join`, up to the averages."""
+        graph = self.called(self.input(number, batch), range(len(self.case.branches)))
+        loss_of(graph, "all").backward()
+
+    def update(self) -> None:
+        """The rest of a step within a `Join`."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def state(self) -> "State":
         return State(
@@ -240,8 +325,10 @@ class Player:
     def _within(self, no_sync: bool) -> Any:
         return self.no_sync() if no_sync else contextlib.nullcontext()
 
-    def _input(self, number: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self.case.seed + 100 * number + self.rank)
+    def input(self, number: int, batch: int = 0) -> torch.Tensor:
+        """The batch of an operation."""
+        seed = self.case.seed + 100 * number + self.rank + 10 * batch
+        generator = torch.Generator().manual_seed(seed)
         return torch.randn(2, WIDTH, generator=generator)
 
 

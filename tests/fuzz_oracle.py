@@ -4,7 +4,9 @@ Averaging is written out here, one parameter at a time, from what the guide prom
 the package is used. Where the guide promises an error, that is what is expected.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +16,17 @@ from fuzz_case import (
     Evaluate,
     Forward,
     Freeze,
+    Join,
     Net,
     Operation,
     Player,
     State,
     Step,
+    Weigh,
     Zero,
     loss_of,
 )
+from torch.nn.functional import batch_norm
 
 ANY_ERROR = r"(?s)."  # a rank that others have left alone: its backend's words
 UNUSED = r"no gradient in the last backward pass on rank {rank} for: "
@@ -60,12 +65,19 @@ class Oracle:
         self._whole = case
         self._players = [Player(case, rank, Net(case, 0)) for rank in range(case.world_size)]
         self._names = {id(p): n for n, p in self._players[0].model.named_parameters()}
-        self._trainable = {i for i, p in enumerate(case.parameters) if not p.frozen}
+        self._trainable = {i for i, p in enumerate(self._players[0].parameters) if p.requires_grad}
+        self._number = 0  # of the operation that is being played
+        self._amounts: tuple[float, ...] | None = None  # of the next average
+        if case.batch_norm:
+            for rank, player in enumerate(self._players):
+                assert player.model.first is not None
+                player.model.first.forward = partial(self._whole_batch, rank)
+                player.retain = True  # every rank's graph goes through the others'
         self._varies = case.find_unused_parameters and not case.static_graph
         ranks = range(case.world_size)
         self._counted: list[set[int]] = [set() for _ in ranks]  # of an average not yet complete
         self._used: list[set[int]] = [set() for _ in ranks]  # since the last average
-        self._first: list[set[int]] | None = None  # what the first pass of a static graph used
+        self._first: list[Counter[int]] | None = None  # what the first pass of a static graph used
         self._used_by_any: set[int] = set()
         self.expected: list[Expected] = []
         self.largest = 0.0
@@ -109,24 +121,88 @@ class Oracle:
             return None  # gradients are under way
         if isinstance(op, Step) and any(self._counted):
             return Expected(self._incomplete())
+        if isinstance(op, Step) and self._whole.batch_norm and any(self._used):
+            return None  # with local gradients: ranks must have the same weights of batch norm
         if isinstance(op, Evaluate) and not op.rank < self._whole.world_size:
             return None
         if isinstance(op, Freeze) and not op.parameter < len(self._whole.parameters):
             return None
+        if isinstance(op, Weigh):
+            if any(self._counted) or self._whole.divided:
+                return None  # all must come to it before any bucket
+            self._amounts = op.amounts
+            return Expected()
+        if isinstance(op, Join):
+            return Expected() if self._join(number, op) else None
         self._all_play(number, op)
         return Expected()
 
     def _all_play(self, number: int, op: Operation) -> None:
+        self._number = number
         for player in self._players:
             player.play(number, op)
 
     def _send_buffers(self, op: Forward) -> None:
         if self._whole.wrapped and not op.no_sync:
-            for player in self._players[1:]:
-                for to, src in zip(
-                    player.model.buffers(), self._players[0].model.buffers(), strict=True
-                ):
-                    to.copy_(src)
+            self._send(0, buffers_alone=True)
+
+    @torch.no_grad()
+    def _send(self, src: int, buffers_alone: bool = False) -> None:
+        """One rank's parameters and buffers to all."""
+        for player in self._players:
+            pairs = zip(player.model.buffers(), self._players[src].model.buffers(), strict=True)
+            for to, value in pairs:
+                to.copy_(value)
+            if not buffers_alone:
+                for p, q in zip(player.parameters, self._players[src].parameters, strict=True):
+                    p.copy_(q)
+
+    def _whole_batch(self, rank: int, x: torch.Tensor) -> torch.Tensor:
+        """`First` of a rank, with the batches of all."""
+        first = self._players[rank].model.first
+        assert first is not None
+        norm = first.norm
+        if not first.training:
+            return norm(x * first.scale)
+        whole = torch.cat([p.input(self._number) * p.model.first.scale for p in self._players])
+        with torch.no_grad():
+            norm.running_mean.lerp_(whole.mean(0), norm.momentum)
+            norm.running_var.lerp_(whole.var(0), norm.momentum)
+            norm.num_batches_tracked += 1
+        normalised = batch_norm(whole, None, None, norm.weight, norm.bias, True)
+        return normalised.chunk(len(self._players))[rank]
+
+    def _join(self, number: int, op: Join) -> bool:
+        """Whether it makes sense here."""
+        case, players = self._whole, self._players
+        static = case.static_graph or case.divided or case.batch_norm or case.momentum
+        if static or players[0].graphs or any(self._counted) or any(self._used) or self._changed():
+            return False
+        everything = {i for branch in case.branches for i in branch} & self._trainable
+        trains = [
+            {i for i, p in enumerate(player.parameters) if p.requires_grad} for player in players
+        ]
+        if not everything or any(t != self._trainable for t in trains):
+            return False
+        if not self._varies and everything != self._trainable:
+            return False
+        if case.checkpoint == "reentrant" and self._twice(case.branches):
+            return False
+        self._amounts = None
+        for batch in range(max(op.batches)):
+            active = [rank for rank, count in enumerate(op.batches) if count > batch]
+            if case.wrapped:
+                self._send(active[-1], buffers_alone=True)
+            for rank in active:
+                players[rank].forward_backward(number, batch)
+            divisor = case.world_size if op.initial else len(active)
+            shares = [case.world_size / divisor * (rank in active) for rank in range(len(players))]
+            self._average(everything, shares, active)
+            for rank in active:
+                players[rank].update()
+        last = [rank for rank, count in enumerate(op.batches) if count == max(op.batches)]
+        self._send(last[-1])
+        return True
 
     # Errors -------------------------------------------------------------------------------------
 
@@ -155,21 +231,25 @@ class Oracle:
         alive = len(self._players[0].graphs)
         if not op.back or max(op.back) >= alive or len(set(op.back)) < len(op.back):
             return None
-        touched = [self._touched(player, op) for player in self._players]
+        times = [self._times(player, op) for player in self._players]
+        touched = [set(counts) for counts in times]
         if not all(touched):
             return None  # a rank would not take part at all
         complete = [c | t == self._trainable for c, t in zip(self._counted, touched, strict=True)]
         overlapping = any(c & t for c, t in zip(self._counted, touched, strict=True))
         plain = not self._varies and not self._whole.static_graph
-        wrong = self._not_static(touched)
+        wrong = self._not_static(times)
+        if plain and any(count > 1 for counts in times for count in counts.values()):
+            return None  # may raise in this pass, or in the next forward
         if any(t != touched[0] for t in touched):
             # Where only some ranks get an error the others wait for them.
             meet = all(complete) and not overlapping
             alone = self._whole.divided and not overlapping
             if plain and not (meet or alone or (op.no_sync and not overlapping)):
                 return None
-        if wrong and not op.no_sync and len(wrong) < self._whole.world_size:
-            return None
+        alike = all(counts == times[0] for counts in times)
+        if wrong and not op.no_sync and not (len(wrong) == len(times) and alike):
+            return None  # ranks would raise with different collectives under way
         self._all_play(number, op)
         for used, new in zip(self._used, touched, strict=True):
             used |= new
@@ -180,7 +260,7 @@ class Oracle:
             self._average(set.union(*self._used))
         elif self._whole.static_graph:
             if self._first is None:
-                self._first, self._used_by_any = touched, set.union(*self._used)
+                self._first, self._used_by_any = times, set.union(*self._used)
             self._average(self._used_by_any)
             errors = f"({NOT_STATIC}|{SECOND})"
             return Expected({rank: (errors.format(rank=rank), set[str]()) for rank in wrong})
@@ -194,33 +274,58 @@ class Oracle:
             return Expected(must, may=may)
         return Expected(may=may)
 
-    def _not_static(self, touched: list[set[int]]) -> list[int]:
+    def _not_static(self, times: list[Counter[int]]) -> list[int]:
         """The ranks on which this pass of a static graph would not be as the first."""
         if self._first is None:
             return []
         return [
             rank
             for rank, (now, then, used) in enumerate(
-                zip(touched, self._first, self._used, strict=True)
+                zip(times, self._first, self._used, strict=True)
             )
             if now != then or used - self._used_by_any
         ]
 
-    def _touched(self, player: Player, op: Backward) -> set[int]:
-        """The parameters that get a gradient."""
+    def _times(self, player: Player, op: Backward) -> Counter[int]:
+        """The parameters that get a gradient, and how many."""
         graphs = [player.graphs[-1 - back] for back in op.back]
         found = _leaves([loss_of(graph, op.outputs) for graph in graphs])
-        return {i for i, p in enumerate(player.parameters) if id(p) in found and p.requires_grad}
+        times = Counter(
+            i for i, p in enumerate(player.parameters) if id(p) in found and p.requires_grad
+        )
+        if self._whole.checkpoint == "reentrant":  # a backward pass of its own for each branch
+            chosen = {"all": slice(None), "first": slice(1), "rest": slice(1, None)}[op.outputs]
+            for graph in graphs:
+                for branch in list(graph)[chosen]:
+                    times.update(set(self._whole.branches[branch]) & self._trainable)
+        return times
+
+    def _twice(self, branches: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether a parameter is in several branches."""
+        times = Counter(i for branch in branches for i in set(branch) & self._trainable)
+        return any(count > 1 for count in times.values())
 
     @torch.no_grad()
-    def _average(self, indices: set[int]) -> None:
+    def _average(
+        self,
+        indices: set[int],
+        shares: list[float] | None = None,
+        ranks: list[int] | None = None,
+    ) -> None:
+        """Each rank's gradients count by its share; `ranks` get the average, or all."""
         n = len(self._players)
+        if shares is None and self._amounts is not None:
+            shares = [amount * n / sum(self._amounts) for amount in self._amounts]
+        self._amounts = None
         for index in indices:
             members = [player.parameters[index] for player in self._players]
-            terms = [torch.zeros_like(p) if p.grad is None else p.grad * (1.0 / n) for p in members]
+            terms = []
+            for p, share in zip(members, shares or [1.0] * n, strict=True):
+                absent = p.grad is None or share == 0
+                terms.append(torch.zeros_like(p) if absent else p.grad * share * (1.0 / n))
             self.largest = max([self.largest, *(n * t.abs().max().item() for t in terms)])
-            for p in members:
-                p.grad = sum(terms[1:], terms[0]).clone()
+            for rank in range(n) if ranks is None else ranks:
+                members[rank].grad = sum(terms[1:], terms[0]).clone()
         self._used = [set() for _ in self._players]
 
     # torch --------------------------------------------------------------------------------------
@@ -230,6 +335,8 @@ class Oracle:
         case, alive = self.case, 0
         buffers = case.buffers and case.wrapped
         if any(expected.must or expected.may for expected in self.expected):
+            return False
+        if case.batch_norm or case.checkpoint == "reentrant":
             return False
         before: Forward | None = None
         for op in case.operations:
@@ -245,7 +352,7 @@ class Oracle:
                 alive = 0
             elif isinstance(op, Step):
                 alive = 0
-            elif isinstance(op, Freeze) or (isinstance(op, Evaluate) and buffers):
+            elif isinstance(op, Freeze | Weigh | Join) or (isinstance(op, Evaluate) and buffers):
                 return False
         return True
 

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fuzz_case import Backward, Case, Forward, Net, Player, State, Zero
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp_from_scratch as ddp
 
@@ -49,12 +51,65 @@ def _with_ours(
         "find_unused_parameters": case.find_unused_parameters,
         "static_graph": case.static_graph,
     }
+    if case.batch_norm:
+        ddp.convert_sync_batchnorm(model)
+    called: Any = model
+    join: Any
     if case.wrapped:
-        wrapper = ddp.DistributedDataParallel(model, process_group=group, **options)
-        return Player(case, world.rank, model, wrapper, wrapper.no_sync), wrapper.reducer
-    ddp.broadcast_parameters(model, process_group=group)
-    reducer = ddp.Reducer(model, group, overlap=case.overlap, **options)
-    return Player(case, world.rank, model, no_sync=reducer.no_sync), reducer
+        called = ddp.DistributedDataParallel(model, process_group=group, **options)
+        reducer, join = called.reducer, called.join
+    else:
+        ddp.broadcast_parameters(model, process_group=group)
+        reducer = ddp.Reducer(model, group, overlap=case.overlap, **options)
+        join = partial(ddp.join, reducer)
+    if case.hook is not None:
+        reducer.register_comm_hook(group, HOOKS[case.hook])
+    player = Player(
+        case,
+        world.rank,
+        model,
+        called,
+        called.no_sync if case.wrapped else reducer.no_sync,
+        reducer.weight,
+        lambda initial: join(divide_by_initial_world_size=initial),
+        partial(ddp.SGD, reducer=reducer) if case.flat_sgd else torch.optim.SGD,
+    )
+    return player, reducer
+
+
+def in_halves(group: Any, bucket: Any) -> Any:
+    """A hook that starts a second collective when the first has landed."""
+    buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
+    first, *second = buffer.chunk(2)
+
+    def send_second(future: Any) -> torch.Tensor:
+        future.value()
+        for half in second:
+            dist.all_reduce(half, group=group)
+        return buffer
+
+    return dist.all_reduce(first, group=group, async_op=True).get_future().then(send_second)
+
+
+def gathered(group: Any, bucket: Any) -> Any:
+    """A hook that sends no sum, and whose average is another tensor."""
+    buffer = bucket.buffer()
+    parts = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(parts, buffer.mul_(1.0 / len(parts)), group=group, async_op=True)
+
+    def add(future: Any) -> torch.Tensor:
+        future.value()
+        return sum(parts[1:], parts[0])
+
+    return work.get_future().then(add)
+
+
+HOOKS = {
+    "allreduce_hook": ddp.comm_hooks.allreduce_hook,
+    "torch's allreduce_hook": default_hooks.allreduce_hook,
+    "in_halves": in_halves,
+    "gathered": gathered,
+}
 
 
 def _with_torchs(world: Any, case: Case) -> Player:
@@ -85,6 +140,7 @@ def _play(player: Player) -> Played:
 def _trains_on(world: Any, case: Case, model: Net) -> bool:
     """Whether a new Reducer averages what the ranks compute."""
     model.eval().requires_grad_()  # buffers stay
+    model.checkpoint = None  # which may want a static graph
     reducer = ddp.Reducer(model, find_unused_parameters=True)
     player = Player(case, world.rank, model)
     forward = Forward((tuple(range(len(case.branches))),) * case.world_size)

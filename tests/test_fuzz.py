@@ -2,7 +2,7 @@
 
 import pytest
 from fuzz import check, run
-from fuzz_case import Backward, Case, Forward, Parameter, Zero
+from fuzz_case import Backward, Case, Forward, Join, Parameter, Weigh, Zero
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,19 @@ FOUND = {
         divided=True,
     ),
 }
+
+
+AFTER_JOIN = {
+    "buffers come from rank 0 again": (both(0, 1), Backward(), both(0, 1), Backward()),
+    "ranks are weighed again": (Weigh((1, 3)), both(0, 1), Backward()),
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["reducer", "wrapped"])
+@pytest.mark.parametrize("name", AFTER_JOIN)
+def test_after_a_join(ranks, name, wrapped):
+    operations = (Join((1, 2)), *AFTER_JOIN[name])
+    check(ranks("gloo", 2), Case(**TWO, operations=operations, wrapped=wrapped, buffers=True))
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -53,6 +53,16 @@ def error_of(*arguments: str) -> str:
         ("--stall-after 0", "--stall-after must be a positive number of seconds, got 0.0"),
         ("--stall-after nan", "--stall-after must be a positive number of seconds, got nan"),
         ("--check-sync -1", "--check-sync must be 0 or more, got -1"),
+        ("--powersgd-rank 2", "--powersgd-rank is for --compress powersgd, which is not given"),
+        (
+            "--compress fp16 --powersgd-rank 2",
+            "--powersgd-rank is for --compress powersgd, which is not given",
+        ),
+        (
+            "--compress powersgd --powersgd-rank 0",
+            "--powersgd-rank must be 1 or more, got 0",
+        ),
+        ("test --checkpoint x.pt --compress bf16", "--compress has no meaning for test"),
         ("--seed -1", "--seed must be 0 to 2**62 - 1, got -1"),
         ("--resume auto", "--resume auto looks into --checkpoint-dir, which is not given"),
         ("test", "test needs --checkpoint FILE, the model to evaluate"),
@@ -76,6 +86,7 @@ def test_a_bad_value_is_one_line_that_says_what_was_expected(arguments: str, tol
         ("--backend nccl2", ["--backend", "'nccl2'", "gloo", "nccl", "mpi"]),
         ("--dataset imagenet", ["--dataset", "'imagenet'", "digits", "cifar10"]),
         ("--precision fp8", ["--precision", "'fp8'", "fp32", "bf16"]),
+        ("--compress zip", ["--compress", "'zip'", "bf16", "fp16", "powersgd"]),
         ("evaluate", ["'evaluate'", "train", "test"]),
         ("--learning-rate 1", ["--learning-rate", "unrecognized"]),
         ("--ep 3", ["--ep", "unrecognized"]),  # no guessing of abbreviations
@@ -100,6 +111,7 @@ def test_every_option_reaches_its_setting() -> None:
         "--backend mpi --dataset fake --data-dir d --download --model mlp --epochs 3 "
         "--global-batch-size 64 --lr 0.5 --scale-lr --momentum 0.8 --weight-decay 0.01 "
         "--bucket-cap-mb inf --no-overlap --accumulate 2 --precision bf16 --seed 7 "
+        "--compress powersgd --powersgd-rank 3 "
         "--sync-batch-norm --deterministic --workers 1 --threads 2 --timeout 9 --stall-after 3 "
         "--checkpoint-dir c "
         "--resume auto --log-dir l --check-sync 5 --quiet --nproc 8,2 --node-rank 1 "
@@ -120,6 +132,8 @@ def test_every_option_reaches_its_setting() -> None:
         weight_decay=0.01,
         bucket_cap_mb=math.inf,
         overlap=False,
+        compress="powersgd",
+        powersgd_rank=3,
         sync_batch_norm=True,
         accumulate=2,
         precision="bf16",
@@ -137,6 +151,17 @@ def test_every_option_reaches_its_setting() -> None:
     )
     assert (options.nproc, options.node_rank) == ("8,2", 1)
     assert (options.master_addr, options.master_port) == ("h", 1)
+
+
+def test_power_sgd_has_a_rank() -> None:
+    settings = parse(["--compress", "powersgd"], ABOUT)[0]
+    assert settings.powersgd_rank == 2
+    told = make_parser(ABOUT).format_help()
+    assert "and larger (default: 2)" in " ".join(told.split())
+    saved = settings.as_saved()
+    assert Settings(compress="powersgd", powersgd_rank=2).changes_since(saved) == []
+    changed = Settings(compress="bf16").changes_since(saved)
+    assert changed == ["compress powersgd -> bf16", "powersgd_rank 2 -> None"]
 
 
 def test_test_takes_the_options_that_concern_it() -> None:

@@ -1,5 +1,7 @@
 """PowerSGD on real ranks: exact where rank suffices, error feedback where it does not."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,7 +112,80 @@ def test_training_converges_in_torchs_wrapper(ranks):
     ranks("gloo", 2)(converges, True)
 
 
+def average_random(world, model, step):
+    generator = torch.Generator().manual_seed(10 * step + world.rank)
+    average_of(world, model, torch.randn(12, 10, generator=generator), 1.0)
+    return model.matrix.grad.clone()
+
+
+def goes_on(world):
+    """From what was remembered, under another cap and so in other buckets."""
+    models = [Given() for _ in range(2)]
+    states = [PowerSGDState(rank=2, start=1) for _ in range(2)]
+    Reducer(models[0]).register_comm_hook(states[0], power_sgd_hook)
+    for step in range(4):
+        average_random(world, models[0], step)
+    saved = copy.deepcopy(states[0].state_dict(models[0]))
+    assert list(saved["qs"]) == list(saved["errors"]) == ["matrix"]
+    Reducer(models[1], bucket_cap_mb=0).register_comm_hook(states[1], power_sgd_hook)
+    states[1].load_state_dict(models[1], saved)
+    for step in range(4, 7):
+        expected = average_random(world, models[0], step)
+        assert torch.equal(average_random(world, models[1], step), expected)
+
+    other = PowerSGDState(rank=3)
+    other.load_state_dict(models[1], saved)
+    assert other.q(models[1].matrix, 10, torch.zeros(())).shape == (10, 3)
+
+
+def test_it_goes_on_from_a_checkpoint(pair):
+    pair(goes_on)
+
+
+def mean_of_errors(world):
+    """The mean of all ranks' errors does what each rank's own does, but for rounding."""
+    model, state = Given(), PowerSGDState(rank=1, start=0)
+    Reducer(model).register_comm_hook(state, power_sgd_hook)
+    for step in range(4):
+        average_random(world, model, step)
+    saved = copy.deepcopy(state.state_dict(model))
+    expected = average_random(world, model, 4)
+    dist.all_reduce(saved["errors"]["matrix"])
+    saved["errors"]["matrix"] /= world.world_size
+    state.load_state_dict(model, saved)
+    torch.testing.assert_close(average_random(world, model, 4), expected)
+    saved["errors"] = {}
+    state.load_state_dict(model, saved)
+    assert not torch.allclose(average_random(world, model, 4), expected, rtol=0.1)
+
+
+def test_averages_depend_on_the_mean_of_the_errors(pair):
+    pair(mean_of_errors)
+
+
+def overflows(world, view):
+    """An overflow on one rank is seen by all, and the next average is as if it had not been."""
+    expected = None
+    for infinite in (False, True):
+        model, state = Given(), PowerSGDState(rank=2, start=0)
+        Reducer(model, gradient_as_bucket_view=view).register_comm_hook(state, power_sgd_hook)
+        average_random(world, model, 0)
+        if infinite:
+            gradient = torch.ones(12, 10)
+            gradient[3, 4] = float("inf") if world.rank == 1 else 1.0
+            average_of(world, model, gradient, 1.0)
+            assert not model.matrix.grad.isfinite().all()
+        following = [average_random(world, model, step) for step in (1, 2)]
+        expected = expected or following
+        assert all(torch.equal(a, b) for a, b in zip(expected, following, strict=True))
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+def test_an_overflow_is_not_remembered(pair, view):
+    pair(overflows, view)
+
+
 def test_settings_are_checked():
-    for settings in ({"rank": 0}, {"start": 1}):
-        with pytest.raises(ValueError, match="rank must be 1 or more and start 2 or more"):
+    for settings in ({"rank": 0}, {"start": -1}):
+        with pytest.raises(ValueError, match="rank must be 1 or more and start 0 or more"):
             PowerSGDState(**settings)

@@ -22,11 +22,12 @@ from ddp_from_scratch.sgd import SGD
 from ddp_from_scratch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.agreement import StopSignal, together
+from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
 from ddp_from_scratch.training.loaders import ShardSampler, test_loader, train_loader
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.report import Report
-from ddp_from_scratch.training.resume import find_checkpoint, on_rank_zero
+from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.training.setup import cpu_group, open_dataset, prepare_process
 
@@ -101,8 +102,8 @@ class Trainer:
         torch.manual_seed(settings.seed + world.rank)  # from here on ranks draw different numbers
 
         # 3. Where to begin
-        state = on_rank_zero(
-            lambda: find_checkpoint(settings, self.model_spec, self.report), world, self.group
+        state, compressed = checkpoint_of_all(
+            settings, self.model_spec, self.report, world, self.group
         )
 
         # 4. Engine
@@ -115,6 +116,7 @@ class Trainer:
             stall_after=settings.stall_after if settings.stall_after < math.inf else None,
             ready_order=None if state is None else state["ready_order"],
         )
+        self.compression = Compression(settings, self.reducer, self.group)
         self.optimizer = SGD(
             self.model.parameters(),
             lr=settings.lr,
@@ -130,7 +132,7 @@ class Trainer:
         self.saved_as: Path | None = None
         self.images_per_second = 0.0
         if state is not None:
-            self._restore(state)
+            self._restore(state, compressed)
 
     # 5. run -------------------------------------------------------------------------------------
 
@@ -200,6 +202,7 @@ class Trainer:
             self.totals += _count(loss, outputs, labels)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.compression.follow(self.scaler)
 
     def _end_epoch(self) -> float:
         loss, accuracy = self._reduce(self.totals)
@@ -244,6 +247,7 @@ class Trainer:
             return
         generators: list[Any] = [None] * self.world.world_size
         dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
+        compressed = self.compression.state()
         totals = self.totals.clone()
         dist.all_reduce(totals)
         broadcast_buffers(self.model)
@@ -254,6 +258,7 @@ class Trainer:
                     "model_spec": self.model_spec,
                     "optimizer": self.optimizer.state_dict(),
                     "scaler": self.scaler.state_dict(),
+                    "compression": compressed,
                     "ready_order": self.reducer.ready_order,
                     "epoch": self.epoch,
                     "step": self.step,
@@ -266,10 +271,11 @@ class Trainer:
                 }
                 self.saved_as = checkpoint.save(self.settings.checkpoint_dir, state)
 
-    def _restore(self, state: checkpoint.State) -> None:
+    def _restore(self, state: checkpoint.State, compressed: checkpoint.State | None) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # nothing where the precision was another
+            self.scaler.load_state_dict(state["scaler"])
         self.epoch = state["epoch"]
         # With another global batch: what does not fill one counts as not seen yet.
         self.step = min(state["images"] // self.global_batch_size, self.steps_per_epoch)
@@ -285,6 +291,7 @@ class Trainer:
                 changes.append(f"{name} {state[name]} -> {now}")
         if changes:
             self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
+        self.compression.restore(compressed, self.scaler, self.report)
 
     # What is printed ----------------------------------------------------------------------------
 
@@ -310,6 +317,8 @@ class Trainer:
             f"{settings.backend}, {world.world_size} ranks, global batch {self.global_batch_size}, "
             f"{settings.model}, {seconds:.1f} s"
         )
+        if (told := self.compression.summary()) is not None:
+            self.report.line(told)
         if self.saved_as is not None:
             self.report.line(f"checkpoint {self.saved_as}")
         if settings.log_dir is not None:

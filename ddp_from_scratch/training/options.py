@@ -12,7 +12,7 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.process_group import BACKENDS
 from ddp_from_scratch.training.datasets import DATASETS
 from ddp_from_scratch.training.models import MODELS
-from ddp_from_scratch.training.settings import PRECISIONS, Settings
+from ddp_from_scratch.training.settings import COMPRESSIONS, POWERSGD_RANK, PRECISIONS, Settings
 
 _OF_TEST = {
     *("backend", "dataset", "data_dir", "download", "batch_size", "precision", "workers"),
@@ -131,6 +131,21 @@ def make_parser(about: str) -> Parser:
         dest="overlap",
         action="store_false",
         help="send gradients after backward, not during it",
+    )
+    option(
+        group,
+        "--compress",
+        "send gradients as bf16 or fp16, half the bytes, or as matrices of low rank (Vogels et al. "
+        "2019)",
+        choices=COMPRESSIONS,
+    )
+    option(
+        group,
+        "--powersgd-rank",
+        "of the matrices of --compress powersgd: more is closer to the gradients, and larger "
+        f"(default: {POWERSGD_RANK})",
+        type=int,
+        metavar="N",
     )
     option(
         group,

@@ -35,6 +35,31 @@ def on_rank_zero(read: Callable[[], T], world: World, group: dist.ProcessGroup) 
     return value
 
 
+def checkpoint_of_all(
+    settings: Settings,
+    model_spec: ModelSpec,
+    report: Report,
+    world: World,
+    group: dist.ProcessGroup,
+) -> tuple[checkpoint.State | None, checkpoint.State | None]:
+    """The checkpoint to continue from, on every rank; and its "compression", on rank 0 alone.
+
+    That one is as large as the gradients, for each rank, and no rank needs another's.
+
+    Raises:
+        UsageError: on every rank, as `find_checkpoint`.
+    """
+    compression: list[checkpoint.State | None] = [None]
+
+    def read() -> checkpoint.State | None:
+        state = find_checkpoint(settings, model_spec, report)
+        if state is not None:
+            compression[0] = state.pop("compression", None)
+        return state
+
+    return on_rank_zero(read, world, group), compression[0]
+
+
 def find_checkpoint(
     settings: Settings, model_spec: ModelSpec, report: Report
 ) -> checkpoint.State | None:

@@ -12,6 +12,8 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.process_group import MAX_TIMEOUT
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+COMPRESSIONS = ("bf16", "fp16", "powersgd")
+POWERSGD_RANK = 2
 _TIMEOUT_RANGE = f"a positive number of seconds, at most {MAX_TIMEOUT:,.0f}"
 
 
@@ -37,6 +39,8 @@ class Settings:
     weight_decay: float = 1e-4
     bucket_cap_mb: float | None = None
     overlap: bool = True
+    compress: str | None = None
+    powersgd_rank: int | None = None
     sync_batch_norm: bool = False
     accumulate: int = 1
     precision: str = "fp32"
@@ -64,6 +68,16 @@ class Settings:
         self._require("workers", lambda value: value >= 0, "0 or more")
         self._require("check_sync", lambda value: value is None or value >= 0, "0 or more")
         self._require("seed", lambda value: 0 <= value < 2**62, "0 to 2**62 - 1")
+        self._require(
+            "compress",
+            lambda value: value is None or value in COMPRESSIONS,
+            f"one of {COMPRESSIONS}",
+        )
+        self._require("powersgd_rank", lambda value: value is None or value >= 1, "1 or more")
+        if self.compress == "powersgd":
+            object.__setattr__(self, "powersgd_rank", self.powersgd_rank or POWERSGD_RANK)
+        elif self.powersgd_rank is not None:
+            raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
         self._require("precision", lambda value: value in PRECISIONS, f"one of {PRECISIONS}")
         if self.resume == "auto" and self.checkpoint_dir is None:
             raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")

@@ -1,0 +1,109 @@
+"""What is sent instead of whole gradients with `--compress`, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import comm_hooks
+from ddp_from_scratch.power_sgd import PowerSGDState, power_sgd_hook
+from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.settings import Settings
+
+_HOOKS = {"bf16": comm_hooks.bf16_compress_hook, "fp16": comm_hooks.fp16_compress_hook}
+Errors = dict[str, torch.Tensor]
+
+
+class Compression:
+    """Registers the comm hook that `--compress` names; without the option it does nothing.
+
+    bf16 and fp16 remember nothing. PowerSGD remembers what it left out of earlier averages, each
+    rank its own. A checkpoint has it of all ranks, since the bits of a continued run depend on
+    each; another number of ranks continues with their mean, which is all that averages depend on.
+
+    Args:
+        settings: `compress` and `powersgd_rank` of it.
+        reducer: gets the hook.
+        group: a group for CPU tensors, of all ranks.
+    """
+
+    def __init__(self, settings: Settings, reducer: Reducer, group: dist.ProcessGroup) -> None:
+        self._reducer, self._group = reducer, group
+        self._power_sgd: PowerSGDState | None = None
+        self._loss_scale = 1.0
+        if settings.compress in _HOOKS:
+            reducer.register_comm_hook(None, _HOOKS[settings.compress])
+        elif settings.compress == "powersgd":
+            assert settings.powersgd_rank is not None, "Settings has a default"
+            self._power_sgd = PowerSGDState(settings.powersgd_rank)
+            reducer.register_comm_hook(self._power_sgd, power_sgd_hook)
+
+    def follow(self, scaler: torch.amp.GradScaler) -> None:
+        """Scales what was left out of scaled gradients as the next ones will be."""
+        if self._power_sgd is not None and scaler.is_enabled():
+            scale = scaler.get_scale()  # a power of two: not a bit is lost
+            if scale != self._loss_scale:
+                self._power_sgd.rescale(scale / self._loss_scale)
+                self._loss_scale = scale
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps: on rank 0 that of all ranks, None on the others. Collective."""
+        if self._power_sgd is None:
+            return None
+        state = self._power_sgd.state_dict(self._reducer.module)
+        mine = {name: error.cpu() for name, error in state["errors"].items()}
+        first = dist.get_rank(self._group) == 0
+        everyone: list[Any] | None = [None] * dist.get_world_size(self._group) if first else None
+        dist.gather_object(mine, everyone, group_dst=0, group=self._group)
+        return state | {"errors": everyone, "loss_scale": self._loss_scale} if first else None
+
+    def restore(
+        self, saved: dict[str, Any] | None, scaler: torch.amp.GradScaler, report: Report
+    ) -> None:
+        """Goes on from `saved`, which rank 0 alone needs to have. Collective.
+
+        What cannot be taken over is told: the settings' differences are told elsewhere.
+        """
+        if self._power_sgd is None:
+            if saved is not None:
+                report.warning("what PowerSGD left out of earlier averages is dropped")
+            return
+        rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        shared: list[Any] = [None]
+        errors: list[Errors] = [{}] * world_size
+        if rank == 0 and saved is not None:
+            errors = saved["errors"]
+            shared = [saved | {"errors": None}]
+            if len(errors) != world_size:
+                report.warning(
+                    "every rank begins with the mean of what PowerSGD left out on the "
+                    f"{len(errors)} ranks before"
+                )
+                errors = [_mean(errors)] * world_size
+        dist.broadcast_object_list(shared, group_src=0, group=self._group)
+        if shared[0] is None:
+            return
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, errors if rank == 0 else None, 0, self._group)
+        self._power_sgd.load_state_dict(self._reducer.module, shared[0] | {"errors": mine[0]})
+        self._loss_scale = shared[0]["loss_scale"]
+        scale = scaler.get_scale()
+        self._power_sgd.rescale(scale / self._loss_scale)
+        self._loss_scale = scale
+
+    def summary(self) -> str | None:
+        """What it came to on this rank, as a line; None where there is nothing to say."""
+        state = self._power_sgd
+        if state is None or state.of == 0:
+            return None
+        return (
+            f"powersgd of rank {state.rank} sent {state.sent / state.of:.1%} of the gradients' "
+            f"elements, from average {state.start + 1} on"
+        )
+
+
+def _mean(errors: list[Errors]) -> Errors:
+    return {name: torch.stack([e[name] for e in errors]).mean(0) for name in errors[0]}
