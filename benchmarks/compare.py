@@ -7,8 +7,8 @@ Examples:
 Times do not travel from one machine to another, nor from a busy hour to a quiet one, so what is
 compared is each contender's ratio to a reference that ran in the same rounds: a step without
 communication, unless another is asked for. The change is the new median ratio over the old one. It
-counts if its bootstrap interval leaves out 1, and if it is larger than --at-least, since two runs of
-one program differ by more than the noise within each. The interval is so wide that in 95 of 100
+counts if its bootstrap interval leaves out 1, and if it is larger than --at-least, since two runs
+of one program differ by more than the noise within each. The interval is so wide that in 95 of 100
 comparisons of a program with itself not one contender falls outside.
 
 Exit code 0: nothing got slower. 1: something did. 2: the files cannot be compared.
@@ -48,7 +48,8 @@ class Results:
 
     def ratios(self, name: str, reference: str) -> np.ndarray:
         """Of a contender to the reference, round by round."""
-        return self.milliseconds[name] / self.milliseconds[reference]
+        ratios: np.ndarray = self.milliseconds[name] / self.milliseconds[reference]
+        return ratios
 
 
 @dataclass(frozen=True)

@@ -136,21 +136,37 @@ def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> Non
     for contender in synchronised:
         check_sync(contender.model)
         if contender.start:
-            _check_distance(contender, first, tolerance)
+            names = (contender.name, first.name)
+            models = (contender.model.parameters(), first.model.parameters())
+            check_distance(names, *models, contender.start, tolerance)
             continue
         expected = dict(first.model.named_parameters())
         for name, parameter in contender.model.named_parameters():
             if not torch.allclose(parameter, expected[name], rtol=1e-3, atol=1e-5):
-                raise _differ(contender, first, name)
+                raise _differ((contender.name, first.name), name)
 
 
 @torch.no_grad()
-def _check_distance(contender: Contender, first: Contender, tolerance: float) -> None:
-    moved = _distance(first.model.parameters(), contender.start)
-    apart = _distance(contender.model.parameters(), first.model.parameters())
+def check_distance(
+    names: tuple[str, str],
+    some: Iterable[torch.Tensor],
+    others: Iterable[torch.Tensor],
+    start: Iterable[torch.Tensor],
+    tolerance: float = 0.01,
+) -> None:
+    """Raises a RuntimeError if two trained models are farther apart than part of their way.
+
+    Args:
+        names: of the two, for the text.
+        some: parameters of the first.
+        others: parameters of the second.
+        start: those from which both have come.
+        tolerance: the part.
+    """
+    others = list(others)
+    moved, apart = _distance(others, start), _distance(some, others)
     if not (moved > 0 and apart <= tolerance * moved):  # also what is not a number
-        how_far = f"model, {apart:.2g} apart where training moved it by {moved:.2g}"
-        raise _differ(contender, first, how_far)
+        raise _differ(names, f"model, {apart:.2g} apart where training moved it by {moved:.2g}")
 
 
 def _distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
@@ -158,10 +174,9 @@ def _distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> f
     return float(torch.stack(squares).sum().sqrt())
 
 
-def _differ(contender: Contender, first: Contender, what: str) -> RuntimeError:
+def _differ(names: tuple[str, str], what: str) -> RuntimeError:
     return RuntimeError(
-        f"{contender.name} and {first.name} have trained to a different {what}: their times "
-        f"cannot be compared"
+        f"{names[0]} and {names[1]} have trained to a different {what}: they cannot be compared"
     )
 
 

@@ -6,16 +6,17 @@ Examples:
     python -m benchmarks.overlap --quick          one model, two caps
 
 For each cap, in the same rounds: a Reducer that launches its buckets during backward, one that
-launches them at its end, and torch's DDP; all with gradients as views of their buckets, so that they
-differ in nothing else. With `alone` a step without communication:
+launches them at its end, and torch's DDP; all with gradients as views of their buckets and no
+buffers sent, so that they differ in nothing else. With `alone` a step without communication:
 
     communication  =  at its end - alone               what there is to be hidden
     exposed        =  during backward - alone          what the step is longer by
     hidden share   =  1 - exposed / communication      1: all of it; 0: none
 
-each the median over rounds. It is negative where overlapping costs more than it hides: backward and
-communication want the same cores. torch's DDP has no way to launch at the end, and is taken by the
-communication of the Reducer with the same buckets. The best cap is the one with the shortest step.
+each the median over rounds, the share with a 95 % bootstrap interval. It is negative where
+overlapping costs more than it hides: backward and communication want the same cores. torch's DDP
+has no way to launch at the end, and is taken by the communication of the Reducer with the same
+buckets. The best cap is the one with the shortest step.
 """
 
 import argparse
@@ -26,11 +27,12 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from benchmarks.measure import Samples, check_equal, interleave, rounds_for
+from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
 from benchmarks.report import draw_lines, write
 from benchmarks.start import add_common_options, check_memory, start
 from benchmarks.strategies import (
     NO_COMMUNICATION,
+    TORCH_BEST,
     WORKLOADS,
     Strategy,
     alone,
@@ -54,7 +56,7 @@ class Overlap:
         cap: of every bucket, in MiB.
         milliseconds: the median step, with overlap.
         exposed: what that is longer than a step without communication, in ms.
-        hidden: the share of the communication that is not exposed.
+        hidden: the share of the communication that is not exposed, with its interval.
         torch_milliseconds: the same three of torch's DDP.
         torch_exposed: see there.
         torch_hidden: see there.
@@ -63,10 +65,10 @@ class Overlap:
     cap: float
     milliseconds: float
     exposed: float
-    hidden: float
+    hidden: Interval
     torch_milliseconds: float
     torch_exposed: float
-    torch_hidden: float
+    torch_hidden: Interval
 
 
 def main() -> int:
@@ -127,7 +129,7 @@ def strategies(caps: list[float]) -> list[Strategy]:
         found += [
             Strategy(_name(DURING, cap), reducer(bucket_cap_mb=cap, **views)),
             Strategy(_name(AT_END, cap), reducer(bucket_cap_mb=cap, overlap=False, **views)),
-            Strategy(_name(TORCH, cap), torch_ddp(bucket_cap_mb=cap, **views)),
+            Strategy(_name(TORCH, cap), torch_ddp(bucket_cap_mb=cap, **TORCH_BEST)),
         ]
     return found
 
@@ -183,26 +185,34 @@ def overlaps(samples: list[Samples], caps: list[float]) -> list[Overlap]:
     bare = by_name[NO_COMMUNICATION]
     found = []
     for cap in caps:
-        communication = float(np.median(by_name[_name(AT_END, cap)] - bare))
+        communication = by_name[_name(AT_END, cap)] - bare
         ours, theirs = by_name[_name(DURING, cap)], by_name[_name(TORCH, cap)]
-        exposed, torch_exposed = float(np.median(ours - bare)), float(np.median(theirs - bare))
         found.append(
             Overlap(
                 cap,
                 float(np.median(ours)),
-                exposed,
-                hidden_share(exposed, communication),
+                float(np.median(ours - bare)),
+                hidden_share(ours - bare, communication),
                 float(np.median(theirs)),
-                torch_exposed,
-                hidden_share(torch_exposed, communication),
+                float(np.median(theirs - bare)),
+                hidden_share(theirs - bare, communication),
             )
         )
     return found
 
 
-def hidden_share(exposed: float, communication: float) -> float:
-    """1 - exposed / communication; not a number where there is no communication to be hidden."""
-    return 1 - exposed / communication if communication > 0 else float("nan")
+def hidden_share(exposed: np.ndarray, communication: np.ndarray) -> Interval:
+    """1 - exposed / communication, of their medians over rounds, and its 95 % interval.
+
+    Not numbers where there is no communication that could be hidden.
+    """
+    if np.median(communication) <= 0:
+        return (float("nan"),) * 3
+    drawn = np.random.default_rng(0).integers(len(exposed), size=(2000, len(exposed)))
+    whole = np.median(communication[drawn], axis=1)
+    shares = 1 - np.median(exposed[drawn], axis=1) / np.where(whole > 0, whole, np.nan)
+    low, high = np.nanpercentile(shares, [2.5, 97.5])
+    return float(1 - np.median(exposed) / np.median(communication)), float(low), float(high)
 
 
 def table(found: list[Overlap], bare: Samples) -> str:
@@ -214,10 +224,10 @@ def table(found: list[Overlap], bare: Samples) -> str:
             f"{o.cap:g}",
             f"{o.milliseconds:.1f}{' *' if o is best else '  '}",
             f"{o.exposed:.1f}",
-            f"{100 * o.hidden:.0f} %",
+            _percent(o.hidden),
             f"{o.torch_milliseconds:.1f}{' *' if o is torch_best else '  '}",
             f"{o.torch_exposed:.1f}",
-            f"{100 * o.torch_hidden:.0f} %",
+            _percent(o.torch_hidden),
         ]
         for o in found
     ]
@@ -226,6 +236,11 @@ def table(found: list[Overlap], bare: Samples) -> str:
     text = tabulate(rows, headers, disable_numparse=True, colalign=["right"] * 7)
     note = f"* the best cap; a step without communication takes {bare.quartiles[1]:.1f} ms"
     return f"{text}\n{note}"
+
+
+def _percent(share: Interval) -> str:
+    middle, low, high = (f"{100 * part:.0f}" for part in share)
+    return f"{middle} % ({low} to {high})"
 
 
 if __name__ == "__main__":

@@ -145,14 +145,14 @@ def flat_sgd(at_once: bool = False, **settings: object) -> Prepare:
 _SYNC_BUFFERS = {"forward_sync_buffers", "broadcast_buffers"} & set(
     inspect.signature(DistributedDataParallel).parameters
 )
-_BEST: dict[str, object] = {"gradient_as_bucket_view": True, max(_SYNC_BUFFERS): False}
+TORCH_BEST: dict[str, object] = {"gradient_as_bucket_view": True, max(_SYNC_BUFFERS): False}
 
 STRATEGIES = [
     Strategy(NO_COMMUNICATION, alone),
     Strategy(REFERENCES[0], torch_ddp()),
-    Strategy(REFERENCES[1], torch_ddp(**_BEST)),
+    Strategy(REFERENCES[1], torch_ddp(**TORCH_BEST)),
     Strategy(GLOO_REFERENCES[0], torch_ddp(), ("mpi",), on_gloo=True),
-    Strategy(GLOO_REFERENCES[1], torch_ddp(**_BEST), ("mpi",), on_gloo=True),
+    Strategy(GLOO_REFERENCES[1], torch_ddp(**TORCH_BEST), ("mpi",), on_gloo=True),
     Strategy("one all-reduce per parameter", reducer(bucket_cap_mb=0, overlap=False)),
     Strategy("one flat bucket", reducer(bucket_cap_mb=float("inf"), overlap=False)),
     Strategy("buckets", reducer(overlap=False)),
@@ -168,6 +168,7 @@ def contenders(
     device: torch.device,
     strategies: Sequence[Strategy] | None = None,
     gloo: dist.ProcessGroup | None = None,
+    keep_start: bool = True,
 ) -> list[Contender]:
     """Every strategy, each with the same parameters and, on this rank, the same batch.
 
@@ -176,6 +177,7 @@ def contenders(
         device: where.
         strategies: None means those that need no group but the default one, on any backend.
         gloo: a gloo group of all ranks, for strategies that ask for it.
+        keep_start: keep a copy of the parameters as they were, for `check_equal`.
     """
     if strategies is None:
         strategies = [s for s in STRATEGIES if s.backends == BACKENDS]
@@ -185,7 +187,7 @@ def contenders(
     def contender(strategy: Strategy) -> Contender:
         torch.manual_seed(0)
         model = workload.model().to(device)
-        if not start:
+        if keep_start and not start:
             start.extend(parameter.detach().clone() for parameter in model.parameters())
         training = strategy.prepare(model, gloo if strategy.on_gloo else None)
 
