@@ -105,9 +105,9 @@ WORKLOADS = {
         lambda: _images(8, 64),
     ),
     "resnet50": Workload(
-        "ResNet-50, 97 MB, batch 8 at 64x64",
+        "ResNet-50, 97 MB, batch 4 at 64x64",
         lambda: torchvision.models.resnet50(num_classes=1000),
-        lambda: _images(8, 64),
+        lambda: _images(4, 64),
     ),
     "transformer": Workload(
         "transformer, 39 MB, 2 x 64 tokens",

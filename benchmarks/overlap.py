@@ -20,6 +20,7 @@ buckets. The best cap is the one with the shortest step.
 """
 
 import argparse
+import gc
 import sys
 from dataclasses import asdict, dataclass
 
@@ -100,7 +101,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cap", type=float, nargs="+", metavar="MB", help="default: 1 4 12 25 64")
     parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
     parser.add_argument(
-        "--seconds", type=float, help="for a model on a backend, after warm-up (default: 15)"
+        "--seconds", type=float, help="for a model on a backend, after warm-up (default: 12)"
     )
     sweep = parser.add_mutually_exclusive_group()
     sweep.add_argument("--quick", action="store_true", help="mlp, caps 4 and 25, 3 seconds")
@@ -113,7 +114,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if options.full:
             options.cap = [0.25, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0]
     options.cap = sorted(set(options.cap))
-    options.seconds = options.seconds or (3.0 if options.quick else 60.0 if options.full else 15.0)
+    options.seconds = options.seconds or (3.0 if options.quick else 60.0 if options.full else 12.0)
     if options.nproc < 2 or options.seconds <= 0 or min(options.cap) <= 0:
         raise UsageError("--nproc must be 2 or more, --seconds and --cap more than 0")
     if options.rounds is not None and options.rounds < 2:
@@ -152,31 +153,39 @@ def measure(options: argparse.Namespace) -> None:
             samples = interleave(compared, rounds, world.device)
             check_equal(compared)
             if world.rank == 0:
-                found = overlaps(samples, options.cap)
-                count = len(samples[0].milliseconds)
-                print(f"\n{title}, {count} steps each\n{table(found, samples[0])}", flush=True)
-                settings = {
-                    "benchmark": "overlap",
-                    "model": model,
-                    "backend": backend,
-                    "nproc": world.world_size,
-                }
-                file = f"overlap-{model}-{backend}-{world.world_size}"
-                kept = [asdict(s) for s in samples]
-                write(file, title, kept, settings=settings, folder=options.results)
-                lines = {
-                    "Reducer": [(o.cap, o.milliseconds) for o in found],
-                    "torch DDP": [(o.cap, o.torch_milliseconds) for o in found],
-                    NO_COMMUNICATION: [(o.cap, samples[0].quartiles[1]) for o in found],
-                }
-                draw_lines(
-                    file,
-                    f"a step by bucket size: {title}",
-                    ("bucket_cap_mb", "ms"),
-                    lines,
-                    logarithmic=False,
-                    folder=options.results,
-                )
+                tell(options, model, title, samples)
+            compared.clear()
+            gc.collect()  # hooks make cycles of model and Reducer
+
+
+def tell(options: argparse.Namespace, model: str, title: str, samples: list[Samples]) -> None:
+    """Prints, writes and draws one model's results."""
+    (backend,) = options.backend
+    found = overlaps(samples, options.cap)
+    count = len(samples[0].milliseconds)
+    print(f"\n{title}, {count} steps each\n{table(found, samples[0])}", flush=True)
+    settings = {
+        "benchmark": "overlap",
+        "model": model,
+        "backend": backend,
+        "nproc": options.nproc,
+        "caps": options.cap,
+    }
+    file = f"overlap-{model}-{backend}-{options.nproc}"
+    write(file, title, [asdict(s) for s in samples], settings=settings, folder=options.results)
+    ours = [(o.cap, o.milliseconds) for o in found]
+    theirs = [(o.cap, o.torch_milliseconds) for o in found]
+    bare = [(o.cap, samples[0].quartiles[1]) for o in found]
+    draw_lines(
+        file,
+        f"a step by bucket size: {title}",
+        ("bucket_cap_mb", "ms"),
+        {"Reducer": ours, TORCH: theirs, NO_COMMUNICATION: bare},
+        logarithmic=False,
+        ticks=options.cap,
+        stars=[min(points, key=lambda point: point[1]) for points in (ours, theirs)],
+        folder=options.results,
+    )
 
 
 def overlaps(samples: list[Samples], caps: list[float]) -> list[Overlap]:

@@ -56,15 +56,33 @@ def draw_lines(
     lines: Mapping[str, Sequence[tuple[float, float]]],
     *,
     logarithmic: bool = True,
+    ticks: Sequence[float] = (),
+    stars: Sequence[tuple[float, float]] = (),
     folder: Path = RESULTS,
 ) -> None:
-    """A picture with one line for each entry of `lines`; both axes logarithmic, or only x."""
+    """A picture with one line for each entry of `lines`.
+
+    Args:
+        name: of the file.
+        title: above it.
+        axes: what x and y are.
+        lines: points by label.
+        logarithmic: both axes; otherwise only x.
+        ticks: the values to write at the x axis.
+        stars: points to mark as the best.
+        folder: where to.
+    """
     figure, plot = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for label, points in lines.items():
         plot.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
     plot.set(xscale="log", xlabel=axes[0], ylabel=axes[1], title=title)
     if logarithmic:
         plot.set(yscale="log")
+    if ticks:
+        plot.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        plot.set_xticks([], minor=True)
+    if stars:
+        plot.plot(*zip(*stars, strict=True), "k*", markersize=9, zorder=3, label="best")
     plot.grid(alpha=0.3)
     plot.legend()
     _save(name, figure, folder)

@@ -31,6 +31,11 @@ def add_common_options(parser: argparse.ArgumentParser, models: Sequence[str]) -
         metavar="M",
         help=f"of {', '.join(WORKLOADS)} (default: {' '.join(models)})",
     )
+    add_results_option(parser)
+
+
+def add_results_option(parser: argparse.ArgumentParser) -> None:
+    """--results, which every benchmark has."""
     parser.add_argument(
         "--results",
         type=Path,

@@ -4,7 +4,7 @@ Examples:
     python -m benchmarks.step_time                    gloo and mpi, two processes, every model
     python -m benchmarks.step_time --backend gloo --nproc 4 --model mlp
     python -m benchmarks.step_time --quick            two models, for a few seconds each
-    python -m benchmarks.step_time --full             1, 2 and 4 processes, three times as long
+    python -m benchmarks.step_time --full             1, 2 and 4 processes, four times as long
 
 Prints a table for each backend and model; writes every sample, the versions and the machine as JSON
 and draws the medians. In an mpi job torch's DDP runs on mpi and, in the same rounds, on gloo.
@@ -16,6 +16,7 @@ without communication, in which torch's SGD steps (ddp.SGD is faster, so it may 
 """
 
 import argparse
+import gc
 import sys
 from dataclasses import asdict
 
@@ -72,7 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, nargs="+", help="ranks (default: 2)")
     parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
     parser.add_argument(
-        "--seconds", type=float, help="for a model on a backend, after warm-up (default: 18)"
+        "--seconds", type=float, help="for a model on a backend, after warm-up (default: 15)"
     )
     parser.add_argument(
         "--contender",
@@ -88,7 +89,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if options.quick and options.model == list(MODELS):
         options.model = ["mlp", "resnet18"]
     options.nproc = options.nproc or ([1, 2, 4] if options.full else [2])
-    options.seconds = options.seconds or (3.0 if options.quick else 60.0 if options.full else 18.0)
+    options.seconds = options.seconds or (3.0 if options.quick else 60.0 if options.full else 15.0)
     if min(options.nproc) < 1 or options.seconds <= 0:
         raise UsageError("--nproc must be 1 or more and --seconds more than 0")
     if options.rounds is not None and options.rounds < 2:
@@ -134,6 +135,9 @@ def measure(options: argparse.Namespace) -> None:
                 kept = [asdict(s) for s in samples]
                 write(file, title, kept, settings=settings, folder=options.results)
                 panels[workload.name] = {s.name: s.quartiles for s in samples}
+            # The next model's would come beside them: hooks make cycles of model and Reducer.
+            of_model.clear()
+            gc.collect()
         if world.rank == 0:
             draw_bars(
                 f"step_time-{backend}-{world.world_size}",
