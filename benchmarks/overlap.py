@@ -30,7 +30,7 @@ from tabulate import tabulate
 
 from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
 from benchmarks.report import draw_lines, write
-from benchmarks.start import add_common_options, check_memory, start
+from benchmarks.start import add_common_options, backend_of_job, check_memory, start
 from benchmarks.strategies import (
     NO_COMMUNICATION,
     TORCH_BEST,
@@ -43,6 +43,7 @@ from benchmarks.strategies import (
 )
 from ddp_from_scratch import UsageError, launch, process_group
 from ddp_from_scratch.exit import run_to_exit
+from ddp_from_scratch.process_group import World
 
 MODELS = ("mlp", "resnet18")
 CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
@@ -141,7 +142,7 @@ def _name(way: str, cap: float) -> str:
 
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: times every model and, on rank 0, prints, writes and draws."""
-    (backend,) = options.backend
+    backend = backend_of_job(options)
     torch.set_num_threads(1)
     with process_group(backend) as world:
         for model in options.model:
@@ -153,25 +154,26 @@ def measure(options: argparse.Namespace) -> None:
             samples = interleave(compared, rounds, world.device)
             check_equal(compared)
             if world.rank == 0:
-                tell(options, model, title, samples)
+                tell(options, world, model, title, samples)
             compared.clear()
             gc.collect()  # hooks make cycles of model and Reducer
 
 
-def tell(options: argparse.Namespace, model: str, title: str, samples: list[Samples]) -> None:
+def tell(
+    options: argparse.Namespace, world: World, model: str, title: str, samples: list[Samples]
+) -> None:
     """Prints, writes and draws one model's results."""
-    (backend,) = options.backend
     found = overlaps(samples, options.cap)
     count = len(samples[0].milliseconds)
     print(f"\n{title}, {count} steps each\n{table(found, samples[0])}", flush=True)
     settings = {
         "benchmark": "overlap",
         "model": model,
-        "backend": backend,
-        "nproc": options.nproc,
+        "backend": world.backend,
+        "nproc": world.world_size,
         "caps": options.cap,
     }
-    file = f"overlap-{model}-{backend}-{options.nproc}"
+    file = f"overlap-{model}-{world.backend}-{world.world_size}"
     write(file, title, [asdict(s) for s in samples], settings=settings, folder=options.results)
     ours = [(o.cap, o.milliseconds) for o in found]
     theirs = [(o.cap, o.torch_milliseconds) for o in found]

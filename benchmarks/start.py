@@ -50,6 +50,18 @@ def default_backends() -> list[str]:
     return ["nccl"] if torch.cuda.is_available() else ["gloo", "mpi"]
 
 
+def backend_of_job(options: argparse.Namespace) -> str:
+    """In a rank: the one backend that it was started for.
+
+    Raises:
+        UsageError: another launcher started it, without saying which.
+    """
+    if len(options.backend) != 1:
+        raise UsageError(f"under a launcher --backend takes one, got {' '.join(options.backend)}")
+    backend: str = options.backend[0]
+    return backend
+
+
 def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
     """Runs `python -m module` on every rank of a job, and waits for it.
 

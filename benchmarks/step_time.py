@@ -26,7 +26,7 @@ from tabulate import tabulate
 
 from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
 from benchmarks.report import draw_bars, write
-from benchmarks.start import add_common_options, check_memory, start
+from benchmarks.start import add_common_options, backend_of_job, check_memory, start
 from benchmarks.strategies import (
     GLOO_REFERENCES,
     NO_COMMUNICATION,
@@ -108,7 +108,7 @@ def strategies(backend: str, chosen: list[str] | None) -> list[Strategy]:
 
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: times every model and, on rank 0, prints, writes and draws."""
-    (backend,) = options.backend
+    backend = backend_of_job(options)
     torch.set_num_threads(1)
     panels = {}
     with process_group(backend) as world:
