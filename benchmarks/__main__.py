@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from benchmarks.machine import describe
 from benchmarks.report import RESULTS
+from benchmarks.start import default_ranks
 from benchmarks.summary import summarise
 from ddp_from_scratch.exit import run_to_exit
 
@@ -41,6 +42,11 @@ def where_mpirun_is() -> str | None:
     """Why a benchmark on mpi cannot run here, or None."""
     found = shutil.which("mpirun") or (Path(sys.executable).parent / "mpirun").exists()
     return None if found else "there is no mpirun"
+
+
+def where_two_ranks_are() -> str | None:
+    """Why two ranks cannot run here, or None."""
+    return "there is one GPU" if default_ranks() < 2 else None
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ _CROWDED = ("--backend", "mpi", "--nproc", "4", "--model", "mlp")
 SET = [
     Benchmark("step_time"),
     Benchmark("step_time", _CROWDED, quick=None, full=None, obstacle=where_mpirun_is),
-    Benchmark("overlap"),
+    Benchmark("overlap", obstacle=where_two_ranks_are),
     Benchmark("memory", ("--model", "mlp")),
     Benchmark("allreduce", None, None, ("--nproc", "2", "4"), where_mpirun_is),
     Benchmark("waiting", None, None, (), where_mpirun_is),

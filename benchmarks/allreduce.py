@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from tqdm import tqdm
 
 from benchmarks.report import draw_lines, on_terminal, write
 from benchmarks.start import add_results_option
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError, launch, process_group, start_ranks
 from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.supervisor import start_mpirun
@@ -225,7 +225,7 @@ def tell(
             row.append(f"{1e6 * median:,.0f} us {bandwidths[name][-1][1]:6.2f}")
         rows.append(row)
     print(f"\nall-reduce, {title}: median time, and bus bandwidth in GB/s")
-    print(tabulate(rows, ["bytes", *names], disable_numparse=True, stralign="right"), flush=True)
+    print(text_table(["bytes", *names], rows), flush=True)
     name = f"allreduce-{backend}-{dtype}-{ranks}"
     settings = {"benchmark": "allreduce", "backend": backend, "dtype": dtype, "nproc": ranks}
     told = f"all-reduce, {title}; seconds by bytes and contender"

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tabulate import tabulate
 
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.exit import run_to_exit
 
@@ -187,8 +187,7 @@ def tell(old: Results, new: Results, reference: str, changes: list[Change]) -> N
         for c in changes
     ]
     headers = [f"time / {reference}", "old", "new", "change", "interval", ""]
-    aligned = ("left", "right", "right", "right", "right", "left")
-    print(tabulate(rows, headers, disable_numparse=True, colalign=aligned if rows else None))
+    print(text_table(headers, rows))
     for word, some, others in (("only in the old", old, new), ("only in the new", new, old)):
         only = [name for name in some.milliseconds if name not in others.milliseconds]
         if only:

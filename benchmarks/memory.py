@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from tqdm import tqdm
 
 from benchmarks.measure import check_distance
 from benchmarks.models import WORKLOADS
 from benchmarks.report import draw_bars, on_terminal, write
-from benchmarks.start import add_common_options, start
+from benchmarks.start import add_common_options, default_ranks, start
 from benchmarks.strategies import NO_COMMUNICATION, REFERENCES, STRATEGIES, contenders
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError, check_sync, launch, process_group
 from ddp_from_scratch.exit import run_to_exit
 
@@ -88,7 +88,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_common_options(parser, MODELS)
-    parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
+    parser.add_argument("--nproc", type=int, default=default_ranks(), help="default: 2")
     names = [s.name for s in STRATEGIES]
     parser.add_argument(
         "--contender",
@@ -293,8 +293,7 @@ def table(samples: list[dict[str, Any]], parameter_bytes: int) -> str:
         ratio = "-" if not reference else f"{growth(sample, 'node') / reference:.2f}"
         rows.append([*row, ratio])
     headers = ["", "rank", "steady", "x", "node", "steady", "x", "/ torch DDP"]
-    aligned = ["left", *["right"] * 7]
-    return tabulate(rows, headers, disable_numparse=True, colalign=aligned)
+    return text_table(headers, rows)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from tabulate import tabulate
 
 from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
 from benchmarks.report import draw_lines, write
@@ -41,6 +40,7 @@ from benchmarks.strategies import (
     reducer,
     torch_ddp,
 )
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError, launch, process_group
 from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.process_group import World
@@ -244,7 +244,7 @@ def table(found: list[Overlap], bare: Samples) -> str:
     ]
     headers = ["bucket_cap_mb", "Reducer, ms  ", "exposed", "hidden"]
     headers += ["torch DDP, ms  ", "exposed", "hidden"]
-    text = tabulate(rows, headers, disable_numparse=True, colalign=["right"] * 7)
+    text = text_table(headers, rows)
     note = f"* the best cap; a step without communication takes {bare.quartiles[1]:.1f} ms"
     return f"{text}\n{note}"
 

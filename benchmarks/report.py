@@ -8,14 +8,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
 from benchmarks.machine import describe
 
-matplotlib.use("Agg")
-from matplotlib import pyplot  # after the choice of how to draw
+try:
+    import matplotlib
+except ImportError:  # numbers are worth having where nothing can be installed
+    pyplot = None
+else:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # after the choice of how to draw
 
 RESULTS = Path(__file__).parent / "results"
+_NO_PICTURE = "not drawn: there is no matplotlib"
 
 
 def write(
@@ -72,6 +76,9 @@ def draw_lines(
         stars: points to mark as the best.
         folder: where to.
     """
+    if pyplot is None:
+        print(_NO_PICTURE, flush=True)
+        return
     figure, plot = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for label, points in lines.items():
         plot.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
@@ -105,6 +112,9 @@ def draw_bars(
         panels: by title, and in it by contender: low, middle, high. The bar ends at the middle.
         folder: where to.
     """
+    if pyplot is None:
+        print(_NO_PICTURE, flush=True)
+        return
     rows = [len(bars) for bars in panels.values()]
     figure, plots = pyplot.subplots(
         len(panels),

@@ -50,6 +50,11 @@ def default_backends() -> list[str]:
     return ["nccl"] if torch.cuda.is_available() else ["gloo", "mpi"]
 
 
+def default_ranks() -> int:
+    """Two, or one where there is a single GPU."""
+    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+
+
 def backend_of_job(options: argparse.Namespace) -> str:
     """In a rank: the one backend that it was started for.
 

@@ -22,11 +22,16 @@ from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 
 from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
 from benchmarks.report import draw_bars, write
-from benchmarks.start import add_common_options, backend_of_job, check_memory, start
+from benchmarks.start import (
+    add_common_options,
+    backend_of_job,
+    check_memory,
+    default_ranks,
+    start,
+)
 from benchmarks.strategies import (
     GLOO_REFERENCES,
     NO_COMMUNICATION,
@@ -36,10 +41,13 @@ from benchmarks.strategies import (
     Strategy,
     contenders,
 )
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError, launch, process_group
 from ddp_from_scratch.exit import run_to_exit
 
-MODELS = ("mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500")
+MODELS = ["mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500"]
+if torch.cuda.is_available():
+    MODELS.append("gpt2")
 ALWAYS = (NO_COMMUNICATION, *REFERENCES, *GLOO_REFERENCES)
 
 
@@ -70,7 +78,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_common_options(parser, MODELS)
-    parser.add_argument("--nproc", type=int, nargs="+", help="ranks (default: 2)")
+    parser.add_argument("--nproc", type=int, nargs="+", help=f"ranks (default: {default_ranks()})")
     parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
     parser.add_argument(
         "--seconds", type=float, help="for a model on a backend, after warm-up (default: 15)"
@@ -86,9 +94,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     sweep.add_argument("--quick", action="store_true", help="mlp and resnet18, 3 seconds each")
     sweep.add_argument("--full", action="store_true", help="1, 2 and 4 ranks, 60 seconds each")
     options = parser.parse_args(arguments)
-    if options.quick and options.model == list(MODELS):
+    if options.quick and options.model == MODELS:
         options.model = ["mlp", "resnet18"]
-    options.nproc = options.nproc or ([1, 2, 4] if options.full else [2])
+    options.nproc = options.nproc or ([1, 2, 4] if options.full else [default_ranks()])
     options.seconds = options.seconds or (3.0 if options.quick else 60.0 if options.full else 15.0)
     if min(options.nproc) < 1 or options.seconds <= 0:
         raise UsageError("--nproc must be 1 or more and --seconds more than 0")
@@ -174,8 +182,7 @@ def table(samples: list[Samples]) -> str:
         rows.append(row)
     headers = ["", "ms", "quartiles", *ratios, *["exposed ms"] * (alone is not None)]
     headers += ["CPU ms"] * (len(rows[0]) - len(headers))
-    aligned = ["left", *["right"] * (len(headers) - 1)]
-    return tabulate(rows, headers, disable_numparse=True, colalign=aligned)
+    return text_table(headers, rows)
 
 
 def _with_interval(ratio: Interval) -> str:

@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from benchmarks import memory, overlap
 from benchmarks.measure import Samples
 from benchmarks.models import WORKLOADS
 from benchmarks.step_time import reference
 from benchmarks.strategies import GLOO_REFERENCES, NO_COMMUNICATION, REFERENCES
+from benchmarks.text_table import text_table
 
 Content = Mapping[str, Any]  # of a file
 
@@ -51,7 +50,7 @@ def step_times(contents: Sequence[Content]) -> str:
     headers = ["a training step", "no comm., ms", "torch DDP, ms", "Reducer / torch"]
     headers += ["/ no comm.", "ddp.SGD / torch", "/ it on gloo", "/ no comm."]
     note = "the fastest setting of each; a Reducer with torch's SGD, torch's DDP with the same"
-    return f"{_tabulate(headers, rows)}\n{note}"
+    return f"{text_table(headers, rows)}\n{note}"
 
 
 def overlaps(contents: Sequence[Content]) -> str:
@@ -67,7 +66,7 @@ def overlaps(contents: Sequence[Content]) -> str:
         row += [f"{torch_best.torch_milliseconds:.1f}", f"{100 * torch_best.torch_hidden[0]:.0f} %"]
         rows.append(row)
     headers = ["the best bucket size", "MB", "ms", "hidden", "torch DDP, MB", "ms", "hidden"]
-    return _tabulate(headers, rows)
+    return text_table(headers, rows)
 
 
 def memories(contents: Sequence[Content]) -> str:
@@ -83,7 +82,7 @@ def memories(contents: Sequence[Content]) -> str:
         row += [least or "-", _megabytes(peaks[least] if least else None)]
         rows.append(row)
     headers = ["peak memory of the node", "no comm., MB", "torch DDP, MB", "least of ours", "MB"]
-    return _tabulate(headers, rows)
+    return text_table(headers, rows)
 
 
 TABLES: dict[str, Callable[[Sequence[Content]], str]] = {
@@ -109,8 +108,3 @@ def _ratio(samples: Samples | None, other: Samples | None) -> str:
 
 def _megabytes(size: int | None) -> str:
     return "-" if size is None else f"{size / 1e6:,.0f}"
-
-
-def _tabulate(headers: list[str], rows: list[list[str]]) -> str:
-    aligned = ["left", *["right"] * (len(headers) - 1)]
-    return tabulate(rows, headers, disable_numparse=True, colalign=aligned)

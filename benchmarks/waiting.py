@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from tqdm import tqdm
 
 from benchmarks.report import on_terminal, write
 from benchmarks.start import add_results_option
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError, launch, process_group
 from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.supervisor import start_mpirun
@@ -103,8 +103,7 @@ def measure(rounds: int, folder: Path) -> None:
             title = f"{half} ranks compute while {half} wait, on {cores} cores"
             print(f"\n{title}: median ms of the work")
             headers = ["how they wait", "ms", "/ nobody waits"]
-            aligned = ("left", "right", "right")
-            print(tabulate(rows, headers, disable_numparse=True, colalign=aligned), flush=True)
+            print(text_table(headers, rows), flush=True)
             settings = {"benchmark": "waiting", "nproc": world.world_size}
             samples = dict(zip(names, times.tolist(), strict=True))
             write("waiting", title, samples, settings=settings, folder=folder)
