@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,8 +99,8 @@ def rounds_for(
 ) -> Iterator[int]:
     """Rounds for `interleave`, with a progress bar on rank 0: `count` of them, or by the clock.
 
-    By the clock of rank 0, which tells the others, at least `FEWEST_ROUNDS`. The time begins with
-    the first round, after the warm-up.
+    By the clock of rank 0, which tells the others, at least `FEWEST_ROUNDS`. The bar is there at
+    once; the time begins with the first round, after the warm-up.
     """
     bar = tqdm(
         total=count or round(seconds or 0.0),
@@ -108,6 +109,12 @@ def rounds_for(
         disable=dist.get_rank() != 0 or not on_terminal(),
         leave=False,
     )
+    return _rounds(seconds, count, device, bar)
+
+
+def _rounds(
+    seconds: float | None, count: int | None, device: torch.device, bar: "tqdm[Any]"
+) -> Iterator[int]:
     began, turn = time.perf_counter(), 0
     while True:
         passed = time.perf_counter() - began
