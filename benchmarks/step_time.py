@@ -58,12 +58,29 @@ def main() -> int:
         return 0
     for backend in options.backend:
         for nproc in options.nproc:
-            for model in options.model:
-                copies = len(strategies(backend, options.contender))
-                check_memory(model, copies, nproc)
-            if code := start("benchmarks.step_time", backend, nproc, *sys.argv[1:]):
+            models = ["--model", *models_that_fit(options, backend, nproc)]
+            if code := start("benchmarks.step_time", backend, nproc, *sys.argv[1:], *models):
                 return code
     return 0
+
+
+def models_that_fit(options: argparse.Namespace, backend: str, nproc: int) -> list[str]:
+    """The models that were asked for; of a full sweep those that do not fit are left out, aloud.
+
+    Raises:
+        UsageError: one does not fit into the memory, or none.
+    """
+    fitting = []
+    for model in options.model:
+        try:
+            check_memory(model, len(strategies(backend, options.contender)), nproc)
+        except UsageError as error:
+            if not options.full or (model == options.model[-1] and not fitting):
+                raise
+            print(f"left out: {error}", flush=True)
+        else:
+            fitting.append(model)
+    return fitting
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -284,7 +284,7 @@ def test_what_did_not_train_alike_is_not_compared(ranks):
 # The programs -----------------------------------------------------------------------------------
 
 
-def test_options(monkeypatch):
+def test_options(monkeypatch, capsys):
     quick = step_time.parse(["--quick"])
     assert (quick.model, quick.seconds, quick.nproc) == (["mlp", "resnet18"], 3.0, [2])
     assert step_time.parse(["--quick", "--model", "gpt2"]).model == ["gpt2"]
@@ -308,6 +308,13 @@ def test_options(monkeypatch):
     start.check_memory("mlp", 2, 2)  # 1 GiB, and 1 MiB for the biases
     with pytest.raises(UsageError, match="12 copies of mlp on 2 ranks need about 6 GiB"):
         start.check_memory("mlp", 12, 2)
+    both = ["--model", "mlp", "layers500"]
+    with pytest.raises(UsageError, match="copies of mlp"):
+        step_time.models_that_fit(step_time.parse(both), "mpi", 2)
+    assert step_time.models_that_fit(step_time.parse([*both, "--full"]), "mpi", 2) == ["layers500"]
+    assert "left out: " in capsys.readouterr().out
+    with pytest.raises(UsageError, match="copies of mlp"):
+        step_time.models_that_fit(step_time.parse(["--full", "--model", "mlp"]), "mpi", 2)
 
 
 def test_step_time_runs_and_its_file_can_be_compared_and_summarised(tmp_path, monkeypatch):
