@@ -25,8 +25,8 @@ run: .venv/installed ## train on the shipped digits, 2 ranks on MPI, and print t
 test: .venv/installed ## run the tests
 	.venv/bin/python -m pytest $(ARGS)
 
-bench: .venv/installed ## time training steps beside torch's DistributedDataParallel
-	.venv/bin/python -m benchmarks.step_time $(ARGS)
+bench: .venv/installed ## measure beside torch's DistributedDataParallel, 10 minutes; ARGS=--quick: 2
+	.venv/bin/python -m benchmarks $(ARGS)
 
 lint: .venv/installed ## check style and types
 	.venv/bin/ruff check .

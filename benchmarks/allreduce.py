@@ -19,15 +19,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from tqdm import tqdm
 
 from benchmarks.report import draw_lines, on_terminal, write
+from benchmarks.start import add_results_option
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError, launch, process_group, start_ranks
 from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.supervisor import start_mpirun
@@ -69,6 +71,7 @@ def main() -> int:
         help="default: 4^4 to 4^13",
     )
     parser.add_argument("--quick", action="store_true", help="every other size, a third the rounds")
+    add_results_option(parser)
     options = parser.parse_args()
     if min(options.nproc) < 2 or min(options.bytes) < 8:
         raise UsageError("--nproc must be 2 or more and --bytes 8 or more")
@@ -78,7 +81,7 @@ def main() -> int:
     for count in options.nproc:
         rank = [sys.executable, "-m", "benchmarks.allreduce", "--nproc", str(count)]
         rank += ["--dtype", *options.dtype, "--bytes", *map(str, options.bytes)]
-        rank += ["--quick"] * options.quick
+        rank += ["--quick"] * options.quick + ["--results", str(options.results)]
         if code := start_mpirun(count, rank):
             return code
         if torch.cuda.device_count() >= count and (code := start_ranks(rank, (count,))):
@@ -103,7 +106,7 @@ def measure(options: argparse.Namespace) -> None:
                 calls = max(1, min(50, 2**20 // nbytes))
                 times[nbytes] = take_turns(compared, max(rounds, 3), calls, world.device)
             if world.rank == 0:
-                tell(f"{world.world_size} ranks, {dtype}", backend, dtype, world.world_size, times)
+                tell(backend, dtype, world.world_size, times, options.results)
 
 
 def contenders_on_cpu(
@@ -206,9 +209,10 @@ def take_turns(
 
 
 def tell(
-    title: str, backend: str, dtype: str, ranks: int, times: dict[int, dict[str, list[float]]]
+    backend: str, dtype: str, ranks: int, times: dict[int, dict[str, list[float]]], folder: Path
 ) -> None:
     """Prints the medians, writes all samples, draws bus bandwidth by size."""
+    title = f"{ranks} ranks, {dtype}"
     names = list(next(iter(times.values())))
     bandwidths: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     rows = []
@@ -221,10 +225,13 @@ def tell(
             row.append(f"{1e6 * median:,.0f} us {bandwidths[name][-1][1]:6.2f}")
         rows.append(row)
     print(f"\nall-reduce, {title}: median time, and bus bandwidth in GB/s")
-    print(tabulate(rows, ["bytes", *names], disable_numparse=True, stralign="right"), flush=True)
+    print(text_table(["bytes", *names], rows), flush=True)
     name = f"allreduce-{backend}-{dtype}-{ranks}"
-    write(name, f"all-reduce, {title}; seconds by bytes and contender", times)
-    draw_lines(name, f"all-reduce, {title}", ("bytes", "bus bandwidth, GB/s"), bandwidths)
+    settings = {"benchmark": "allreduce", "backend": backend, "dtype": dtype, "nproc": ranks}
+    told = f"all-reduce, {title}; seconds by bytes and contender"
+    write(name, told, times, settings=settings, folder=folder)
+    axes = ("bytes", "bus bandwidth, GB/s")
+    draw_lines(name, f"all-reduce, {title}", axes, bandwidths, folder=folder)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import os
 import platform
 import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +12,72 @@ import torch
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, GPU, versions, and the commit that was measured."""
+    """Processor, cores, memory, GPU, versions, and the commit that was measured."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "torchvision": _version("torchvision"),
+        "numpy": _version("numpy"),
+        "mpi4py": _version("mpi4py"),
+        "mpi": _mpi_library(),
         "commit": _git("rev-parse", "--short", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": uncommitted_changes(),
     }
 
 
+def uncommitted_changes() -> bool | None:
+    """Whether tracked files differ from the commit; what benchmarks have written does not count.
+
+    None where there is no repository.
+    """
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results")
+    return None if changed is None else bool(changed)
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable")), None)
+
+
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
 
 
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _mpi_library() -> str | None:
+    """The MPI that this process runs on; importing mpi4py would start one."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return None if mpi is None else mpi.Get_library_version().partition("\0")[0].splitlines()[0]
+
+
 def _git(*arguments: str) -> str | None:
-    done = subprocess.run(
-        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
     return done.stdout.strip() if done.returncode == 0 else None

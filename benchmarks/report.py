@@ -8,26 +8,47 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
 from benchmarks.machine import describe
 
-matplotlib.use("Agg")
-from matplotlib import pyplot  # after the choice of how to draw
+try:
+    import matplotlib
+except ImportError:  # numbers are worth having where nothing can be installed
+    pyplot = None
+else:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # after the choice of how to draw
 
 RESULTS = Path(__file__).parent / "results"
+_NO_PICTURE = "not drawn: there is no matplotlib"
 
 
-def write(name: str, title: str, samples: Any) -> None:
-    """Every sample, and what it was measured on."""
-    RESULTS.mkdir(exist_ok=True)
+def write(
+    name: str,
+    title: str,
+    samples: Any,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    folder: Path = RESULTS,
+) -> None:
+    """Every sample, and what it was measured on.
+
+    Args:
+        name: of the file.
+        title: for people.
+        samples: what was measured; for `compare.py` a list of dicts with `name` and
+            `milliseconds`, the contenders' samples of the same rounds.
+        settings: what was asked for. `compare.py` compares files in which they are the same.
+        folder: where to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     content = {
         "title": title,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "settings": dict(settings or {}),
         "machine": describe(),
         "samples": samples,
     }
-    path = RESULTS / f"{name}.json"
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"written to {os.path.relpath(path)}", flush=True)
 
@@ -37,21 +58,97 @@ def draw_lines(
     title: str,
     axes: tuple[str, str],
     lines: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    logarithmic: bool = True,
+    ticks: Sequence[float] = (),
+    stars: Sequence[tuple[float, float]] = (),
+    folder: Path = RESULTS,
 ) -> None:
-    """A picture with one line for each entry of `lines`; both axes logarithmic."""
-    RESULTS.mkdir(exist_ok=True)
+    """A picture with one line for each entry of `lines`.
+
+    Args:
+        name: of the file.
+        title: above it.
+        axes: what x and y are.
+        lines: points by label.
+        logarithmic: both axes; otherwise only x.
+        ticks: the values to write at the x axis.
+        stars: points to mark as the best.
+        folder: where to.
+    """
+    if pyplot is None:
+        print(_NO_PICTURE, flush=True)
+        return
     figure, plot = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for label, points in lines.items():
         plot.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-    plot.set(xscale="log", yscale="log", xlabel=axes[0], ylabel=axes[1], title=title)
+    plot.set(xscale="log", xlabel=axes[0], ylabel=axes[1], title=title)
+    if logarithmic:
+        plot.set(yscale="log")
+    if ticks:
+        plot.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        plot.set_xticks([], minor=True)
+    if stars:
+        plot.plot(*zip(*stars, strict=True), "k*", markersize=9, zorder=3, label="best")
     plot.grid(alpha=0.3)
     plot.legend()
-    path = RESULTS / f"{name}.png"
-    figure.savefig(path, dpi=120)
+    _save(name, figure, folder)
+
+
+def draw_bars(
+    name: str,
+    title: str,
+    label: str,
+    panels: Mapping[str, Mapping[str, tuple[float, float, float]]],
+    *,
+    folder: Path = RESULTS,
+) -> None:
+    """A picture with a panel for each entry of `panels`, and in it a bar for each contender.
+
+    Args:
+        name: of the file.
+        title: above all panels.
+        label: what the bars measure.
+        panels: by title, and in it by contender: low, middle, high. The bar ends at the middle.
+        folder: where to.
+    """
+    if pyplot is None:
+        print(_NO_PICTURE, flush=True)
+        return
+    rows = [len(bars) for bars in panels.values()]
+    figure, plots = pyplot.subplots(
+        len(panels),
+        figsize=(8, 1.0 + 0.25 * sum(rows) + 0.6 * len(rows)),
+        height_ratios=rows,
+        squeeze=False,
+        layout="constrained",
+    )
+    for plot, (panel, bars) in zip(plots.flat, panels.items(), strict=True):
+        places = range(len(bars))
+        middles = [middle for _, middle, _ in bars.values()]
+        errors = [
+            [middle - low for low, middle, _ in bars.values()],
+            [high - middle for _, middle, high in bars.values()],
+        ]
+        plot.barh(places, middles, xerr=errors, color="#4c72b0", error_kw={"linewidth": 0.8})
+        plot.set_yticks(places, list(bars), fontsize=8)
+        plot.invert_yaxis()
+        plot.set_title(panel, fontsize=9)
+        plot.grid(axis="x", alpha=0.3)
+    plots.flat[-1].set_xlabel(label)
+    figure.suptitle(title)
+    _save(name, figure, folder)
+
+
+def _save(name: str, figure: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.png"
+    # Without the version of matplotlib: the same numbers give the same file.
+    figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
     print(f"drawn to {os.path.relpath(path)}", flush=True)
 
 
 def on_terminal() -> bool:
-    """Whether somebody watches: a terminal, also one that the ranks' parent writes to."""
-    return sys.stderr.isatty() or "DDP_TERMINAL" in os.environ
+    """Whether somebody watches; under mpirun that is known once the process group is open."""
+    return sys.stderr.isatty()

@@ -1,109 +1,210 @@
 """How long a training step takes: the rungs of the ladder beside torch's DDP, in one run.
 
 Examples:
-    python -m benchmarks.step_time                    gloo and mpi, two processes
-    python -m benchmarks.step_time --backend gloo --nproc 4
-    python -m benchmarks.step_time --quick            fewer rounds
+    python -m benchmarks.step_time                    gloo and mpi, two processes, every model
+    python -m benchmarks.step_time --backend gloo --nproc 4 --model mlp
+    python -m benchmarks.step_time --quick            two models, for a few seconds each
+    python -m benchmarks.step_time --full             1, 2 and 4 processes, four times as long
 
-Prints a table for each backend and model; writes every sample, the versions and the machine to
-benchmarks/results/.
+Prints a table for each backend and model; writes every sample, the versions and the machine as JSON
+and draws the medians. In an mpi job torch's DDP runs on mpi and, in the same rounds, on gloo.
+
+"torch DDP" in a ratio is the faster of torch's two settings: its default, and "views", which is
+gradient_as_bucket_view=True and broadcast_buffers=False. A ratio is the median of the ratios round
+by round, with its 95 % bootstrap interval; "exposed" is the median of the differences to a step
+without communication, in which torch's SGD steps (ddp.SGD is faster, so it may be negative).
 """
 
 import argparse
+import gc
 import sys
 from dataclasses import asdict
 
 import torch
-from tabulate import tabulate
-from tqdm import tqdm
+import torch.distributed as dist
 
-from benchmarks.measure import Samples, check_equal, interleave
-from benchmarks.report import on_terminal, write
-from benchmarks.strategies import NO_COMMUNICATION, REFERENCES, WORKLOADS, contenders
-from ddp_from_scratch import UsageError, launch, process_group, start_ranks
+from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
+from benchmarks.report import draw_bars, write
+from benchmarks.start import (
+    add_common_options,
+    backend_of_job,
+    check_memory,
+    default_ranks,
+    start,
+)
+from benchmarks.strategies import (
+    GLOO_REFERENCES,
+    NO_COMMUNICATION,
+    REFERENCES,
+    STRATEGIES,
+    WORKLOADS,
+    Strategy,
+    contenders,
+)
+from benchmarks.text_table import text_table
+from ddp_from_scratch import UsageError, launch, process_group
 from ddp_from_scratch.exit import run_to_exit
-from ddp_from_scratch.supervisor import start_mpirun
+
+MODELS = ["mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500"]
+if torch.cuda.is_available():
+    MODELS.append("gpt2")
+ALWAYS = (NO_COMMUNICATION, *REFERENCES, *GLOO_REFERENCES)
 
 
 def main() -> int:
+    options = parse(sys.argv[1:])
+    if launch.launcher() != "none":
+        measure(options)
+        return 0
+    for backend in options.backend:
+        for nproc in options.nproc:
+            models = ["--model", *models_that_fit(options, backend, nproc)]
+            if code := start("benchmarks.step_time", backend, nproc, *sys.argv[1:], *models):
+                return code
+    return 0
+
+
+def models_that_fit(options: argparse.Namespace, backend: str, nproc: int) -> list[str]:
+    """The models that were asked for; of a full sweep those that do not fit are left out, aloud.
+
+    Raises:
+        UsageError: one does not fit into the memory, or none.
+    """
+    fitting = []
+    for model in options.model:
+        try:
+            check_memory(model, len(strategies(backend, options.contender)), nproc)
+        except UsageError as error:
+            if not options.full or (model == options.model[-1] and not fitting):
+                raise
+            print(f"left out: {error}", flush=True)
+        else:
+            fitting.append(model)
+    return fitting
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.step_time",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--backend", nargs="+", choices=("gloo", "mpi", "nccl"))
-    parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
-    parser.add_argument("--model", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=60, help="timed steps (default: 60)")
-    parser.add_argument("--quick", action="store_true", help="10 rounds")
-    options = parser.parse_args()
-    if options.nproc < 1 or options.rounds < 2:
-        raise UsageError("--nproc must be 1 or more and --rounds 2 or more")
-    if options.quick:
-        options.rounds = 10
-    if launch.launcher() != "none":
-        measure(options)
-        return 0
-    backends = options.backend or (["nccl"] if torch.cuda.is_available() else ["gloo", "mpi"])
-    for backend in backends:
-        rank = [sys.executable, "-m", "benchmarks.step_time", "--backend", backend]
-        rank += ["--model", *options.model, "--rounds", str(options.rounds)]
-        if backend == "mpi":
-            code = start_mpirun(options.nproc, rank)
-        else:
-            code = start_ranks(rank, (options.nproc,))
-        if code:
-            return code
-    return 0
+    add_common_options(parser, MODELS)
+    parser.add_argument("--nproc", type=int, nargs="+", help=f"ranks (default: {default_ranks()})")
+    parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
+    parser.add_argument(
+        "--seconds", type=float, help="for a model on a backend, after warm-up (default: 15)"
+    )
+    parser.add_argument(
+        "--contender",
+        nargs="+",
+        choices=[s.name for s in STRATEGIES if s.name not in ALWAYS],
+        metavar="NAME",
+        help="only these beside torch's DDP and no communication, by their names in the table",
+    )
+    sweep = parser.add_mutually_exclusive_group()
+    sweep.add_argument("--quick", action="store_true", help="mlp and resnet18, 3 seconds each")
+    sweep.add_argument("--full", action="store_true", help="1, 2 and 4 ranks, 60 seconds each")
+    options = parser.parse_args(arguments)
+    if options.quick and options.model == MODELS:
+        options.model = ["mlp", "resnet18"]
+    options.nproc = options.nproc or ([1, 2, 4] if options.full else [default_ranks()])
+    options.seconds = options.seconds or (3.0 if options.quick else 60.0 if options.full else 15.0)
+    if min(options.nproc) < 1 or options.seconds <= 0:
+        raise UsageError("--nproc must be 1 or more and --seconds more than 0")
+    if options.rounds is not None and options.rounds < 2:
+        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+    return options
+
+
+def strategies(backend: str, chosen: list[str] | None) -> list[Strategy]:
+    """Those that run in a job of this backend; where some were chosen, these and references."""
+    return [
+        s
+        for s in STRATEGIES
+        if backend in s.backends and (chosen is None or s.name in chosen or s.name in ALWAYS)
+    ]
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: times every model and, on rank 0, prints and writes."""
-    (backend,) = options.backend
+    """A rank's part: times every model and, on rank 0, prints, writes and draws."""
+    backend = backend_of_job(options)
     torch.set_num_threads(1)
+    panels = {}
     with process_group(backend) as world:
+        gloo = dist.new_group(backend="gloo") if backend == "mpi" else None
+        compared = strategies(backend, options.contender)
         for name in options.model:
             workload = WORKLOADS[name]
             torch.manual_seed(world.rank)
-            compared = contenders(workload, world.device)
-            rounds = tqdm(
-                range(options.rounds),
-                desc=f"{backend}, {workload.name}",
-                disable=world.rank != 0 or not on_terminal(),
-                leave=False,
-            )
-            samples = interleave(compared, rounds, world.device)
-            check_equal(compared)
+            of_model = contenders(workload, world.device, compared, gloo)
+            title = f"{workload.name}; {backend}, {world.world_size} ranks"
+            rounds = rounds_for(options.seconds, options.rounds, world.device, title)
+            samples = interleave(of_model, rounds, world.device)
+            check_equal(of_model)
             if world.rank == 0:
-                title = f"{workload.name}; {backend}, {world.world_size} ranks"
-                print(f"\n{title}, {options.rounds} steps each\n{table(samples)}", flush=True)
+                count = len(samples[0].milliseconds)
+                print(f"\n{title}, {count} steps each\n{table(samples)}", flush=True)
+                settings = {
+                    "benchmark": "step_time",
+                    "model": name,
+                    "backend": backend,
+                    "nproc": world.world_size,
+                }
                 file = f"step_time-{name}-{backend}-{world.world_size}"
-                write(file, title, [asdict(s) for s in samples])
+                kept = [asdict(s) for s in samples]
+                write(file, title, kept, settings=settings, folder=options.results)
+                panels[workload.name] = {s.name: s.quartiles for s in samples}
+            # The next model's would come beside them: hooks make cycles of model and Reducer.
+            of_model.clear()
+            gc.collect()
+        if world.rank == 0:
+            draw_bars(
+                f"step_time-{backend}-{world.world_size}",
+                f"a training step, {backend}, {world.world_size} ranks",
+                "ms; the bar ends at the median, the line spans the quartiles",
+                panels,
+                folder=options.results,
+            )
+
+
+def reference(samples: list[Samples], names: tuple[str, ...] = REFERENCES) -> Samples | None:
+    """The fastest of those named, by its median; None where none was measured."""
+    named = [s for s in samples if s.name in names]
+    return min(named, key=lambda s: s.quartiles[1], default=None)
 
 
 def table(samples: list[Samples]) -> str:
-    """Median, quartiles, ratios to torch's DDP (its faster setting) and to no communication."""
-    by_name = {s.name: s for s in samples}
-    reference = min((by_name[name] for name in REFERENCES), key=lambda s: s.quartiles[1])
+    """Median, quartiles, and ratios to torch's DDP (its faster setting) and no communication."""
+    torch_ddp = reference(samples)
+    on_gloo = reference(samples, GLOO_REFERENCES)
+    alone = reference(samples, (NO_COMMUNICATION,))
+    compared = {"/ torch DDP": torch_ddp, "/ it on gloo": on_gloo, "/ no comm.": alone}
+    ratios = {header: other for header, other in compared.items() if other is not None}
     rows = []
     for s in samples:
         low, median, high = s.quartiles
-        ratio, ratio_low, ratio_high = s.ratio_to(reference)
-        bare, _, _ = s.ratio_to(by_name[NO_COMMUNICATION])
-        exposed = median - by_name[NO_COMMUNICATION].quartiles[1]
-        rows.append(
-            [
-                s.name,
-                f"{median:.1f}",
-                f"{low:.1f} to {high:.1f}",
-                f"{ratio:.2f}",
-                f"{ratio_low:.2f} to {ratio_high:.2f}",
-                f"{bare:.2f}",
-                f"{exposed:.1f}",
-            ]
-        )
-    headers = ["", "ms", "quartiles", "/ torch DDP", "95 %", "/ no comm.", "exposed ms"]
-    return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 6))
+        row = [s.name, f"{median:.1f}", f"{low:.1f} to {high:.1f}"]
+        for other in ratios.values():
+            row.append("1" if other is s else _with_interval(s.ratio_to(other)))
+        if alone is not None:
+            row.append(f"{s.minus(alone)[0]:.1f}")
+        if s.cpu_milliseconds:
+            row.append(f"{sorted(s.cpu_milliseconds)[len(s.cpu_milliseconds) // 2]:.1f}")
+        rows.append(row)
+    headers = ["", "ms", "quartiles", *ratios, *["exposed ms"] * (alone is not None)]
+    headers += ["CPU ms"] * (len(rows[0]) - len(headers))
+    return text_table(headers, rows)
+
+
+def _with_interval(ratio: Interval) -> str:
+    middle, low, high = ratio
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

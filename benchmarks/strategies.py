@@ -1,57 +1,66 @@
-"""What is compared: ways to keep a model in step, each a function that takes one training step."""
+"""What is compared: ways to keep a model in step, each a function that takes one training step.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+A strategy is one line of `STRATEGIES`.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
-import torchvision
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_from_scratch as ddp
+from benchmarks.models import WORKLOADS, Workload
+
+__all__ = ["WORKLOADS", "Contender", "Strategy", "Workload", "contenders"]
 
 Step = Callable[[], None]
 
 REFERENCES = ("torch DDP, default", "torch DDP, views")
+GLOO_REFERENCES = ("torch DDP on gloo, default", "torch DDP on gloo, views")
 NO_COMMUNICATION = "no communication"
+
+BACKENDS = ("gloo", "mpi", "nccl")
+LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 
 
 @dataclass(frozen=True)
-class Workload:
-    """A model and the batch of one rank.
+class Training:
+    """How a model that was prepared takes a step.
+
+    Attributes:
+        forward: the module to call.
+        zero_grad: comes before it.
+        update: backward and the optimizer's step, given the loss.
+    """
+
+    forward: nn.Module
+    zero_grad: Callable[[], None]
+    update: Callable[[torch.Tensor], None]
+
+
+Prepare = Callable[[nn.Module, dist.ProcessGroup | None], Training]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to keep models in step.
 
     Attributes:
         name: for the table.
-        model: makes the model; drawn from torch's generator.
-        batch: makes inputs and labels.
+        prepare: makes a model ready, given the process group (None means all ranks).
+        backends: those of the job in which it is measured.
+        on_gloo: it gets a gloo group beside the job's own.
     """
 
     name: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-
-
-def _mlp() -> nn.Module:
-    """16 x Linear(1024, 1024): 64 MB of gradients."""
-    layers: list[nn.Module] = []
-    for _ in range(16):
-        layers += [nn.Linear(1024, 1024), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-WORKLOADS = {
-    "mlp": Workload(
-        "MLP, 64 MB, batch 16",
-        _mlp,
-        lambda: (torch.randn(16, 1024), torch.randint(1024, (16,))),
-    ),
-    "resnet18": Workload(
-        "ResNet-18, 45 MB, batch 8 at 64x64",
-        lambda: torchvision.models.resnet18(num_classes=1000),
-        lambda: (torch.randn(8, 3, 64, 64), torch.randint(1000, (8,))),
-    ),
-}
+    prepare: Prepare
+    backends: tuple[str, ...] = BACKENDS
+    on_gloo: bool = False
 
 
 @dataclass
@@ -62,47 +71,130 @@ class Contender:
         name: for the table.
         model: the user's module, without a wrapper.
         step: takes one training step.
+        start: the parameters before the first step, if they are known.
     """
 
     name: str
     model: nn.Module
     step: Step
+    start: Sequence[torch.Tensor] = field(default=(), repr=False)
 
 
-def contenders(workload: Workload, device: torch.device) -> list[Contender]:
-    """Every strategy, each with the same parameters and, on this rank, the same batch."""
-    batch = tuple(tensor.to(device) for tensor in workload.batch())
+def two_calls(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Training:
+    """`loss.backward()`, then `optimizer.step()`."""
 
-    def contender(name: str, prepare: Callable[[nn.Module], nn.Module]) -> Contender:
+    def update(loss: torch.Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+
+    return Training(forward, optimizer.zero_grad, update)
+
+
+def foreach_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM, foreach=True)
+
+
+def alone(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
+    """No communication at all: what every other strategy adds to."""
+    return two_calls(model, foreach_sgd(model))
+
+
+def torch_ddp(**settings: object) -> Prepare:
+    """A `DistributedDataParallel` of torch's with these arguments, and torch's optimizer."""
+
+    def prepare(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
+        wrapped = DistributedDataParallel(model, process_group=group, **settings)  # type: ignore[arg-type]
+        return two_calls(wrapped, foreach_sgd(model))
+
+    return prepare
+
+
+def reducer(**settings: object) -> Prepare:
+    """A `Reducer` with these arguments, and torch's optimizer."""
+
+    def prepare(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
+        ddp.broadcast_parameters(model, process_group=group)
+        # Held by the model's own hook for as long as the model lives.
+        ddp.Reducer(model, group, **settings)  # type: ignore[arg-type]
+        return two_calls(model, foreach_sgd(model))
+
+    return prepare
+
+
+def flat_sgd(at_once: bool = False, **settings: object) -> Prepare:
+    """A `Reducer` with these arguments, its gradients views, and `ddp.SGD`.
+
+    Args:
+        at_once: `backward_and_step()` in place of the two calls.
+        settings: of the Reducer.
+    """
+
+    def prepare(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
+        ddp.broadcast_parameters(model, process_group=group)
+        averaging = ddp.Reducer(model, group, gradient_as_bucket_view=True, **settings)  # type: ignore[arg-type]
+        optimizer = ddp.SGD(model.parameters(), LEARNING_RATE, MOMENTUM, reducer=averaging)
+        if at_once:
+            return Training(model, optimizer.zero_grad, optimizer.backward_and_step)
+        return two_calls(model, optimizer)
+
+    return prepare
+
+
+# torch's best setting: views, and buffers stay where they are, as with a Reducer. Some versions of
+# torch have another name for the latter and warn of the old one.
+_SYNC_BUFFERS = {"forward_sync_buffers", "broadcast_buffers"} & set(
+    inspect.signature(DistributedDataParallel).parameters
+)
+TORCH_BEST: dict[str, object] = {"gradient_as_bucket_view": True, max(_SYNC_BUFFERS): False}
+
+STRATEGIES = [
+    Strategy(NO_COMMUNICATION, alone),
+    Strategy(REFERENCES[0], torch_ddp()),
+    Strategy(REFERENCES[1], torch_ddp(**TORCH_BEST)),
+    Strategy(GLOO_REFERENCES[0], torch_ddp(), ("mpi",), on_gloo=True),
+    Strategy(GLOO_REFERENCES[1], torch_ddp(**TORCH_BEST), ("mpi",), on_gloo=True),
+    Strategy("one all-reduce per parameter", reducer(bucket_cap_mb=0, overlap=False)),
+    Strategy("one flat bucket", reducer(bucket_cap_mb=float("inf"), overlap=False)),
+    Strategy("buckets", reducer(overlap=False)),
+    Strategy("buckets, overlapped (default)", reducer()),
+    Strategy("buckets, overlapped, views", reducer(gradient_as_bucket_view=True)),
+    Strategy("ddp.SGD", flat_sgd()),
+    Strategy("ddp.SGD, backward_and_step", flat_sgd(at_once=True)),
+]
+
+
+def contenders(
+    workload: Workload,
+    device: torch.device,
+    strategies: Sequence[Strategy] | None = None,
+    gloo: dist.ProcessGroup | None = None,
+    keep_start: bool = True,
+) -> list[Contender]:
+    """Every strategy, each with the same parameters and, on this rank, the same batch.
+
+    Args:
+        workload: what to train.
+        device: where.
+        strategies: None means those that need no group but the default one, on any backend.
+        gloo: a gloo group of all ranks, for strategies that ask for it.
+        keep_start: keep a copy of the parameters as they were, for `check_equal`.
+    """
+    if strategies is None:
+        strategies = [s for s in STRATEGIES if s.backends == BACKENDS]
+    inputs, labels = (tensor.to(device) for tensor in workload.batch())
+    start: list[torch.Tensor] = []
+
+    def contender(strategy: Strategy) -> Contender:
         torch.manual_seed(0)
         model = workload.model().to(device)
-        called = prepare(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+        if keep_start and not start:
+            start.extend(parameter.detach().clone() for parameter in model.parameters())
+        training = strategy.prepare(model, gloo if strategy.on_gloo else None)
 
         def step() -> None:
-            optimizer.zero_grad()
-            cross_entropy(called(batch[0]), batch[1]).backward()
-            optimizer.step()
+            training.zero_grad()
+            training.update(cross_entropy(training.forward(inputs), labels))
 
-        return Contender(name, model, step)
+        return Contender(strategy.name, model, step, start)
 
-    def reduced(**settings: object) -> Callable[[nn.Module], nn.Module]:
-        def prepare(model: nn.Module) -> nn.Module:
-            ddp.broadcast_parameters(model)
-            # Held by the model's own hook for as long as the model lives.
-            ddp.Reducer(model, **settings)  # type: ignore[arg-type]
-            return model
-
-        return prepare
-
-    views = {"gradient_as_bucket_view": True}
-    return [
-        contender(NO_COMMUNICATION, lambda model: model),
-        contender(REFERENCES[0], DistributedDataParallel),
-        contender(REFERENCES[1], lambda model: DistributedDataParallel(model, **views)),  # type: ignore[arg-type]
-        contender("one all-reduce per parameter", reduced(bucket_cap_mb=0, overlap=False)),
-        contender("one flat bucket", reduced(bucket_cap_mb=float("inf"), overlap=False)),
-        contender("buckets", reduced(overlap=False)),
-        contender("buckets, overlapped (default)", reduced()),
-        contender("buckets, overlapped, views", reduced(**views)),
-    ]
+    return [contender(strategy) for strategy in strategies]

@@ -14,14 +14,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from tqdm import tqdm
 
 from benchmarks.report import on_terminal, write
+from benchmarks.start import add_results_option
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError, launch, process_group
 from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.supervisor import start_mpirun
@@ -38,17 +40,19 @@ def main() -> int:
         "--nproc", type=int, default=2 * cores, help=f"ranks (default: {2 * cores}, two a core)"
     )
     parser.add_argument("--rounds", type=int, default=20, help="pieces of work (default: 20)")
+    add_results_option(parser)
     options = parser.parse_args()
     if options.nproc < 2 or options.nproc % 2 or options.rounds < 1:
         raise UsageError("--nproc must be an even number, 2 or more, and --rounds 1 or more")
     if launch.launcher() == "none":
         rank = [sys.executable, "-m", "benchmarks.waiting", "--rounds", str(options.rounds)]
+        rank += ["--results", str(options.results)]
         return start_mpirun(options.nproc, [*rank, "--nproc", str(options.nproc)])
-    measure(options.rounds)
+    measure(options.rounds, options.results)
     return 0
 
 
-def measure(rounds: int) -> None:
+def measure(rounds: int, folder: Path) -> None:
     """A rank's part: computes or waits, each way in turn."""
     from ddp_from_scratch.mpi.runtime import MPI
 
@@ -99,9 +103,10 @@ def measure(rounds: int) -> None:
             title = f"{half} ranks compute while {half} wait, on {cores} cores"
             print(f"\n{title}: median ms of the work")
             headers = ["how they wait", "ms", "/ nobody waits"]
-            aligned = ("left", "right", "right")
-            print(tabulate(rows, headers, disable_numparse=True, colalign=aligned), flush=True)
-            write("waiting", title, dict(zip(names, times.tolist(), strict=True)))
+            print(text_table(headers, rows), flush=True)
+            settings = {"benchmark": "waiting", "nproc": world.world_size}
+            samples = dict(zip(names, times.tolist(), strict=True))
+            write("waiting", title, samples, settings=settings, folder=folder)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,153 @@
+"""Runs the benchmarks one after another, and prints at the end what they come to.
+
+Examples:
+    python -m benchmarks                  about 10 minutes on 2 cores (make bench)
+    python -m benchmarks --quick          about 2 minutes; the numbers are rough
+    python -m benchmarks --full           every model, backend and number of ranks: hours
+    python -m benchmarks overlap memory   only these
+
+benchmarks/README.md says what each measures and how to read it. Nothing else should run meanwhile.
+
+Exit code 0: all is well. That of the first benchmark that failed otherwise; the rest run all the
+same. 130, 143: stopped by Ctrl-C, by SIGTERM.
+"""
+
+import argparse
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from benchmarks.machine import describe
+from benchmarks.report import RESULTS
+from benchmarks.start import default_ranks
+from benchmarks.summary import summarise
+from ddp_from_scratch.exit import run_to_exit
+
+STOPPED = (130, 143)
+
+
+def always() -> str | None:
+    """What there is no reason to leave out."""
+    return None
+
+
+def where_mpirun_is() -> str | None:
+    """Why a benchmark on mpi cannot run here, or None."""
+    found = shutil.which("mpirun") or (Path(sys.executable).parent / "mpirun").exists()
+    return None if found else "there is no mpirun"
+
+
+def where_two_ranks_are() -> str | None:
+    """Why two ranks cannot run here, or None."""
+    return "there is one GPU" if default_ranks() < 2 else None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One command of the set.
+
+    Attributes:
+        name: of the module in benchmarks/.
+        arguments: in the set of about 10 minutes; None leaves it out.
+        quick: with --quick.
+        full: with --full.
+        obstacle: says why it cannot run here, or None.
+    """
+
+    name: str
+    arguments: tuple[str, ...] | None = ()
+    quick: tuple[str, ...] | None = ("--quick",)
+    full: tuple[str, ...] | None = ("--full",)
+    obstacle: Callable[[], str | None] = always
+
+
+# What saturated cores do to a step: twice as many ranks as there are on a machine with 2 cores.
+_CROWDED = ("--backend", "mpi", "--nproc", "4", "--model", "mlp")
+
+SET = [
+    Benchmark("step_time"),
+    Benchmark("step_time", _CROWDED, quick=None, full=None, obstacle=where_mpirun_is),
+    Benchmark("overlap", obstacle=where_two_ranks_are),
+    Benchmark("memory", ("--model", "mlp")),
+    Benchmark("allreduce", None, None, ("--nproc", "2", "4"), where_mpirun_is),
+    Benchmark("waiting", None, None, (), where_mpirun_is),
+]
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, _stop)
+    size = "quick" if options.quick else "full" if options.full else "arguments"
+    chosen = [b for b in SET if b.name in options.name and getattr(b, size) is not None]
+    results = [] if options.results is None else ["--results", str(options.results)]
+    began, lines, first_failure = time.time(), [], 0
+    for number, benchmark in enumerate(chosen, 1):
+        command = ["-m", f"benchmarks.{benchmark.name}", *getattr(benchmark, size), *results]
+        label = f"{number} of {len(chosen)}: python {' '.join(command)}"
+        print(f"\n== {label}", flush=True)
+        reason = benchmark.obstacle()
+        if reason is not None:
+            lines.append(f"left out, {reason}: {label}")
+            continue
+        own_began = time.monotonic()
+        code = run([sys.executable, *command])
+        took = f"{time.monotonic() - own_began:.0f} s"
+        lines.append(f"{'done' if code == 0 else f'FAILED with exit code {code}'}, {took}: {label}")
+        first_failure = first_failure or code
+        if code in STOPPED:
+            break
+    tell(lines, options.results or RESULTS, began)
+    return first_failure
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    names = list(dict.fromkeys(benchmark.name for benchmark in SET))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "name", nargs="*", default=names, help=f"of {', '.join(names)} (default: all)"
+    )
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where JSON and PNG go")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="rough numbers in about 2 minutes")
+    size.add_argument("--full", action="store_true", help="the whole sweep")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.name if name not in names]
+    if unknown:
+        parser.error(f"there is no benchmark {unknown[0]!r}: choose from {', '.join(names)}")
+    return options
+
+
+def run(command: list[str]) -> int:
+    """The exit code of a benchmark, which shares this terminal."""
+    code = subprocess.run(command).returncode
+    return 128 - code if code < 0 else code
+
+
+def tell(lines: list[str], results: Path, began: float) -> None:
+    """Prints the summary: machine, ratios, and what became of each command."""
+    machine = describe()
+    commit = f"{machine['commit']}{' with changes' if machine['uncommitted_changes'] else ''}"
+    print(f"\n== summary: {machine['processor']}, {machine['cores']} cores, commit {commit}")
+    print(summarise(results, began))
+    print("\n" + "\n".join(lines), flush=True)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends the benchmark that runs, and with it its ranks."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    run_to_exit(main)

@@ -1,0 +1,300 @@
+"""How much memory training takes: per rank and per node, beside torch's DDP.
+
+Examples:
+    python -m benchmarks.memory                   gloo and mpi, MLP and ResNet-18, two processes
+    python -m benchmarks.memory --model resnet50 --backend mpi --nproc 4
+    python -m benchmarks.memory --quick           the MLP on gloo, three contenders
+
+Every contender has processes of its own, since what one has freed the next would use. They take six
+steps while a thread looks every 5 ms at /proc/self/smaps_rollup:
+
+    rank    Private_Dirty: what belongs to this process alone, files that it only reads left out
+    node    the sum over ranks of Pss_Anon and Pss_Shmem: with what ranks share, counted once
+
+Both less what they were before the model was made: Python, torch and MPI are the same for all. The
+peak is that of the whole run (buckets are laid out anew in the first steps), "steady" that of the
+last three steps. Parameters, gradients and momentum are 3 times the parameters at least, which "x"
+counts. With nccl it is torch's count of GPU memory.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from benchmarks.measure import check_distance
+from benchmarks.models import WORKLOADS
+from benchmarks.report import draw_bars, on_terminal, write
+from benchmarks.start import add_common_options, default_ranks, start
+from benchmarks.strategies import NO_COMMUNICATION, REFERENCES, STRATEGIES, contenders
+from benchmarks.text_table import text_table
+from ddp_from_scratch import UsageError, check_sync, launch, process_group
+from ddp_from_scratch.exit import run_to_exit
+
+MODELS = ("mlp", "resnet18")
+QUICK = (NO_COMMUNICATION, REFERENCES[1], "buckets, overlapped, views")
+LADDER = ("one all-reduce per parameter", "one flat bucket", "buckets")  # as the default, or more
+STEPS, STEADY = 6, 3
+_INTERVAL_S = 0.005
+
+ROLLUP = Path("/proc/self/smaps_rollup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process at one time, or more than at another.
+
+    Attributes:
+        private: of this process alone.
+        node: with its part of what it shares with others.
+    """
+
+    private: int
+    node: int
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    if not ROLLUP.exists():
+        raise UsageError(f"benchmarks.memory needs Linux's {ROLLUP}")
+    if launch.launcher() != "none":
+        measure(options)
+        return 0
+    for backend in options.backend:
+        for model in options.model:
+            if code := compare(options, backend, model):
+                return code
+    return 0
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_common_options(parser, MODELS)
+    parser.add_argument("--nproc", type=int, default=default_ranks(), help="default: 2")
+    names = [s.name for s in STRATEGIES]
+    parser.add_argument(
+        "--contender",
+        nargs="+",
+        choices=names,
+        metavar="NAME",
+        help="default: all but the first rungs, which take no less than the last",
+    )
+    sweep = parser.add_mutually_exclusive_group()
+    sweep.add_argument("--quick", action="store_true", help="mlp on gloo, three contenders")
+    sweep.add_argument("--full", action="store_true", help="every model, every contender")
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # where a rank 0 puts its part
+    options = parser.parse_args(arguments)
+    if options.nproc < 1:
+        raise UsageError(f"--nproc must be 1 or more, got {options.nproc}")
+    if options.quick:
+        options.model = ["mlp"] if options.model == list(MODELS) else options.model
+        options.backend = options.backend[:1]
+    if options.full and options.model == list(MODELS):
+        options.model = [name for name in WORKLOADS if name not in ("mlp64", "gpt2")]
+    if options.contender is None:
+        options.contender = list(QUICK) if options.quick else names
+        if not options.full:
+            options.contender = [name for name in options.contender if name not in LADDER]
+    return options
+
+
+def compare(options: argparse.Namespace, backend: str, model: str) -> int:
+    """Starts ranks for each contender in turn; prints, writes and draws what they found.
+
+    Returns:
+        The exit code of the first rank that failed, or 0.
+
+    Raises:
+        RuntimeError: two contenders have trained to different parameters.
+    """
+    chosen = [
+        s.name
+        for s in STRATEGIES
+        if s.name in options.contender and backend in s.backends and not s.on_gloo
+    ]
+    title = f"{WORKLOADS[model].name}; {backend}, {options.nproc} ranks"
+    samples = []
+    torch.manual_seed(0)
+    initial = [parameter.detach() for parameter in WORKLOADS[model].model().parameters()]
+    trained: tuple[str, list[torch.Tensor]] | None = None
+    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
+        for name in tqdm(chosen, title, disable=not on_terminal(), leave=False):
+            into = Path(folder) / "part"
+            code = start(
+                "benchmarks.memory",
+                backend,
+                options.nproc,
+                *("--model", model, "--contender", name, "--into", into),
+            )
+            if code:
+                return code
+            samples.append({"name": name, **json.loads(into.read_text())})
+            if name != NO_COMMUNICATION:
+                parameters = torch.load(into.with_suffix(".pt"), map_location="cpu")
+                if trained is None:
+                    trained = (name, parameters)
+                check_distance((name, trained[0]), parameters, trained[1], initial)
+    size = WORKLOADS[model].parameter_bytes
+    print(f"\n{title}: MB more than before the model was made\n{table(samples, size)}", flush=True)
+    settings = {"benchmark": "memory", "model": model, "backend": backend, "nproc": options.nproc}
+    file = f"memory-{model}-{backend}-{options.nproc}"
+    write(file, title, samples, settings=settings, folder=options.results)
+    panels: dict[str, dict[str, tuple[float, float, float]]] = {"peak of a rank": {}}
+    panels["peak of the node"] = {}
+    for sample in samples:
+        for panel, kind in zip(panels.values(), ("private", "node"), strict=True):
+            value = growth(sample, kind) / 1e6
+            panel[sample["name"]] = (value, value, value)
+    draw_bars(file, title, "MB", panels, folder=options.results)
+    return 0
+
+
+def measure(options: argparse.Namespace) -> None:
+    """A rank's part: trains with one contender; rank 0 writes what all of them took."""
+    (backend,), (model,), (name,) = options.backend, options.model, options.contender
+    torch.set_num_threads(1)
+    with process_group(backend) as world:
+        dist.barrier()  # what the backend allocates at its first use
+        torch.manual_seed(world.rank)
+        before = read(world.device)
+        with Watch(world.device) as watch:
+            strategy = [s for s in STRATEGIES if s.name == name]
+            (contender,) = contenders(WORKLOADS[model], world.device, strategy, keep_start=False)
+            phases = [watch.peak()]
+            for _ in range(STEPS):
+                contender.step()
+                dist.barrier()  # so that a phase is the same time on all ranks
+                phases.append(watch.peak())
+        if name != NO_COMMUNICATION:
+            check_sync(contender.model)
+        own = [[m.private, m.node] for m in (before, *phases)]
+        everyone: list[Any] = [None] * world.world_size
+        dist.all_gather_object(everyone, own)
+        if world.rank == 0:
+            by_rank = torch.tensor(everyone)
+            kinds = {"private": by_rank[:, :, 0].tolist(), "node": by_rank[:, :, 1].tolist()}
+            torch.save(list(contender.model.parameters()), options.into.with_suffix(".pt"))
+            options.into.write_text(json.dumps(kinds))
+
+
+class Watch:
+    """Looks at this process's memory from a thread of its own.
+
+    Args:
+        device: a GPU is not looked at, it counts by itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._highest = Memory(0, 0)
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> "Watch":
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def peak(self) -> Memory:
+        """The most since the last call, or since the beginning; now counts, too."""
+        if self._device.type == "cuda":
+            highest = torch.cuda.max_memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return Memory(highest, highest)
+        self._note()
+        with self._lock:
+            highest_of_both, self._highest = self._highest, Memory(0, 0)
+        return highest_of_both
+
+    def _note(self) -> None:
+        now = read(self._device)
+        with self._lock:
+            self._highest = Memory(
+                max(now.private, self._highest.private), max(now.node, self._highest.node)
+            )
+
+    def _look(self) -> None:
+        while not self._stopped.wait(_INTERVAL_S):
+            self._note()
+
+
+def read(device: torch.device) -> Memory:
+    """What this process holds now."""
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        return Memory(allocated, allocated)
+    return parse_rollup(ROLLUP.read_text())
+
+
+def parse_rollup(text: str) -> Memory:
+    """Of the kernel's lines "Pss_Anon:    123 kB"."""
+    lines = (line.split() for line in text.splitlines()[1:])
+    sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
+    return Memory(sizes["Private_Dirty"], sizes["Pss_Anon"] + sizes["Pss_Shmem"])
+
+
+def growth(sample: dict[str, Any], kind: str, steady: bool = False) -> int:
+    """Bytes over what was there at first; of the largest rank, or of the node.
+
+    Args:
+        sample: a contender's: for each rank what it held before, and its peak in each phase.
+        kind: "private" for a rank's own, "node" for the sum over ranks.
+        steady: in the last steps; otherwise at any time.
+    """
+    by_rank = sample[kind]
+    phases = [[rank[i] - rank[0] for rank in by_rank] for i in range(1, len(by_rank[0]))]
+    if steady:
+        phases = phases[-STEADY:]
+    peaks: list[int] = [sum(phase) if kind == "node" else max(phase) for phase in phases]
+    return max(peaks)
+
+
+def table(samples: list[dict[str, Any]], parameter_bytes: int) -> str:
+    """Peaks in MB, in multiples of the parameters, and as a ratio to torch's better setting."""
+    references = [s for s in samples if s["name"] in REFERENCES]
+    reference = min((growth(s, "node") for s in references), default=None)
+    rows = []
+    for sample in samples:
+        row = [sample["name"]]
+        for kind in ("private", "node"):
+            peak, steady = growth(sample, kind), growth(sample, kind, steady=True)
+            row += [f"{peak / 1e6:,.0f}", f"{steady / 1e6:,.0f}", f"{peak / parameter_bytes:.1f}"]
+        ratio = "-" if not reference else f"{growth(sample, 'node') / reference:.2f}"
+        rows.append([*row, ratio])
+    headers = ["", "rank", "steady", "x", "node", "steady", "x", "/ torch DDP"]
+    return text_table(headers, rows)
+
+
+if __name__ == "__main__":
+    run_to_exit(main)

@@ -1,0 +1,127 @@
+"""What is trained: models, each with the batch of one rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torchvision
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the batch of one rank.
+
+    Attributes:
+        name: for the table.
+        model: makes the model; drawn from torch's generator.
+        batch: makes inputs and labels. The model's output has a row of logits for each label.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of all parameters, which is also the size of all gradients; none of them is made."""
+        with torch.device("meta"):
+            return sum(parameter.nbytes for parameter in self.model().parameters())
+
+
+class Transformer(nn.Module):
+    """GPT-2's shape: learned positions, norms before each part, and a head that is the embedding.
+
+    Args:
+        vocabulary, context: the number of tokens, and the most of them in a row.
+        width, heads, depth: GPT-2's smallest has 768, 12 and 12.
+    """
+
+    def __init__(self, vocabulary: int, context: int, width: int, heads: int, depth: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`tokens` (batch, length) to logits (batch * length, vocabulary)."""
+        length = tokens.shape[1]
+        later = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        hidden = self.tokens(tokens) + self.positions.weight[:length]
+        for block in self.blocks:
+            hidden = block(hidden, later, is_causal=True)
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits.flatten(0, 1)
+
+
+class _Residual(nn.Linear):
+    """Adds to its input, so that a gradient gets through hundreds of them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * super().forward(x)
+
+
+def _mlp() -> nn.Module:
+    """16 x Linear(1024, 1024): 64 MB of gradients."""
+    layers: list[nn.Module] = []
+    for _ in range(16):
+        layers += [nn.Linear(1024, 1024), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def _images(count: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(count, 3, side, side), torch.randint(1000, (count,))
+
+
+def _text(count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(vocabulary, (count, length + 1))
+    return tokens[:, :-1], tokens[:, 1:].flatten()
+
+
+WORKLOADS = {
+    "mlp": Workload(
+        "MLP, 64 MB, batch 16",
+        _mlp,
+        lambda: (torch.randn(16, 1024), torch.randint(1024, (16,))),
+    ),
+    "mlp64": Workload(
+        "MLP, 64 MB, batch 64",
+        _mlp,
+        lambda: (torch.randn(64, 1024), torch.randint(1024, (64,))),
+    ),
+    "resnet18": Workload(
+        "ResNet-18, 45 MB, batch 8 at 64x64",
+        lambda: torchvision.models.resnet18(num_classes=1000),
+        lambda: _images(8, 64),
+    ),
+    "resnet50": Workload(
+        "ResNet-50, 97 MB, batch 4 at 64x64",
+        lambda: torchvision.models.resnet50(num_classes=1000),
+        lambda: _images(4, 64),
+    ),
+    "transformer": Workload(
+        "transformer, 39 MB, 2 x 64 tokens",
+        lambda: Transformer(8192, 64, width=384, heads=6, depth=4),
+        lambda: _text(2, 64, 8192),
+    ),
+    "layers500": Workload(
+        "500 layers, 2 MB, batch 16",
+        lambda: nn.Sequential(*(_Residual(32, 32) for _ in range(500))),
+        lambda: (torch.randn(16, 32), torch.randint(32, (16,))),
+    ),
+    "gpt2": Workload(  # for a GPU
+        "GPT-2, 475 MB, 4 x 512 tokens",
+        lambda: Transformer(50257, 1024, width=768, heads=12, depth=12),
+        lambda: _text(4, 512, 50257),
+    ),
+}

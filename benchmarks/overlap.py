@@ -1,0 +1,258 @@
+"""How much of the communication is hidden behind backward, by the size of a bucket.
+
+Examples:
+    python -m benchmarks.overlap                  gloo and mpi, MLP and ResNet-18, two processes
+    python -m benchmarks.overlap --cap 1 4 16 64 --model resnet50
+    python -m benchmarks.overlap --quick          one model, two caps
+
+For each cap, in the same rounds: a Reducer that launches its buckets during backward, one that
+launches them at its end, and torch's DDP; all with gradients as views of their buckets and no
+buffers sent, so that they differ in nothing else. With `alone` a step without communication:
+
+    communication  =  at its end - alone               what there is to be hidden
+    exposed        =  during backward - alone          what the step is longer by
+    hidden share   =  1 - exposed / communication      1: all of it; 0: none
+
+each the median over rounds, the share with a 95 % bootstrap interval. It is negative where
+overlapping costs more than it hides: backward and communication want the same cores. torch's DDP
+has no way to launch at the end, and is taken by the communication of the Reducer with the same
+buckets. The best cap is the one with the shortest step.
+"""
+
+import argparse
+import gc
+import sys
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
+from benchmarks.report import draw_lines, write
+from benchmarks.start import add_common_options, backend_of_job, check_memory, start
+from benchmarks.strategies import (
+    NO_COMMUNICATION,
+    TORCH_BEST,
+    WORKLOADS,
+    Strategy,
+    alone,
+    contenders,
+    reducer,
+    torch_ddp,
+)
+from benchmarks.text_table import text_table
+from ddp_from_scratch import UsageError, launch, process_group
+from ddp_from_scratch.exit import run_to_exit
+from ddp_from_scratch.process_group import World
+
+MODELS = ("mlp", "resnet18")
+CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
+DURING, AT_END, TORCH = "during backward", "at its end", "torch DDP"
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What became of one cap.
+
+    Attributes:
+        cap: of every bucket, in MiB.
+        milliseconds: the median step, with overlap.
+        exposed: what that is longer than a step without communication, in ms.
+        hidden: the share of the communication that is not exposed, with its interval.
+        torch_milliseconds: the same three of torch's DDP.
+        torch_exposed: see there.
+        torch_hidden: see there.
+    """
+
+    cap: float
+    milliseconds: float
+    exposed: float
+    hidden: Interval
+    torch_milliseconds: float
+    torch_exposed: float
+    torch_hidden: Interval
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    if launch.launcher() != "none":
+        measure(options)
+        return 0
+    for backend in options.backend:
+        for model in options.model:
+            check_memory(model, 1 + 3 * len(options.cap), options.nproc)
+        if code := start("benchmarks.overlap", backend, options.nproc, *sys.argv[1:]):
+            return code
+    return 0
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overlap",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_common_options(parser, MODELS)
+    parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
+    parser.add_argument("--cap", type=float, nargs="+", metavar="MB", help="default: 1 4 12 25 64")
+    parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
+    parser.add_argument(
+        "--seconds", type=float, help="for a model on a backend, after warm-up (default: 12)"
+    )
+    sweep = parser.add_mutually_exclusive_group()
+    sweep.add_argument("--quick", action="store_true", help="mlp, caps 4 and 25, 3 seconds")
+    sweep.add_argument("--full", action="store_true", help="nine caps, 60 seconds each")
+    options = parser.parse_args(arguments)
+    if options.quick and options.model == list(MODELS):
+        options.model = ["mlp"]
+    if options.cap is None:
+        options.cap = [4.0, 25.0] if options.quick else list(CAPS)
+        if options.full:
+            options.cap = [0.25, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0]
+    options.cap = sorted(set(options.cap))
+    options.seconds = options.seconds or (3.0 if options.quick else 60.0 if options.full else 12.0)
+    if options.nproc < 2 or options.seconds <= 0 or min(options.cap) <= 0:
+        raise UsageError("--nproc must be 2 or more, --seconds and --cap more than 0")
+    if options.rounds is not None and options.rounds < 2:
+        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+    return options
+
+
+def strategies(caps: list[float]) -> list[Strategy]:
+    """A step without communication, and three ways for each cap."""
+    views = {"gradient_as_bucket_view": True}
+    found = [Strategy(NO_COMMUNICATION, alone)]
+    for cap in caps:
+        found += [
+            Strategy(_name(DURING, cap), reducer(bucket_cap_mb=cap, **views)),
+            Strategy(_name(AT_END, cap), reducer(bucket_cap_mb=cap, overlap=False, **views)),
+            Strategy(_name(TORCH, cap), torch_ddp(bucket_cap_mb=cap, **TORCH_BEST)),
+        ]
+    return found
+
+
+def _name(way: str, cap: float) -> str:
+    return f"{way}, {cap:g} MB"
+
+
+def measure(options: argparse.Namespace) -> None:
+    """A rank's part: times every model and, on rank 0, prints, writes and draws."""
+    backend = backend_of_job(options)
+    torch.set_num_threads(1)
+    with process_group(backend) as world:
+        for model in options.model:
+            workload = WORKLOADS[model]
+            torch.manual_seed(world.rank)
+            compared = contenders(workload, world.device, strategies(options.cap))
+            title = f"{workload.name}; {backend}, {world.world_size} ranks"
+            rounds = rounds_for(options.seconds, options.rounds, world.device, title)
+            samples = interleave(compared, rounds, world.device)
+            check_equal(compared)
+            if world.rank == 0:
+                tell(options, world, model, title, samples)
+            compared.clear()
+            gc.collect()  # hooks make cycles of model and Reducer
+
+
+def tell(
+    options: argparse.Namespace, world: World, model: str, title: str, samples: list[Samples]
+) -> None:
+    """Prints, writes and draws one model's results."""
+    found = overlaps(samples, options.cap)
+    count = len(samples[0].milliseconds)
+    print(f"\n{title}, {count} steps each\n{table(found, samples[0])}", flush=True)
+    settings = {
+        "benchmark": "overlap",
+        "model": model,
+        "backend": world.backend,
+        "nproc": world.world_size,
+        "caps": options.cap,
+    }
+    file = f"overlap-{model}-{world.backend}-{world.world_size}"
+    write(file, title, [asdict(s) for s in samples], settings=settings, folder=options.results)
+    ours = [(o.cap, o.milliseconds) for o in found]
+    theirs = [(o.cap, o.torch_milliseconds) for o in found]
+    bare = [(o.cap, samples[0].quartiles[1]) for o in found]
+    draw_lines(
+        file,
+        f"a step by bucket size: {title}",
+        ("bucket_cap_mb", "ms"),
+        {"Reducer": ours, TORCH: theirs, NO_COMMUNICATION: bare},
+        logarithmic=False,
+        ticks=options.cap,
+        stars=[min(points, key=lambda point: point[1]) for points in (ours, theirs)],
+        folder=options.results,
+    )
+
+
+def overlaps(samples: list[Samples], caps: list[float]) -> list[Overlap]:
+    """What became of each cap; `samples` by the names of `strategies`."""
+    by_name = {s.name: np.array(s.milliseconds) for s in samples}
+    bare = by_name[NO_COMMUNICATION]
+    found = []
+    for cap in caps:
+        communication = by_name[_name(AT_END, cap)] - bare
+        ours, theirs = by_name[_name(DURING, cap)], by_name[_name(TORCH, cap)]
+        found.append(
+            Overlap(
+                cap,
+                float(np.median(ours)),
+                float(np.median(ours - bare)),
+                hidden_share(ours - bare, communication),
+                float(np.median(theirs)),
+                float(np.median(theirs - bare)),
+                hidden_share(theirs - bare, communication),
+            )
+        )
+    return found
+
+
+def hidden_share(exposed: np.ndarray, communication: np.ndarray) -> Interval:
+    """1 - exposed / communication, of their medians over rounds, and its 95 % interval.
+
+    Not numbers where there is no communication that could be hidden.
+    """
+    if np.median(communication) <= 0:
+        return (float("nan"),) * 3
+    drawn = np.random.default_rng(0).integers(len(exposed), size=(2000, len(exposed)))
+    whole = np.median(communication[drawn], axis=1)
+    shares = 1 - np.median(exposed[drawn], axis=1) / np.where(whole > 0, whole, np.nan)
+    low, high = np.nanpercentile(shares, [2.5, 97.5])
+    return float(1 - np.median(exposed) / np.median(communication)), float(low), float(high)
+
+
+def table(found: list[Overlap], bare: Samples) -> str:
+    """A row for each cap, the best of each column of times marked."""
+    best = min(found, key=lambda o: o.milliseconds)
+    torch_best = min(found, key=lambda o: o.torch_milliseconds)
+    rows = [
+        [
+            f"{o.cap:g}",
+            f"{o.milliseconds:.1f}{' *' if o is best else '  '}",
+            f"{o.exposed:.1f}",
+            _percent(o.hidden),
+            f"{o.torch_milliseconds:.1f}{' *' if o is torch_best else '  '}",
+            f"{o.torch_exposed:.1f}",
+            _percent(o.torch_hidden),
+        ]
+        for o in found
+    ]
+    headers = ["bucket_cap_mb", "Reducer, ms  ", "exposed", "hidden"]
+    headers += ["torch DDP, ms  ", "exposed", "hidden"]
+    text = text_table(headers, rows)
+    note = f"* the best cap; a step without communication takes {bare.quartiles[1]:.1f} ms"
+    return f"{text}\n{note}"
+
+
+def _percent(share: Interval) -> str:
+    middle, low, high = (f"{100 * part:.0f}" for part in share)
+    return f"{middle} % ({low} to {high})"
+
+
+if __name__ == "__main__":
+    run_to_exit(main)

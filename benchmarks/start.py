@@ -1,0 +1,104 @@
+"""Starts the ranks of a benchmark, on each backend with the launcher that it needs."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.machine import available_memory
+from benchmarks.models import WORKLOADS
+from benchmarks.report import RESULTS
+from ddp_from_scratch import UsageError, start_ranks
+from ddp_from_scratch.supervisor import start_mpirun
+
+
+def add_common_options(parser: argparse.ArgumentParser, models: Sequence[str]) -> None:
+    """--backend, --model and --results; `models` are the default ones."""
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        choices=("gloo", "mpi", "nccl"),
+        default=default_backends(),
+        help=f"default: {' '.join(default_backends())}",
+    )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        choices=WORKLOADS,
+        default=list(models),
+        metavar="M",
+        help=f"of {', '.join(WORKLOADS)} (default: {' '.join(models)})",
+    )
+    add_results_option(parser)
+
+
+def add_results_option(parser: argparse.ArgumentParser) -> None:
+    """--results, which every benchmark has."""
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="FOLDER",
+        help="where JSON and PNG go (default: benchmarks/results)",
+    )
+
+
+def default_backends() -> list[str]:
+    """What is measured by default: nccl where there is a GPU, else gloo and mpi."""
+    return ["nccl"] if torch.cuda.is_available() else ["gloo", "mpi"]
+
+
+def default_ranks() -> int:
+    """Two, or one where there is a single GPU."""
+    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+
+
+def backend_of_job(options: argparse.Namespace) -> str:
+    """In a rank: the one backend that it was started for.
+
+    Raises:
+        UsageError: another launcher started it, without saying which.
+    """
+    if len(options.backend) != 1:
+        raise UsageError(f"under a launcher --backend takes one, got {' '.join(options.backend)}")
+    backend: str = options.backend[0]
+    return backend
+
+
+def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
+    """Runs `python -m module` on every rank of a job, and waits for it.
+
+    Args:
+        module: the benchmark.
+        backend: of the job; every rank is told, as its last options, this
+        nproc: and the number of ranks.
+        arguments: other options.
+
+    Returns:
+        The exit code of the first rank that failed, or 0.
+    """
+    rank = [sys.executable, "-m", module, *map(str, arguments)]
+    rank += ["--backend", backend, "--nproc", str(nproc)]
+    if backend == "mpi":
+        return start_mpirun(nproc, rank)
+    return start_ranks(rank, (nproc,))
+
+
+def check_memory(model: str, copies: int, nproc: int) -> None:
+    """Refuses what would not fit, before a rank is started.
+
+    A copy of a model is taken for four times its parameters: these, momentum, gradients, buckets.
+
+    Raises:
+        UsageError: it does not fit into what is available.
+    """
+    needed = 4 * WORKLOADS[model].parameter_bytes * copies * nproc
+    available = available_memory()
+    if available is not None and needed > available and not torch.cuda.is_available():
+        raise UsageError(
+            f"{copies} copies of {model} on {nproc} ranks need about {needed / 2**30:.0f} GiB, and "
+            f"{available / 2**30:.0f} GiB are available: choose fewer with --contender, --model or "
+            f"--nproc"
+        )
