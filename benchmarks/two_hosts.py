@@ -32,8 +32,9 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,10 @@ from ddp_from_scratch.exit import run_to_exit
 TORCH, REDUCER, SGD = "torch DDP, views", "Reducer, overlapped", "Reducer and ddp.SGD"
 BF16, POWER_SGD = "Reducer, bf16", "Reducer, PowerSGD rank 4"
 TORCH_POWER_SGD = "torch DDP, PowerSGD rank 4"
-EXACT = (NO_COMMUNICATION, TORCH, REDUCER, SGD)
+COMPRESSED = (BF16, POWER_SGD, TORCH_POWER_SGD)
+
+# What is called, and what steps it.
+Training = tuple[nn.Module, torch.optim.Optimizer]
 
 WARM_UP = 3  # rounds that `interleave` does not count
 _ROUNDS = {0.1: 5, 1.0: 15, 10.0: 30}  # by the wire's speed, about a minute each
@@ -102,6 +106,8 @@ def main() -> int:
                 for ranks in options.ranks:
                     rank = [sys.executable, "-m", "benchmarks.two_hosts", "--backend", backend]
                     rank += ["--gbit", str(gbit), "--model", options.model]
+                    if options.cap:
+                        rank += ["--cap", *map(str, options.cap)]
                     rank += ["--rounds", str(options.rounds or rounds_at(gbit))]
                     with network.two_hosts(gbit) as hosts:
                         code = network.run_ranks(hosts, ranks // 2, backend, rank)
@@ -141,6 +147,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", choices=("resnet18", "mlp"), default="resnet18")
     parser.add_argument(
         "--rounds", type=int, help="timed steps of each contender (default: 15 at 1 Gbit/s)"
+    )
+    parser.add_argument(
+        "--cap",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="MB",
+        help="torch DDP and Reducer with buckets of so many MiB, beside their defaults",
     )
     parser.add_argument("--quick", action="store_true", help="gloo, 2 ranks, 5 rounds, 1 Gbit/s")
     parser.add_argument("--full", action="store_true", help="0.1, 1 and 10 Gbit/s")
@@ -184,7 +198,7 @@ def measure(options: argparse.Namespace) -> None:
         ready = until_first_bucket(workload.model, batch)
         meter = Meter()
         powers = ddp.power_sgd.PowerSGDState(rank=4, start=WARM_UP - 1)
-        compared = contenders(workload.model, batch, backend, powers)
+        compared = contenders(workload.model, batch, backend, powers, options.cap)
         metered = [Contender(c.name, c.model, meter.before(c)) for c in compared]
         rounds = tqdm(
             range(options.rounds),
@@ -194,9 +208,10 @@ def measure(options: argparse.Namespace) -> None:
         )
         samples = interleave(metered, rounds, world.device)
         meter.read()
-        check_equal([c for c in compared if c.name in EXACT])
-        for contender in compared[len(EXACT) :]:
-            ddp.check_sync(contender.model)  # compressed: equal over ranks, not to the others
+        check_equal([c for c in compared if c.name not in COMPRESSED])
+        for contender in compared:
+            if contender.name in COMPRESSED:  # equal over ranks, but not to the others
+                ddp.check_sync(contender.model)
         sent = gather_sent(meter, world.local_rank == 0)
         if world.rank == 0:
             nbytes = sum(p.numel() * p.element_size() for p in compared[0].model.parameters())
@@ -332,40 +347,41 @@ def contenders(
     batch: tuple[torch.Tensor, torch.Tensor],
     backend: str,
     powers: ddp.power_sgd.PowerSGDState,
+    caps: Sequence[float] = (),
 ) -> list[Contender]:
-    """Those of EXACT, then the compressed ones; with equal parameters and, on this rank, batch."""
+    """Every contender, with equal parameters and, on this rank, an equal batch."""
 
-    def reduced(trained: nn.Module, views: bool = False) -> ddp.Reducer:
+    def reduced(trained: nn.Module, views: bool = False, cap: float | None = None) -> ddp.Reducer:
         ddp.broadcast_parameters(trained)
-        return ddp.Reducer(trained, gradient_as_bucket_view=views)
+        return ddp.Reducer(trained, bucket_cap_mb=cap, gradient_as_bucket_view=views)
 
     def wrapped(trained: nn.Module, **settings: Any) -> DistributedDataParallel:
         return DistributedDataParallel(trained, **_TORCH_SETTINGS, **settings)
 
-    def bare(trained: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def bare(trained: nn.Module) -> Training:
         return trained, foreach_sgd(trained)
 
-    def torch_ddp(trained: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return wrapped(trained), foreach_sgd(trained)
+    def torch_ddp(trained: nn.Module, cap: float | None = None) -> Training:
+        return wrapped(trained, bucket_cap_mb=cap), foreach_sgd(trained)
 
-    def reducer(trained: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-        reduced(trained)
+    def reducer(trained: nn.Module, cap: float | None = None) -> Training:
+        reduced(trained, cap=cap)
         return trained, foreach_sgd(trained)
 
-    def flat_sgd(trained: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def flat_sgd(trained: nn.Module) -> Training:
         averaging = reduced(trained, views=True)
         sgd = ddp.SGD(trained.parameters(), _LR, _MOMENTUM, reducer=averaging)
         return trained, sgd
 
-    def bf16(trained: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def bf16(trained: nn.Module) -> Training:
         reduced(trained).register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
         return trained, foreach_sgd(trained)
 
-    def power_sgd(trained: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def power_sgd(trained: nn.Module) -> Training:
         reduced(trained).register_comm_hook(powers, ddp.power_sgd.power_sgd_hook)
         return trained, foreach_sgd(trained)
 
-    def torch_power_sgd(trained: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def torch_power_sgd(trained: nn.Module) -> Training:
         called = wrapped(trained, bucket_cap_mb=1024)
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=4, start_powerSGD_iter=powers.start
@@ -373,7 +389,7 @@ def contenders(
         called.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return called, foreach_sgd(trained)
 
-    ways = {
+    ways: dict[str, Callable[[nn.Module], Training]] = {
         NO_COMMUNICATION: bare,
         TORCH: torch_ddp,
         REDUCER: reducer,
@@ -381,6 +397,9 @@ def contenders(
         BF16: bf16,
         POWER_SGD: power_sgd,
     }
+    for cap in caps:
+        ways[f"{TORCH}, {cap:g} MB buckets"] = partial(torch_ddp, cap=cap)
+        ways[f"Reducer, {cap:g} MB buckets"] = partial(reducer, cap=cap)
     if backend == "gloo":  # its callbacks call collectives, which mpi does not put in order
         ways[TORCH_POWER_SGD] = torch_power_sgd
     return [_contender(name, model, prepare, batch) for name, prepare in ways.items()]
@@ -402,7 +421,7 @@ def foreach_sgd(model: nn.Module) -> torch.optim.Optimizer:
 def _contender(
     name: str,
     model: Callable[[], nn.Module],
-    prepare: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]],
+    prepare: Callable[[nn.Module], Training],
     batch: tuple[torch.Tensor, torch.Tensor],
 ) -> Contender:
     torch.manual_seed(0)
