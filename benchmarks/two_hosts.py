@@ -45,11 +45,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
 from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks import network
-from benchmarks.measure import Samples, check_equal, interleave
+from benchmarks.measure import Samples, interleave
 from benchmarks.report import RESULTS, draw_lines, on_terminal, write
 from benchmarks.strategies import NO_COMMUNICATION, WORKLOADS, Contender
 from ddp_from_scratch import UsageError, launch, process_group
@@ -208,10 +209,7 @@ def measure(options: argparse.Namespace) -> None:
         )
         samples = interleave(metered, rounds, world.device)
         meter.read()
-        check_equal([c for c in compared if c.name not in COMPRESSED])
-        for contender in compared:
-            if contender.name in COMPRESSED:  # equal over ranks, but not to the others
-                ddp.check_sync(contender.model)
+        check_alike(compared, workload.model)
         sent = gather_sent(meter, world.local_rank == 0)
         if world.rank == 0:
             nbytes = sum(p.numel() * p.element_size() for p in compared[0].model.parameters())
@@ -273,6 +271,35 @@ class Meter:
         now = network.crossed_bytes()[0]
         self.sent.setdefault(self._name, []).append(now - self._last)
         self._last = now
+
+
+@torch.no_grad()
+def check_alike(compared: Sequence[Contender], model: Callable[[], nn.Module]) -> None:
+    """Refuses to compare what did not compute the same. Collective.
+
+    Each contender's parameters must be equal over ranks to the bit. Those in full precision may be
+    a hundredth of the way that training has gone apart: sums differ in their order, and rounding
+    grows from step to step. Compressed ones have gone another way.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    synchronised = [c for c in compared if c.name != NO_COMMUNICATION]
+    for contender in synchronised:
+        ddp.check_sync(contender.model)
+    torch.manual_seed(0)
+    start = parameters_to_vector(model().parameters()).double()
+    exact = [c for c in synchronised if c.name not in COMPRESSED]
+    ends = [parameters_to_vector(c.model.parameters()).double() for c in exact]
+    moved = (ends[0] - start).norm().item()
+    for contender, end in zip(exact[1:], ends[1:], strict=True):
+        apart = (end - ends[0]).norm().item()
+        if not (moved > 0 and apart <= 0.01 * moved):  # also what is not a number
+            raise RuntimeError(
+                f"{contender.name} and {exact[0].name} have trained to different parameters, "
+                f"{apart:.2g} apart where training moved them by {moved:.2g}: their times cannot "
+                f"be compared"
+            )
 
 
 def gather_sent(meter: Meter, counts: bool) -> dict[str, list[list[int]]]:
