@@ -499,7 +499,8 @@ def tell(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) ->
     print(tabulate(rows, ["", "what", "error"], disable_numparse=True), flush=True)
 
     base = models.get("gloo") or next(iter(models.values()))
-    within = models["mpi"].link if "mpi" in models else base.link
+    inside = "mpi" if "mpi" in models else "gloo"
+    within = models[inside].link
     across = Link(
         base.link.alpha if options.latency_us is None else options.latency_us / 1e6,
         base.link.beta if options.gbit is None else 8 / (options.gbit * 1e9),
@@ -511,7 +512,8 @@ def tell(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) ->
         f"{4 * options.params / 1e6:.0f} MB of gradients, {options.per_host} ranks on a host, "
         f"{8 / across.beta / 1e9:.3g} Gbit/s and {1e6 * across.alpha:.0f} us between hosts"
     )
-    print(f"\npredicted all-reduce, ms: {title}; a step alone takes {1e3 * compute:.0f} ms")
+    print(f"\npredicted all-reduce, ms: {title}, as {inside} in a host")
+    print(f"a step alone takes {1e3 * compute:.0f} ms")
     print(prediction_table(predictions), flush=True)
     lines = {
         name: [(p.ranks, 1e3 * p.all_reduce[name]) for p in predictions]
@@ -527,7 +529,7 @@ def tell(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) ->
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
-    """All-reduces by algorithm, and weak scaling's efficiency with the better of two."""
+    """All-reduces by algorithm, and weak scaling's efficiency with two of them."""
     names = list(predictions[0].all_reduce)
     rows = []
     for p in predictions:

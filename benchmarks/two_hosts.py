@@ -278,7 +278,7 @@ def check_alike(compared: Sequence[Contender], model: Callable[[], nn.Module]) -
     """Refuses to compare what did not compute the same. Collective.
 
     Each contender's parameters must be equal over ranks to the bit. Those in full precision may be
-    a hundredth of the way that training has gone apart: sums differ in their order, and rounding
+    a twentieth of the way that training has gone apart: sums differ in their order, and rounding
     grows from step to step. Compressed ones have gone another way.
 
     Raises:
@@ -294,7 +294,7 @@ def check_alike(compared: Sequence[Contender], model: Callable[[], nn.Module]) -
     moved = (ends[0] - start).norm().item()
     for contender, end in zip(exact[1:], ends[1:], strict=True):
         apart = (end - ends[0]).norm().item()
-        if not (moved > 0 and apart <= 0.01 * moved):  # also what is not a number
+        if not (moved > 0 and apart <= 0.05 * moved):  # also what is not a number
             raise RuntimeError(
                 f"{contender.name} and {exact[0].name} have trained to different parameters, "
                 f"{apart:.2g} apart where training moved them by {moved:.2g}: their times cannot "
@@ -432,7 +432,9 @@ def contenders(
     return [_contender(name, model, prepare, batch) for name, prepare in ways.items()]
 
 
-_LR, _MOMENTUM = 1e-3, 0.9
+# A small step: after some steps of ResNet-18 that are ten times as large, 4 ranks are 2 % of the
+# way apart for the order of float32 sums alone, torch's DDP with other buckets from itself as well.
+_LR, _MOMENTUM = 1e-4, 0.9
 
 # Buffers stay where they are, as with a Reducer; newer versions warn of the older name.
 _SYNC_BUFFERS = {"broadcast_buffers", "forward_sync_buffers"}.intersection(
