@@ -1,0 +1,348 @@
+"""How a step grows with ranks, parameters, layers and batch; and the cost model fitted to that.
+
+Examples:
+    python -m benchmarks.scaling                     gloo and mpi; 1, 2, 4 and 8 ranks
+    python -m benchmarks.scaling --quick             gloo; 1, 2 and 4 ranks, fewer rounds
+    python -m benchmarks.scaling --backend mpi --nproc 1 2 3 4
+    python -m benchmarks.cost_model --help           the model, and what it predicts from this
+
+For each number of ranks it times an all-reduce by size, and a training step of models of equal
+layers: without communication, with torch's DDP (gradients as views) and with a Reducer, which take
+turns. It prints
+
+    weak scaling      every rank has the same batch: the ideal is the same time for any number
+    strong scaling    the ranks share one batch: the ideal is 1/n of the time
+    growth            with parameters (wider layers), with layers (as many parameters, in more and
+                      smaller layers), with the batch
+    memory            by how much a rank's peak grows from before the model was made until it has
+                      been trained; as a multiple of the parameters' bytes
+
+Where there are more ranks than cores the ranks take turns: the time that n ranks on c cores can
+reach at best is n/c of one's. `ideal` counts that in, so it shows what is lost to communication and
+not what cores are missing. All ranks are on this machine; two_hosts.py has a wire.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import ddp_from_scratch as ddp
+from benchmarks import cost_model
+from benchmarks.cost_model import Shape
+from benchmarks.measure import check_equal, interleave
+from benchmarks.report import RESULTS, draw_lines, on_terminal, write
+from benchmarks.strategies import NO_COMMUNICATION, Contender
+from ddp_from_scratch import UsageError, launch, process_group, start_ranks
+from ddp_from_scratch.exit import run_to_exit
+from ddp_from_scratch.supervisor import start_mpirun
+
+TORCH, REDUCER = "torch DDP, views", "Reducer"
+KINDS = {"alone": NO_COMMUNICATION, "torch": TORCH, "averaged": REDUCER}
+
+SIZES = [4**k for k in range(5, 13)]  # bytes of an all-reduce, 1 kB to 16 MB
+BASE = Shape(16, 512, 16)  # 4.2 M parameters, 17 MB
+WHOLE_BATCH = 64  # of strong scaling
+PARAMETERS = [Shape(16, width, 16) for width in (256, 512, 768)]
+LAYERS = [Shape(4, 1024, 16), BASE, Shape(64, 256, 16), Shape(256, 128, 16)]
+BATCHES = [Shape(16, 512, batch) for batch in (4, 16, 64)]
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    if launch.launcher() != "none":
+        measure(options)
+        return 0
+    for backend in options.backend:
+        for nproc in options.nproc:
+            rank = [sys.executable, "-m", "benchmarks.scaling", "--backend", backend]
+            rank += ["--rounds", str(options.rounds)]
+            code = start_mpirun(nproc, rank) if backend == "mpi" else start_ranks(rank, (nproc,))
+            if code:
+                return code
+        runs = [json.loads(part(backend, n).read_text())["samples"] for n in options.nproc]
+        tell(backend, runs)
+    measured = {
+        backend: [
+            cost_model.measured(json.loads(part(backend, n).read_text())["samples"])
+            for n in options.nproc
+        ]
+        for backend in options.backend
+    }
+    if 2 in options.nproc:
+        cost_model.tell(measured, cost_model.parse([]))
+    return 0
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UsageError: a value out of its range.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--backend", nargs="+", choices=("gloo", "mpi"), help="(default: gloo and mpi)"
+    )
+    parser.add_argument("--nproc", type=int, nargs="+", help="ranks (default: 1 2 4 8)")
+    parser.add_argument("--rounds", type=int, help="timed steps of each contender (default: 8)")
+    parser.add_argument("--quick", action="store_true", help="gloo, up to 4 ranks, 4 rounds")
+    options = parser.parse_args(arguments)
+    options.backend = options.backend or (["gloo"] if options.quick else ["gloo", "mpi"])
+    options.nproc = sorted(set(options.nproc or ([1, 2, 4] if options.quick else [1, 2, 4, 8])))
+    options.rounds = options.rounds or (4 if options.quick else 8)
+    if min(options.nproc) < 1 or options.rounds < 2:
+        raise UsageError("--nproc must be 1 or more and --rounds 2 or more")
+    return options
+
+
+def part(backend: str, ranks: int) -> Path:
+    """Where a run's samples are kept, for this program and for cost_model.py."""
+    return RESULTS / f"scaling-{backend}-{ranks}.json"
+
+
+def shapes(ranks: int) -> list[Shape]:
+    """What is trained with so many ranks; each once."""
+    strong = Shape(BASE.layers, BASE.width, max(1, WHOLE_BATCH // ranks))
+    return list(dict.fromkeys([*PARAMETERS, *LAYERS, *BATCHES, strong]))
+
+
+# A rank ---------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> None:
+    """A rank's part: measures everything and, on rank 0, writes it."""
+    (backend,) = options.backend
+    torch.set_num_threads(1)
+    with process_group(backend) as world:
+        trained = shapes(world.world_size)
+        progress = tqdm(
+            total=len(trained) + len(SIZES),
+            desc=f"{backend}, {world.world_size} ranks",
+            disable=world.rank != 0 or not on_terminal(),
+            leave=False,
+        )
+        all_reduce, add = {}, {}
+        for nbytes in SIZES:
+            tensor = torch.zeros(nbytes // 4)
+            other = torch.zeros(nbytes // 4)
+            all_reduce[nbytes] = slowest(lambda t=tensor: dist.all_reduce(t), options.rounds)  # type: ignore[misc]
+            add[nbytes] = slowest(lambda t=tensor, o=other: t.add_(o), options.rounds)  # type: ignore[misc]
+            progress.update()
+        for kind in KINDS:  # what only the first model of a process costs
+            grown(Shape(2, 64, 2), (torch.zeros(2, 64), torch.zeros(2, dtype=torch.long)), kind)
+        cases = []
+        for shape in trained:
+            cases.append(measure_steps(shape, options.rounds, world.device))
+            progress.update()
+        progress.close()
+        if world.rank == 0:
+            samples = {
+                "ranks": world.world_size,
+                "cores": len(os.sched_getaffinity(0)),
+                "all_reduce": all_reduce,
+                "add": add,
+                "cases": cases,
+            }
+            title = f"scaling; {backend}, {world.world_size} ranks"
+            write(part(backend, world.world_size).stem, title, samples)
+
+
+def slowest(call: Callable[[], Any], rounds: int) -> list[float]:
+    """Seconds of a call, of the slowest rank in each round. Collective.
+
+    Three calls before the first are not counted, and small ones are made many times in a row.
+    """
+    times = torch.zeros(rounds, dtype=torch.float64)
+    calls = 1
+    for turn in range(-3, rounds):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if turn >= 0:
+            times[turn] = (time.perf_counter() - began) / calls
+        elif turn == -1:  # as many for about 5 ms, alike on all ranks
+            took = torch.tensor([time.perf_counter() - began])
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            calls = int(min(100, max(1, 0.005 / took.item())))
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.tolist()
+
+
+def measure_steps(shape: Shape, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a step in every way, and bytes of memory it takes with a Reducer."""
+    torch.manual_seed(dist.get_rank())
+    batch = torch.randn(shape.batch, shape.width), torch.randint(shape.width, (shape.batch,))
+    memory = {kind: grown(shape, batch, kind) for kind in KINDS}
+    compared = [contender(shape, batch, kind) for kind in KINDS]
+    samples = interleave(compared, range(rounds), device)
+    check_equal(compared)
+    by_name = {s.name: s.milliseconds for s in samples}
+    return {
+        "layers": shape.layers,
+        "width": shape.width,
+        "batch": shape.batch,
+        "parameters": shape.parameters,
+        "memory": memory,
+        **{kind: by_name[name] for kind, name in KINDS.items()},
+    }
+
+
+def grown(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> int:
+    """Bytes by which the largest rank's peak grows over three steps. Collective.
+
+    Resident memory; what ranks share counts on each of them.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free goes back, or it would serve unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    before = _resident("VmRSS")
+    one = contender(shape, batch, kind)
+    for _ in range(3):
+        one.step()
+    most = torch.tensor([_resident("VmHWM") - before])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most.item())
+
+
+def _resident(name: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if name in line)
+    return 1024 * int(line.split()[1])
+
+
+def contender(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> Contender:
+    """One way to train, on its own copy of the model."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(shape.layers):
+        layers += [nn.Linear(shape.width, shape.width), nn.ReLU()]
+    model: nn.Module = nn.Sequential(*layers)
+    called = model
+    if kind == "torch":
+        called = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif kind == "averaged":
+        ddp.broadcast_parameters(model)
+        ddp.Reducer(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(called(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return Contender(KINDS[kind], model, step)
+
+
+# What is shown --------------------------------------------------------------------------------
+
+
+def tell(backend: str, runs: Sequence[dict[str, Any]]) -> None:
+    """Prints and draws one backend's runs."""
+    by_ranks = {run["ranks"]: run for run in runs}
+    print(f"\n{backend}: median ms of a step, {runs[0]['cores']} cores")
+    print(scaling_table(by_ranks), flush=True)
+    print(f"\n{backend}: growth, by number of ranks: ms (alone, torch DDP, Reducer); memory")
+    print(growth_table(by_ranks), flush=True)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for ranks, run in by_ranks.items():
+        strong = Shape(BASE.layers, BASE.width, max(1, WHOLE_BATCH // ranks))
+        for name, shape in (("weak", BASE), ("strong", strong)):
+            for kind, who in KINDS.items():
+                label = f"{name}, {who}"
+                lines.setdefault(label, []).append((ranks, median(run, shape, kind)))
+    title = f"{backend}: {BASE.layers} layers, {BASE.parameters / 1e6:.1f} M parameters"
+    draw_lines(f"scaling-{backend}", title, ("ranks", "ms a step"), lines)
+
+
+def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
+    """Weak and strong scaling, with the ideal of the fewest ranks' step alone."""
+    fewest = min(by_ranks)
+    rows = []
+    for name in ("weak", "strong"):
+        for ranks, run in by_ranks.items():
+            batch = BASE.batch if name == "weak" else max(1, WHOLE_BATCH // ranks)
+            shape = Shape(BASE.layers, BASE.width, batch)
+            first = BASE if name == "weak" else Shape(
+                BASE.layers, BASE.width, max(1, WHOLE_BATCH // fewest)
+            )  # fmt: skip
+            alone = median(by_ranks[fewest], first, "alone")
+            slower = cost_model.oversubscribed(ranks, run["cores"])
+            ideal = alone * slower / cost_model.oversubscribed(fewest, run["cores"])
+            if name == "strong":
+                ideal *= fewest / ranks
+            times = [median(run, shape, kind) for kind in KINDS]
+            rows.append(
+                [
+                    name,
+                    ranks,
+                    batch,
+                    f"{ideal:.1f}",
+                    *(f"{t:.1f}" for t in times),
+                    f"{times[2] / times[0]:.2f}",
+                    f"{times[2] / times[1]:.2f}",
+                ]
+            )
+    headers = ["", "ranks", "batch", "ideal", *KINDS.values(), "/ no comm.", "/ torch DDP"]
+    return tabulate(rows, headers, disable_numparse=True, stralign="right")
+
+
+def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
+    """Each model by each number of ranks."""
+    growing = {"parameters": PARAMETERS, "layers": LAYERS, "batch": BATCHES}
+    rows = []
+    for what, models in growing.items():
+        for shape in models:
+            number = {
+                "parameters": f"{shape.parameters / 1e6:.1f} M",
+                "layers": str(shape.layers),
+                "batch": str(shape.batch),
+            }[what]
+            row = [what, number]
+            for run in by_ranks.values():
+                row.append(" ".join(f"{median(run, shape, kind):.0f}" for kind in KINDS))
+            for kind in KINDS:
+                multiples = [
+                    case_of(run, shape)["memory"][kind] / (4 * shape.parameters)
+                    for run in by_ranks.values()
+                ]
+                row.append(" ".join(f"{m:.1f}" for m in multiples))
+            rows.append(row)
+    headers = ["with", "", *(f"{n} ranks" for n in by_ranks)]
+    headers += [f"{name}, x parameters" for name in KINDS.values()]
+    return tabulate(rows, headers, disable_numparse=True, stralign="right")
+
+
+def case_of(run: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """What was measured of a model."""
+    wanted = (shape.layers, shape.width, shape.batch)
+    return next(
+        case for case in run["cases"] if (case["layers"], case["width"], case["batch"]) == wanted
+    )
+
+
+def median(run: dict[str, Any], shape: Shape, kind: str) -> float:
+    """Milliseconds."""
+    return float(torch.tensor(case_of(run, shape)[kind], dtype=torch.float64).median())
+
+
+if __name__ == "__main__":
+    run_to_exit(main)

@@ -1,0 +1,236 @@
+"""benchmarks/two_hosts.py, scaling.py and network.py: what they refuse, and that they run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from failing_run import Run
+from ranks import ROOT
+
+from benchmarks import network, scaling, two_hosts
+from benchmarks.cost_model import Shape
+from benchmarks.two_hosts import Result, check_crossed
+from ddp_from_scratch import UsageError
+
+
+def result(sent, milliseconds=100.0, must_cross=1000):
+    return Result("ours", [milliseconds], must_cross, [[sent], [1100]], None)
+
+
+def test_what_crossed_the_wire_counts():
+    check_crossed([result(1050)], gbit=1.0)
+
+
+def test_what_went_round_the_wire_is_refused():
+    with pytest.raises(RuntimeError, match=r"ours sent 900 bytes from host 0 .* went round"):
+        check_crossed([result(900)], gbit=1.0)
+
+
+def test_what_was_too_fast_for_the_wire_is_refused():
+    # 100 ms of 1 Gbit/s are 12.5 MB.
+    check_crossed([result(12_500_000)], gbit=1.0)
+    with pytest.raises(RuntimeError, match=r"more than 1 Gbit/s"):
+        check_crossed([result(15_000_000)], gbit=1.0)
+
+
+def test_meter_attributes_bytes_to_the_step_that_sent_them(monkeypatch):
+    counter = [0]
+    monkeypatch.setattr(network, "crossed_bytes", lambda: (counter[0], 0))
+
+    def sends(name, nbytes):
+        def step():
+            counter[0] += nbytes
+
+        return two_hosts.Contender(name, None, step)
+
+    meter = two_hosts.Meter()
+    counter[0] += 7  # before the first step
+    for step in [meter.before(sends("a", 10)), meter.before(sends("b", 20))] * 2:
+        step()
+    meter.read()
+    assert {name: sent for name, sent in meter.sent.items() if name} == {
+        "a": [10, 10],
+        "b": [20, 20],
+    }
+
+
+def test_the_wires_limit():
+    assert two_hosts.limit_ms(125e6, 1.0) == pytest.approx(1000)
+    assert two_hosts.limit_ms(125e6, 0.1) == pytest.approx(10000)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (two_hosts, ["--ranks", "3"]),
+        (two_hosts, ["--gbit", "0"]),
+        (two_hosts, ["--rounds", "1"]),
+        (two_hosts, ["--quick", "--full"]),
+        (scaling, ["--nproc", "0"]),
+        (scaling, ["--rounds", "1"]),
+    ],
+)
+def test_mistakes_in_arguments(module, arguments):
+    with pytest.raises(UsageError, match="--"):
+        module.parse(arguments)
+
+
+def test_without_its_tools_it_says_so_and_ends_with_2(tmp_path):
+    with Run(sys.executable, "-m", "benchmarks.two_hosts", PATH=str(tmp_path)) as run:
+        assert run.wait() == 2
+        assert run.err.startswith("error: two hosts on one machine: "), run.text
+        assert run.err.count("\n") == 1, run.text
+
+
+def test_shapes_are_measured_once_and_share_one_batch():
+    for ranks in (1, 2, 4, 8):
+        found = scaling.shapes(ranks)
+        assert len(set(found)) == len(found)
+        assert Shape(16, 512, 64 // ranks) in found
+
+
+def a_case(world):
+    shape = Shape(2, 32, 4)
+    case = scaling.measure_steps(shape, 2, world.device)
+    assert [len(case[kind]) for kind in scaling.KINDS] == [2, 2, 2]
+    assert case["parameters"] == shape.parameters == 2 * 32 * 33
+    assert sorted(case["memory"]) == sorted(scaling.KINDS)
+
+
+def test_a_rank_measures_steps(ranks):
+    ranks("gloo", 2)(a_case)
+
+
+def test_memory_grows_with_the_model(ranks):
+    (small, large), _ = ranks("gloo", 2)(memory_of_two)
+    # Parameters, gradients and momentum of 16.8 MB, at least; and not ten times that.
+    assert 3 * 16.8e6 < large < 10 * 16.8e6
+    assert small < large / 3
+
+
+def memory_of_two(world):
+    import torch
+
+    grown = []
+    for width in (64, 1024):
+        batch = torch.randn(2, width), torch.randint(width, (2,))
+        scaling.grown(Shape(4, width, 2), batch, "averaged")
+        grown.append(scaling.grown(Shape(4, width, 2), batch, "averaged"))
+    return grown
+
+
+# As root ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root():
+    why = network.missing("tc")
+    if why is not None:
+        pytest.skip(why)
+
+
+def namespaces(pid):
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"ddp-{pid}-")]
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("root")
+def test_ctrl_c_leaves_no_host_behind():
+    command = [sys.executable, "-m", "benchmarks.two_hosts", "--gbit", "0.01", "--quick"]
+    with Run(*command) as run:
+        pid = run.process.pid
+        end = time.monotonic() + 60
+        while not ranks_of(pid):
+            assert run.process.poll() is None, run.text
+            assert time.monotonic() < end, run.text
+            time.sleep(0.05)
+        children = ranks_of(pid)
+        os.kill(pid, signal.SIGINT)
+        assert run.wait() == 130, run.text
+    assert namespaces(pid) == []
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+def ranks_of(pid):
+    """Processes on the first host of the benchmark with that pid."""
+    listed = subprocess.run(
+        ["ip", "netns", "pids", f"ddp-{pid}-0"], capture_output=True, text=True
+    ).stdout
+    return [int(line) for line in listed.split()]
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("root")
+def test_hosts_of_a_killed_maker_are_removed():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    forgotten = ended.pid
+    subprocess.run(["ip", "netns", "add", f"ddp-{forgotten}-0"], check=True)
+    with network.two_hosts(1.0) as hosts:
+        assert namespaces(forgotten) == []
+        assert len(namespaces(os.getpid())) == 2
+        shaped = hosts[0].command("tc", "qdisc", "show", "dev", network.INTERFACE)
+        told = subprocess.run(shaped, capture_output=True, text=True, check=True).stdout
+        assert "tbf" in told
+        assert "rate 1Gbit" in told
+    assert namespaces(os.getpid()) == []
+
+
+CROSSING = """
+import os, torch, torch.distributed as dist
+from benchmarks import network
+from ddp_from_scratch import process_group
+with process_group(os.environ["CROSSING"]) as world:
+    tensor = torch.ones(1_000_000)
+    dist.barrier()
+    before = network.crossed_bytes()[0]
+    dist.all_reduce(tensor)
+    dist.barrier()
+    sent = network.crossed_bytes()[0] - before
+    assert tensor.eq(world.world_size).all()
+    print(f"host {world.node_rank} {world.local_rank} {sent}", flush=True)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize(("backend", "times"), [("gloo", 1.5), ("mpi", 1.0)])
+def test_what_a_flat_ring_and_a_hierarchy_send(backend, times, capfd, monkeypatch):
+    monkeypatch.setenv("CROSSING", backend)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with network.two_hosts(1.0) as hosts, network.stoppable():
+        assert network.run_ranks(hosts, 2, backend, [sys.executable, "-c", CROSSING]) == 0
+    lines = [line.split() for line in capfd.readouterr().out.splitlines() if "host" in line]
+    assert sorted((host, local) for _, host, local, _ in lines) == [
+        ("0", "0"), ("0", "1"), ("1", "0"), ("1", "1"),
+    ]  # fmt: skip
+    for *_, sent in lines:
+        assert times * 4e6 <= int(sent) <= 1.1 * times * 4e6
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("root")
+def test_a_rank_that_fails_ends_all():
+    program = (
+        "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '1' else 60); sys.exit(3)"
+    )
+    began = time.monotonic()
+    with network.two_hosts() as hosts:
+        assert network.run_ranks(hosts, 1, "gloo", [sys.executable, "-c", program]) == 3
+    assert time.monotonic() - began < 30
+
+
+def test_result_file_is_what_the_picture_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.report.RESULTS", tmp_path)
+    by_speed = {
+        gbit: [{"name": two_hosts.REDUCER, "milliseconds": [1.0, 3.0], "bound": 1.5}]
+        for gbit in (0.1, 1.0)
+    }
+    two_hosts.draw("mlp", "gloo", 2, by_speed)
+    assert (tmp_path / "two_hosts-mlp-gloo-2.png").stat().st_size > 0
