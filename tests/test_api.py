@@ -29,7 +29,7 @@ CHAIN = {
     "buckets": {"bucket", "sparse"},
     "backward_pass": set(),
     "hooks": set(),
-    "guard": {"backward_pass", "buckets", "snapshot", "usage"},
+    "guard": {"backward_pass", "bucket", "buckets", "snapshot", "usage"},
     "checksum": set(),
     "ready_order": set(),
     "stall": {"buckets"},
