@@ -40,7 +40,7 @@ CHAIN = {
     "delayed": {"bucket", "comm_hooks"},
     "inputs": set(),
     "arguments": {"sparse"},
-    "mixed_precision": {"bucket", "comm_hooks", "inputs"},
+    "mixed_precision": {"bucket", "comm_hooks", "inputs", "sparse"},
     "buffer_sync": {"broadcast", "reducer"},
     "torch_internals": {"bucket", "buffer_sync", "comm_hooks", "delayed", "reducer"},
     "logging_data": {"buckets", "comm_hooks", "reducer"},
