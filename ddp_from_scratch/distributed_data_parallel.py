@@ -24,7 +24,7 @@ from .delayed import DelayedReduction
 from .inputs import moved
 from .join import JoinableReducer
 from .logging_data import facts_of_wrapper
-from .mixed_precision import call_in, cast_buffers, hook_for
+from .mixed_precision import call_in, cast_buffers, check_castable, hook_for
 from .reducer import Reducer
 from .torch_internals import TorchInternals
 
@@ -139,6 +139,7 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         self._comm_hook: tuple[Any, CommHook] | None = None
         self._builtin_hook: str | None = None
         if mixed_precision is not None:
+            check_castable(module, self.parameters_to_ignore)
             cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
         self.delayed: DelayedReduction | None = None
         if param_to_hook_all_reduce is not None:

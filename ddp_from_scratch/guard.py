@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from .backward_pass import BackwardPass
+from .bucket import Bucket
 from .buckets import Buckets
 from .snapshot import AGAIN, Snapshot
 from .usage import Usage
@@ -77,13 +78,21 @@ class Guard:
             f"gradients, or it is used outside of the module's forward, use static_graph=True"
         )
 
-    def sparse_gradient(self, index: int) -> RuntimeError:
-        """A gradient came that cannot be laid into a bucket."""
-        return RuntimeError(
-            f"the gradient of parameter {self._buckets.names[index]} is sparse on rank "
-            f"{self._rank}, but its module has not declared that: only the weights of Embedding "
-            f"and EmbeddingBag with sparse=True are gathered, others lie in flat buckets"
-        )
+    def check_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """Raises if its bucket cannot hold this gradient."""
+        name, flat = self._buckets.names[index], isinstance(self._buckets.of(index), Bucket)
+        if gradient.is_sparse and flat:
+            raise RuntimeError(
+                f"the gradient of parameter {name} is sparse on rank {self._rank}, but its module "
+                f"has not declared that: only the weights of Embedding and EmbeddingBag with "
+                f"sparse=True are gathered, others lie in flat buckets"
+            )
+        if gradient.requires_grad and (self._buckets.gradient_as_bucket_view or not flat):
+            why = "a window of a bucket: use gradient_as_bucket_view=False" if flat else "sparse"
+            raise RuntimeError(
+                f"backward(create_graph=True) on rank {self._rank}: the gradient of parameter "
+                f"{name} cannot keep its graph, since it is {why}"
+            )
 
 
 def _trains(module: torch.nn.Module) -> bool:

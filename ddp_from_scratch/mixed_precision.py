@@ -9,6 +9,7 @@ from torch.func import functional_call
 from . import comm_hooks
 from .bucket import CommHook
 from .inputs import moved
+from .sparse import sparse_parameters
 
 _COMPRESSED = {
     torch.float16: comm_hooks.fp16_compress_hook,
@@ -57,6 +58,21 @@ def hook_for(precision: Any) -> CommHook | None:
     if sent not in _COMPRESSED:
         raise ValueError(f"gradients cannot be sent as {sent}")
     return _COMPRESSED[sent]
+
+
+def check_castable(module: torch.nn.Module, ignore: Collection[str]) -> None:
+    """Raises if autograd could not take a gradient back through the cast of its parameter.
+
+    Raises:
+        ValueError: a gradient is sparse.
+    """
+    sparse = sparse_parameters(module)
+    for name, parameter in module.named_parameters():
+        if id(parameter) in sparse and name not in ignore:
+            raise ValueError(
+                f"mixed_precision cannot cast parameter {name}, whose gradient is sparse: use "
+                f"torch.autocast, or make it dense"
+            )
 
 
 def cast_buffers(

@@ -215,8 +215,7 @@ class Reducer:
             self._usage.note(index)
             if not self.sync:
                 return
-            if gradient.is_sparse and isinstance(bucket, Bucket):
-                raise self._guard.sparse_gradient(index)
+            self._guard.check_gradient(index, gradient)
             # What may be unused is told at the end of the outermost pass, whose beginning we saw.
             if not (self._backward.begun and self._usage.may_be_unused):
                 self._backward.begin(self._on_backward_end)

@@ -125,7 +125,7 @@ class SparseBucket:
                 self._mine = own.indices(), own.values() * factor
                 kind, rows = own.sparse_dim(), own._nnz()
             else:
-                self._mine, kind = (gradient * factor,), _DENSE
+                self._mine, kind = ((gradient * factor).contiguous(),), _DENSE
         told = torch.tensor([kind, rows], device=self._parameter.device)
         self._kinds = [
             torch.empty_like(told) for _ in range(dist.get_world_size(self._process_group))

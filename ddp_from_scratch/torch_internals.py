@@ -41,6 +41,15 @@ class TorchInternals:
         """As `Reducer.remove`."""
         self.reducer.remove()
 
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """False lets outputs be those of the module itself, which here they always are.
+
+        Raises:
+            ValueError: `val` is True.
+        """
+        if val:
+            raise ValueError("outputs are never cloned here")
+
     def _set_static_graph(self) -> None:
         """As `static_graph=True`, from now on. Idempotent."""
         self._settings["static_graph"] = True

@@ -759,6 +759,19 @@ def test_parameter_replaced_after_construction_is_named(pair):
     pair(replace_parameter)
 
 
+def remove_parameter(world):
+    model = Terms(1, 2)
+    Reducer(model)
+    model(own(world)).backward()
+    del model.p1
+    with pytest.raises(RuntimeError, match=f"parameter p1 was removed on rank {world.rank}"):
+        model(own(world))
+
+
+def test_parameter_removed_after_construction_is_named(pair):
+    pair(remove_parameter)
+
+
 def second_gradient(world, cap, in_no_sync):
     model = Terms(1, 2, 3)
     reducer = Reducer(model, bucket_cap_mb=cap)

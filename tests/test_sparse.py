@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Theirs
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.sparse import sparse_parameters
@@ -430,7 +431,9 @@ def refused(world):
             delay_all_reduce_named_params=[("table.weight", model["table"].weight)],
             param_to_hook_all_reduce=model["layer"].weight,
         )
+    with pytest.raises(ValueError, match=r"mixed_precision cannot cast parameter table\.weight"):
+        ddp.DistributedDataParallel(model, mixed_precision=_MixedPrecision(torch.bfloat16))
 
 
-def test_they_cannot_be_delayed(ranks):
+def test_they_can_be_neither_delayed_nor_cast(ranks):
     ranks("gloo", 2)(refused)

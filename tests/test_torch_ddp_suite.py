@@ -51,7 +51,6 @@ EXCLUDED = {
     "test_invalid_static_graph": _WORDS,
     "test_ddp_python_error_logged": _ERROR_LOG,
     "test_ddp_logging_data_cpu": "wants the timings that the C++ logger takes",
-    "test_ddp_sink_noclone": "turns off a copy of the outputs that ours never makes",
     "test_ddp_sync_module_states": "asks for the size of the C++ broadcast's buckets",
     "test_detect_ddp_is_actually_static": "asks the C++ reducer; ours says so in logging_data()",
     "test_skip_all_reduce_unused_parameters": "reads the C++ logger's number of buckets",

@@ -1,0 +1,65 @@
+"""torch.compile of what is synchronised: gradients are those of the same model, not compiled."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_from_scratch as ddp
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.branch, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x, branch=True):
+        h = self.body(x)
+        return self.head(h + self.branch(h) if branch else h)
+
+
+def inside(model, options):
+    return ddp.DistributedDataParallel(torch.compile(model, backend="aot_eager"), **options)
+
+
+def wrapper(model, options):
+    return torch.compile(ddp.DistributedDataParallel(model, **options), backend="aot_eager")
+
+
+def bare(model, options):
+    ddp.Reducer(model, **options)
+    return torch.compile(model, backend="aot_eager")
+
+
+def compiled(world, how, unused):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    options = {"find_unused_parameters": unused, "gradient_as_bucket_view": unused}
+    called = how(model, options)
+    ddp.Reducer(plain, find_unused_parameters=unused)
+    torch.manual_seed(world.rank)
+    for step in range(4):
+        x = torch.randn(5, 6)
+        branch = not unused or (step + world.rank) % 2 == 0
+        for each, net in ((called, model), (plain, plain)):
+            net.zero_grad()
+            each(x, branch).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, msg=lambda text, name=name: name + text)
+        with torch.no_grad():
+            for p in (*model.parameters(), *plain.parameters()):
+                p -= 0.1 * p.grad
+    ddp.check_sync(model)
+
+
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "unused"])
+@pytest.mark.parametrize("how", [inside, wrapper, bare])
+def test_compiled(ranks, how, unused):
+    if shutil.which("cc") is None:
+        pytest.skip("torch.compile wants a C compiler")
+    ranks("gloo", 2)(compiled, how, unused)
