@@ -234,32 +234,71 @@ class AllReduce:
         self._reduce(shares, reduction, everywhere=True)
         self._meeting.barrier()  # nobody reads before all shares are reduced
 
+    def to_owners(
+        self,
+        tensor: torch.Tensor,
+        reduction: Reduction,
+        receive: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Gives each rank of a machine its share of the reduction, and nobody the rest.
+
+        Args:
+            tensor: in a window, at the same place on all ranks; stays as it is, and must until
+                all ranks have met again.
+            reduction: of its dtype.
+            receive: called with a chunk of the share, flat, of the reduction's dtype, and the index
+                of its first element in `tensor`; the chunk is only lent.
+
+        Raises:
+            ValueError: the tensor is not there.
+        """
+        if not self._meeting.same_place or not self._windows.place(tensor):
+            raise ValueError("the tensor must lie in the same part of a window on all ranks")
+        begin, end = share_of(tensor.numel(), self._meeting.rank, self._owners)
+        shares = [part[begin:end] for part in self._windows.everybodys(tensor)]
+        if self._nodes.count == 1:
+            room = self._sum(reduction)
+            for chunk in zip(*(share.split(CHUNK) for share in shares), strict=True):
+                receive(begin, reduction.fold(chunk, room[: chunk[0].numel()]))
+                begin += chunk[0].numel()
+            return
+        total = torch.empty(end - begin, dtype=reduction.dtype)
+        self._over_machines(shares, total, reduction)
+        for chunk in total.split(CHUNK):
+            receive(begin, chunk)
+            begin += chunk.numel()
+
     def _reduce(
         self, shares: list[torch.Tensor], reduction: Reduction, *, everywhere: bool
     ) -> None:
         """Replaces the first rank's share, or everybody's, by the reduction over all machines."""
         wide = shares[0].dtype == reduction.dtype
-        room = self._sum(reduction)
-        chunks = zip(*(share.split(CHUNK) for share in shares), strict=True)
         if self._nodes.count == 1:
-            for chunk in chunks:
+            room = self._sum(reduction)
+            for chunk in zip(*(share.split(CHUNK) for share in shares), strict=True):
                 total = reduction.fold(chunk, chunk[0] if wide else room[: chunk[0].numel()])
                 for share in chunk if everywhere else chunk[:1]:
                     if share is not total:
                         share.copy_(total)
             return
         total = shares[0] if wide else torch.empty(shares[0].numel())
+        self._over_machines(shares, total, reduction)
+        for share in shares if everywhere else shares[:1]:
+            if share is not total:
+                share.copy_(total)
+
+    def _over_machines(
+        self, shares: list[torch.Tensor], total: torch.Tensor, reduction: Reduction
+    ) -> None:
         # Divided when all machines' sums are in, or before they are summed.
         here = reduction if reduction.divides_first else replace(reduction, divisor=1)
-        for chunk, part in zip(chunks, total.split(CHUNK), strict=True):
+        parts = [share.split(CHUNK) for share in shares]
+        for chunk, part in zip(zip(*parts, strict=True), total.split(CHUNK), strict=True):
             here.fold(chunk, part)
         if total.numel():
             _across(self._across, total, reduction)
         if here is not reduction:
             reduction.divide(total)
-        for share in shares if everywhere else shares[:1]:
-            if share is not total:
-                share.copy_(total)
 
 
 def _across(communicator: MPI.Comm, total: torch.Tensor, reduction: Reduction) -> None:

@@ -69,6 +69,27 @@ class Collectives:
 
         return Operation(f"mpi.empty({numel}, {dtype})", run)
 
+    def empty_for_all(self, numel: int, dtype: torch.dtype) -> Operation:
+        def run() -> Result:
+            return [self._windows.empty_for_all(numel, dtype)]
+
+        return Operation(f"mpi.empty_for_all({numel}, {dtype})", run)
+
+    def reduce_to_owners(
+        self, tensor: torch.Tensor, op: ReduceOp, receive: Callable[[int, torch.Tensor], None]
+    ) -> Operation:
+        reduction = Reduction.of(op, tensor.dtype, self.size)
+
+        def run() -> Result:
+            self._all_reduce.to_owners(tensor, reduction, receive)
+            return []
+
+        return Operation(
+            f"reduce_to_owners({reduction.name}) of {size_of(tensor)}",
+            run,
+            partial(self._windows.place, tensor),
+        )
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:
         reduction = Reduction.of(op, tensor.dtype, self.size)
         return Operation(

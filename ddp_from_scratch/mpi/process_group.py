@@ -10,7 +10,7 @@ to the group's thread.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -265,6 +265,23 @@ class ProcessGroupMPI(dist.ProcessGroup):
         pending.wait()
         (tensor,) = pending.result()
         return tensor
+
+    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `empty`, but one tensor for all ranks of a machine: the same memory. Collective."""
+        pending = self._submit("empty_for_all", [], [self._collectives.empty_for_all(numel, dtype)])
+        pending.wait()
+        (tensor,) = pending.result()
+        return tensor
+
+    def reduce_to_owners(
+        self,
+        tensor: torch.Tensor,
+        op: dist.ReduceOp.RedOpType,
+        receive: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """See `AllReduce.to_owners`. Collective; returns when this rank has received its share."""
+        operation = self._collectives.reduce_to_owners(tensor, op, receive)
+        self._submit("reduce_to_owners", [tensor], [operation], dist.AllreduceOptions()).wait()
 
     # Messages -----------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Memory that the ranks of one machine share: an MPI-3 window."""
 
 import weakref
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +20,12 @@ class SharedMemory:
 
     Args:
         node: the ranks, which must be able to share memory.
-        nbytes: size of each rank's segment.
+        nbytes: size of this rank's segment; may differ over ranks.
 
     Attributes:
         addresses: where each rank's segment begins, in this process.
-        segments: each rank's segment, as uint8 tensors of shape (nbytes,); not this rank's own
-            after it was taken.
+        segments: each rank's segment, as uint8 tensors of shape (its nbytes,); not one that was
+            taken.
 
     Raises:
         CommunicationError: the memory is not to be had.
@@ -45,23 +46,26 @@ class SharedMemory:
             info.Free()
         memories = [self._window.Shared_query(rank)[0] for rank in range(node.size)]
         self.addresses = [memory.address for memory in memories]
-        arrays = [np.asarray(memory)[:nbytes] for memory in memories]
-        # Each tensor that lies in the segment keeps the array alive.
-        self._in_use = weakref.ref(arrays[node.rank])
-        self.segments = [torch.from_numpy(array) for array in arrays]
+        sizes = node.allgather(nbytes)  # a window may be larger than what was asked for
+        self._arrays = [np.asarray(m)[:size] for m, size in zip(memories, sizes, strict=True)]
+        self._taken: weakref.ref[np.ndarray[Any, Any]] | None = None
+        self.segments = [torch.from_numpy(array) for array in self._arrays]
 
-    def take(self) -> torch.Tensor:
-        """This rank's own segment, which is then in use for as long as the tensor lives. Once."""
-        rank = self._window.Get_group().rank
+    def take(self, rank: int) -> torch.Tensor:
+        """A rank's segment, which is then in use here for as long as the tensor lives. Once."""
+        # Each tensor that lies in the segment keeps the array alive.
+        self._taken = weakref.ref(self._arrays[rank])
         taken, self.segments[rank] = self.segments[rank], torch.empty(0, dtype=torch.uint8)
+        self._arrays.clear()
         return taken
 
     @property
     def in_use(self) -> bool:
-        """Whether a tensor lies in this rank's segment."""
-        return self._in_use() is not None
+        """Whether a tensor lies in the segment that was taken."""
+        return self._taken is not None and self._taken() is not None
 
     def free(self) -> None:
         """Gives the memory back. No tensor may lie in it any more, on any rank."""
         self.segments = []
+        self._arrays.clear()
         self._window.Free()

@@ -28,11 +28,22 @@ class Windows:
         Raises:
             CommunicationError: the memory is not to be had.
         """
+        return self._make(numel, dtype, self._node.rank)
+
+    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `empty`, but one tensor for all ranks of the machine: the same memory.
+
+        Raises: as `empty`.
+        """
+        return self._make(numel, dtype, 0)
+
+    def _make(self, numel: int, dtype: torch.dtype, whose: int) -> torch.Tensor:
         self.free_unused()
-        memory = SharedMemory(self._node, numel * dtype.itemsize)
+        mine = whose == self._node.rank
+        memory = SharedMemory(self._node, numel * dtype.itemsize if mine else 0)
         self._made += 1
-        self._memories[memory.addresses[self._node.rank]] = (self._made, memory)
-        return memory.take().view(dtype)
+        self._memories[memory.addresses[whose]] = (self._made, memory)
+        return memory.take(whose).view(dtype)
 
     def place(self, tensor: torch.Tensor) -> str:
         """Where the tensor lies, said alike by all ranks; empty where it is not in a window."""
