@@ -19,6 +19,7 @@ from .check_sync import check_sync
 from .distributed_data_parallel import DistributedDataParallel
 from .errors import UsageError
 from .join import JoinableReducer, join
+from .node_shared import NodeSharedSGD
 from .process_group import World, process_group
 from .reducer import Reducer
 from .sgd import SGD
@@ -29,6 +30,7 @@ __all__ = [
     "SGD",
     "DistributedDataParallel",
     "JoinableReducer",
+    "NodeSharedSGD",
     "Reducer",
     "SyncBatchNorm",
     "UsageError",

@@ -69,6 +69,13 @@ def _average_by_backend(process_group: dist.ProcessGroup | None, bucket: Bucket)
     return _all_reduce(bucket.buffer(), process_group, dist.ReduceOp.AVG)
 
 
+def keep_local(state: Any, bucket: Bucket) -> Future:
+    """Sends nothing: the bucket keeps this rank's gradients."""
+    future: Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
     """As `average`, with a future of a tensor, for what is wrapped around it."""
     return average(process_group, bucket).then(_first)
@@ -121,7 +128,9 @@ def _first(future: Future) -> torch.Tensor:
     return value[0]
 
 
-_ONE_COLLECTIVE = frozenset({average, allreduce_hook, fp16_compress_hook, bf16_compress_hook})
+_ONE_COLLECTIVE = frozenset(
+    {average, keep_local, allreduce_hook, fp16_compress_hook, bf16_compress_hook}
+)
 
 
 def may_overlap(hook: CommHook) -> bool:

@@ -6,12 +6,14 @@ run.flat        |<- fc2.bias ->|<------ fc2.weight ------>|    every `.data` is 
 momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    every "momentum_buffer", too
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from .bucket import Bucket
+
+Allocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FlatRun:
@@ -23,20 +25,34 @@ class FlatRun:
         group: the index of their parameter group.
         flat: whether to move the parameters into one flat tensor. Where not, the run is never
             `in_place()` and holds no tensor of its own.
+        allocate: makes a flat tensor like another one.
+
+    Attributes:
+        group: as given.
+        parameters: of the members.
+        gradients: where their gradients are to lie: windows of `gradient`, which is flat.
+        places: where the parameters are to lie: windows of `flat`.
     """
 
-    def __init__(self, bucket: Bucket, members: range, group: int, flat: bool) -> None:
-        self.group = group
+    def __init__(
+        self,
+        bucket: Bucket,
+        members: range,
+        group: int,
+        flat: bool,
+        allocate: Allocate = torch.empty_like,
+    ) -> None:
+        self.group, self._allocate = group, allocate
         self.parameters = [bucket.parameters()[i] for i in members]
-        self._gradients = [bucket.views[i] for i in members]
+        self.gradients = [bucket.views[i] for i in members]
         begin = bucket.layout.offsets[members.start]
         numel = sum(parameter.numel() for parameter in self.parameters)
         self.gradient = bucket.buffer()[begin : begin + numel]
-        self.flat = torch.empty_like(self.gradient) if flat else self.gradient[:0]
-        self._places = self._windows(self.flat) if flat else []
+        self.flat = allocate(self.gradient) if flat else self.gradient[:0]
+        self.places = self._windows(self.flat) if flat else []
         self._momentum: torch.Tensor | None = None
         self._momentum_places: list[torch.Tensor] = []
-        for parameter, place in zip(self.parameters, self._places, strict=flat):
+        for parameter, place in zip(self.parameters, self.places, strict=flat):
             place.copy_(parameter)
             parameter.data = place
 
@@ -44,16 +60,15 @@ class FlatRun:
         """The part of `flat` for each member, at the offset and with the strides of its `.grad`."""
         begin = self.gradient.storage_offset()
         return [
-            flat.as_strided(g.shape, g.stride(), g.storage_offset() - begin)
-            for g in self._gradients
+            flat.as_strided(g.shape, g.stride(), g.storage_offset() - begin) for g in self.gradients
         ]
 
     def in_place(self) -> bool:
         """Whether all parameters and gradients lie where they were put."""
-        return bool(self._places) and all(
+        return bool(self.places) and all(
             parameter.grad is gradient and parameter.data_ptr() == place.data_ptr()
             for parameter, gradient, place in zip(
-                self.parameters, self._gradients, self._places, strict=True
+                self.parameters, self.gradients, self.places, strict=True
             )
         )
 
@@ -70,21 +85,31 @@ class FlatRun:
         first = all(buffer is None for buffer in buffers)
         if not first and any(buffer is None for buffer in buffers):
             return False, None, False
-        if self._momentum is None:
-            self._momentum = torch.empty_like(self.flat)
-            self._momentum_places = self._windows(self._momentum)
-        for state, buffer, place in zip(states, buffers, self._momentum_places, strict=True):
+        flat, places = self.momentum()
+        for state, buffer, place in zip(states, buffers, places, strict=True):
             if buffer is not place:
                 if buffer is not None:  # loaded, or from before the buckets were rebuilt
                     place.copy_(buffer)
                 state["momentum_buffer"] = place
-        return True, self._momentum, first
+        return True, flat, first
+
+    def momentum(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A flat tensor for the momentum of all members, and its windows."""
+        if self._momentum is None:
+            self._momentum = self._allocate(self.flat)
+            self._momentum_places = self._windows(self._momentum)
+        return self._momentum, self._momentum_places
 
 
-def flat_runs(bucket: Bucket, groups: Sequence[int | None], shared: set[int]) -> list[FlatRun]:
+def flat_runs(
+    bucket: Bucket,
+    groups: Sequence[int | None],
+    shared: set[int],
+    allocate: Allocate = torch.empty_like,
+) -> list[FlatRun]:
     """Cuts the bucket where the group changes, or where a parameter cannot be moved."""
     traits = [
-        (group, _can_move(parameter, view) and id(parameter) not in shared)
+        (group, can_move(parameter, view) and id(parameter) not in shared)
         for group, parameter, view in zip(groups, bucket.parameters(), bucket.views, strict=True)
     ]
     cuts = [i for i in range(len(traits)) if i == 0 or traits[i] != traits[i - 1]]
@@ -92,11 +117,11 @@ def flat_runs(bucket: Bucket, groups: Sequence[int | None], shared: set[int]) ->
     for begin, end in zip(cuts, [*cuts[1:], len(traits)], strict=True):
         group, flat = traits[begin]
         if group is not None:
-            runs.append(FlatRun(bucket, range(begin, end), group, flat))
+            runs.append(FlatRun(bucket, range(begin, end), group, flat, allocate))
     return runs
 
 
-def _can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
+def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether a flat call gives the bits of a call of its own, and the strides can stay."""
     # On a CPU torch computes the last elements of a 16-bit tensor, those that do not fill a vector,
     # with one rounding more.

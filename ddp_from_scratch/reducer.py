@@ -186,6 +186,21 @@ class Reducer:
             raise RuntimeError("a comm hook cannot be registered while gradients are under way")
         self._comm_hook, self._comm_state = hook, state
 
+    @contextmanager
+    def keeping_local(self) -> Iterator[None]:
+        """Inside, passes end as ever, but buckets keep local gradients (`node_shared.py`).
+
+        Raises:
+            RuntimeError: a comm hook is registered.
+        """
+        if self._comm_hook is not comm_hooks.average:
+            raise RuntimeError("gradients that stay local cannot go through a comm hook")
+        self._comm_hook = comm_hooks.keep_local
+        try:
+            yield
+        finally:
+            self._comm_hook = comm_hooks.average
+
     def set_static_graph(self) -> None:
         """As `static_graph=True`, from the next backward pass on. Idempotent."""
         self._usage.set_static()

@@ -151,8 +151,12 @@ class SGD(torch.optim.SGD):
             if id(parameter) not in inside
         ]
         shared = overlapping([p for group in self.param_groups for p in group["params"]])
-        self._runs = {b: flat_runs(b, self._groups_of(b), shared) for b in buckets}
+        self._runs = {b: flat_runs(b, self._groups_of(b), shared, self._allocate) for b in buckets}
         self._arranged_for = (buckets, groups)
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Where parameters and momentum are moved to."""
+        return torch.empty_like(like)
 
     def _groups_of(self, bucket: Bucket) -> list[int | None]:
         """The index of the parameter group of each member; None for those not ours."""
@@ -194,7 +198,7 @@ class SGD(torch.optim.SGD):
             first = momentum is None
             if momentum is None:
                 momentum = state["momentum_buffer"] = torch.empty_like(parameter.grad)
-        _update(parameter, parameter.grad, momentum, first, group)
+        update(parameter, parameter.grad, momentum, first, group)
 
 
 class _BackwardAndStep:
@@ -232,12 +236,12 @@ def _update_flat(
     first: bool,
     group: dict[str, Any],
 ) -> None:
-    """`_update` of flat tensors; on a CPU in pieces that stay in its cache.
+    """`update` of flat tensors; on a CPU in pieces that stay in its cache.
 
     Not with torch's fused kernel, which reads them once but rounds the last few elements otherwise.
     """
     if parameter.device.type != "cpu":
-        _update(parameter, gradient, momentum, first, group)
+        update(parameter, gradient, momentum, first, group)
         return
     cut = partial(torch.split, split_size_or_sections=_CHUNK * torch.get_num_threads())
     parts = cut(parameter)
@@ -245,10 +249,10 @@ def _update_flat(
     if momentum is not None:
         momenta = cut(momentum)
     for p, g, m in zip(parts, cut(gradient), momenta, strict=True):
-        _update(p, g, m, first, group)
+        update(p, g, m, first, group)
 
 
-def _update(
+def update(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
     momentum: torch.Tensor | None,

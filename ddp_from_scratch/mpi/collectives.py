@@ -76,7 +76,11 @@ class Collectives:
         return Operation(f"mpi.empty_for_all({numel}, {dtype})", run)
 
     def reduce_to_owners(
-        self, tensor: torch.Tensor, op: ReduceOp, receive: Callable[[int, torch.Tensor], None]
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        receive: Callable[[int, torch.Tensor], None],
+        label: str,
     ) -> Operation:
         reduction = Reduction.of(op, tensor.dtype, self.size)
 
@@ -85,7 +89,7 @@ class Collectives:
             return []
 
         return Operation(
-            f"reduce_to_owners({reduction.name}) of {size_of(tensor)}",
+            f"reduce_to_owners({reduction.name}) of {size_of(tensor)} {label}",
             run,
             partial(self._windows.place, tensor),
         )

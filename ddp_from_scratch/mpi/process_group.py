@@ -278,10 +278,14 @@ class ProcessGroupMPI(dist.ProcessGroup):
         tensor: torch.Tensor,
         op: dist.ReduceOp.RedOpType,
         receive: Callable[[int, torch.Tensor], None],
+        label: str,
     ) -> None:
-        """See `AllReduce.to_owners`. Collective; returns when this rank has received its share."""
-        operation = self._collectives.reduce_to_owners(tensor, op, receive)
-        self._submit("reduce_to_owners", [tensor], [operation], dist.AllreduceOptions()).wait()
+        """See `AllReduce.to_owners`. Collective; returns when this rank has received its share.
+
+        Ranks that call it with another `label` are told, as with another operation.
+        """
+        operation = self._collectives.reduce_to_owners(tensor, op, receive, label)
+        self._submit("reduce_to_owners", [tensor], [operation], _at_once()).wait()
 
     # Messages -----------------------------------------------------------------------------------
 
@@ -356,6 +360,13 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
         pending = Pending(name, self._timeout, meeting)
         return self._worker.submit(pending, run, at_once=not getattr(opts, "asyncOp", True))
+
+
+def _at_once() -> dist.AllreduceOptions:
+    """The options of a call that waits."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    return options
 
 
 def create(backend_options: Any, options: object) -> ProcessGroupMPI:

@@ -1,0 +1,175 @@
+r"""SGD on one copy of the parameters for all ranks of a machine; each steps its share of them.
+
+In the ordinary way every rank of a machine ends a step with the same average, takes the same step
+with it, and has the same parameters. Here there is one copy of parameters and momentum in memory
+that the ranks share, and each does a part of the work for all:
+
+    gradients    rank 0   |  a0  |  b0  |        rank 1   |  a1  |  b1  |
+                             \______\__________________/______/
+    parameters            |  a - lr (a0 + a1) / 2  |  b - lr (b0 + b1) / 2  |
+                             rank 0's share           rank 1's share
+
+A chunk of the average exists only in the cache of the rank that steps with it. On several machines
+each share is averaged with the ranks that have the same share on the others.
+"""
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from .bucket import Bucket
+from .check_sync import check_sync
+from .flat_run import FlatRun, can_move, overlapping
+from .reducer import Reducer
+from .sgd import SGD, update
+
+Stretch = tuple[int, int, bool]  # begin and end in a run; whether momentum has no values there yet
+
+
+class NodeSharedSGD(SGD):
+    """`ddp.SGD` with one copy of parameters and momentum for all ranks of a machine.
+
+    The parameters are those of `ddp.SGD`, to the last bit where the world size is a power of two
+    (and elsewhere to rounding). `backward_and_step` is where it is fast: no gradient is averaged in
+    `.grad`, which is None afterwards. `backward()` and `step()` are right, too: between them
+    `.grad` holds averages as ever, to be clipped or unscaled.
+
+    A step begins when all ranks have ended their backward pass and returns when all shares are
+    stepped, so no forward or backward pass sees a parameter half written. What writes to a
+    parameter by hand writes to that of every rank of the machine: let all ranks do it alike, or one
+    of them, and put a barrier (`dist.barrier()`) before and after it.
+
+    Parameters move into shared memory in the first step, which compares them over all ranks first.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize, reducer: as of `ddp.SGD`;
+            the reducer's process group must be of the mpi backend, and its parameters float32 or
+            float64 on the CPU, no two of them in the same memory.
+
+    Raises:
+        ValueError: as `ddp.SGD`; or these conditions are not met.
+        RuntimeError: from a step: `.data` of a parameter was replaced, a comm hook is registered
+            (`backward_and_step`), or the ranks step with other learning rates or parameters.
+    """
+
+    def __init__(self, *args: Any, reducer: Reducer, **settings: Any) -> None:
+        super().__init__(*args, reducer=reducer, **settings)
+        group = reducer.process_group or dist.group.WORLD
+        if not hasattr(group, "reduce_to_owners"):
+            raise ValueError("NodeSharedSGD needs a process group of the mpi backend")
+        self._group: Any = group  # ddp_from_scratch.mpi's, which nothing here imports
+        _check_movable(reducer.flat_buckets)
+        self._checked = False
+
+    def backward_and_step(self, loss: torch.Tensor) -> None:
+        """`loss.backward()` and `step()` in one, with gradients that are never averaged in `.grad`.
+
+        Raises: as `ddp.SGD`, and where a comm hook is registered.
+        """
+        if self._reducer is None:
+            super().backward_and_step(loss)  # which raises
+            return
+        self._arrange()
+        with self._reducer.keeping_local():
+            super().backward_and_step(loss)
+        for runs in self._runs.values():
+            for run in runs:
+                for parameter in run.parameters:
+                    parameter.grad = None
+
+    def _arrange(self) -> None:
+        if not self._checked and self._reducer is not None:
+            # Their memory becomes one: differences would go unnoticed.
+            check_sync(self._reducer.module, self._reducer.process_group)
+            self._checked = True
+        super()._arrange()
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        shared: torch.Tensor = self._group.empty_for_all(like.numel(), like.dtype)
+        return shared
+
+    @torch.no_grad()
+    def _step_runs(self, runs: Sequence[FlatRun]) -> None:
+        for run in runs:
+            group = self.param_groups[run.group]
+            momentum = run.momentum()[0] if group["momentum"] != 0 else None
+            stretches = self._stretches(run, momentum is not None)
+            receive = partial(_update_stretches, run.flat, momentum, stretches, group)
+            # In `step` these are averages already, and stay what they are.
+            self._group.reduce_to_owners(
+                run.gradient, dist.ReduceOp.AVG, receive, _label(stretches, group)
+            )
+            increment_version(run.parameters)
+        if runs is list(self._runs.values())[-1]:
+            # Parameters are whole again, and nobody needs another rank's gradients any more.
+            self._group.barrier().wait()
+
+    def _stretches(self, run: FlatRun, has_momentum: bool) -> list[Stretch]:
+        """The parts of a run that have gradients, neighbours together."""
+        stretches: list[Stretch] = []
+        for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
+            if parameter.data_ptr() != place.data_ptr():
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} does not lie in shared memory "
+                    f"any longer: its .data was replaced after the first step"
+                )
+            if parameter.grad is None:
+                continue
+            if parameter.grad is not run.gradients[index]:  # the buckets were laid out anew
+                run.gradients[index].copy_(parameter.grad)
+                parameter.grad = run.gradients[index]
+            first = has_momentum and self._move_momentum(parameter, run.momentum()[1][index])
+            begin = int(place.storage_offset())
+            end = begin + parameter.numel()
+            if stretches and stretches[-1][1:] == (begin, first):
+                begin = stretches.pop()[0]
+            stretches.append((begin, end, first))
+        return stretches
+
+    def _move_momentum(self, parameter: torch.Tensor, place: torch.Tensor) -> bool:
+        """Lets its momentum lie in `place`; whether that has no values yet."""
+        state = self.state[parameter]
+        held = state.get("momentum_buffer")
+        if held is not None and held is not place:
+            place.copy_(held)  # loaded, or from before the buckets were laid out anew
+        state["momentum_buffer"] = place
+        return held is None
+
+
+def _update_stretches(
+    flat: torch.Tensor,
+    momentum: torch.Tensor | None,
+    stretches: Sequence[Stretch],
+    group: dict[str, Any],
+    at: int,
+    gradient: torch.Tensor,
+) -> None:
+    """Steps what lies in `flat` from `at` on, as far as `gradient` goes and has values."""
+    for begin, end, first in stretches:
+        low, high = max(begin, at), min(end, at + gradient.numel())
+        if low < high:
+            part = None if momentum is None else momentum[low:high]
+            update(flat[low:high], gradient[low - at : high - at], part, first, group)
+
+
+def _label(stretches: Sequence[Stretch], group: dict[str, Any]) -> str:
+    settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    told = ", ".join(f"{name}={group[name]}" for name in settings if group[name])
+    return f"step with {told} of parts {zlib.crc32(repr(stretches).encode()):08x}"
+
+
+def _check_movable(buckets: Sequence[Bucket]) -> None:
+    parameters = [parameter for bucket in buckets for parameter in bucket.parameters()]
+    shared = overlapping(parameters)
+    for bucket in buckets:
+        for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
+            if id(parameter) in shared or not can_move(parameter, view):
+                raise ValueError(
+                    f"NodeSharedSGD needs parameters of float32 or float64, each in memory of its "
+                    f"own: it cannot move one of shape {tuple(parameter.shape)}, {parameter.dtype}"
+                )
