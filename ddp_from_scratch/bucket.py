@@ -62,6 +62,7 @@ class Bucket:
             _window(self._flat, offset, parameter)
             for offset, parameter in zip(layout.offsets, self._parameters, strict=True)
         ]
+        self._position = {index: position for position, index in enumerate(layout.members)}
         self.missing = set(layout.members)
         self._absent: set[int] = set()  # counted in, without a gradient
         self._future: torch.futures.Future[Any] | None = None
@@ -119,6 +120,10 @@ class Bucket:
 
         Idempotent: a gradient that changes before the launch is packed as it is then.
         """
+        if self.gradient_as_bucket_view:
+            # Moved in while it is in the cache; and its own memory is free again.
+            position = self._position[index]
+            self._move_in(self._parameters[position], self.views[position])
         self.missing.discard(index)
         self._absent.discard(index)
         return not self.missing
@@ -133,6 +138,12 @@ class Bucket:
             self.missing.discard(index)
             self._absent.add(index)
         return not self.missing
+
+    @torch.no_grad()
+    def _move_in(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
 
     # 2. launch ----------------------------------------------------------------------------------
 
