@@ -12,7 +12,7 @@ import torch.distributed as dist
 from . import rendezvous
 from .errors import UsageError
 from .launch import Placement
-from .supervisor import die_with_parent, write_to_terminal
+from .parent import die_with_parent, write_to_terminal
 
 BACKENDS = ("gloo", "nccl", "mpi")
 MAX_TIMEOUT = 1e6  # seconds; the backends count in milliseconds and overflow far beyond

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from . import launch
 from .errors import UsageError
 from .launch import Placement
-from .supervisor import RENDEZVOUS_FILE
+from .parent import RENDEZVOUS_FILE
 
 
 def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":

@@ -7,26 +7,17 @@ import ctypes
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-import torch.distributed as dist
-
-from .errors import UsageError
-from .launch import STARTED_HERE, launcher, mpirun_command, rank_environments
-
-RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"
-_PARENT = "DDP_PARENT_PID"
-_TERMINAL = "DDP_TERMINAL_"
-_PR_SET_PDEATHSIG = 1
+from .launch import STARTED_HERE, mpirun_command, rank_environments
+from .machines import Machines
+from .parent import PARENT, PR_SET_PDEATHSIG, RENDEZVOUS_FILE, TERMINAL
 
 _POLL_S = 0.05
 _GRACE_S = 5.0  # between asking the ranks to stop, after one failed, and killing them
@@ -66,9 +57,9 @@ def start_ranks(
             different counts.
     """
     ranks = rank_environments(counts, node_rank)
-    common = {_PARENT: str(os.getpid()), STARTED_HERE: "1"}
+    common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
     if len(counts) > 1:
-        machines = _Machines(counts, node_rank, master_addr, master_port, timeout)
+        machines = Machines(counts, node_rank, master_addr, master_port, timeout)
         return _Watch(command, [common | machines.environment | r for r in ranks], machines).run()
     with tempfile.TemporaryDirectory(prefix="ddp-") as folder:  # mode 0700
         common[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")
@@ -92,137 +83,9 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     defaults[STARTED_HERE] = "1"
     for output in (1, 2):
         if os.isatty(output):
-            defaults[f"{_TERMINAL}{output}"] = os.ttyname(output)
+            defaults[f"{TERMINAL}{output}"] = os.ttyname(output)
     _say(f"starting: {shlex.join(full)}")
     return _Mpirun(full, [defaults | os.environ]).run()
-
-
-def die_with_parent() -> None:
-    """In a rank: be killed when the process that started it is gone. Linux only.
-
-    A no-op where no launcher waits for its ranks: one started by hand may outlive its shell.
-    """
-    parent = os.environ.get(_PARENT)
-    launched = launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
-    if not sys.platform.startswith("linux") or (parent is None and not launched):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != int(parent):  # it was gone before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def write_to_terminal() -> None:
-    """In a rank that `start_mpirun` started on a terminal: print there, not through mpirun.
-
-    mpirun holds a line back until it is whole, and a progress bar never is. A no-op elsewhere.
-    """
-    for output in (1, 2):
-        path = os.environ.get(f"{_TERMINAL}{output}")
-        if path is not None:
-            with suppress(OSError):
-                terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
-                os.dup2(terminal, output)
-                os.close(terminal)
-
-
-class _Machines:
-    """What the parents on several machines tell each other, through a store on machine 0."""
-
-    def __init__(
-        self, counts: Sequence[int], node_rank: int, addr: str, port: int, timeout: float
-    ) -> None:
-        self._node_rank, self._nodes = node_rank, len(counts)
-        self._left = False
-        if node_rank == 0:
-            _check_ours(addr)
-        else:
-            _await_answer(addr, port, timeout)
-        try:
-            self._store = dist.TCPStore(
-                addr,
-                port,
-                is_master=node_rank == 0,
-                timeout=timedelta(seconds=timeout),
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:
-            problem = "is in use" if "EADDRINUSE" in str(error) else "cannot be used"
-            raise UsageError(
-                f"port {port} {problem} on machine 0: choose another with --master-port, on every "
-                f"machine"
-            ) from error
-        # The ranks are clients of this store, as they are of torchrun's agent.
-        self.environment = {
-            "MASTER_ADDR": addr,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-        self._agree(",".join(str(count) for count in counts))
-
-    def _agree(self, counts: str) -> None:
-        if self._store.add(f"machine {self._node_rank}", 1) > 1:
-            raise UsageError(f"--node-rank {self._node_rank} was given on two machines")
-        if self._node_rank == 0:
-            self._store.set("counts", counts)
-        first = self._store.get("counts").decode()
-        if counts != first:
-            self.tell_failure(f"--nproc is {counts} there and {first} on machine 0")
-            raise UsageError(f"--nproc is {counts} here and {first} on machine 0: it must be equal")
-
-    def tell_failure(self, text: str) -> None:
-        with suppress(RuntimeError):  # machine 0 is gone: the others notice that by themselves
-            self._store.set("failure", f"machine {self._node_rank}: {text}")
-
-    def failure(self) -> str | None:
-        """What another machine told, if anything."""
-        try:
-            return self._store.get("failure").decode() if self._store.check(["failure"]) else None
-        except RuntimeError:
-            return "machine 0 no longer answers"
-
-    def may_leave(self) -> bool:
-        """After this machine's last rank: machine 0 stays until no other needs its store."""
-        try:
-            if not self._left:
-                self._store.add("left", 1)
-                self._left = True
-            return self._node_rank > 0 or self._store.add("left", 0) >= self._nodes
-        except RuntimeError:
-            return True  # machine 0 has gone first: after a failure, nobody waits
-
-
-def _check_ours(addr: str) -> None:
-    """On machine 0: torch would look for itself at a wrong address until its time is up."""
-    try:
-        found = socket.getaddrinfo(addr, 0, type=socket.SOCK_STREAM)
-        for family, kind, *_, address in found:
-            with suppress(OSError), socket.socket(family, kind) as ours:
-                ours.bind(address)
-                return
-    except socket.gaierror:
-        found = []
-    raise UsageError(
-        f"--master-addr must be an address of machine 0, which this is, got {addr}"
-        + ("" if found else ", an unknown name")
-    )
-
-
-def _await_answer(addr: str, port: int, timeout: float) -> None:
-    """On the other machines: here and not in torch, which would print its stack at each attempt."""
-    end = time.monotonic() + timeout
-    while True:
-        try:
-            with socket.create_connection((addr, port), max(0.1, end - time.monotonic())):
-                return
-        except OSError as error:
-            if time.monotonic() > end:
-                raise UsageError(
-                    f"machine 0 did not answer at {addr}:{port} within {timeout:g} s "
-                    f"({error.strerror or error}): start the command with --node-rank 0 there, and "
-                    f"check --master-addr, --master-port and the firewall"
-                ) from error
-            time.sleep(4 * _POLL_S)
 
 
 class _Watch:
@@ -235,7 +98,7 @@ class _Watch:
         self,
         command: Sequence[str],
         environments: Sequence[dict[str, str]],
-        machines: _Machines | None = None,
+        machines: Machines | None = None,
     ) -> None:
         self._command = list(command)
         self._environments = environments
@@ -347,7 +210,7 @@ class _Mpirun(_Watch):
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             # mpirun cannot ask for it by itself, as ranks do in `die_with_parent`.
-            preexec_fn=lambda: libc and libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+            preexec_fn=lambda: libc and libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
         )
 
 

@@ -14,113 +14,25 @@ however many ranks it has.
 
 In shared memory the sum is taken in the order of ranks by whoever owns the share, so all ranks have
 the same bits.
+
+16-bit floats are summed in float32 and rounded once. Only where a machine's sum goes to other
+machines it is rounded before, too, since it crosses in 16 bits.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from typing import TypeAlias
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 
-from .datatypes import WIDENED, operation, pieces, values
+from .across import Across
 from .meeting import Meeting, Nodes
+from .reduction import CHUNK, Reduction
 from .runtime import MPI
 from .stage import Stage, share_of
 from .windows import Windows
 
-ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
-Combine = Callable[..., torch.Tensor]
-
-# Elements that are summed at a time, while they are in the processor's cache.
-CHUNK = 64 * 1024
-
 # Bytes from which on tensors of several machines are summed by each machine before they cross.
 STAGED_FROM = 512 * 1024
-
-_COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
-    dist.ReduceOp.PRODUCT: torch.mul,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.BAND: torch.bitwise_and,
-    dist.ReduceOp.BOR: torch.bitwise_or,
-    dist.ReduceOp.BXOR: torch.bitwise_xor,
-}
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """A reduction of torch's on elements of one dtype.
-
-    16-bit floats are reduced in float32 and rounded once; AVG is a sum, divided afterwards.
-    """
-
-    name: str
-    dtype: torch.dtype
-    op: MPI.Op
-    combine: Combine
-    divisor: int
-
-    @staticmethod
-    @cache
-    def of(op: ReduceOp, dtype: torch.dtype, size: int) -> "Reduction":
-        """The reduction `op` over `size` ranks.
-
-        Raises:
-            ValueError: it does not exist for this dtype.
-        """
-        wide = torch.float32 if dtype in WIDENED else dtype
-        mpi = operation(op, wide)
-        (kind,) = [kind for kind in _COMBINE if op == kind]
-        divisor = size if kind == dist.ReduceOp.AVG else 1
-        return Reduction(kind.name, wide, mpi, _COMBINE[kind], divisor)
-
-    def fold(self, tensors: Sequence[torch.Tensor], room: torch.Tensor) -> torch.Tensor:
-        """The reduction of tensors of one shape, in their order.
-
-        Args:
-            tensors: one or more.
-            room: of that shape and the reduction's dtype; may be the first's own memory.
-
-        Returns:
-            `room`.
-        """
-        wide = tensors
-        if tensors[0].dtype != self.dtype:
-            wide = [tensor.to(self.dtype) for tensor in tensors]
-        if self.divides_first:
-            torch.mul(wide[0], 1 / self.divisor, out=room)
-            for tensor in wide[1:]:
-                torch.add(room, tensor, alpha=1 / self.divisor, out=room)
-            return room
-        if len(wide) == 1:
-            room.copy_(wide[0])
-        else:
-            self.combine(wide[0], wide[1], out=room)
-        for tensor in wide[2:]:
-            self.combine(room, tensor, out=room)
-        self.divide(room)
-        return room
-
-    @property
-    def divides_first(self) -> bool:
-        """Whether the summands are divided rather than the sum, which then cannot overflow.
-
-        That is, where it is exact: the bits are the same.
-        """
-        fractional = self.dtype.is_floating_point or self.dtype.is_complex
-        return self.divisor > 1 and self.divisor & (self.divisor - 1) == 0 and fractional
-
-    def divide(self, reduced: torch.Tensor) -> None:
-        """Makes a sum an average where that was asked for, in place."""
-        if self.divisor > 1:
-            if reduced.is_floating_point() or reduced.is_complex():
-                reduced /= self.divisor
-            else:
-                reduced //= self.divisor
 
 
 class AllReduce:
@@ -148,7 +60,8 @@ class AllReduce:
         # As many shares as the smallest machine has ranks: each share has an owner everywhere.
         self._owners = nodes.communicator.allreduce(nodes.node.size, MPI.MIN)
         owns = nodes.node.rank < self._owners
-        self._across = nodes.communicator.Split(nodes.node.rank if owns else MPI.UNDEFINED)
+        self._across = Across(nodes.communicator.Split(nodes.node.rank if owns else MPI.UNDEFINED))
+        self._among_all = Across(nodes.communicator)
         most = nodes.communicator.allreduce(nodes.node.size, MPI.MAX)
         self._shares_memory = most > 1
 
@@ -177,14 +90,10 @@ class AllReduce:
         elif self._goes_by_stage(tensor):
             self._staged(tensor, reduction)
         else:
-            total = tensor.to(reduction.dtype).contiguous()
-            if reduction.divides_first:
-                total = total / reduction.divisor
-            _across(self._nodes.communicator, total.view(-1), reduction)
-            if not reduction.divides_first:
-                reduction.divide(total)
-            if total is not tensor:
-                tensor.copy_(total)
+            dense = tensor.contiguous()
+            self._among_all(dense.view(-1), reduction)
+            if dense is not tensor:
+                tensor.copy_(dense)
         return [tensor]
 
     def _make_bags(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
@@ -213,8 +122,7 @@ class AllReduce:
         self._bags.cache_clear()
         if self._stage is not None:
             self._stage.free()
-        if self._across != MPI.COMM_NULL:
-            self._across.Free()
+        self._across.free()
 
     def _staged(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         if self._stage is None or not self._meeting.same_place:
@@ -263,44 +171,43 @@ class AllReduce:
                 begin += chunk[0].numel()
             return
         total = torch.empty(end - begin, dtype=reduction.dtype)
-        self._over_machines(shares, total, reduction)
-        for chunk in total.split(CHUNK):
-            receive(begin, chunk)
-            begin += chunk.numel()
+        here, across = self._divided(reduction, wide=True)
+        chunks = zip(*(share.split(CHUNK) for share in shares), strict=True)
+        for chunk, part in zip(chunks, total.split(CHUNK), strict=True):
+            here.fold(chunk, part)
+        if total.numel():
+            self._across(total, across)
+        for part in total.split(CHUNK):
+            receive(begin, part)
+            begin += part.numel()
 
     def _reduce(
         self, shares: list[torch.Tensor], reduction: Reduction, *, everywhere: bool
     ) -> None:
         """Replaces the first rank's share, or everybody's, by the reduction over all machines."""
         wide = shares[0].dtype == reduction.dtype
-        if self._nodes.count == 1:
-            room = self._sum(reduction)
-            for chunk in zip(*(share.split(CHUNK) for share in shares), strict=True):
-                total = reduction.fold(chunk, chunk[0] if wide else room[: chunk[0].numel()])
-                for share in chunk if everywhere else chunk[:1]:
-                    if share is not total:
-                        share.copy_(total)
+        one_machine = self._nodes.count == 1
+        here, across = self._divided(reduction, wide)
+        room = self._sum(reduction)
+        for chunk in zip(*(share.split(CHUNK) for share in shares), strict=True):
+            total = here.fold(chunk, chunk[0] if wide else room[: chunk[0].numel()])
+            for share in chunk if everywhere and one_machine else chunk[:1]:
+                if share is not total:
+                    share.copy_(total)
+        if one_machine:
             return
-        total = shares[0] if wide else torch.empty(shares[0].numel())
-        self._over_machines(shares, total, reduction)
-        for share in shares if everywhere else shares[:1]:
-            if share is not total:
-                share.copy_(total)
+        if shares[0].numel():
+            self._across(shares[0], across)
+        for share in shares[1:] if everywhere else ():
+            share.copy_(shares[0])
 
-    def _over_machines(
-        self, shares: list[torch.Tensor], total: torch.Tensor, reduction: Reduction
-    ) -> None:
-        # Divided when all machines' sums are in, or before they are summed.
-        here = reduction if reduction.divides_first else replace(reduction, divisor=1)
-        parts = [share.split(CHUNK) for share in shares]
-        for chunk, part in zip(zip(*parts, strict=True), total.split(CHUNK), strict=True):
-            here.fold(chunk, part)
-        if total.numel():
-            _across(self._across, total, reduction)
-        if here is not reduction:
-            reduction.divide(total)
+    def _divided(self, reduction: Reduction, wide: bool) -> tuple[Reduction, Reduction]:
+        """The reduction on this machine and across machines: one of them divides an average.
 
-
-def _across(communicator: MPI.Comm, total: torch.Tensor, reduction: Reduction) -> None:
-    for piece in pieces(total):
-        communicator.Allreduce(MPI.IN_PLACE, values(piece), reduction.op)
+        The first, where that is exact, and where a machine's sum is rounded to 16 bits, in which it
+        could overflow. Else the second: then a machine of one rank rounds nothing.
+        """
+        first = reduction.divides_first if wide else self._shares_memory
+        if first or self._nodes.count == 1:
+            return reduction, reduction.undivided
+        return reduction.undivided, reduction

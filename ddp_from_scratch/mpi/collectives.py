@@ -12,10 +12,11 @@ from typing import TypeAlias
 
 import torch
 
-from .all_reduce import AllReduce, ReduceOp, Reduction
+from .all_reduce import AllReduce
 from .arguments import check_count, check_same, check_share, size_of, sizes_of, split_sizes
 from .datatypes import COUNTABLE, pieces, raw, values
 from .meeting import Meeting, Nodes
+from .reduction import ReduceOp, Reduction
 from .runtime import MPI
 from .windows import Windows
 from .worker import Result

@@ -30,7 +30,7 @@ DATATYPES: dict[torch.dtype, MPI.Datatype] = {
 COUNTABLE = 2**31 - 2**20
 BLOCK = 2**30
 
-# MPI has no 16-bit floats. They are summed in float32 and rounded once, on the way back.
+# MPI has no 16-bit floats. They are reduced in float32.
 WIDENED = (torch.float16, torch.bfloat16)
 
 # torch's reduction, MPI's for numbers, MPI's for booleans. AVG is a sum, divided afterwards. C's

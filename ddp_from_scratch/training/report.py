@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from typing import TypeVar
@@ -26,10 +25,9 @@ class Report:
     def __init__(self, *, speaks: bool, quiet: bool) -> None:
         self._speaks = speaks
         self._verbose = speaks and not quiet
-        # Under mpirun standard error is a pipe even where a person watches: who started mpirun
-        # knows, and says so.
-        on_terminal = sys.stderr.isatty() or "DDP_TERMINAL" in os.environ
-        self._bar = self._verbose and on_terminal
+        # Under mpirun, too: standard error, a pipe there, has become the terminal that a person
+        # watches (`write_to_terminal`).
+        self._bar = self._verbose and sys.stderr.isatty()
 
     def progress(self, steps: Iterable[T], *, total: int, start: int, title: str) -> Iterable[T]:
         """Passes `steps` through, and shows how far they are on a terminal."""
