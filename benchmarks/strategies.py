@@ -121,21 +121,24 @@ def reducer(**settings: object) -> Prepare:
     return prepare
 
 
-def flat_sgd(at_once: bool = False, **settings: object) -> Prepare:
+def flat_sgd(
+    at_once: bool = False, optimizer: type[ddp.SGD] = ddp.SGD, **settings: object
+) -> Prepare:
     """A `Reducer` with these arguments, its gradients views, and `ddp.SGD`.
 
     Args:
         at_once: `backward_and_step()` in place of the two calls.
+        optimizer: or one that extends it.
         settings: of the Reducer.
     """
 
     def prepare(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
         ddp.broadcast_parameters(model, process_group=group)
         averaging = ddp.Reducer(model, group, gradient_as_bucket_view=True, **settings)  # type: ignore[arg-type]
-        optimizer = ddp.SGD(model.parameters(), LEARNING_RATE, MOMENTUM, reducer=averaging)
+        stepper = optimizer(model.parameters(), LEARNING_RATE, MOMENTUM, reducer=averaging)
         if at_once:
-            return Training(model, optimizer.zero_grad, optimizer.backward_and_step)
-        return two_calls(model, optimizer)
+            return Training(model, stepper.zero_grad, stepper.backward_and_step)
+        return two_calls(model, stepper)
 
     return prepare
 
@@ -160,6 +163,7 @@ STRATEGIES = [
     Strategy("buckets, overlapped, views", reducer(gradient_as_bucket_view=True)),
     Strategy("ddp.SGD", flat_sgd()),
     Strategy("ddp.SGD, backward_and_step", flat_sgd(at_once=True)),
+    Strategy("NodeSharedSGD, backward_and_step", flat_sgd(True, ddp.NodeSharedSGD), ("mpi",)),
 ]
 
 

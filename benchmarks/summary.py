@@ -31,14 +31,16 @@ def summarise(folder: Path, since: float) -> str:
 
 
 def step_times(contents: Sequence[Content]) -> str:
-    """A row for each model on each backend: the fastest Reducer and the fastest ddp.SGD."""
+    """A row for each model on each backend: the fastest Reducer, and of each SGD here."""
     rows = []
     for content in contents:
         samples = [Samples(**sample) for sample in content["samples"]]
         bases = (*REFERENCES, *GLOO_REFERENCES, NO_COMMUNICATION)
         ours = [s.name for s in samples if s.name not in bases]
         flat = reference(samples, tuple(n for n in ours if n.startswith("ddp.SGD")))
-        averaged = reference(samples, tuple(n for n in ours if not n.startswith("ddp.SGD")))
+        shared = reference(samples, tuple(n for n in ours if n.startswith("NodeSharedSGD")))
+        others = tuple(n for n in ours if not n.startswith(("ddp.SGD", "NodeSharedSGD")))
+        averaged = reference(samples, others)
         torch_ddp = reference(samples, REFERENCES)
         on_gloo = torch_ddp if content["settings"]["backend"] == "gloo" else None
         on_gloo = on_gloo or reference(samples, GLOO_REFERENCES)
@@ -46,9 +48,11 @@ def step_times(contents: Sequence[Content]) -> str:
         row = [_place(content), _median(alone), _median(torch_ddp)]
         row += [_ratio(averaged, torch_ddp), _ratio(averaged, alone)]
         row += [_ratio(flat, torch_ddp), _ratio(flat, on_gloo), _ratio(flat, alone)]
+        row += [_ratio(shared, on_gloo), _ratio(shared, alone)]
         rows.append(row)
     headers = ["a training step", "no comm., ms", "torch DDP, ms", "Reducer / torch"]
     headers += ["/ no comm.", "ddp.SGD / torch", "/ it on gloo", "/ no comm."]
+    headers += ["NodeSharedSGD / torch on gloo", "/ no comm."]
     note = "the fastest setting of each; a Reducer with torch's SGD, torch's DDP with the same"
     return f"{text_table(headers, rows)}\n{note}"
 

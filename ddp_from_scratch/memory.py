@@ -1,10 +1,13 @@
 """The memory that buckets lie in: one flat tensor for all gradients of a dtype on a device."""
 
+import warnings
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+
+from .errors import CommunicationError
 
 Memory: TypeAlias = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
@@ -34,5 +37,12 @@ def _zeros(
         assert group is not None, "there is no process group"
         backend = group._get_backend(device)
         if backend.supports_tensor_alloc(device):
-            return backend.allocate_tensor(numel, dtype=dtype, device=device).zero_()
+            try:
+                return backend.allocate_tensor(numel, dtype=dtype, device=device).zero_()
+            except CommunicationError as error:  # alike on all ranks of a machine
+                if group.rank() == 0:
+                    warnings.warn(
+                        f"gradients lie in ordinary memory, which costs two copies: {error}",
+                        stacklevel=2,
+                    )
     return torch.zeros(numel, dtype=dtype, device=device)
