@@ -7,9 +7,9 @@ A *turn* of one layout, from one average to the next; the clock is read at the e
 
 A round is a turn of each layout. What is measured is the whole step, from the end of one average to
 that of the next, as the user feels it: backward and what it does not hide, the optimizer, forward,
-the data. An evaluation or a slow batch now and then is in it, too, so the median over rounds
-decides, and layouts begin another round in another order, so that what comes back every so many
-steps does not always meet the same one.
+the data. An evaluation or a slow batch now and then is in it, too, so the median decides, and
+another layout begins each round, so that what comes back every so many steps does not always meet
+the same one.
 """
 
 import math
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import truediv
 
 import torch
 import torch.distributed as dist
@@ -96,8 +97,19 @@ def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[
 
 
 def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
-    """The first whose median is as good as the best; those with overlap come first."""
-    medians = {candidate: statistics.median(times[candidate]) for candidate in times}
+    """The first that is as good as the best; those with overlap come first.
+
+    By the median over steps of how long each was beside the others of its round: what slows the
+    machine for a while slows all alike.
+
+    Args:
+        times: of each candidate, in the order of `trials`; as many of each.
+    """
+    usual = [statistics.median(alike) for alike in zip(*times.values(), strict=True)]
+    medians = {
+        candidate: statistics.median(map(truediv, steps, usual))
+        for candidate, steps in times.items()
+    }
     good = min(medians.values()) * (1 + TIE)
     return min((c for c in medians if medians[c] <= good), key=lambda c: not c.overlap)
 

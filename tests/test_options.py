@@ -54,6 +54,11 @@ def error_of(*arguments: str) -> str:
             "--bucket-cap-mb big",
             "argument --bucket-cap-mb: must be a number or auto, got 'big'; see --help",
         ),
+        (
+            "--bucket-cap-mb auto --deterministic",
+            "--bucket-cap-mb auto goes by the clock, which --deterministic rules out: give a "
+            "size, such as an earlier run's",
+        ),
         ("--stall-after 0", "--stall-after must be a positive number of seconds, got 0.0"),
         ("--stall-after nan", "--stall-after must be a positive number of seconds, got nan"),
         ("--check-sync -1", "--check-sync must be 0 or more, got -1"),

@@ -24,7 +24,7 @@ def to_begin_with(settings: Settings, state: State | None, world_size: int) -> d
     for anew; also where the run was stopped before they were found.
     """
     if settings.bucket_cap_mb == AUTO and state is not None:
-        before: dict[str, Any] | None = state["buckets"]
+        before: dict[str, Any] | None = state.get("buckets")
         same = state["world_size"] == world_size and not settings.changes_since(state["settings"])
         if same and before is not None:
             return before

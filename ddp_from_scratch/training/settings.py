@@ -70,6 +70,11 @@ class Settings:
             lambda value: value is None or value == AUTO or value >= 0,
             "0 or more, or auto",
         )
+        if self.bucket_cap_mb == AUTO and self.deterministic:
+            raise UsageError(
+                "--bucket-cap-mb auto goes by the clock, which --deterministic rules out: give a "
+                "size, such as an earlier run's"
+            )
         self._require("workers", lambda value: value >= 0, "0 or more")
         self._require("check_sync", lambda value: value is None or value >= 0, "0 or more")
         self._require("seed", lambda value: 0 <= value < 2**62, "0 to 2**62 - 1")
