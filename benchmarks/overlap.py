@@ -17,15 +17,21 @@ each the median over rounds, the share with a 95 % bootstrap interval. It is neg
 overlapping costs more than it hides: backward and communication want the same cores. torch's DDP
 has no way to launch at the end, and is taken by the communication of the Reducer with the same
 buckets. The best cap is the one with the shortest step.
+
+Below the table: what bucket_cap_mb="auto" settles on in a training of its own beforehand (it times
+whole steps, which here are those of all the others, too), timed in the same rounds as the rest.
 """
 
 import argparse
 import gc
 import sys
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
 from benchmarks.report import draw_lines, write
@@ -35,19 +41,25 @@ from benchmarks.strategies import (
     TORCH_BEST,
     WORKLOADS,
     Strategy,
+    Training,
+    Workload,
     alone,
     contenders,
+    foreach_sgd,
     reducer,
     torch_ddp,
+    two_calls,
 )
 from benchmarks.text_table import text_table
-from ddp_from_scratch import UsageError, launch, process_group
+from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, launch, process_group
 from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.process_group import World
 
 MODELS = ("mlp", "resnet18")
 CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
 DURING, AT_END, TORCH = "during backward", "at its end", "torch DDP"
+AUTO = "auto"
+VIEWS = {"gradient_as_bucket_view": True}
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ def main() -> int:
         return 0
     for backend in options.backend:
         for model in options.model:
-            check_memory(model, 1 + 3 * len(options.cap), options.nproc)
+            check_memory(model, 2 + 3 * len(options.cap), options.nproc)
         if code := start("benchmarks.overlap", backend, options.nproc, *sys.argv[1:]):
             return code
     return 0
@@ -125,15 +137,29 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def strategies(caps: list[float]) -> list[Strategy]:
     """A step without communication, and three ways for each cap."""
-    views = {"gradient_as_bucket_view": True}
     found = [Strategy(NO_COMMUNICATION, alone)]
     for cap in caps:
         found += [
-            Strategy(_name(DURING, cap), reducer(bucket_cap_mb=cap, **views)),
-            Strategy(_name(AT_END, cap), reducer(bucket_cap_mb=cap, overlap=False, **views)),
+            Strategy(_name(DURING, cap), reducer(bucket_cap_mb=cap, **VIEWS)),
+            Strategy(_name(AT_END, cap), reducer(bucket_cap_mb=cap, overlap=False, **VIEWS)),
             Strategy(_name(TORCH, cap), torch_ddp(bucket_cap_mb=cap, **TORCH_BEST)),
         ]
     return found
+
+
+def settle(workload: Workload, device: torch.device) -> dict[str, Any]:
+    """The arguments of a Reducer that "auto" settles on, trained by itself."""
+    found: list[Reducer] = []
+
+    def prepare(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
+        broadcast_parameters(model, process_group=group)
+        found.append(Reducer(model, group, bucket_cap_mb=AUTO, **VIEWS))
+        return two_calls(model, foreach_sgd(model))
+
+    (training,) = contenders(workload, device, [Strategy(AUTO, prepare)], keep_start=False)
+    while found[0].bucket_cap_mb is None:
+        training.step()
+    return {"bucket_cap_mb": found[0].bucket_cap_mb, "overlap": found[0].overlap}
 
 
 def _name(way: str, cap: float) -> str:
@@ -148,30 +174,40 @@ def measure(options: argparse.Namespace) -> None:
         for model in options.model:
             workload = WORKLOADS[model]
             torch.manual_seed(world.rank)
-            compared = contenders(workload, world.device, strategies(options.cap))
+            chosen = settle(workload, world.device)
+            gc.collect()
+            auto = Strategy(AUTO, reducer(**chosen, **VIEWS))
+            compared = contenders(workload, world.device, [*strategies(options.cap), auto])
             title = f"{workload.name}; {backend}, {world.world_size} ranks"
             rounds = rounds_for(options.seconds, options.rounds, world.device, title)
             samples = interleave(compared, rounds, world.device)
             check_equal(compared)
             if world.rank == 0:
-                tell(options, world, model, title, samples)
+                tell(options, world, model, title, samples, chosen)
             compared.clear()
             gc.collect()  # hooks make cycles of model and Reducer
 
 
 def tell(
-    options: argparse.Namespace, world: World, model: str, title: str, samples: list[Samples]
+    options: argparse.Namespace,
+    world: World,
+    model: str,
+    title: str,
+    samples: list[Samples],
+    chosen: dict[str, Any],
 ) -> None:
     """Prints, writes and draws one model's results."""
     found = overlaps(samples, options.cap)
     count = len(samples[0].milliseconds)
     print(f"\n{title}, {count} steps each\n{table(found, samples[0])}", flush=True)
+    print(told_of_auto(samples, chosen), flush=True)
     settings = {
         "benchmark": "overlap",
         "model": model,
         "backend": world.backend,
         "nproc": world.world_size,
         "caps": options.cap,
+        "auto": chosen,
     }
     file = f"overlap-{model}-{world.backend}-{world.world_size}"
     write(file, title, [asdict(s) for s in samples], settings=settings, folder=options.results)
@@ -247,6 +283,19 @@ def table(found: list[Overlap], bare: Samples) -> str:
     text = text_table(headers, rows)
     note = f"* the best cap; a step without communication takes {bare.quartiles[1]:.1f} ms"
     return f"{text}\n{note}"
+
+
+def told_of_auto(samples: list[Samples], chosen: dict[str, Any]) -> str:
+    """What "auto" settled on, and how that does beside the best of all Reducers in the sweep."""
+    auto = next(s for s in samples if s.name == AUTO)
+    swept = [s for s in samples if s.name.startswith((DURING, AT_END))]
+    best = min(swept, key=lambda s: s.quartiles[1])
+    ratio, low, high = auto.ratio_to(best)
+    cap, way = chosen["bucket_cap_mb"], DURING if chosen["overlap"] else AT_END
+    return (
+        f"auto: bucket_cap_mb={cap}, {way}: {auto.quartiles[1]:.1f} ms, {ratio:.3f} ({low:.3f} to "
+        f"{high:.3f}) x the best ({best.name}, {best.quartiles[1]:.1f} ms)"
+    )
 
 
 def _percent(share: Interval) -> str:

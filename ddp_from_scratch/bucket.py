@@ -285,6 +285,16 @@ class Bucket:
         return list(zip(self.layout.members, self._parameters, self.views, strict=True))
 
 
+def plan(
+    parameters: Sequence[torch.Tensor], order: Iterable[int], caps: Sequence[int]
+) -> list[BucketLayout]:
+    """`assign_buckets` for the gradients of these parameters."""
+    gradients = [
+        Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters
+    ]
+    return assign_buckets(gradients, order, caps)
+
+
 def make_buckets(
     parameters: Sequence[torch.nn.Parameter],
     order: Iterable[int],
@@ -296,10 +306,7 @@ def make_buckets(
 
     They lie one behind the other in `memory`, or, where that is None, each in memory of its own.
     """
-    gradients = [
-        Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters
-    ]
-    layouts = assign_buckets(gradients, order, caps)
+    layouts = plan(parameters, order, caps)
     ends = dict.fromkeys(memory or (), 0)
     buckets = []
     for index, layout in enumerate(layouts):

@@ -7,7 +7,7 @@ from typing import overload
 import torch
 import torch.distributed as dist
 
-from .bucket import Bucket, make_buckets
+from .bucket import Bucket, make_buckets, plan
 from .memory import allocate
 from .sparse import SparseBucket, sparse_parameters
 
@@ -29,7 +29,8 @@ class Buckets(Sequence[AnyBucket]):
 
     Attributes:
         names, parameters: an index into these names a parameter everywhere.
-        caps, gradient_as_bucket_view: as given.
+        caps: as given; others hold from the next `lay_out` on.
+        gradient_as_bucket_view: as given.
     """
 
     def __init__(
@@ -64,18 +65,31 @@ class Buckets(Sequence[AnyBucket]):
         """Makes the buckets, or makes them anew, for gradients that are ready in this order."""
         for bucket in self.flat:
             bucket.leave()  # the new ones lie in the same memory
-        index_of = {name: index for index, name in enumerate(self.names)}
-        indices = [index_of[name] for name in order]
+        dense, sparse = self._indices(order)
         flat = make_buckets(
             self.parameters[: self._in_flat],
-            [index for index in indices if index < self._in_flat],
+            dense,
             self.caps,
             self.gradient_as_bucket_view,
             self._memory,
         )
-        sparse = [index for index in indices if index >= self._in_flat]
         self._buckets = [*flat, *map(self._sparse_bucket, sparse, itertools.count(len(flat)))]
         self._bucket_of = {index: bucket for bucket in self for index in bucket.layout.members}
+
+    def planned(self, order: Sequence[str], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The members of the buckets that `lay_out` would make with these caps."""
+        dense, sparse = self._indices(order)
+        layouts = plan(self.parameters[: self._in_flat], dense, caps)
+        return *(layout.members for layout in layouts), *((index,) for index in sparse)
+
+    def _indices(self, order: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Those with flat gradients and those with sparse ones, each in this order of names."""
+        index_of = {name: index for index, name in enumerate(self.names)}
+        indices = [index_of[name] for name in order]
+        return (
+            [index for index in indices if index < self._in_flat],
+            [index for index in indices if index >= self._in_flat],
+        )
 
     def _sparse_bucket(self, member: int, index: int) -> SparseBucket:
         name, parameter = self.names[member], self.parameters[member]

@@ -140,3 +140,8 @@ def may_overlap(hook: CommHook) -> bool:
     it would come before the next bucket's on one rank and after it on another.
     """
     return hook in _ONE_COLLECTIVE
+
+
+def is_ours(hook: CommHook) -> bool:
+    """Whether it is of this package, whose hooks remember parameters and not buckets."""
+    return getattr(hook, "__module__", "").startswith(f"{__package__}.")

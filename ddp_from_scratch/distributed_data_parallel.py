@@ -23,6 +23,7 @@ from .buffer_sync import BufferHook, BufferSync
 from .delayed import DelayedReduction
 from .inputs import moved
 from .join import JoinableReducer
+from .layout import Caps
 from .logging_data import facts_of_wrapper
 from .mixed_precision import call_in, cast_buffers, check_castable, hook_for
 from .reducer import Reducer
@@ -78,7 +79,7 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | Sequence[float] | None = None,
+        bucket_cap_mb: Caps = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,

@@ -17,9 +17,13 @@ first all-reduce starts early.
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
 
 FIRST_BUCKET_CAP_MB = 1.0
 BUCKET_CAP_MB = 25.0
+
+AUTO: Final = "auto"
+Caps: TypeAlias = float | Sequence[float] | Literal["auto"] | None
 
 
 @dataclass(frozen=True)
@@ -59,20 +63,26 @@ class BucketLayout:
             )
 
 
-def bucket_caps(bucket_cap_mb: float | Sequence[float] | None) -> tuple[int, ...]:
+def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     """The caps of the first buckets, in bytes; the last of them is that of all later ones.
 
     Args:
         bucket_cap_mb: cap in MiB; 0 puts every gradient into a bucket of its own, `inf` puts all
             into one. A sequence gives the first bucket's cap, the second's, and so on. None means
-            1 MiB for the first bucket and 25 MiB for the others, as in torch's DDP.
+            1 MiB for the first bucket and 25 MiB for the others, as in torch's DDP, and "auto"
+            (`cap_search.py`) begins with that.
 
     Raises:
-        ValueError: a cap is negative or not a number, or the sequence is empty.
+        ValueError: a cap is negative or not a number, the sequence is empty, or the word another.
     """
-    if bucket_cap_mb is None:
-        bucket_cap_mb = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
-    caps = bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else (bucket_cap_mb,)
+    sizes: float | Sequence[float]
+    if bucket_cap_mb is None or bucket_cap_mb == AUTO:
+        sizes = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
+    else:
+        sizes = bucket_cap_mb
+    if isinstance(sizes, str):
+        raise ValueError(f'bucket_cap_mb must be a number, numbers or "auto", got {sizes!r}')
+    caps = sizes if isinstance(sizes, Sequence) else (sizes,)
     if not caps or not all(cap >= 0 for cap in caps):
         raise ValueError(f"bucket_cap_mb must be 0 or more, got {bucket_cap_mb}")
     return tuple(int(min(cap * 2**20, 2**62)) for cap in caps)

@@ -27,8 +27,8 @@ class ReadyOrder:
         self._counted: dict[int, None] = {}  # in the order of readiness
         self.final = None if known is None else list(known)
 
-    def first(self) -> Sequence[str]:
-        """The order to begin with: the last layer's gradient is ready first."""
+    def present(self) -> Sequence[str]:
+        """The final order; before it is known, that the last layer's gradient is ready first."""
         return self.final or self._names[::-1]
 
     def count(self, index: int) -> None:

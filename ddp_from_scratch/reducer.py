@@ -16,10 +16,11 @@ from . import comm_hooks
 from .backward_pass import BackwardPass
 from .bucket import Bucket, CommHook
 from .buckets import Buckets
+from .cap_search import CapSearch
 from .check_sync import DriftCheck
 from .guard import Guard
 from .hooks import Hooks
-from .layout import bucket_caps
+from .layout import Caps, bucket_caps
 from .ready_order import ReadyOrder
 from .share import Share
 from .snapshot import Snapshot
@@ -50,7 +51,8 @@ class Reducer:
             ones (`broadcast_parameters` checks that).
         process_group: the ranks that take part; None means all of them.
         bucket_cap_mb: size in MiB at which a bucket is closed: 0 one bucket for each parameter,
-            `inf` one for all; None and a sequence as in `bucket_caps`.
+            `inf` one for all; None and a sequence as in `bucket_caps`. "auto" tries several in the
+            first averages, with and without overlap, and settles on one (`cap_search.py`).
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
             most of the memory of the gradients; `.grad` must then not be detached in place.
@@ -91,7 +93,7 @@ class Reducer:
         module: torch.nn.Module,
         process_group: dist.ProcessGroup | None = None,
         *,
-        bucket_cap_mb: float | Sequence[float] | None = None,
+        bucket_cap_mb: Caps = None,
         overlap: bool = True,
         gradient_as_bucket_view: bool = False,
         find_unused_parameters: bool = False,
@@ -107,6 +109,7 @@ class Reducer:
         self._buckets = Buckets(
             module, snapshot.trainable(), process_group, caps, gradient_as_bucket_view
         )
+        self._search = CapSearch(bucket_cap_mb, overlap, self._buckets, process_group)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
         self.sync, self.joining = True, False
@@ -117,12 +120,12 @@ class Reducer:
 
         self._comm_hook: CommHook = comm_hooks.average
         self._comm_state: Any = process_group
-        self._overlap, self._skip_unused = overlap, skip_unused
+        self._skip_unused = skip_unused
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._backward = BackwardPass()
         self._next_bucket = 0  # every bucket before it has been launched
         self._order = ReadyOrder(self._buckets.names, ready_order)
-        self._buckets.lay_out(self._order.first())
+        self._buckets.lay_out(self._order.present())
         self._usage = Usage(parameters, process_group, find_unused_parameters, static_graph)
         self._guard = Guard(module, snapshot, self._usage, self._buckets, self._backward)
         self._graphs = GraphWatch(parameters, self._on_enter)
@@ -145,6 +148,16 @@ class Reducer:
     def ready_order(self) -> list[str] | None:
         """The names of the parameters in the order of the final layout, or None."""
         return self._order.final
+
+    @property
+    def bucket_cap_mb(self) -> float | Sequence[float] | None:
+        """As given, or what "auto" has settled on; None as long as it has not."""
+        return self._search.present.bucket_cap_mb if self._search.settled else None
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the next backward pass launches buckets before its end."""
+        return self._search.present.overlap
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -177,13 +190,14 @@ class Reducer:
         One that is not of `ddp.comm_hooks` has one bucket under way at a time.
 
         Raises:
-            RuntimeError: a backward pass is under way.
+            RuntimeError: a backward pass is under way, or `CapSearch.check_hook`.
             TypeError: `hook` cannot be called.
         """
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         if any(bucket.begun for bucket in self._buckets):
             raise RuntimeError("a comm hook cannot be registered while gradients are under way")
+        self._search.check_hook(hook)
         self._comm_hook, self._comm_state = hook, state
 
     @contextmanager
@@ -235,7 +249,7 @@ class Reducer:
             if not (self._backward.begun and self._usage.may_be_unused):
                 self._backward.begin(self._on_backward_end)
             self._order.count(index)
-            if self._usage.count(index) and bucket.mark_ready(index) and self._overlap:
+            if self._usage.count(index) and bucket.mark_ready(index) and self.overlap:
                 self._launch_full_buckets()
 
     def _on_enter(self, unreached: set[int]) -> None:
@@ -246,7 +260,7 @@ class Reducer:
             self._backward.begin(self._on_backward_end)
             for index in self._usage.unused(unreached):
                 self._buckets.of(index).mark_absent(index)
-            if self._overlap:
+            if self.overlap:
                 self._launch_full_buckets()
 
     # 2. launch ----------------------------------------------------------------------------------
@@ -303,6 +317,8 @@ class Reducer:
         # every rank is known to take part.
         if self.ready_order is None and not self._usage.varies:
             self._buckets.lay_out(self._order.agree(self.device, self.process_group))
+        elif not self._search.settled:
+            self._search.on_average(self._order.present())
         self._drift.on_average(self.iteration, is_current=unpack)
 
     # Around forward, and before a step -----------------------------------------------------------

@@ -15,7 +15,8 @@ OUTSIDE = {"run", "tests", "benchmarks", "tools", "conftest", "ranks"}
 # What each module of the chain may import of the package: only what is below it.
 CHAIN = {
     "layout": set(),
-    "bucket": {"layout"},
+    "memory": set(),
+    "bucket": {"layout", "memory"},
     "comm_hooks": {"layout", "bucket"},
     "snapshot": set(),
     "flat_run": {"bucket"},
@@ -26,7 +27,8 @@ CHAIN = {
     "unused_parameters": set(),
     "usage": {"static_graph"},
     "sparse": {"bucket", "layout"},
-    "buckets": {"bucket", "sparse"},
+    "buckets": {"bucket", "memory", "sparse"},
+    "cap_search": {"bucket", "buckets", "comm_hooks", "layout"},
     "backward_pass": set(),
     "hooks": set(),
     "guard": {"backward_pass", "bucket", "buckets", "snapshot", "usage"},
@@ -35,7 +37,8 @@ CHAIN = {
     "stall": {"buckets"},
     "check_sync": {"checksum"},
     "reducer": {"layout", "bucket", "buckets", "comm_hooks", "snapshot", "share", "usage", "guard"}
-    | {"backward_pass", "hooks", "unused_parameters", "check_sync", "stall", "ready_order"},
+    | {"backward_pass", "hooks", "unused_parameters", "check_sync", "stall", "ready_order"}
+    | {"cap_search"},
     "power_sgd": {"bucket", "comm_hooks"},
     "delayed": {"bucket", "comm_hooks"},
     "inputs": set(),
@@ -46,7 +49,7 @@ CHAIN = {
     "logging_data": {"buckets", "comm_hooks", "reducer"},
     "join": {"broadcast", "hooks", "reducer", "share"},
     "distributed_data_parallel": {"arguments", "broadcast", "bucket", "buffer_sync", "delayed"}
-    | {"inputs", "join", "logging_data", "mixed_precision", "reducer", "torch_internals"},
+    | {"inputs", "join", "layout", "logging_data", "mixed_precision", "reducer", "torch_internals"},
 }
 
 

@@ -95,6 +95,16 @@ def test_overlap_of_each_cap():
     ]
 
 
+def test_what_auto_settled_on_is_told_beside_the_best():
+    times = {"during backward, 1 MB": 10.0, "at its end, 1 MB": 8.0, "torch DDP, 1 MB": 1.0}
+    samples = [Samples(name, [time] * 4) for name, time in (times | {"auto": 10.0}).items()]
+    told = overlap.told_of_auto(samples, {"bucket_cap_mb": 4.0, "overlap": True})
+    assert told == (
+        "auto: bucket_cap_mb=4.0, during backward: 10.0 ms, 1.250 (1.250 to 1.250) x the best "
+        "(at its end, 1 MB, 8.0 ms)"
+    )
+
+
 ROLLUP = """5600-7fff ---p 00000000 00:00 0   [rollup]
 Rss:              900 kB
 Pss:              500 kB

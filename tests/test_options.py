@@ -48,8 +48,17 @@ def error_of(*arguments: str) -> str:
             "--timeout nan",
             "--timeout must be a positive number of seconds, at most 1,000,000, got nan",
         ),
-        ("--bucket-cap-mb -1", "--bucket-cap-mb must be 0 or more, got -1.0"),
-        ("--bucket-cap-mb nan", "--bucket-cap-mb must be 0 or more, got nan"),
+        ("--bucket-cap-mb -1", "--bucket-cap-mb must be 0 or more, or auto, got -1.0"),
+        ("--bucket-cap-mb nan", "--bucket-cap-mb must be 0 or more, or auto, got nan"),
+        (
+            "--bucket-cap-mb big",
+            "argument --bucket-cap-mb: must be a number or auto, got 'big'; see --help",
+        ),
+        (
+            "--bucket-cap-mb auto --deterministic",
+            "--bucket-cap-mb auto goes by the clock, which --deterministic rules out: give a "
+            "size, such as an earlier run's",
+        ),
         ("--stall-after 0", "--stall-after must be a positive number of seconds, got 0.0"),
         ("--stall-after nan", "--stall-after must be a positive number of seconds, got nan"),
         ("--check-sync -1", "--check-sync must be 0 or more, got -1"),
@@ -151,6 +160,10 @@ def test_every_option_reaches_its_setting() -> None:
     )
     assert (options.nproc, options.node_rank) == ("8,2", 1)
     assert (options.master_addr, options.master_port) == ("h", 1)
+
+
+def test_bucket_cap_auto() -> None:
+    assert parse(["--bucket-cap-mb", "auto"], ABOUT)[0] == Settings(bucket_cap_mb="auto")
 
 
 def test_power_sgd_has_a_rank() -> None:

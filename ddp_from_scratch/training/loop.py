@@ -20,7 +20,7 @@ from ddp_from_scratch.process_group import World
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sgd import SGD
 from ddp_from_scratch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from ddp_from_scratch.training import checkpoint
+from ddp_from_scratch.training import bucket_choice, checkpoint
 from ddp_from_scratch.training.agreement import StopSignal, together
 from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
@@ -109,8 +109,7 @@ class Trainer:
         # 4. Engine
         self.reducer = Reducer(
             self.model,
-            bucket_cap_mb=settings.bucket_cap_mb,
-            overlap=settings.overlap,
+            **bucket_choice.to_begin_with(settings, state, world.world_size),
             gradient_as_bucket_view=True,
             check_every=settings.check_sync or None,
             stall_after=settings.stall_after if settings.stall_after < math.inf else None,
@@ -260,6 +259,7 @@ class Trainer:
                     "scaler": self.scaler.state_dict(),
                     "compression": compressed,
                     "ready_order": self.reducer.ready_order,
+                    "buckets": bucket_choice.chosen(self.reducer),
                     "epoch": self.epoch,
                     "step": self.step,
                     "images": self.step * self.global_batch_size,  # of this epoch's permutation
@@ -317,8 +317,12 @@ class Trainer:
             f"{settings.backend}, {world.world_size} ranks, global batch {self.global_batch_size}, "
             f"{settings.model}, {seconds:.1f} s"
         )
-        if (told := self.compression.summary()) is not None:
-            self.report.line(told)
+        for told in (
+            bucket_choice.summary(settings, self.reducer),
+            self.compression.summary(),
+        ):
+            if told is not None:
+                self.report.line(told)
         if self.saved_as is not None:
             self.report.line(f"checkpoint {self.saved_as}")
         if settings.log_dir is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.layout import AUTO
 from ddp_from_scratch.process_group import BACKENDS
 from ddp_from_scratch.training.datasets import DATASETS
 from ddp_from_scratch.training.models import MODELS
@@ -122,8 +123,9 @@ def make_parser(about: str) -> Parser:
         group,
         "--bucket-cap-mb",
         "size in MiB at which a bucket of gradients is sent; 0: one for each parameter; inf: one "
-        "for all (default: 1 for the first, 25 for the others)",
-        type=float,
+        "for all; auto: what is fastest in the first steps, during backward or after it (default: "
+        "1 for the first, 25 for the others)",
+        type=_size,
         metavar="MB",
     )
     group.add_argument(
@@ -183,6 +185,16 @@ def make_parser(about: str) -> Parser:
     option(group, "--checkpoint", "the file that test evaluates", type=Path, metavar="FILE")
     option(group, "--quiet", "print the result alone", action="store_true")
     return parser
+
+
+def _size(text: str) -> float | str:
+    """A number or "auto"."""
+    if text == AUTO:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number or auto, got {text!r}") from None
 
 
 def parse(arguments: Sequence[str], about: str) -> tuple[Settings, argparse.Namespace]:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.layout import AUTO
 from ddp_from_scratch.process_group import MAX_TIMEOUT
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -37,7 +38,7 @@ class Settings:
     scale_lr: bool = False
     momentum: float = 0.9
     weight_decay: float = 1e-4
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: float | Literal["auto"] | None = None
     overlap: bool = True
     compress: str | None = None
     powersgd_rank: int | None = None
@@ -64,7 +65,16 @@ class Settings:
         self._require("stall_after", lambda value: value > 0, "a positive number of seconds")
         for name in ("momentum", "weight_decay"):
             self._require(name, lambda value: 0 <= value < math.inf, "0 or more")
-        self._require("bucket_cap_mb", lambda value: value is None or value >= 0, "0 or more")
+        self._require(
+            "bucket_cap_mb",
+            lambda value: value is None or value == AUTO or value >= 0,
+            "0 or more, or auto",
+        )
+        if self.bucket_cap_mb == AUTO and self.deterministic:
+            raise UsageError(
+                "--bucket-cap-mb auto goes by the clock, which --deterministic rules out: give a "
+                "size, such as an earlier run's"
+            )
         self._require("workers", lambda value: value >= 0, "0 or more")
         self._require("check_sync", lambda value: value is None or value >= 0, "0 or more")
         self._require("seed", lambda value: 0 <= value < 2**62, "0 to 2**62 - 1")

@@ -1,0 +1,45 @@
+"""What `--bucket-cap-mb auto` settled on: kept in checkpoints, and told at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddp_from_scratch.layout import AUTO
+from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.training.checkpoint import State
+from ddp_from_scratch.training.settings import Settings
+
+
+def chosen(reducer: Reducer) -> dict[str, Any] | None:
+    """What a checkpoint keeps; None where it is not settled yet."""
+    if reducer.bucket_cap_mb is None:
+        return None
+    return {"bucket_cap_mb": reducer.bucket_cap_mb, "overlap": reducer.overlap}
+
+
+def to_begin_with(settings: Settings, state: State | None, world_size: int) -> dict[str, Any]:
+    """`bucket_cap_mb` and `overlap` of the Reducer: as asked for, or as "auto" chose before.
+
+    With other settings or another number of ranks other buckets may be the best, so they are looked
+    for anew; also where the run was stopped before they were found.
+    """
+    if settings.bucket_cap_mb == AUTO and state is not None:
+        before: dict[str, Any] | None = state.get("buckets")
+        same = state["world_size"] == world_size and not settings.changes_since(state["settings"])
+        if same and before is not None:
+            return before
+    return {"bucket_cap_mb": settings.bucket_cap_mb, "overlap": settings.overlap}
+
+
+def summary(settings: Settings, reducer: Reducer) -> str | None:
+    """What came of "auto", as a line; None without it."""
+    if settings.bucket_cap_mb != AUTO:
+        return None
+    cap = reducer.bucket_cap_mb
+    if cap is None:
+        return f"bucket_cap_mb auto: not settled in {reducer.iteration} averages"
+    caps = cap if isinstance(cap, list | tuple) else (cap,)
+    told = ", then ".join(f"{size:g}" for size in caps)
+    return (
+        f"bucket_cap_mb auto: {told} MiB, sent {'during' if reducer.overlap else 'after'} backward"
+    )
