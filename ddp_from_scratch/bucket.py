@@ -3,13 +3,13 @@
 Steps 4 to 6 of a gradient's way: pack, launch, wait, unpack.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
-from .layout import BucketLayout, Gradient, assign_buckets
-from .memory import ALIGNMENT, Memory
+from .layout import BucketLayout
+from .memory import window
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -59,7 +59,7 @@ class Bucket:
         self._flat = flat
         self._sent = self._flat  # what a comm hook sees: it may put another tensor in its place
         self.views = [
-            _window(self._flat, offset, parameter)
+            window(self._flat, offset, parameter)
             for offset, parameter in zip(layout.offsets, self._parameters, strict=True)
         ]
         self._position = {index: position for position, index in enumerate(layout.members)}
@@ -90,7 +90,7 @@ class Bucket:
     def gradients(self) -> list[torch.Tensor]:
         """One window of `buffer()` for each member, with the shape of its parameter."""
         return [
-            _window(self._sent, offset, parameter)
+            window(self._sent, offset, parameter)
             for offset, parameter in zip(self.layout.offsets, self._parameters, strict=True)
         ]
 
@@ -285,57 +285,6 @@ class Bucket:
         return list(zip(self.layout.members, self._parameters, self.views, strict=True))
 
 
-def plan(
-    parameters: Sequence[torch.Tensor], order: Iterable[int], caps: Sequence[int]
-) -> list[BucketLayout]:
-    """`assign_buckets` for the gradients of these parameters."""
-    gradients = [
-        Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters
-    ]
-    return assign_buckets(gradients, order, caps)
-
-
-def make_buckets(
-    parameters: Sequence[torch.nn.Parameter],
-    order: Iterable[int],
-    caps: Sequence[int],
-    gradient_as_bucket_view: bool,
-    memory: Memory | None = None,
-) -> list[Bucket]:
-    """The buckets of all parameters, in the order of launch; arguments as of `assign_buckets`.
-
-    They lie one behind the other in `memory`, or, where that is None, each in memory of its own.
-    """
-    layouts = plan(parameters, order, caps)
-    ends = dict.fromkeys(memory or (), 0)
-    buckets = []
-    for index, layout in enumerate(layouts):
-        flat = None
-        if memory is not None:
-            key = (parameters[layout.members[0]].dtype, parameters[layout.members[0]].device)
-            begin, ends[key] = ends[key], ends[key] + -(-layout.numel // ALIGNMENT) * ALIGNMENT
-            flat = memory[key][begin : begin + layout.numel]
-        members = [parameters[member] for member in layout.members]
-        is_last = index == len(layouts) - 1
-        buckets.append(Bucket(layout, members, gradient_as_bucket_view, index, is_last, flat))
-    return buckets
-
-
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-def _window(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """The elements of `buffer` from `offset` on, in the parameter's shape and memory order.
-
-    The parameter's own strides are kept where they leave no hole, so that autograd, which lays a
-    gradient out as its parameter, never has to transpose (channels-last models).
-    """
-    dense = parameter.is_contiguous() or parameter.permute(_memory_order(parameter)).is_contiguous()
-    strides = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
-    return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
-
-
-def _memory_order(tensor: torch.Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)

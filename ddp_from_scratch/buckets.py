@@ -1,14 +1,15 @@
 """All buckets of a model, in the order in which they are launched."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import overload
 
 import torch
 import torch.distributed as dist
 
-from .bucket import Bucket, make_buckets, plan
-from .memory import allocate
+from .bucket import Bucket
+from .layout import BucketLayout, Gradient, assign_buckets
+from .memory import ALIGNMENT, Memory, allocate
 from .sparse import SparseBucket, sparse_parameters
 
 AnyBucket = Bucket | SparseBucket
@@ -117,3 +118,39 @@ class Buckets(Sequence[AnyBucket]):
         for bucket in self:
             for index in tuple(bucket.missing):
                 bucket.mark_absent(index)
+
+
+def plan(
+    parameters: Sequence[torch.Tensor], order: Iterable[int], caps: Sequence[int]
+) -> list[BucketLayout]:
+    """`assign_buckets` for the gradients of these parameters."""
+    gradients = [
+        Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters
+    ]
+    return assign_buckets(gradients, order, caps)
+
+
+def make_buckets(
+    parameters: Sequence[torch.nn.Parameter],
+    order: Iterable[int],
+    caps: Sequence[int],
+    gradient_as_bucket_view: bool,
+    memory: Memory | None = None,
+) -> list[Bucket]:
+    """The buckets of all parameters, in the order of launch; arguments as of `assign_buckets`.
+
+    They lie one behind the other in `memory`, or, where that is None, each in memory of its own.
+    """
+    layouts = plan(parameters, order, caps)
+    ends = dict.fromkeys(memory or (), 0)
+    buckets = []
+    for index, layout in enumerate(layouts):
+        flat = None
+        if memory is not None:
+            key = (parameters[layout.members[0]].dtype, parameters[layout.members[0]].device)
+            begin, ends[key] = ends[key], ends[key] + -(-layout.numel // ALIGNMENT) * ALIGNMENT
+            flat = memory[key][begin : begin + layout.numel]
+        members = [parameters[member] for member in layout.members]
+        is_last = index == len(layouts) - 1
+        buckets.append(Bucket(layout, members, gradient_as_bucket_view, index, is_last, flat))
+    return buckets

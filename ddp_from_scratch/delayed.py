@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from . import comm_hooks
-from .bucket import make_buckets
+from .buckets import make_buckets
 
 
 class DelayedReduction:

@@ -46,3 +46,18 @@ def _zeros(
                         stacklevel=2,
                     )
     return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def window(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    """The elements of `buffer` from `offset` on, in the parameter's shape and memory order.
+
+    The parameter's own strides are kept where they leave no hole, so that autograd, which lays a
+    gradient out as its parameter, never has to transpose (channels-last models).
+    """
+    dense = parameter.is_contiguous() or parameter.permute(_memory_order(parameter)).is_contiguous()
+    strides = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+    return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
+
+
+def _memory_order(tensor: torch.Tensor) -> list[int]:
+    return sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_from_scratch import Reducer, stall
-from ddp_from_scratch.bucket import make_buckets
+from ddp_from_scratch.buckets import make_buckets
 from ddp_from_scratch.stall import Progress
 
 AFTER_S = 0.3
