@@ -75,6 +75,7 @@ class JoinableReducer(Joinable):
         """
         sync = self.reducer.sync
         if self._join_config.enable:
+            self.reducer.joining = True
             Join.notify_join_context(self)
             share = self.agree(1.0 if sync else 0.0)
             if not sync:
@@ -92,6 +93,7 @@ class JoinableReducer(Joinable):
         highest rank, and `Reducer.weight` would be overruled.
         """
         self._join_config = self._outside
+        self.reducer.joining = False
 
     def agree(self, amount: float) -> Share:
         """This rank's part among those that average in this step."""

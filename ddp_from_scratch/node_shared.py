@@ -54,7 +54,8 @@ class NodeSharedSGD(SGD):
     Raises:
         ValueError: as `ddp.SGD`; or these conditions are not met.
         RuntimeError: from a step: `.data` of a parameter was replaced, a comm hook is registered
-            (`backward_and_step`), or the ranks step with other learning rates or parameters.
+            (`backward_and_step`), the ranks step with other learning rates or parameters, or this
+            is inside `join()`.
     """
 
     def __init__(self, *args: Any, reducer: Reducer, **settings: Any) -> None:
@@ -95,6 +96,8 @@ class NodeSharedSGD(SGD):
 
     @torch.no_grad()
     def _step_runs(self, runs: Sequence[FlatRun]) -> None:
+        if self._reducer is not None and self._reducer.joining:
+            raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
         for run in runs:
             group = self.param_groups[run.group]
             momentum = run.momentum()[0] if group["momentum"] != 0 else None

@@ -182,6 +182,19 @@ def replaced(world):
         optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
 
 
+def without_a_rank(world):
+    model = nn.Linear(3, 3)
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    with ddp.join(reducer), pytest.raises(RuntimeError, match=r"inside join\(\)"):
+        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+
+
+def test_no_rank_can_be_missing(ranks):
+    ranks("mpi", 2)(without_a_rank)
+
+
 def test_a_parameter_that_was_replaced_is_named(ranks):
     ranks("mpi", 2)(replaced)
 
