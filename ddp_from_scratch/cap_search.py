@@ -31,7 +31,8 @@ DEFAULT = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
 # In the order of preference, where they cost the same.
 CAPS: tuple[float | tuple[float, ...], ...] = (DEFAULT, 4.0, 1.0, math.inf)
 ROUNDS = 5
-TIE = 0.01  # of the shortest step: so much longer is as good
+TIE = 0.01  # of the shortest step: so much longer is as good,
+SURE = 0.7  # and so is what was longer in a smaller part of the steps than this: that is noise
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,14 @@ def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
         candidate: statistics.median(map(truediv, steps, usual))
         for candidate, steps in times.items()
     }
-    good = min(medians.values()) * (1 + TIE)
-    return min((c for c in medians if medians[c] <= good), key=lambda c: not c.overlap)
+    best = min(medians, key=lambda candidate: medians[candidate])
+
+    def as_good(candidate: Candidate) -> bool:
+        pairs = zip(times[candidate], times[best], strict=True)
+        longer = sum(its > shortest for its, shortest in pairs)
+        return longer < SURE * len(usual) or medians[candidate] <= medians[best] * (1 + TIE)
+
+    return min(filter(as_good, medians), key=lambda candidate: not candidate.overlap)
 
 
 class CapSearch:
