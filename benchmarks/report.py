@@ -28,7 +28,7 @@ def write(
     samples: Any,
     *,
     settings: Mapping[str, Any] | None = None,
-    folder: Path = RESULTS,
+    folder: Path | None = None,
 ) -> None:
     """Every sample, and what it was measured on.
 
@@ -38,8 +38,9 @@ def write(
         samples: what was measured; for `compare.py` a list of dicts with `name` and
             `milliseconds`, the contenders' samples of the same rounds.
         settings: what was asked for. `compare.py` compares files in which they are the same.
-        folder: where to.
+        folder: where to; None means `RESULTS`.
     """
+    folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "title": title,
@@ -62,7 +63,7 @@ def draw_lines(
     logarithmic: bool = True,
     ticks: Sequence[float] = (),
     stars: Sequence[tuple[float, float]] = (),
-    folder: Path = RESULTS,
+    folder: Path | None = None,
 ) -> None:
     """A picture with one line for each entry of `lines`.
 
@@ -74,7 +75,7 @@ def draw_lines(
         logarithmic: both axes; otherwise only x.
         ticks: the values to write at the x axis.
         stars: points to mark as the best.
-        folder: where to.
+        folder: where to; None means `RESULTS`.
     """
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
@@ -101,7 +102,7 @@ def draw_bars(
     label: str,
     panels: Mapping[str, Mapping[str, tuple[float, float, float]]],
     *,
-    folder: Path = RESULTS,
+    folder: Path | None = None,
 ) -> None:
     """A picture with a panel for each entry of `panels`, and in it a bar for each contender.
 
@@ -110,7 +111,7 @@ def draw_bars(
         title: above all panels.
         label: what the bars measure.
         panels: by title, and in it by contender: low, middle, high. The bar ends at the middle.
-        folder: where to.
+        folder: where to; None means `RESULTS`.
     """
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
@@ -140,7 +141,8 @@ def draw_bars(
     _save(name, figure, folder)
 
 
-def _save(name: str, figure: Any, folder: Path) -> None:
+def _save(name: str, figure: Any, folder: Path | None) -> None:
+    folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     # Without the version of matplotlib: the same numbers give the same file.
