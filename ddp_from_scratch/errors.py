@@ -15,3 +15,7 @@ class PeerError(UsageError):
 
 class CommunicationError(RuntimeError):
     """An operation failed or did not end in time: as a rule because of a rank that has gone."""
+
+
+class NoSharedMemory(CommunicationError):
+    """The ranks of a machine have no room for memory that they share."""

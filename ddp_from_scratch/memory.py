@@ -1,13 +1,10 @@
 """The memory that buckets lie in: one flat tensor for all gradients of a dtype on a device."""
 
-import warnings
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-
-from .errors import CommunicationError
 
 Memory: TypeAlias = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
@@ -37,14 +34,7 @@ def _zeros(
         assert group is not None, "there is no process group"
         backend = group._get_backend(device)
         if backend.supports_tensor_alloc(device):
-            try:
-                return backend.allocate_tensor(numel, dtype=dtype, device=device).zero_()
-            except CommunicationError as error:  # alike on all ranks of a machine
-                if group.rank() == 0:
-                    warnings.warn(
-                        f"gradients lie in ordinary memory, which costs two copies: {error}",
-                        stacklevel=2,
-                    )
+            return backend.allocate_tensor(numel, dtype=dtype, device=device).zero_()
     return torch.zeros(numel, dtype=dtype, device=device)
 
 

@@ -36,8 +36,8 @@ class NodeSharedSGD(SGD):
 
     The parameters are those of `ddp.SGD`, to the last bit where the world size is a power of two
     (and elsewhere to rounding). `backward_and_step` is where it is fast: no gradient is averaged in
-    `.grad`, which is None afterwards. `backward()` and `step()` are right, too: between them
-    `.grad` holds averages as ever, to be clipped or unscaled.
+    `.grad`, which is None afterwards (but for sparse ones). `backward()` and `step()` are right,
+    too: between them `.grad` holds averages as ever, to be clipped or unscaled.
 
     A step begins when all ranks have ended their backward pass and returns when all shares are
     stepped, so no forward or backward pass sees a parameter half written. What writes to a
@@ -48,8 +48,8 @@ class NodeSharedSGD(SGD):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, reducer: as of `ddp.SGD`;
-            the reducer's process group must be of the mpi backend, and its parameters float32 or
-            float64 on the CPU, no two of them in the same memory.
+            the reducer's process group must be of the mpi backend, and its parameters all among
+            `params`, float32 or float64 on the CPU, no two of them in the same memory.
 
     Raises:
         ValueError: as `ddp.SGD`; or these conditions are not met.
@@ -60,12 +60,15 @@ class NodeSharedSGD(SGD):
 
     def __init__(self, *args: Any, reducer: Reducer, **settings: Any) -> None:
         super().__init__(*args, reducer=reducer, **settings)
-        group = reducer.process_group or dist.group.WORLD
+        group: Any = reducer.process_group or dist.group.WORLD
         if not hasattr(group, "reduce_to_owners"):
             raise ValueError("NodeSharedSGD needs a process group of the mpi backend")
-        self._group: Any = group  # ddp_from_scratch.mpi's, which nothing here imports
+        self._group = group  # ddp_from_scratch.mpi's, which nothing here imports
         _check_movable(reducer.flat_buckets)
-        self._checked = False
+        if not all(self._group.is_shared(bucket.buffer()) for bucket in reducer.flat_buckets):
+            raise ValueError("the gradients are not in shared memory: is there room in /dev/shm?")
+        self._check_groups()
+        self._checked = self._moved = False
 
     def backward_and_step(self, loss: torch.Tensor) -> None:
         """`loss.backward()` and `step()` in one, with gradients that are never averaged in `.grad`.
@@ -75,6 +78,7 @@ class NodeSharedSGD(SGD):
         if self._reducer is None:
             super().backward_and_step(loss)  # which raises
             return
+        self._check_groups()
         self._arrange()
         with self._reducer.keeping_local():
             super().backward_and_step(loss)
@@ -84,13 +88,25 @@ class NodeSharedSGD(SGD):
                     parameter.grad = None
 
     def _arrange(self) -> None:
-        if not self._checked and self._reducer is not None:
+        if self._reducer is not None and not self._checked:
             # Their memory becomes one: differences would go unnoticed.
-            check_sync(self._reducer.module, self._reducer.process_group)
+            ours = {id(p) for b in self._reducer.flat_buckets for p in b.parameters()}
+            module = self._reducer.module
+            others = [n for n, p in module.named_parameters() if id(p) not in ours]
+            check_sync(module, self._reducer.process_group, ignore=others)
             self._checked = True
         super()._arrange()
 
+    def _check_groups(self) -> None:
+        buckets = () if self._reducer is None else self._reducer.flat_buckets
+        if any(group is None for bucket in buckets for group in self._groups_of(bucket)):
+            raise ValueError(
+                "params must hold all of the reducer's parameters: the gradient of another one "
+                "would not be averaged"
+            )
+
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        self._moved = True
         shared: torch.Tensor = self._group.empty_for_all(like.numel(), like.dtype)
         return shared
 
@@ -99,6 +115,8 @@ class NodeSharedSGD(SGD):
         if self._reducer is not None and self._reducer.joining:
             raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
         for run in runs:
+            if not run.gradient.numel():
+                continue
             group = self.param_groups[run.group]
             momentum = run.momentum()[0] if group["momentum"] != 0 else None
             stretches = self._stretches(run, momentum is not None)
@@ -109,8 +127,11 @@ class NodeSharedSGD(SGD):
             )
             increment_version(run.parameters)
         if runs is list(self._runs.values())[-1]:
-            # Parameters are whole again, and nobody needs another rank's gradients any more.
-            self._group.barrier().wait()
+            # Parameters are whole again, and nobody needs another rank's gradients any more; nor
+            # the memory that they lay in before they were moved.
+            end = self._group.free_unused if self._moved else self._group.barrier().wait
+            self._moved = False
+            end()
 
     def _stretches(self, run: FlatRun, has_momentum: bool) -> list[Stretch]:
         """The parts of a run that have gradients, neighbours together."""
@@ -138,7 +159,9 @@ class NodeSharedSGD(SGD):
         """Lets its momentum lie in `place`; whether that has no values yet."""
         state = self.state[parameter]
         held = state.get("momentum_buffer")
-        if held is not None and held is not place:
+        if held is None:
+            place.zero_()
+        elif held is not place:
             place.copy_(held)  # loaded, or from before the buckets were laid out anew
         state["momentum_buffer"] = place
         return held is None

@@ -151,7 +151,7 @@ class Reducer:
 
     @property
     def bucket_cap_mb(self) -> float | Sequence[float] | None:
-        """As given, or what "auto" has settled on; None as long as it has not."""
+        """As given (None: what it stands for), or what "auto" has settled on, None until then."""
         return self._search.present.bucket_cap_mb if self._search.settled else None
 
     @property

@@ -138,6 +138,21 @@ def test_a_window_is_reduced_in_place_and_other_tensors_are_staged(ranks):
     ranks("mpi", 2)(the_way_of_each)
 
 
+def one_rank(world):
+    alone = dist.new_group([0])
+    if world.rank == 0:
+        for dtype in (torch.bfloat16, torch.float32):
+            for numel in (1, CHUNK + 1, 2 * CHUNK):
+                tensor = torch.ones(numel, dtype=dtype)
+                dist.all_reduce(tensor, group=alone)
+                assert tensor.eq(1).all()
+        dist.destroy_process_group(alone)
+
+
+def test_a_group_of_one_rank(ranks):
+    ranks("mpi", 2)(one_rank)
+
+
 def fast_and_slow_ranks(world):
     group = dist.new_group()
     meeting = group._collectives.meeting

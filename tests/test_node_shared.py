@@ -191,6 +191,53 @@ def without_a_rank(world):
         optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
 
 
+def some_parameters(world):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    with pytest.raises(ValueError, match="must hold all of the reducer's parameters"):
+        ddp.NodeSharedSGD(model[0].parameters(), reducer=reducer)
+    reducer.remove()
+    # What is not synchronised may differ.
+    torch.nn.init.constant_(model[1].weight, world.rank)
+    names = ["1.weight", "1.bias"]
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True, ignore=names)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+    ddp.check_sync(model, ignore=names)
+    model, optimizer = copy.deepcopy((model, optimizer))  # which has no Reducer
+    model(torch.ones(1, 3)).sum().backward()
+    before = model[0].weight.clone()
+    optimizer.step()
+    assert not model[0].weight.equal(before)
+
+
+def test_which_parameters(ranks):
+    ranks("mpi", 2)(some_parameters)
+
+
+def memory_after(world):
+    group = dist.new_group()
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    ddp.broadcast_parameters(model, process_group=group)
+    reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True, bucket_cap_mb=0)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, momentum=0.9, reducer=reducer)
+    for _ in range(4):
+        optimizer.zero_grad()
+        optimizer.backward_and_step(model(torch.ones(1, 512)).sum())
+    windows = group._collectives.windows._memories
+    # For each of four runs one of parameters and one of momentum, and one for all gradients.
+    assert len(windows) == 9
+    weight = model[0].weight.detach()
+    expected = weight.clone() * world.world_size
+    dist.all_reduce(weight, group=group)  # there is one of it, not one of each rank
+    assert weight.equal(expected)
+
+
+def test_memory_that_was_moved_from_is_given_back(ranks):
+    ranks("mpi", 2)(memory_after)
+
+
 def test_no_rank_can_be_missing(ranks):
     ranks("mpi", 2)(without_a_rank)
 

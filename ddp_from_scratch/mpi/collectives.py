@@ -54,27 +54,34 @@ class Collectives:
         self._nodes, self.communicator = nodes, nodes.communicator
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self.meeting = Meeting(nodes)
-        self._windows = Windows(nodes.node)
-        self._all_reduce = AllReduce(nodes, self.meeting, self._windows)
+        self.windows = Windows(nodes.node)
+        self._all_reduce = AllReduce(nodes, self.meeting, self.windows)
 
     def free(self) -> None:
         """Gives all memory and communicators back. Collective."""
         self._all_reduce.free()
-        self._windows.free_unused()
+        self.windows.free_unused()
         self.meeting.free()
         self._nodes.free()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Operation:
         def run() -> Result:
-            return [self._windows.empty(numel, dtype)]
+            return [self.windows.empty(numel, dtype)]
 
         return Operation(f"mpi.empty({numel}, {dtype})", run)
 
     def empty_for_all(self, numel: int, dtype: torch.dtype) -> Operation:
         def run() -> Result:
-            return [self._windows.empty_for_all(numel, dtype)]
+            return [self.windows.empty_for_all(numel, dtype)]
 
         return Operation(f"mpi.empty_for_all({numel}, {dtype})", run)
+
+    def free_unused(self) -> Operation:
+        def run() -> Result:
+            self.windows.free_unused()
+            return []
+
+        return Operation("free_unused", run)
 
     def reduce_to_owners(
         self,
@@ -92,7 +99,7 @@ class Collectives:
         return Operation(
             f"reduce_to_owners({reduction.name}) of {size_of(tensor)} {label}",
             run,
-            partial(self._windows.place, tensor),
+            partial(self.windows.place, tensor),
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:

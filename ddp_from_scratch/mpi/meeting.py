@@ -111,7 +111,7 @@ class Meeting:
         words_at = come_at + 64
         heard_at = words_at + 2 * _WORD_BYTES
         luggage_at = heard_at + 2 * heard_bytes
-        self.luggage_nbytes = LUGGAGE // self.size // 64 * 64
+        self.luggage_nbytes = LUGGAGE // max(self.size, 2) // 64 * 64
         self._memory = SharedMemory(nodes.node, luggage_at + 2 * self.luggage_nbytes)
         self._memory.segments[self.rank][:luggage_at].zero_()
         segments = self._memory.segments

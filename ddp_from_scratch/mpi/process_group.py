@@ -10,6 +10,7 @@ to the group's thread.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, NoSharedMemory
 from .collectives import Collectives, Operation
 from .datatypes import message
 from .job_store import store as store_of_job
@@ -257,7 +258,25 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        return self.empty(size, dtype)
+        try:
+            return self.empty(size, dtype)
+        except CommunicationError as error:
+            if not isinstance(error.__cause__, NoSharedMemory):
+                raise
+            if self._collectives.meeting.rank == 0:
+                warnings.warn(
+                    f"gradients lie in ordinary memory, which costs two copies: {error.__cause__}",
+                    stacklevel=2,
+                )
+            return torch.empty(size, dtype=dtype)
+
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in memory of `empty`, or `allocate_tensor`, that ranks share."""
+        return bool(self._collectives.windows.place(tensor))
+
+    def free_unused(self) -> None:
+        """Gives memory back that no rank uses any more. Collective, and a barrier."""
+        self._submit("free_unused", [], [self._collectives.free_unused()], _at_once()).wait()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `ddp_from_scratch.mpi.empty`."""

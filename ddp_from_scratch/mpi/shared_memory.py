@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CommunicationError
+from ..errors import NoSharedMemory
 from .runtime import MPI
 
 
@@ -28,7 +28,7 @@ class SharedMemory:
             taken.
 
     Raises:
-        CommunicationError: the memory is not to be had.
+        NoSharedMemory: the memory is not to be had.
     """
 
     def __init__(self, node: MPI.Intracomm, nbytes: int) -> None:
@@ -38,7 +38,7 @@ class SharedMemory:
         try:
             self._window = MPI.Win.Allocate_shared(max(nbytes, 1), 1, info, node)
         except MPI.Exception as error:
-            raise CommunicationError(
+            raise NoSharedMemory(
                 f"cannot share {nbytes} bytes a rank with the {node.size} ranks of this machine "
                 f"({error}): is there room in /dev/shm?"
             ) from error

@@ -18,6 +18,7 @@ class Windows:
 
     def __init__(self, node: MPI.Intracomm) -> None:
         self._node = node
+        self._others = [rank for rank in range(node.size) if rank != node.rank]
         # By the address of this rank's segment. Numbered alike on all ranks.
         self._memories: dict[int, tuple[int, SharedMemory]] = {}
         self._made = 0
@@ -39,18 +40,23 @@ class Windows:
 
     def _make(self, numel: int, dtype: torch.dtype, whose: int) -> torch.Tensor:
         self.free_unused()
+        self._made += 1  # also where it fails: other machines may have the memory
         mine = whose == self._node.rank
         memory = SharedMemory(self._node, numel * dtype.itemsize if mine else 0)
-        self._made += 1
         self._memories[memory.addresses[whose]] = (self._made, memory)
         return memory.take(whose).view(dtype)
 
     def place(self, tensor: torch.Tensor) -> str:
-        """Where the tensor lies, said alike by all ranks; empty where it is not in a window."""
+        """Where the tensor lies, said alike by all ranks.
+
+        Empty where it does not lie in a window, or in one that has one tensor for all.
+        """
         address = tensor.untyped_storage().data_ptr()
         if address not in self._memories or not tensor.is_contiguous():
             return ""
-        number, _ = self._memories[address]
+        number, memory = self._memories[address]
+        if not all(memory.segments[rank].numel() for rank in self._others):
+            return ""
         return f"window {number} at {tensor.data_ptr() - address}"
 
     def everybodys(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -60,8 +66,7 @@ class Windows:
         begin = tensor.data_ptr() - address
         found = [
             segment[begin : begin + tensor.nbytes].view(tensor.dtype)
-            for rank, segment in enumerate(memory.segments)
-            if rank != self._node.rank
+            for segment in map(memory.segments.__getitem__, self._others)
         ]
         found.insert(self._node.rank, tensor.view(-1))
         return found
