@@ -134,9 +134,9 @@ def test_one_step_by_hand():
     p, g, m = torch.tensor([4.0]), torch.tensor([2.0]), torch.zeros(1)
     group = {"lr": 0.5, "momentum": 0.5, "dampening": 0.0, "weight_decay": 0.5}
     group |= {"nesterov": False, "maximize": False}
-    sgd._update(p, g, m, True, group)
+    sgd.update(p, g, m, True, group)
     assert (p.item(), g.item(), m.item()) == (2.0, 2.0, 4.0)
-    sgd._update(p, g, m, False, group)
+    sgd.update(p, g, m, False, group)
     assert (p.item(), g.item(), m.item()) == (-0.5, 2.0, 5.0)
 
 
@@ -168,13 +168,13 @@ def test_bits_are_those_of_torch_in_every_dtype(options, dtype):
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of elements of each call of the arithmetic."""
     sizes: list[int] = []
-    original = sgd._update
+    original = sgd.update
 
     def record(parameter: torch.Tensor, *arguments: Any) -> None:
         sizes.append(parameter.numel())
         original(parameter, *arguments)
 
-    monkeypatch.setattr(sgd, "_update", record)
+    monkeypatch.setattr(sgd, "update", record)
     return sizes
 
 
@@ -661,13 +661,13 @@ def steps_in_flight(world):
     reducer = Reducer(model, bucket_cap_mb=SEVERAL, gradient_as_bucket_view=True)
     optimizer = SGD(model.parameters(), 0.1, 0.9, reducer=reducer)
     in_flight: list[int] = []
-    original = sgd._update
+    original = sgd.update
 
     def record(*arguments: Any) -> None:
         in_flight.append(sum(bucket.launched for bucket in reducer.flat_buckets))
         original(*arguments)
 
-    sgd._update = record
+    sgd.update = record
     try:
         for step in range(2):
             in_flight.clear()
@@ -675,7 +675,7 @@ def steps_in_flight(world):
             optimizer.zero_grad()
             optimizer.backward_and_step(cross_entropy(model(x), y))
     finally:
-        sgd._update = original
+        sgd.update = original
     return in_flight, len(reducer.buckets)
 
 
