@@ -144,11 +144,12 @@ def test_ctrl_c_leaves_no_host_behind():
     with Run(*command) as run:
         pid = run.process.pid
         end = time.monotonic() + 60
-        while not ranks_of(pid):
+        children, before = [], None
+        while not children or children != before:  # the ranks, and no `ip` in passing
             assert run.process.poll() is None, run.text
             assert time.monotonic() < end, run.text
-            time.sleep(0.05)
-        children = ranks_of(pid)
+            time.sleep(0.2)
+            children, before = ranks_of(pid), children
         os.kill(pid, signal.SIGINT)
         assert run.wait() == 130, run.text
     assert namespaces(pid) == []
