@@ -50,6 +50,8 @@ class Run:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
+                # Tests that run in the background have been told to ignore Ctrl-C.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property

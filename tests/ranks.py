@@ -27,7 +27,8 @@ START_LIMIT_S = 90.0
 CALL_LIMIT_S = 60.0
 
 
-# What Open MPI's mpirun says, once in hundreds of starts while others start, and then gives up.
+# What Open MPI's mpirun says where one that was killed and had the same process number has left its
+# folder behind.
 NOT_STARTED = "listener thread failed to start"
 
 
