@@ -63,8 +63,8 @@ def test_every_file_named_is_there():
             if name not in ("example.py", "run.py"):
                 places = (folder, ROOT, ROOT / "tests")
                 assert any((place / name).is_file() for place in places), name
-    for target in re.findall(r"\]\(([\w/.]+)", README):
-        assert (ROOT / Path(target)).is_file(), target
+    for target in re.findall(r"\]\(([\w/.-]+)", README):
+        assert (ROOT / Path(target)).exists(), target
 
 
 def test_every_test_named_is_there():
