@@ -25,7 +25,7 @@ run: .venv/installed ## train on the shipped digits, 2 ranks on MPI, and print t
 test: .venv/installed ## run the tests
 	.venv/bin/python -m pytest $(ARGS)
 
-bench: .venv/installed ## measure beside torch's DistributedDataParallel, 10 minutes; ARGS=--quick: 2
+bench: .venv/installed ## measure beside torch's DistributedDataParallel; ARGS=--quick is rough
 	.venv/bin/python -m benchmarks $(ARGS)
 
 lint: .venv/installed ## check style and types

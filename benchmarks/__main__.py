@@ -1,9 +1,9 @@
 """Runs the benchmarks one after another, and prints at the end what they come to.
 
 Examples:
-    python -m benchmarks                  about 10 minutes on 2 cores (make bench)
-    python -m benchmarks --quick          about 2 minutes; the numbers are rough
-    python -m benchmarks --full           every model, backend and number of ranks: hours
+    python -m benchmarks                  15 seconds for each model and backend (make bench)
+    python -m benchmarks --quick          two models, 3 seconds each; the numbers are rough
+    python -m benchmarks --full           every model, backend and number of ranks, a minute each
     python -m benchmarks overlap memory   only these
 
 benchmarks/README.md says what each measures and how to read it. Nothing else should run meanwhile.
@@ -55,7 +55,7 @@ class Benchmark:
 
     Attributes:
         name: of the module in benchmarks/.
-        arguments: in the set of about 10 minutes; None leaves it out.
+        arguments: without an option; None leaves it out.
         quick: with --quick.
         full: with --full.
         obstacle: says why it cannot run here, or None.
@@ -120,7 +120,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where JSON and PNG go")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="rough numbers in about 2 minutes")
+    size.add_argument("--quick", action="store_true", help="rough numbers, soon")
     size.add_argument("--full", action="store_true", help="the whole sweep")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.name if name not in names]

@@ -35,7 +35,7 @@ def add_common_options(parser: argparse.ArgumentParser, models: Sequence[str]) -
 
 
 def add_results_option(parser: argparse.ArgumentParser) -> None:
-    """--results, which every benchmark has."""
+    """--results, which every benchmark of the set has."""
     parser.add_argument(
         "--results",
         type=Path,

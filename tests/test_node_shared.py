@@ -1,6 +1,8 @@
 """One copy of the parameters for all ranks of a machine: the same numbers, and no copy more."""
 
 import copy
+import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -10,6 +12,8 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import mpi
+from ddp_from_scratch.errors import NoSharedMemory
+from ddp_from_scratch.mpi import windows
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
 from ddp_from_scratch.mpi.stage import share_of
 
@@ -236,6 +240,60 @@ def memory_after(world):
 
 def test_memory_that_was_moved_from_is_given_back(ranks):
     ranks("mpi", 2)(memory_after)
+
+
+def a_slow_owner(world):
+    model = nn.Linear(300, 300)
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    group = optimizer._group
+    reduce_to_owners = group.reduce_to_owners
+
+    def slowly(gradient, op, receive, label):
+        def receive_late(begin, chunk):
+            time.sleep(0.05 * world.rank)
+            receive(begin, chunk)
+
+        reduce_to_owners(gradient, op, receive_late, label)
+
+    group.reduce_to_owners = slowly
+    for _ in range(3):
+        optimizer.backward_and_step(model(torch.ones(1, 300)).sum())
+        seen = model.weight.detach().clone()
+        dist.barrier()
+        assert model.weight.equal(seen), "a step returned before all shares were written"
+    del group.reduce_to_owners
+
+
+def test_a_step_returns_when_all_shares_are_written(ranks):
+    ranks("mpi", 2)(a_slow_owner)
+
+
+def no_room(*_):
+    raise NoSharedMemory("no room")
+
+
+def without_room(world):
+    group = dist.new_group()
+    model = nn.Linear(3, 3)
+    ddp.broadcast_parameters(model)
+    shared_memory, windows.SharedMemory = windows.SharedMemory, no_room
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
+    finally:
+        windows.SharedMemory = shared_memory
+    assert ["no room" in str(warning.message) for warning in told] == [True] * (world.rank == 0)
+    model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
+    assert model.weight.grad.eq(1.5).all()
+    with pytest.raises(ValueError, match="is there room in /dev/shm"):
+        ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
+
+
+def test_where_there_is_no_room_in_shared_memory(ranks):
+    ranks("mpi", 2)(without_room)
 
 
 def test_no_rank_can_be_missing(ranks):
