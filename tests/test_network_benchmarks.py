@@ -185,34 +185,27 @@ def test_hosts_of_a_killed_maker_are_removed():
 
 CROSSING = """
 import os, torch, torch.distributed as dist
-from benchmarks import network
 from ddp_from_scratch import process_group
 with process_group(os.environ["CROSSING"]) as world:
-    tensor = torch.ones(1_000_000)
-    dist.barrier()
-    before = network.crossed_bytes()[0]
+    tensor = torch.ones(4_000_000)
     dist.all_reduce(tensor)
-    dist.barrier()
-    sent = network.crossed_bytes()[0] - before
-    assert tensor.eq(world.world_size).all()
-    print(f"host {world.node_rank} {world.local_rank} {sent}", flush=True)
+    assert tensor.eq(4).all()
 """
 
 
 @pytest.mark.root
 @pytest.mark.usefixtures("root")
 @pytest.mark.parametrize(("backend", "times"), [("gloo", 1.5), ("mpi", 1.0)])
-def test_what_a_flat_ring_and_a_hierarchy_send(backend, times, capfd, monkeypatch):
+def test_what_a_flat_ring_and_a_hierarchy_send(backend, times, monkeypatch):
     monkeypatch.setenv("CROSSING", backend)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with network.two_hosts(1.0) as hosts, network.stoppable():
+    # Counted around the whole job: what a rank has sent may still wait in its socket, and the
+    # wire has no speed limit, which would drop packets to be sent again.
+    with network.two_hosts() as hosts, network.stoppable():
         assert network.run_ranks(hosts, 2, backend, [sys.executable, "-c", CROSSING]) == 0
-    lines = [line.split() for line in capfd.readouterr().out.splitlines() if "host" in line]
-    assert sorted((host, local) for _, host, local, _ in lines) == [
-        ("0", "0"), ("0", "1"), ("1", "0"), ("1", "1"),
-    ]  # fmt: skip
-    for *_, sent in lines:
-        assert times * 4e6 <= int(sent) <= 1.1 * times * 4e6
+        sent = [host.sent_bytes() for host in hosts]
+    for bytes_of_host in sent:
+        assert times * 16e6 <= bytes_of_host <= 1.1 * times * 16e6
 
 
 @pytest.mark.root
