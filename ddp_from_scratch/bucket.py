@@ -25,8 +25,9 @@ class Bucket:
     3. `finish`: wait for the average and put it back into `.grad`.
 
     `views[i]` is a window of the buffer with the shape and strides of member i's parameter. With
-    `gradient_as_bucket_view` that window is the parameter's `.grad`, and packing and unpacking
-    copy nothing where autograd accumulated into it.
+    `gradient_as_bucket_view` that window is the parameter's `.grad` between backward passes. On a
+    CPU a gradient is packed by `mark_ready` then, while it is in the cache, and `.grad` is None
+    until its average is there: what autograd adds meanwhile comes as a gradient of its own.
 
     A comm hook sees it as torch's `dist.GradBucket`: `index`, `is_last`, `buffer`, `set_buffer`,
     `gradients`, `parameters`.
@@ -65,6 +66,9 @@ class Bucket:
         self._position = {index: position for position, index in enumerate(layout.members)}
         self.missing = set(layout.members)
         self._absent: set[int] = set()  # counted in, without a gradient
+        self._packs_at_once = gradient_as_bucket_view and self._flat.device.type == "cpu"
+        self._packed: set[int] = set()  # in the buffer already, multiplied by:
+        self._factor = 1.0
         self._future: torch.futures.Future[Any] | None = None
 
     # What a comm hook sees ----------------------------------------------------------------------
@@ -115,15 +119,18 @@ class Bucket:
         """Whether it waits for no other rank: its average is there, or nothing was launched."""
         return self._future is None or self._future.done()
 
-    def mark_ready(self, index: int) -> bool:
+    def mark_ready(self, index: int, factor: float = 1.0) -> bool:
         """Counts the gradient of parameter `index` in; True when no other is missing.
 
-        Idempotent: a gradient that changes before the launch is packed as it is then.
+        Idempotent: a gradient that changes before the launch is packed as it is then. Where it is
+        packed at once, another one is added.
+
+        Args:
+            index: of a member.
+            factor: what `launch` will be told.
         """
-        if self.gradient_as_bucket_view:
-            # Moved in while it is in the cache; and its own memory is free again.
-            position = self._position[index]
-            self._move_in(self._parameters[position], self.views[position])
+        if self._packs_at_once:
+            self._pack_one(index, factor)
         self.missing.discard(index)
         self._absent.discard(index)
         return not self.missing
@@ -140,10 +147,33 @@ class Bucket:
         return not self.missing
 
     @torch.no_grad()
-    def _move_in(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
-        if parameter.grad is not None and parameter.grad is not view:
-            view.copy_(parameter.grad)
-            parameter.grad = view
+    def _pack_one(self, index: int, factor: float) -> None:
+        position = self._position[index]
+        parameter, view = self._parameters[position], self.views[position]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if index in self._packed:
+            view.add_(gradient, alpha=factor)
+        elif gradient is view:  # accumulated in place
+            _scale(view, factor)
+        elif factor == 1:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, factor, out=view)
+        parameter.grad = None
+        self._packed.add(index)
+        self._factor = factor
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Gives packed gradients back to `.grad`, the pass having ended before the launch."""
+        if self.launched:
+            return
+        for index, parameter, view in self._members():
+            if index in self._packed:
+                parameter.grad = _scale(view, 1 / self._factor)
+        self._packed.clear()
 
     # 2. launch ----------------------------------------------------------------------------------
 
@@ -231,12 +261,15 @@ class Bucket:
         self._sent = self._flat
         self.missing = set(self.layout.members)
         self._absent.clear()
+        self._packed.clear()
 
     def _pack(self, factor: float) -> None:
         """Copies the gradients in, multiplied by `factor`."""
         # A gradient that is the window already (accumulated in place) lies there.
         sources, windows, in_place = [], [], []
         for index, parameter, view in self._members():
+            if index in self._packed:
+                continue
             gradient = parameter.grad
             if gradient is None:
                 if index not in self._absent:
@@ -255,16 +288,14 @@ class Bucket:
             windows.append(view)
             if self.gradient_as_bucket_view and index not in self._absent:
                 parameter.grad = view  # its own memory is free again
-        if factor == 1:
-            _copy(windows, sources)
-        elif self._flat.device.type == "cpu":
+        if factor != 1 and self._flat.device.type == "cpu":
             for window, source in zip(windows, sources, strict=True):
                 torch.mul(source, factor, out=window)
             for view in in_place:
                 view.mul_(factor)
         else:  # one kernel for all, not one per parameter
             _copy(windows, sources)
-            self._flat.mul_(factor)
+            _scale(self._flat, factor)
 
     def _unpack(self, used: Collection[int] | None) -> None:
         gradients, windows = [], []
@@ -283,6 +314,10 @@ class Bucket:
 
     def _members(self) -> list[tuple[int, torch.nn.Parameter, torch.Tensor]]:
         return list(zip(self.layout.members, self._parameters, self.views, strict=True))
+
+
+def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1 else tensor.mul_(factor)
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -261,6 +261,7 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
     def _join_config(self, value: Any) -> None:
         if "_joinable" in self.__dict__:  # not yet in Joinable's own __init__
             self._joinable._join_config = value
+            self.reducer.sending.joining = value.enable
 
     def logging_data(self) -> dict[str, Any]:
         """What there is to know about this wrapper; keys as torch's where they mean the same."""

@@ -75,12 +75,12 @@ class JoinableReducer(Joinable):
         """
         sync = self.reducer.sync
         if self._join_config.enable:
-            self.reducer.joining = True
+            self.reducer.sending.joining = True
             Join.notify_join_context(self)
             share = self.agree(1.0 if sync else 0.0)
             if not sync:
                 return
-            self.reducer.share = None if self.by_initial_world_size else share
+            self.reducer.sending.count_by(None if self.by_initial_world_size else share)
             if self.before_forward is not None:
                 self.before_forward(self.agree_on_rank(True))
         elif sync and self.before_forward is not None:
@@ -93,7 +93,7 @@ class JoinableReducer(Joinable):
         highest rank, and `Reducer.weight` would be overruled.
         """
         self._join_config = self._outside
-        self.reducer.joining = False
+        self.reducer.sending.joining = False
 
     def agree(self, amount: float) -> Share:
         """This rank's part among those that average in this step."""
@@ -167,10 +167,10 @@ def join(
         throw_on_early_termination,
         divide_by_initial_world_size=divide_by_initial_world_size,
     )
-    reducer.joining = enable
+    reducer.sending.joining = enable
     try:
         with context:
             yield
     finally:
-        reducer.joining = False
+        reducer.sending.joining = False
         hook.remove()

@@ -13,7 +13,7 @@ from .reducer import Reducer
 def facts(reducer: Reducer) -> dict[str, Any]:
     """Settings and buckets; keys as those of torch's DDP logging data, where they mean the same."""
     parameters = reducer._buckets.parameters
-    hook = reducer._comm_hook
+    hook = reducer.sending.hook
     told: dict[str, Any] = {
         "module_name": type(reducer.module).__name__,
         "bucket_cap_bytes": max(reducer._buckets.caps),

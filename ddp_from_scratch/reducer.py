@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import comm_hooks
 from .backward_pass import BackwardPass
 from .bucket import Bucket, CommHook
 from .buckets import Buckets
@@ -22,6 +21,7 @@ from .guard import Guard
 from .hooks import Hooks
 from .layout import Caps, bucket_caps
 from .ready_order import ReadyOrder
+from .sending import Sending
 from .share import Share
 from .snapshot import Snapshot
 from .stall import Progress, StallWatch
@@ -55,7 +55,8 @@ class Reducer:
             first averages, with and without overlap, and settles on one (`cap_search.py`).
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
-            most of the memory of the gradients; `.grad` must then not be detached in place.
+            most of the memory of the gradients; `.grad` must then not be detached in place, and
+            on a CPU it is None from when it is ready to the end of the pass.
         find_unused_parameters: parameters may take no part in a backward pass, others on each
             rank. `.grad` of what no rank used stays as it was, elsewhere it becomes the average.
             The buckets keep their first layout.
@@ -72,8 +73,7 @@ class Reducer:
 
     Attributes:
         sync: whether backward passes average. `no_sync()` sets it to False and back.
-        share: what gradients are multiplied by before the next average (None means 1), and
-            `joining`: whether `join()` is in charge of it.
+        sending: the comm hook, and how much this rank counts.
         futures: what else the end of the next backward pass that averages waits for.
         on_landed: called with each flat bucket as soon as its averages are in `.grad`.
         iteration: the number of averages so far.
@@ -112,18 +112,16 @@ class Reducer:
         self._search = CapSearch(bucket_cap_mb, overlap, self._buckets, process_group)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
-        self.sync, self.joining = True, False
-        self.iteration = 0
-        self.share: Share | None = None
+        self.sync, self.iteration = True, 0
+        self.sending = Sending(process_group, self.device)
         self.futures: list[torch.futures.Future[Any]] = []
         self.on_landed: Callable[[Bucket], None] | None = None
 
-        self._comm_hook: CommHook = comm_hooks.average
-        self._comm_state: Any = process_group
         self._skip_unused = skip_unused
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._backward = BackwardPass()
         self._next_bucket = 0  # every bucket before it has been launched
+        self._error: RuntimeError | None = None  # for the end of the pass
         self._order = ReadyOrder(self._buckets.names, ready_order)
         self._buckets.lay_out(self._order.present())
         self._usage = Usage(parameters, process_group, find_unused_parameters, static_graph)
@@ -180,9 +178,7 @@ class Reducer:
             ValueError: `amount` is negative or not finite.
             RuntimeError: inside `join()`.
         """
-        if self.joining:
-            raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
-        self.share = Share.of(amount, self.device, self.process_group)
+        self.sending.weigh(amount)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook(state, bucket)` average each bucket from now on; see `comm_hooks`.
@@ -198,22 +194,7 @@ class Reducer:
         if any(bucket.begun for bucket in self._buckets):
             raise RuntimeError("a comm hook cannot be registered while gradients are under way")
         self._search.check_hook(hook)
-        self._comm_hook, self._comm_state = hook, state
-
-    @contextmanager
-    def keeping_local(self) -> Iterator[None]:
-        """Inside, passes end as ever, but buckets keep local gradients (`node_shared.py`).
-
-        Raises:
-            RuntimeError: a comm hook is registered.
-        """
-        if self._comm_hook is not comm_hooks.average:
-            raise RuntimeError("gradients that stay local cannot go through a comm hook")
-        self._comm_hook = comm_hooks.keep_local
-        try:
-            yield
-        finally:
-            self._comm_hook = comm_hooks.average
+        self.sending.send_by(hook, state)
 
     def set_static_graph(self) -> None:
         """As `static_graph=True`, from the next backward pass on. Idempotent."""
@@ -221,9 +202,10 @@ class Reducer:
 
     def contribute_nothing(self, share: Share) -> None:
         """Takes part in the others' next average, with a share of 0; `.grad` stays as it is."""
-        self.share = share
+        self.sending.count_by(share)
         self._buckets.mark_rest_absent()
         self._launch_full_buckets()
+        self._await_hook()
         self._finish(unpack=False)
 
     def remove(self) -> None:
@@ -239,7 +221,7 @@ class Reducer:
             return
         with self._lock:
             bucket = self._buckets.of(index)
-            if bucket.launched:  # also under no_sync(): the average would overwrite what was added
+            if bucket.launched and not self.sync:
                 raise self._guard.second_gradient(index)
             self._usage.note(index)
             if not self.sync:
@@ -249,7 +231,11 @@ class Reducer:
             if not (self._backward.begun and self._usage.may_be_unused):
                 self._backward.begin(self._on_backward_end)
             self._order.count(index)
-            if self._usage.count(index) and bucket.mark_ready(index) and self.overlap:
+            if not self._usage.count(index):
+                return
+            if bucket.launched:  # raised at the end: other ranks count on this rank's other buckets
+                self._error = self._guard.second_gradient(index)
+            elif bucket.mark_ready(index, self.sending.way().multiplier) and self.overlap:
                 self._launch_full_buckets()
 
     def _on_enter(self, unreached: set[int]) -> None:
@@ -271,20 +257,22 @@ class Reducer:
             bucket = self._buckets[self._next_bucket]
             if bucket.missing:
                 return
-            if self._next_bucket and not comm_hooks.may_overlap(self._comm_hook):
-                self._buckets[self._next_bucket - 1].wait()
+            self._await_hook()
             if not (self._skip_unused and self._usage.none_of(bucket.layout.members)):
-                share = 1.0 if self.share is None else self.share.value()
-                hook, factor = comm_hooks.while_packing(self._comm_hook, self._comm_state)
-                bucket.launch(hook, self._comm_state, share, factor)
+                bucket.launch(*self.sending.way())
             self._next_bucket += 1
+
+    def _await_hook(self) -> None:
+        """Lets a hook that starts several collectives, one after the other, come to its last."""
+        if self._next_bucket and not self.sending.may_overlap():
+            self._buckets[self._next_bucket - 1].wait()
 
     # 3. finish ----------------------------------------------------------------------------------
 
     def _on_backward_end(self) -> None:
         """Autograd's callback: launches what is left, waits for each bucket in order, unpacks.
 
-        Where gradients are still missing nothing is waited for: a later backward pass may bring
+        Where gradients are still missing nothing is unpacked: a later backward pass may bring
         them (a loss computed in parts, reentrant checkpointing), or else the next forward raises.
         Where parameters may be unused, what is missing now is unused in this pass.
         Idempotent: called again after the last bucket was unpacked, it does nothing.
@@ -294,13 +282,18 @@ class Reducer:
         if self._usage.may_be_unused:
             self._buckets.mark_rest_absent()
         self._launch_full_buckets()
+        self._await_hook()
+        error, self._error = self._error, None
         if self._next_bucket == len(self._buckets):
-            self._finish()
+            self._finish(unpack=error is None)
             self._guard.check_static(self._usage.end_pass())
+        else:
+            for bucket in self.flat_buckets:
+                bucket.hold()
+        if error is not None:
+            raise error
 
     def _finish(self, unpack: bool = True) -> None:
-        if not comm_hooks.may_overlap(self._comm_hook):
-            self._buckets[-1].wait()
         used = self._usage.agree()
         for bucket in self._buckets:
             bucket.finish(used if unpack else ())
@@ -311,7 +304,7 @@ class Reducer:
             future.wait()
         self.futures.clear()
         self._next_bucket = 0
-        self.share = None
+        self.sending.end()
         self.iteration += 1
         # Here and not before a forward pass, which may be one rank's own affair (an evaluation):
         # every rank is known to take part.

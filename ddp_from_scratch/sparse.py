@@ -92,7 +92,7 @@ class SparseBucket:
         """Whether it waits for no other rank, as far as that can be told before `finish`."""
         return self._work is None or self._work.is_completed()
 
-    def mark_ready(self, index: int) -> bool:
+    def mark_ready(self, index: int, factor: float = 1.0) -> bool:
         """Its gradient is there. Idempotent."""
         self.missing.clear()
         return True

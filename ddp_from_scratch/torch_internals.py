@@ -58,8 +58,9 @@ class TorchInternals:
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Averages over these ranks from now on; a no-op on one that is not among them.
 
-        They must hold the same parameters. The Reducer is a new one and lays its buckets out anew.
-        A comm hook stays, with its state: one that knows a group has to be told another.
+        They must hold the same parameters. The Reducer is a new one and lays its buckets out anew,
+        with the cap that "auto" has settled on. A comm hook stays, with its state: one that knows
+        a group has to be told another.
 
         Raises:
             RuntimeError: gradients are under way.
@@ -70,6 +71,9 @@ class TorchInternals:
         old, self.process_group = self.process_group, new_process_group
         if self.delayed is not None:
             self.delayed.process_group = new_process_group
+        if self.reducer.bucket_cap_mb is not None:
+            self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
+            self._settings["overlap"] = self.reducer.overlap
         self._finalizer()
         self._build(self.buffer_sync.hook)
         if self._comm_hook is not None:

@@ -247,9 +247,6 @@ class Oracle:
             alone = self._whole.divided and not overlapping
             if plain and not (meet or alone or (op.no_sync and not overlapping)):
                 return None
-        alike = all(counts == times[0] for counts in times)
-        if wrong and not op.no_sync and not (len(wrong) == len(times) and alike):
-            return None  # ranks would raise with different collectives under way
         self._all_play(number, op)
         for used, new in zip(self._used, touched, strict=True):
             used |= new

@@ -346,9 +346,9 @@ def test_grad_of_what_nobody_used_stays_as_it_is(as_view):
         if old is not None:  # of an earlier step, lying in the bucket if gradients are views
             fill(one), fill(other, 5)
             bucket.mark_ready(0), bucket.mark_ready(1)
+            bucket.hold(), bucket.reset()
         one.grad = None
         fill(one, 1)
-        bucket.missing = {0, 1}
         bucket.mark_ready(0)
         bucket.mark_absent(1)
         hook = Doubled()
@@ -370,6 +370,38 @@ def test_a_gradient_that_comes_after_all_is_packed():
 
 
 @as_view
+def test_a_second_gradient_before_the_launch_is_added(as_view):
+    p = parameter(2)
+    bucket, hook = make(p, as_view=as_view), Doubled()
+    fill(p, 2)
+    bucket.mark_ready(0, 0.5)
+    fill(p, 4)
+    bucket.mark_ready(0, 0.5)
+    bucket.launch(hook, None, 1.0, 0.5)
+    bucket.finish()
+    assert hook.sent[0].tolist() == [3, 4]
+    assert p.grad.tolist() == [6, 8]
+
+
+@as_view
+def test_held_gradients_are_what_they_were(as_view):
+    """Between two passes that fill the bucket together."""
+    one, other = parameter(2), parameter(1)
+    bucket, hook = make(one, other, as_view=as_view), Doubled()
+    fill(one, 3)
+    bucket.mark_ready(0, 0.5)
+    bucket.hold()
+    assert one.grad.tolist() == [3, 4]
+    fill(one), fill(other, 7)
+    bucket.mark_ready(0, 0.5), bucket.mark_ready(1, 0.5)
+    bucket.launch(hook, None, 1.0, 0.5)
+    bucket.hold()  # too late
+    bucket.finish()
+    assert hook.sent[0].tolist() == [1.5, 2.5, 3.5]
+    assert one.grad.tolist() == [3, 5]
+
+
+@as_view
 def test_share_weighs_the_gradients(as_view):
     p = parameter(2)
     bucket, hook = make(p, as_view=as_view), Doubled()
@@ -388,7 +420,7 @@ def test_a_share_of_nothing_leaves_grad_alone(as_view):
     bucket, hook = make(p, as_view=as_view), Doubled()
     fill(p, 1)
     bucket.mark_ready(0)
-    bucket.missing = {0}  # averaged before; it lies in the bucket if gradients are views
+    bucket.hold(), bucket.reset()  # of before; it lies in the bucket if gradients are views
     bucket.mark_absent(0)
     bucket.launch(hook, None, 0.0)
     bucket.finish(used=())

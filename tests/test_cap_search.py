@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from test_reducer import BYTES, Terms, assert_grads, mean, own, recorded
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import ddp_from_scratch as ddp
@@ -323,6 +324,26 @@ def foreign_hook(world):
 
 def test_a_hook_that_may_remember_buckets_is_refused_until_they_stay(ranks):
     ranks("gloo", 2)(foreign_hook)
+
+
+def moved_with_a_hook(world):
+    """What "auto" has settled on stays with the next process group: hooks may remember buckets."""
+    with clock_of(one_bucket_is_best) as timed:
+        wrapped = ddp.DistributedDataParallel(Terms(1, 2, 3, 4), bucket_cap_mb="auto")
+        timed.append(wrapped.reducer)
+        while wrapped.reducer.bucket_cap_mb is None:
+            wrapped(own(world)).backward()
+        settled = wrapped.reducer.bucket_cap_mb, wrapped.reducer.overlap
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+        wrapped._update_process_group(dist.new_group([0, 1]))
+    assert (wrapped.reducer.bucket_cap_mb, wrapped.reducer.overlap) == settled
+    wrapped.zero_grad()
+    wrapped(own(world)).backward()
+    assert wrapped.module.p1.grad.tolist() == [2 * mean(world)] * 2
+
+
+def test_another_process_group(ranks):
+    ranks("gloo", 2)(moved_with_a_hook)
 
 
 def joined(world):

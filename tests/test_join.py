@@ -163,6 +163,12 @@ def weighing_is_refused(world):
     with join(reducer, enable=False):
         reducer.weight(2)
     model(1.0).backward()
+    wrapped = DistributedDataParallel(Terms(1))
+    with pytest.raises(RuntimeError, match=r"weight\(\) cannot be used"), wrapped.join():
+        wrapped.reducer.weight(2)
+    with wrapped.join(enable=False):
+        wrapped.reducer.weight(2)
+    wrapped(1.0).backward()
 
 
 def test_weights_are_refused_inside(ranks):

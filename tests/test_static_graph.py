@@ -152,6 +152,30 @@ def test_a_gradient_that_should_not_come_is_named(pair):
     pair(extra)
 
 
+def violated_otherwise_on_each_rank(world, view, overlap):
+    """Every rank comes to all buckets before it raises, so that none waits for another."""
+    model = Terms(1, 2, 3)
+    Reducer(
+        model, static_graph=True, bucket_cap_mb=0, gradient_as_bucket_view=view, overlap=overlap
+    )
+    for _ in range(2):
+        model.zero_grad()
+        model(own(world), (0, 1)).backward()
+    loss = model(own(world), ((0,), (0, 1, 2))[world.rank])
+    told = "p1 0 instead of 1" if world.rank == 0 else "p2 1 instead of 0"
+    with pytest.raises(RuntimeError, match=told):
+        loss.backward()
+    model.zero_grad()
+    model(own(world), (0, 1)).backward()
+    assert grads_of(model) == [mean(world), 2 * mean(world), None]
+
+
+@each_view
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ranks_that_break_the_promise_in_different_ways(pair, view, overlap):
+    pair(violated_otherwise_on_each_rank, view, overlap)
+
+
 def extra_under_no_sync(world):
     """Nobody used p1 in the first pass: what it accumulates would never be averaged."""
     model = Terms(1, 2)

@@ -1,0 +1,95 @@
+"""How a bucket is sent: what its gradients are multiplied by, and the comm hook."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from . import comm_hooks
+from .bucket import CommHook
+from .share import Share
+
+
+class Way(NamedTuple):
+    """The arguments of `Bucket.launch`, for all buckets of one average."""
+
+    hook: CommHook
+    state: Any
+    share: float
+    factor: float
+
+    @property
+    def multiplier(self) -> float:
+        """What a gradient is multiplied by as it is packed, before a share of 0 clears it."""
+        return self.share * self.factor or self.factor
+
+
+class Sending:
+    """The comm hook, and how much this rank counts in the next average.
+
+    Args:
+        process_group: the ranks that take part.
+        device: where small tensors that ranks exchange lie.
+
+    Attributes:
+        hook, state: the comm hook, and what it is handed.
+        joining: whether `join()` is in charge of the shares.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.hook: CommHook = comm_hooks.average
+        self.state: Any = process_group
+        self.joining = False
+        self._process_group, self._device = process_group, device
+        self._share: Share | None = None
+        self._way: Way | None = None
+
+    def send_by(self, hook: CommHook, state: Any) -> None:
+        """Lets this comm hook send from now on."""
+        self.hook, self.state, self._way = hook, state, None
+
+    def weigh(self, amount: float) -> None:
+        """As `Reducer.weight`."""
+        if self.joining:
+            raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
+        self.count_by(Share.of(amount, self._device, self._process_group))
+
+    def count_by(self, share: Share | None) -> None:
+        """What this rank's gradients are multiplied by before the next average; None means 1."""
+        self._share, self._way = share, None
+
+    def way(self) -> Way:
+        """How the next average is taken. Waits, the first time, for what all ranks count by.
+
+        Raises: as `Share.value`.
+        """
+        if self._way is None:
+            share = 1.0 if self._share is None else self._share.value()
+            hook, factor = comm_hooks.while_packing(self.hook, self.state)
+            self._way = Way(hook, self.state, share, factor)
+        return self._way
+
+    def may_overlap(self) -> bool:
+        """Whether several buckets may be under way at a time."""
+        return comm_hooks.may_overlap(self.hook)
+
+    def end(self) -> None:
+        """An average has been taken: ranks count equally again."""
+        self.count_by(None)
+
+    @contextmanager
+    def keeping_local(self) -> Iterator[None]:
+        """Inside, passes end as ever, but buckets keep local gradients (`node_shared.py`).
+
+        Raises:
+            RuntimeError: a comm hook is registered.
+        """
+        if self.hook is not comm_hooks.average:
+            raise RuntimeError("gradients that stay local cannot go through a comm hook")
+        self.send_by(comm_hooks.keep_local, self.state)
+        try:
+            yield
+        finally:
+            self.send_by(comm_hooks.average, self.state)
