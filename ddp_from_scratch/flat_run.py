@@ -40,7 +40,7 @@ class FlatRun:
         members: range,
         group: int,
         flat: bool,
-        allocate: Allocate = torch.empty_like,
+        allocate: Allocate,
     ) -> None:
         self.group, self._allocate = group, allocate
         self.parameters = [bucket.parameters()[i] for i in members]
@@ -105,7 +105,7 @@ def flat_runs(
     bucket: Bucket,
     groups: Sequence[int | None],
     shared: set[int],
-    allocate: Allocate = torch.empty_like,
+    allocate: Allocate,
 ) -> list[FlatRun]:
     """Cuts the bucket where the group changes, or where a parameter cannot be moved."""
     traits = [

@@ -1,5 +1,7 @@
 """The memory that buckets lie in: one flat tensor for all gradients of a dtype on a device."""
 
+import ctypes
+import mmap
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -10,6 +12,9 @@ Memory: TypeAlias = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 # Elements that a bucket begins at a multiple of: cache lines, and vectors of any instruction set.
 ALIGNMENT = 64
+
+_HUGE_PAGE = 2**21  # bytes
+_libc = ctypes.CDLL(None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> Memory:
@@ -35,7 +40,20 @@ def _zeros(
         backend = group._get_backend(device)
         if backend.supports_tensor_alloc(device):
             return backend.allocate_tensor(numel, dtype=dtype, device=device).zero_()
-    return torch.zeros(numel, dtype=dtype, device=device)
+    return in_huge_pages(torch.empty(numel, dtype=dtype, device=device)).zero_()
+
+
+def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Asks Linux for huge pages where `tensor` lies, which nobody has written to yet; returns it.
+
+    The processor then finds its way through large memory with fewer looks into page tables. A wish:
+    where it cannot be granted, and for small tensors, nothing changes.
+    """
+    if _libc is not None and tensor.device.type == "cpu" and tensor.nbytes >= _HUGE_PAGE:
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = tensor.data_ptr() + tensor.nbytes - begin
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+    return tensor
 
 
 def window(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
