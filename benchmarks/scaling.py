@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks import cost_model
-from benchmarks.cost_model import Shape
+from benchmarks.costs import Shape, oversubscribed
 from benchmarks.measure import check_equal, interleave
 from benchmarks.report import RESULTS, draw_lines, on_terminal, write
 from benchmarks.strategies import NO_COMMUNICATION, Contender
@@ -285,8 +285,8 @@ def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
                 BASE.layers, BASE.width, max(1, WHOLE_BATCH // fewest)
             )  # fmt: skip
             alone = median(by_ranks[fewest], first, "alone")
-            slower = cost_model.oversubscribed(ranks, run["cores"])
-            ideal = alone * slower / cost_model.oversubscribed(fewest, run["cores"])
+            slower = oversubscribed(ranks, run["cores"])
+            ideal = alone * slower / oversubscribed(fewest, run["cores"])
             if name == "strong":
                 ideal *= fewest / ranks
             times = [median(run, shape, kind) for kind in KINDS]

@@ -1,4 +1,4 @@
-"""benchmarks/cost_model.py: formulas at sizes that can be worked out by hand, and the fit."""
+"""benchmarks/costs.py, cost_model.py: formulas at sizes one can work out by hand, and the fit."""
 
 import json
 import math
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from benchmarks import cost_model
-from benchmarks.cost_model import (
+from benchmarks.cost_model import predict
+from benchmarks.costs import (
     Errors,
     Link,
     Measured,
@@ -18,7 +19,6 @@ from benchmarks.cost_model import (
     halving_doubling,
     hierarchical,
     oversubscribed,
-    predict,
     ring,
     shared_memory,
     tree,

@@ -11,8 +11,9 @@ from failing_run import Run
 from ranks import ROOT
 
 from benchmarks import network, scaling, two_hosts
-from benchmarks.cost_model import Shape
-from benchmarks.two_hosts import Result, check_crossed
+from benchmarks.costs import Shape
+from benchmarks.crossing import Meter, Result, check_crossed, limit_ms
+from benchmarks.strategies import Contender
 from ddp_from_scratch import UsageError
 
 
@@ -44,9 +45,9 @@ def test_meter_attributes_bytes_to_the_step_that_sent_them(monkeypatch):
         def step():
             counter[0] += nbytes
 
-        return two_hosts.Contender(name, None, step)
+        return Contender(name, None, step)
 
-    meter = two_hosts.Meter()
+    meter = Meter()
     counter[0] += 7  # before the first step
     for step in [meter.before(sends("a", 10)), meter.before(sends("b", 20))] * 2:
         step()
@@ -58,8 +59,8 @@ def test_meter_attributes_bytes_to_the_step_that_sent_them(monkeypatch):
 
 
 def test_the_wires_limit():
-    assert two_hosts.limit_ms(125e6, 1.0) == pytest.approx(1000)
-    assert two_hosts.limit_ms(125e6, 0.1) == pytest.approx(10000)
+    assert limit_ms(125e6, 1.0) == pytest.approx(1000)
+    assert limit_ms(125e6, 0.1) == pytest.approx(10000)
 
 
 @pytest.mark.parametrize(
