@@ -6,7 +6,8 @@ Examples:
     python -m benchmarks.cost_model --params 25.6e6 --layers 161 --batch 32
 
 Prints what was fitted with its error on measurements that were held out, and predicts 8 to 4,096
-ranks; arithmetic alone, nothing is started. Writes benchmarks/results/cost_model.json and .png.
+ranks; arithmetic alone, nothing is started. Reads what scaling.py has written into --results, and
+writes cost_model.json and .png there.
 
 The model is Hockney's (1994), as used for collectives by Thakur, Rabenseifner and Gropp (2005): a
 message of m bytes takes alpha + m beta, and adding m bytes to others takes m gamma. For an
@@ -38,6 +39,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,8 @@ from benchmarks.costs import (
     ring,
     tree,
 )
-from benchmarks.report import RESULTS, draw_lines, write
+from benchmarks.report import draw_lines, write
+from benchmarks.start import add_results_option
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.exit import run_to_exit
 
@@ -113,10 +116,12 @@ def predict(
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    found = {backend: read(backend) for backend in ALGORITHMS}
+    found = {backend: read(backend, options.results) for backend in ALGORITHMS}
     runs = {backend: measured for backend, measured in found.items() if measured}
     if not runs:
-        raise UsageError("no measurements: run python -m benchmarks.scaling first")
+        raise UsageError(
+            f"no measurements in {options.results}: run python -m benchmarks.scaling first"
+        )
     tell(runs, options)
     return 0
 
@@ -144,6 +149,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=16.8e6, help="(default: 16.8e6, 67 MB)")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16, help="samples of a rank (default: 16)")
+    add_results_option(parser)
     options = parser.parse_args(arguments)
     for name in ("gbit", "latency_us", "per_host", "params", "layers", "batch"):
         value = getattr(options, name)
@@ -152,10 +158,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def read(backend: str) -> list[Measured]:
-    """What scaling.py has left of a backend, by ranks."""
+def read(backend: str, folder: Path) -> list[Measured]:
+    """What scaling.py has left of a backend in this folder, by ranks."""
     runs = []
-    for path in RESULTS.glob(f"scaling-{backend}-*.json"):
+    for path in folder.glob(f"scaling-{backend}-*.json"):
         runs.append(measured(json.loads(path.read_text())["samples"]))
     return sorted(runs, key=lambda run: run.ranks)
 
@@ -229,8 +235,18 @@ def tell(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) ->
         "models": {backend: asdict(model) for backend, model in models.items()},
         "predictions": [asdict(p) for p in predictions],
     }
-    write("cost_model", title, content)
-    draw_lines("cost_model", title, ("ranks", "ms, predicted"), lines)
+    settings = {
+        "benchmark": "cost_model",
+        "gbit": options.gbit,
+        "latency_us": options.latency_us,
+        "per_host": options.per_host,
+        "params": options.params,
+        "layers": options.layers,
+        "batch": options.batch,
+    }
+    write("cost_model", title, content, settings=settings, folder=options.results)
+    axes = ("ranks", "ms, predicted")
+    draw_lines("cost_model", title, axes, lines, folder=options.results)
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:

@@ -31,6 +31,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,8 @@ import ddp_from_scratch as ddp
 from benchmarks import network
 from benchmarks.crossing import Meter, Result, check_crossed, gather_sent, limit_ms
 from benchmarks.measure import WARM_UP, Samples, interleave
-from benchmarks.report import RESULTS, draw_lines, on_terminal, write
+from benchmarks.report import draw_lines, on_terminal, write
+from benchmarks.start import add_results_option, backend_of_job
 from benchmarks.strategies import NO_COMMUNICATION, WORKLOADS, Contender
 from benchmarks.wire_contenders import (
     BF16,
@@ -71,23 +73,19 @@ def main() -> int:
         for gbit in options.gbit:
             for backend in options.backend:
                 for ranks in options.ranks:
-                    rank = [sys.executable, "-m", "benchmarks.two_hosts", "--backend", backend]
-                    rank += ["--gbit", str(gbit), "--model", options.model]
-                    if options.cap:
-                        rank += ["--cap", *map(str, options.cap)]
+                    # Of an option that is there twice the last counts.
+                    rank = [sys.executable, "-m", "benchmarks.two_hosts", *sys.argv[1:]]
+                    rank += ["--backend", backend, "--gbit", str(gbit)]
                     rank += ["--rounds", str(options.rounds or rounds_at(gbit))]
                     with network.two_hosts(gbit) as hosts:
                         code = network.run_ranks(hosts, ranks // 2, backend, rank)
                     if code:
                         return code
-                    part = json.loads(
-                        (
-                            RESULTS / f"{file_name(options.model, backend, ranks, gbit)}.json"
-                        ).read_text()
-                    )
+                    file = f"{file_name(options.model, backend, ranks, gbit)}.json"
+                    part = json.loads((options.results / file).read_text())
                     found.setdefault((backend, ranks), {})[gbit] = part["samples"]
     for (backend, ranks), by_speed in found.items():
-        draw(options.model, backend, ranks, by_speed)
+        draw(options.model, backend, ranks, by_speed, options.results)
     return 0
 
 
@@ -125,6 +123,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="gloo, 2 ranks, 5 rounds, 1 Gbit/s")
     parser.add_argument("--full", action="store_true", help="0.1, 1 and 10 Gbit/s")
+    add_results_option(parser)
     options = parser.parse_args(arguments)
     if options.quick and options.full:
         raise UsageError("--quick and --full exclude each other")
@@ -156,7 +155,7 @@ def file_name(model: str, backend: str, ranks: int, gbit: float) -> str:
 
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: times every contender and, on rank 0, prints and writes."""
-    (backend,), (gbit,) = options.backend, options.gbit
+    backend, (gbit,) = backend_of_job(options), options.gbit
     torch.set_num_threads(1)
     with process_group(backend) as world:
         workload = WORKLOADS[options.model]
@@ -203,7 +202,15 @@ def measure(options: argparse.Namespace) -> None:
             )
             print(table(results, samples), flush=True)
             name = file_name(options.model, backend, world.world_size, gbit)
-            write(name, title, [asdict(r) for r in results])
+            settings = {
+                "benchmark": "two_hosts",
+                "model": options.model,
+                "backend": backend,
+                "nproc": world.world_size,
+                "gbit": gbit,
+            }
+            kept = [asdict(r) for r in results]
+            write(name, title, kept, settings=settings, folder=options.results)
 
 
 # What is shown --------------------------------------------------------------------------------
@@ -234,7 +241,13 @@ def table(results: list[Result], samples: list[Samples]) -> str:
     return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 8))
 
 
-def draw(model: str, backend: str, ranks: int, by_speed: dict[float, list[dict[str, Any]]]) -> None:
+def draw(
+    model: str,
+    backend: str,
+    ranks: int,
+    by_speed: dict[float, list[dict[str, Any]]],
+    folder: Path,
+) -> None:
     """Milliseconds by the wire's speed, one line for each contender and one for the bound."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for gbit, results in sorted(by_speed.items()):
@@ -243,7 +256,8 @@ def draw(model: str, backend: str, ranks: int, by_speed: dict[float, list[dict[s
             if r["name"] == REDUCER:
                 lines.setdefault("bound, full precision", []).append((gbit, r["bound"]))
     title = f"{model}, {backend}, {ranks} ranks on 2 hosts"
-    draw_lines(f"two_hosts-{model}-{backend}-{ranks}", title, ("Gbit/s", "ms a step"), lines)
+    name = f"two_hosts-{model}-{backend}-{ranks}"
+    draw_lines(name, title, ("Gbit/s", "ms a step"), lines, folder=folder)
 
 
 if __name__ == "__main__":

@@ -181,9 +181,7 @@ def test_efficiency():
     assert one.efficiency("ring", hidden=True) == 1.0
 
 
-def test_command_reads_predicts_and_draws(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.report.RESULTS", tmp_path)
-    monkeypatch.setattr(cost_model, "RESULTS", tmp_path)
+def test_command_reads_predicts_and_draws(tmp_path, capsys):
     for ranks in (1, 2, 4):
         run = simulated(ranks)
         cases = [
@@ -200,10 +198,10 @@ def test_command_reads_predicts_and_draws(tmp_path, monkeypatch, capsys):
         }
         file = tmp_path / f"scaling-gloo-{ranks}.json"
         file.write_text(json.dumps({"samples": samples}))
-    assert cost_model.read("mpi") == []
-    runs = {"gloo": cost_model.read("gloo")}
+    assert cost_model.read("mpi", tmp_path) == []
+    runs = {"gloo": cost_model.read("gloo", tmp_path)}
     assert [run.ranks for run in runs["gloo"]] == [1, 2, 4]
-    cost_model.tell(runs, cost_model.parse(["--per-host", "4"]))
+    cost_model.tell(runs, cost_model.parse(["--per-host", "4", "--results", str(tmp_path)]))
     printed = capsys.readouterr().out
     assert "100 us" in printed  # alpha
     assert "0 % (worst 0 %," in printed
