@@ -43,7 +43,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tabulate import tabulate
 
 from benchmarks.costs import (
     ALGORITHMS,
@@ -58,6 +57,7 @@ from benchmarks.costs import (
 )
 from benchmarks.report import draw_lines, write
 from benchmarks.start import add_results_option
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.exit import run_to_exit
 
@@ -200,14 +200,14 @@ def tell(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) ->
     ]
     headers = ["", "alpha", "1 / beta", "1 / gamma", "forward, backward", "a parameter", "a layer"]
     print("\nfitted, with up to 4 ranks; for a rank that has a core of its own")
-    print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+    print(text_table(headers, rows))
     rows = [
-        [backend, group, str(errors)]
+        [f"{backend}: {group}", str(errors)]
         for backend, model in models.items()
         for group, errors in model.errors.items()
     ]
     print("\npredicted, not fitted: median of |predicted / measured - 1|")
-    print(tabulate(rows, ["", "what", "error"], disable_numparse=True), flush=True)
+    print(text_table(["", "error"], rows), flush=True)
 
     base = models.get("gloo") or next(iter(models.values()))
     inside = "mpi" if "mpi" in models else "gloo"
@@ -263,7 +263,7 @@ def prediction_table(predictions: Sequence[Prediction]) -> str:
     note = (
         "efficiency: the step alone / the step, from nothing hidden to all that backward can hide"
     )
-    return f"{tabulate(rows, headers, disable_numparse=True, stralign='right')}\n{note}"
+    return f"{text_table(headers, rows)}\n{note}"
 
 
 def _speed(seconds_per_byte: float) -> str:

@@ -37,6 +37,13 @@ class Result:
         """Median bytes in a step of the host that sends more."""
         return max(float(np.median(of_host)) for of_host in self.sent)
 
+    @property
+    def over_bound(self) -> float | None:
+        """The median step as a multiple of the bound; None where nothing is known to cross."""
+        if not self.bound or not self.must_cross:
+            return None
+        return float(np.median(self.milliseconds)) / self.bound
+
 
 def limit_ms(nbytes: float, gbit: float) -> float:
     """Milliseconds that the wire needs for so many bytes, without headers."""

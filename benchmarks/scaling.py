@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -48,6 +47,7 @@ from benchmarks.measure import check_equal, interleave
 from benchmarks.report import draw_lines, on_terminal, write
 from benchmarks.start import add_results_option, backend_of_job, start
 from benchmarks.strategies import NO_COMMUNICATION, Contender
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError, launch, process_group
 from ddp_from_scratch.exit import run_to_exit
 
@@ -289,8 +289,8 @@ def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
             rows.append(
                 [
                     name,
-                    ranks,
-                    batch,
+                    str(ranks),
+                    str(batch),
                     f"{ideal:.1f}",
                     *(f"{t:.1f}" for t in times),
                     f"{times[2] / times[0]:.2f}",
@@ -298,7 +298,7 @@ def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
                 ]
             )
     headers = ["", "ranks", "batch", "ideal", *KINDS.values(), "/ no comm.", "/ torch DDP"]
-    return tabulate(rows, headers, disable_numparse=True, stralign="right")
+    return text_table(headers, rows)
 
 
 def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
@@ -324,7 +324,7 @@ def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
             rows.append(row)
     headers = ["with", "", *(f"{n} ranks" for n in by_ranks)]
     headers += [f"{name}, x parameters" for name in KINDS.values()]
-    return tabulate(rows, headers, disable_numparse=True, stralign="right")
+    return text_table(headers, rows)
 
 
 def case_of(run: dict[str, Any], shape: Shape) -> dict[str, Any]:

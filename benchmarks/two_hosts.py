@@ -31,12 +31,12 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tabulate import tabulate
 from tqdm import tqdm
 
 import ddp_from_scratch as ddp
@@ -46,6 +46,7 @@ from benchmarks.measure import WARM_UP, Samples, interleave
 from benchmarks.report import draw_lines, on_terminal, write
 from benchmarks.start import add_results_option, backend_of_job
 from benchmarks.strategies import NO_COMMUNICATION, WORKLOADS, Contender
+from benchmarks.text_table import text_table
 from benchmarks.wire_contenders import (
     BF16,
     POWER_SGD,
@@ -70,20 +71,18 @@ def main() -> int:
     network.check_available(options.backend)
     found: dict[tuple[str, int], dict[float, list[dict[str, Any]]]] = {}
     with network.stoppable():
-        for gbit in options.gbit:
-            for backend in options.backend:
-                for ranks in options.ranks:
-                    # Of an option that is there twice the last counts.
-                    rank = [sys.executable, "-m", "benchmarks.two_hosts", *sys.argv[1:]]
-                    rank += ["--backend", backend, "--gbit", str(gbit)]
-                    rank += ["--rounds", str(options.rounds or rounds_at(gbit))]
-                    with network.two_hosts(gbit) as hosts:
-                        code = network.run_ranks(hosts, ranks // 2, backend, rank)
-                    if code:
-                        return code
-                    file = f"{file_name(options.model, backend, ranks, gbit)}.json"
-                    part = json.loads((options.results / file).read_text())
-                    found.setdefault((backend, ranks), {})[gbit] = part["samples"]
+        for gbit, backend, ranks in product(options.gbit, options.backend, options.ranks):
+            # Of an option that is there twice the last counts.
+            rank = [sys.executable, "-m", "benchmarks.two_hosts", *sys.argv[1:]]
+            rank += ["--backend", backend, "--gbit", str(gbit)]
+            rank += ["--rounds", str(options.rounds or rounds_at(gbit))]
+            with network.two_hosts(gbit) as hosts:
+                code = network.run_ranks(hosts, ranks // 2, backend, rank)
+            if code:
+                return code
+            file = f"{file_name(options.model, backend, ranks, gbit)}.json"
+            part = json.loads((options.results / file).read_text())
+            found.setdefault((backend, ranks), {})[gbit] = part["samples"]
     for (backend, ranks), by_speed in found.items():
         draw(options.model, backend, ranks, by_speed, options.results)
     return 0
@@ -231,14 +230,14 @@ def table(results: list[Result], samples: list[Samples]) -> str:
                 f"{low:.0f} to {high:.0f}",
                 f"{ratio:.2f}",
                 f"{ratio_low:.2f} to {ratio_high:.2f}",
-                f"{r.bound:.0f}" if r.bound and r.must_cross else "",
-                f"{median / r.bound:.2f}" if r.bound and r.must_cross else "",
+                "" if r.over_bound is None else f"{r.bound:.0f}",
+                "" if r.over_bound is None else f"{r.over_bound:.2f}",
                 f"{r.most_sent / 1e6:.2f}",
                 multiple,
             ]
         )
     headers = ["", "ms", "quartiles", "/ torch DDP", "95 %", "bound", "/ bound", "MB sent", "x"]
-    return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 8))
+    return text_table(headers, rows)
 
 
 def draw(

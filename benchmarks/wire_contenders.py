@@ -43,7 +43,7 @@ def contenders(
         return ddp.Reducer(trained, bucket_cap_mb=cap, gradient_as_bucket_view=views)
 
     def wrapped(trained: nn.Module, **settings: Any) -> DistributedDataParallel:
-        return DistributedDataParallel(trained, **TORCH_BEST, **settings)
+        return DistributedDataParallel(trained, **TORCH_BEST, **settings)  # type: ignore[arg-type]
 
     def bare(trained: nn.Module) -> Training:
         return trained, foreach_sgd(trained)
