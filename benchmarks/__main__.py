@@ -6,8 +6,8 @@ Examples:
     python -m benchmarks --full           every model, backend and number of ranks, a minute each
     python -m benchmarks overlap memory   only these
 
-two_hosts needs root, `ip` and `tc`, and is left out elsewhere; with --quick, too. allreduce, waiting
-and scaling are for --full.
+two_hosts needs root, `ip` and `tc`; it is left out elsewhere, and with --quick. allreduce, waiting
+and scaling run with --full only.
 
 benchmarks/README.md says what each measures and how to read it. Nothing else should run meanwhile.
 

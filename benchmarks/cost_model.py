@@ -219,9 +219,10 @@ def tell(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) ->
     )
     compute = base.compute_seconds(options.batch, options.params, options.layers)
     predictions = predict(compute, 4 * options.params, within, across, options.per_host)
+    speed = f"{8 / across.beta / 1e9:.3g} Gbit/s" if across.beta else "any speed"
     title = (
         f"{4 * options.params / 1e6:.0f} MB of gradients, {options.per_host} ranks on a host, "
-        f"{8 / across.beta / 1e9:.3g} Gbit/s and {1e6 * across.alpha:.0f} us between hosts"
+        f"{speed} and {1e6 * across.alpha:.0f} us between hosts"
     )
     print(f"\npredicted all-reduce, ms: {title}, as {inside} in a host")
     print(f"a step alone takes {1e3 * compute:.0f} ms")
