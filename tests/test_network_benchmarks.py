@@ -327,4 +327,5 @@ def test_result_file_is_what_the_picture_reads(tmp_path):
         gbit: [{"name": REDUCER, "milliseconds": [1.0, 3.0], "bound": 1.5}] for gbit in (0.1, 1.0)
     }
     two_hosts.draw("mlp", "gloo", 2, by_speed, tmp_path)
-    assert (tmp_path / "two_hosts-mlp-gloo-2.png").stat().st_size > 0
+    if pyplot is not None:
+        assert (tmp_path / "two_hosts-mlp-gloo-2.png").stat().st_size > 0
