@@ -6,6 +6,9 @@ Examples:
     python -m benchmarks --full           every model, backend and number of ranks, a minute each
     python -m benchmarks overlap memory   only these
 
+two_hosts needs root, `ip` and `tc`; it is left out elsewhere, and with --quick. allreduce, waiting
+and scaling run with --full only.
+
 benchmarks/README.md says what each measures and how to read it. Nothing else should run meanwhile.
 
 Exit code 0: all is well. That of the first benchmark that failed otherwise; the rest run all the
@@ -19,18 +22,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from benchmarks import network
 from benchmarks.machine import describe
 from benchmarks.report import RESULTS
 from benchmarks.start import default_ranks
 from benchmarks.summary import summarise
+from ddp_from_scratch import UsageError
 from ddp_from_scratch.exit import run_to_exit
 
 STOPPED = (130, 143)
+_PATIENCE_S = 15.0  # with a benchmark after Ctrl-C
 
 
 def always() -> str | None:
@@ -47,6 +54,11 @@ def where_mpirun_is() -> str | None:
 def where_two_ranks_are() -> str | None:
     """Why two ranks cannot run here, or None."""
     return "there is one GPU" if default_ranks() < 2 else None
+
+
+def where_two_hosts_are() -> str | None:
+    """Why this machine cannot imitate two hosts with a wire between them, or None."""
+    return where_mpirun_is() or network.missing("tc", "unshare")
 
 
 @dataclass(frozen=True)
@@ -70,14 +82,18 @@ class Benchmark:
 
 # What saturated cores do to a step: twice as many ranks as there are on a machine with 2 cores.
 _CROWDED = ("--backend", "mpi", "--nproc", "4", "--model", "mlp")
+# A rank on each host: two on each are beside what the cores of a small machine can do.
+_TWO_HOSTS = ("--backend", "gloo", "mpi", "--ranks", "2")
 
 SET = [
     Benchmark("step_time"),
     Benchmark("step_time", _CROWDED, quick=None, full=None, obstacle=where_mpirun_is),
     Benchmark("overlap", obstacle=where_two_ranks_are),
     Benchmark("memory", ("--model", "mlp")),
+    Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=where_two_hosts_are),
     Benchmark("allreduce", None, None, ("--nproc", "2", "4"), where_mpirun_is),
     Benchmark("waiting", None, None, (), where_mpirun_is),
+    Benchmark("scaling", None, None, (), where_mpirun_is),
 ]
 
 
@@ -86,6 +102,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     size = "quick" if options.quick else "full" if options.full else "arguments"
     chosen = [b for b in SET if b.name in options.name and getattr(b, size) is not None]
+    if not chosen:
+        which = "with --quick" if options.quick else "without --full"
+        raise UsageError(f"{which} the set has no {' and no '.join(options.name)}")
     results = [] if options.results is None else ["--results", str(options.results)]
     began, lines, first_failure = time.time(), [], 0
     for number, benchmark in enumerate(chosen, 1):
@@ -130,8 +149,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(command: list[str]) -> int:
-    """The exit code of a benchmark, which shares this terminal."""
-    code = subprocess.run(command).returncode
+    """The exit code of a benchmark, which shares this terminal.
+
+    Where this process is stopped, the benchmark has ended, too: it is told to, not killed, since it
+    has ranks to end, and maybe hosts to remove.
+    """
+    child = subprocess.Popen(command)
+    try:
+        code = child.wait()
+    except KeyboardInterrupt:
+        # Ctrl-C has reached it as well: a second signal would come in between as it tidies up.
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_PATIENCE_S)
+        raise
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
     return 128 - code if code < 0 else code
 
 

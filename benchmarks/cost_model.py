@@ -6,7 +6,8 @@ Examples:
     python -m benchmarks.cost_model --params 25.6e6 --layers 161 --batch 32
 
 Prints what was fitted with its error on measurements that were held out, and predicts 8 to 4,096
-ranks; arithmetic alone, nothing is started. Writes benchmarks/results/cost_model.json and .png.
+ranks; arithmetic alone, nothing is started. Reads what scaling.py has written into --results, and
+writes cost_model.json and .png there.
 
 The model is Hockney's (1994), as used for collectives by Thakur, Rabenseifner and Gropp (2005): a
 message of m bytes takes alpha + m beta, and adding m bytes to others takes m gamma. For an
@@ -35,322 +36,32 @@ are held out, and told apart. Predictions are for ranks with a core each, as fas
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tabulate import tabulate
 
-from benchmarks.report import RESULTS, draw_lines, write
+from benchmarks.costs import (
+    ALGORITHMS,
+    Link,
+    Measured,
+    Shape,
+    fit_model,
+    halving_doubling,
+    hierarchical,
+    ring,
+    tree,
+)
+from benchmarks.report import draw_lines, write
+from benchmarks.start import add_results_option
+from benchmarks.text_table import text_table
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.exit import run_to_exit
-from ddp_from_scratch.layout import Gradient, assign_buckets, bucket_caps
 
 RANKS = [2**k for k in range(3, 13)]
-
-
-# Arithmetic -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What an all-reduce consists of, on the rank that does most.
-
-    Attributes:
-        messages: one after another.
-        sent: bytes, one after another.
-        added: bytes that are added to others.
-    """
-
-    messages: float
-    sent: float
-    added: float
-
-    def __mul__(self, factor: float) -> "Terms":
-        return Terms(self.messages * factor, self.sent * factor, self.added * factor)
-
-    def __add__(self, other: "Terms") -> "Terms":
-        return Terms(
-            self.messages + other.messages, self.sent + other.sent, self.added + other.added
-        )
-
-
-@dataclass(frozen=True)
-class Link:
-    """Between two ranks, or two hosts.
-
-    Attributes:
-        alpha: seconds a message, however small.
-        beta: seconds a byte.
-        gamma: seconds to add a byte to another.
-    """
-
-    alpha: float
-    beta: float
-    gamma: float
-
-    def seconds(self, terms: Terms) -> float:
-        """How long so much takes."""
-        return terms.messages * self.alpha + terms.sent * self.beta + terms.added * self.gamma
-
-
-def ring(ranks: int, nbytes: float) -> Terms:
-    """Reduce-scatter and all-gather around a ring, 1/n of the bytes at a time."""
-    part = (ranks - 1) / ranks * nbytes
-    return Terms(2 * (ranks - 1), 2 * part, part)
-
-
-def halving_doubling(ranks: int, nbytes: float) -> Terms:
-    """Recursive halving, then recursive doubling (Rabenseifner).
-
-    Where n is no power of two the ranks beyond hand their elements to others first and get the
-    result last: two messages of B more.
-    """
-    whole = 2 ** (ranks.bit_length() - 1)
-    part = (whole - 1) / whole * nbytes
-    terms = Terms(2 * math.log2(whole), 2 * part, part)
-    return terms if whole == ranks else terms + Terms(2, 2 * nbytes, nbytes)
-
-
-def tree(ranks: int, nbytes: float) -> Terms:
-    """A binomial tree to one rank, and back."""
-    rounds = (ranks - 1).bit_length()
-    return Terms(2 * rounds, 2 * rounds * nbytes, rounds * nbytes)
-
-
-def shared_memory(ranks: int, nbytes: float) -> Terms:
-    """This library's mpi backend on one machine, for a tensor that is not in shared memory.
-
-    A megabyte at a time: copy in, meet, each rank adds its 1/n of everybody's, meet, copy out.
-    Messages are the rounds of the meetings' dissemination barriers.
-    """
-    if ranks == 1:
-        return Terms(0, 0, 0)
-    pieces = max(1, math.ceil(nbytes / 2**20))
-    meetings = 2 * pieces * (ranks - 1).bit_length()
-    return Terms(meetings, 2 * nbytes, (ranks - 1) / ranks * nbytes)
-
-
-def hierarchical(hosts: int, per_host: int, nbytes: float, within: Link, across: Link) -> float:
-    """Seconds of an all-reduce that crosses the wire once for each host, not for each rank.
-
-    1. Reduce-scatter in each host: its p ranks hold 1/p of the host's sum each.
-    2. A ring over the hosts for each of the p parts, at a time and through the host's one wire.
-    3. All-gather in each host.
-    """
-    in_host = within.seconds(ring(per_host, nbytes))
-    part = ring(hosts, nbytes / per_host)
-    shared = Terms(part.messages, part.sent * per_host, part.added)
-    return in_host + across.seconds(shared)
-
-
-def oversubscribed(ranks: int, cores: int) -> float:
-    """How much longer everything takes where ranks share cores."""
-    return max(1.0, ranks / cores)
-
-
-def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
-    """Coefficients, 0 or more, of the least squares of relative errors.
-
-    With few coefficients every set of them that may be zero is tried.
-
-    Args:
-        rows: for each measurement, how often each coefficient counts.
-        seconds: what was measured.
-
-    Raises:
-        ValueError: fewer measurements than coefficients, or one that took no time.
-    """
-    design, measured = np.array(rows, dtype=float), np.array(seconds, dtype=float)
-    if design.ndim != 2 or len(design) < design.shape[1] or (measured <= 0).any():
-        raise ValueError(
-            f"the fit needs at least as many measurements as coefficients, all longer than 0 s; "
-            f"got a table of shape {design.shape}"
-        )
-    relative = design / measured[:, None]
-    # Columns of like size, or the smallest coefficients are lost to rounding.
-    scale = np.linalg.norm(relative, axis=0)
-    scale[scale == 0] = 1.0
-    best, least = np.zeros(design.shape[1]), np.inf
-    for count in range(1, design.shape[1] + 1):
-        for kept in combinations(range(design.shape[1]), count):
-            columns = (relative / scale)[:, kept]
-            found = np.linalg.lstsq(columns, np.ones(len(measured)), rcond=None)[0]
-            error = float(np.square(columns @ found - 1).sum())
-            if (found >= 0).all() and error < least:
-                best, least = np.zeros(design.shape[1]), error
-                best[list(kept)] = found
-    return best / scale
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Relative errors of predictions, |predicted / measured - 1|.
-
-    Attributes:
-        count: of measurements.
-        median, worst: as shares, 0.1 is ten percent.
-    """
-
-    count: int
-    median: float
-    worst: float
-
-    @staticmethod
-    def of(predicted: Sequence[float], measured: Sequence[float]) -> "Errors":
-        """Those of predictions and what was measured, in the same order."""
-        if not measured:
-            return Errors(0, math.nan, math.nan)
-        off = np.abs(np.array(predicted) / np.array(measured) - 1)
-        return Errors(len(off), float(np.median(off)), float(off.max()))
-
-    def __str__(self) -> str:
-        if not self.count:
-            return "nothing"
-        return f"{100 * self.median:.0f} % (worst {100 * self.worst:.0f} %, {self.count} measured)"
-
-
-# Measurements ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model of equal layers, Linear(width, width), and the batch of each rank."""
-
-    layers: int
-    width: int
-    batch: int
-
-    @property
-    def parameters(self) -> int:
-        """Their number."""
-        return self.layers * self.width * (self.width + 1)
-
-    def buckets(self) -> list[int]:
-        """Bytes of each bucket of a Reducer with its default caps."""
-        gradients = [
-            Gradient(numel, 4 * numel, "float32")
-            for _ in range(self.layers)
-            for numel in (self.width, self.width**2)
-        ]
-        layouts = assign_buckets(gradients, range(len(gradients)), bucket_caps(None))
-        return [4 * layout.numel for layout in layouts]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one run of scaling.py has measured, with so many ranks; times in seconds.
-
-    Attributes:
-        ranks, cores: of the run.
-        all_reduce: by bytes.
-        add: by bytes, of adding them to others.
-        alone: steps without communication.
-        averaged: steps with a Reducer.
-    """
-
-    ranks: int
-    cores: int
-    all_reduce: dict[int, float]
-    add: dict[int, float]
-    alone: dict[Shape, float] = field(default_factory=dict)
-    averaged: dict[Shape, float] = field(default_factory=dict)
-
-
-Algorithm = Callable[[int, float], Terms]
-ALGORITHMS: Mapping[str, Algorithm] = {"gloo": ring, "mpi": shared_memory}
-
-
-@dataclass(frozen=True)
-class Model:
-    """What was fitted to one backend's runs.
-
-    Attributes:
-        link: of the backend's all-reduce.
-        compute: seconds for each sample x parameter, parameter, layer.
-        errors: by what was held out.
-    """
-
-    link: Link
-    compute: tuple[float, float, float]
-    errors: dict[str, Errors]
-
-    def compute_seconds(self, samples: float, parameters: float, layers: float) -> float:
-        """A step of one rank by itself."""
-        per_sample, per_parameter, per_layer = self.compute
-        return parameters * (samples * per_sample + per_parameter) + layers * per_layer
-
-
-def held_out(position: int) -> bool:
-    """Every third is not fitted, but predicted."""
-    return position % 3 == 1
-
-
-def fit_model(runs: Sequence[Measured], algorithm: Algorithm, most: int = 4) -> Model:
-    """Fits to runs of up to `most` ranks, less every third measurement, and predicts the rest.
-
-    Raises:
-        ValueError: too few measurements.
-    """
-    fitted_terms, held_terms = [], []  # (group, row, seconds)
-    fitted_steps, held_steps = [], []
-    for run in runs:
-        slower = oversubscribed(run.ranks, run.cores)
-        beyond = run.ranks > most
-        group = f"{run.ranks} ranks" if beyond else "held-out sizes"
-        for position, (nbytes, seconds) in enumerate(sorted(run.all_reduce.items())):
-            if run.ranks > 1:
-                terms = algorithm(run.ranks, nbytes) * slower
-                entry = (f"all-reduce, {group}", _row(terms), seconds)
-                (held_terms if beyond or held_out(position) else fitted_terms).append(entry)
-        for nbytes, seconds in run.add.items():
-            if not beyond:
-                fitted_terms.append(("", _row(Terms(0, 0, nbytes) * slower), seconds))
-        for position, (shape, seconds) in enumerate(sorted(run.alone.items(), key=_by_shape)):
-            row = [slower * part for part in _step_row(shape)]
-            kind = f"{run.ranks} ranks" if beyond else "held-out models"
-            entry = (f"step alone, {kind}", row, seconds)
-            (held_steps if beyond or held_out(position) else fitted_steps).append(entry)
-    link = Link(*fit([row for _, row, _ in fitted_terms], [s for *_, s in fitted_terms]))
-    compute = fit([row for _, row, _ in fitted_steps], [s for *_, s in fitted_steps])
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    known = np.array([link.alpha, link.beta, link.gamma])
-    for (group, row, seconds), coefficients in [
-        *((entry, known) for entry in held_terms),
-        *((entry, compute) for entry in held_steps),
-    ]:
-        pairs.setdefault(group, []).append((float(np.dot(row, coefficients)), seconds))
-    for run in runs:  # none of these was fitted
-        slower = oversubscribed(run.ranks, run.cores)
-        for shape, seconds in run.averaged.items():
-            terms = sum((algorithm(run.ranks, b) for b in shape.buckets()), Terms(0, 0, 0))
-            predicted = float(np.dot(_step_row(shape), compute)) + link.seconds(terms)
-            group = f"averaged step, {run.ranks} ranks"
-            pairs.setdefault(group, []).append((slower * predicted, seconds))
-    errors = {
-        group: Errors.of([p for p, _ in found], [m for _, m in found])
-        for group, found in pairs.items()
-    }
-    return Model(link, (float(compute[0]), float(compute[1]), float(compute[2])), errors)
-
-
-def _row(terms: Terms) -> list[float]:
-    return [terms.messages, terms.sent, terms.added]
-
-
-def _step_row(shape: Shape) -> list[float]:
-    return [shape.batch * shape.parameters, shape.parameters, shape.layers]
-
-
-def _by_shape(item: tuple[Shape, float]) -> tuple[int, int, int]:
-    return item[0].layers, item[0].width, item[0].batch
-
-
-# Prediction -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -403,15 +114,14 @@ def predict(
     ]
 
 
-# The command ----------------------------------------------------------------------------------
-
-
 def main() -> int:
     options = parse(sys.argv[1:])
-    found = {backend: read(backend) for backend in ALGORITHMS}
+    found = {backend: read(backend, options.results) for backend in ALGORITHMS}
     runs = {backend: measured for backend, measured in found.items() if measured}
     if not runs:
-        raise UsageError("no measurements: run python -m benchmarks.scaling first")
+        raise UsageError(
+            f"no measurements in {options.results}: run python -m benchmarks.scaling first"
+        )
     tell(runs, options)
     return 0
 
@@ -439,6 +149,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=16.8e6, help="(default: 16.8e6, 67 MB)")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16, help="samples of a rank (default: 16)")
+    add_results_option(parser)
     options = parser.parse_args(arguments)
     for name in ("gbit", "latency_us", "per_host", "params", "layers", "batch"):
         value = getattr(options, name)
@@ -447,10 +158,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def read(backend: str) -> list[Measured]:
-    """What scaling.py has left of a backend, by ranks."""
+def read(backend: str, folder: Path) -> list[Measured]:
+    """What scaling.py has left of a backend in this folder, by ranks."""
     runs = []
-    for path in RESULTS.glob(f"scaling-{backend}-*.json"):
+    for path in folder.glob(f"scaling-{backend}-*.json"):
         runs.append(measured(json.loads(path.read_text())["samples"]))
     return sorted(runs, key=lambda run: run.ranks)
 
@@ -489,14 +200,14 @@ def tell(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) ->
     ]
     headers = ["", "alpha", "1 / beta", "1 / gamma", "forward, backward", "a parameter", "a layer"]
     print("\nfitted, with up to 4 ranks; for a rank that has a core of its own")
-    print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+    print(text_table(headers, rows))
     rows = [
-        [backend, group, str(errors)]
+        [f"{backend}: {group}", str(errors)]
         for backend, model in models.items()
         for group, errors in model.errors.items()
     ]
     print("\npredicted, not fitted: median of |predicted / measured - 1|")
-    print(tabulate(rows, ["", "what", "error"], disable_numparse=True), flush=True)
+    print(text_table(["", "error"], rows), flush=True)
 
     base = models.get("gloo") or next(iter(models.values()))
     inside = "mpi" if "mpi" in models else "gloo"
@@ -508,9 +219,10 @@ def tell(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) ->
     )
     compute = base.compute_seconds(options.batch, options.params, options.layers)
     predictions = predict(compute, 4 * options.params, within, across, options.per_host)
+    speed = f"{8 / across.beta / 1e9:.3g} Gbit/s" if across.beta else "any speed"
     title = (
         f"{4 * options.params / 1e6:.0f} MB of gradients, {options.per_host} ranks on a host, "
-        f"{8 / across.beta / 1e9:.3g} Gbit/s and {1e6 * across.alpha:.0f} us between hosts"
+        f"{speed} and {1e6 * across.alpha:.0f} us between hosts"
     )
     print(f"\npredicted all-reduce, ms: {title}, as {inside} in a host")
     print(f"a step alone takes {1e3 * compute:.0f} ms")
@@ -524,8 +236,18 @@ def tell(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) ->
         "models": {backend: asdict(model) for backend, model in models.items()},
         "predictions": [asdict(p) for p in predictions],
     }
-    write("cost_model", title, content)
-    draw_lines("cost_model", title, ("ranks", "ms, predicted"), lines)
+    settings = {
+        "benchmark": "cost_model",
+        "gbit": options.gbit,
+        "latency_us": options.latency_us,
+        "per_host": options.per_host,
+        "params": options.params,
+        "layers": options.layers,
+        "batch": options.batch,
+    }
+    write("cost_model", title, content, settings=settings, folder=options.results)
+    axes = ("ranks", "ms, predicted")
+    draw_lines("cost_model", title, axes, lines, folder=options.results)
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
@@ -542,7 +264,7 @@ def prediction_table(predictions: Sequence[Prediction]) -> str:
     note = (
         "efficiency: the step alone / the step, from nothing hidden to all that backward can hide"
     )
-    return f"{tabulate(rows, headers, disable_numparse=True, stralign='right')}\n{note}"
+    return f"{text_table(headers, rows)}\n{note}"
 
 
 def _speed(seconds_per_byte: float) -> str:

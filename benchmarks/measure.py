@@ -17,6 +17,7 @@ from ddp_from_scratch import check_sync
 Interval = tuple[float, float, float]  # an estimate, and the ends of its 95 % interval
 
 FEWEST_ROUNDS = 5
+WARM_UP = 3  # rounds that are not counted
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def interleave(
 ) -> list[Samples]:
     """One step of each contender in every round, in an order drawn anew each round.
 
-    Three rounds before the first are not counted (torch's DDP and ours rebuild their buckets in
+    `WARM_UP` rounds before the first are not counted (torch's DDP and ours rebuild their buckets in
     the first, allocators settle). Whatever slows the machine for a while slows all alike.
 
     Args:
@@ -71,7 +72,7 @@ def interleave(
         device: is waited for at both ends of a step.
     """
     order = np.random.default_rng(0)  # the same on every rank
-    for _ in range(3):
+    for _ in range(WARM_UP):
         for contender in contenders:
             contender.step()
     times: list[list[float]] = [[] for _ in contenders]

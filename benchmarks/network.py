@@ -92,9 +92,11 @@ def check_available(backends: Sequence[str]) -> None:
     Raises:
         UsageError: it says what is missing.
     """
-    why = missing("tc", *(["unshare", "mpirun"] if "mpi" in backends else []))
+    why = missing("tc", *(["unshare"] if "mpi" in backends else []))
     if why is not None:
         raise UsageError(f"two hosts on one machine: {why}")
+    if "mpi" in backends:
+        mpirun_command(1, [])  # raises where there is no mpirun, also none beside this Python
 
 
 @contextmanager

@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -43,13 +42,14 @@ from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks import cost_model
-from benchmarks.cost_model import Shape
+from benchmarks.costs import Shape, oversubscribed
 from benchmarks.measure import check_equal, interleave
-from benchmarks.report import RESULTS, draw_lines, on_terminal, write
+from benchmarks.report import draw_lines, on_terminal, write
+from benchmarks.start import add_results_option, backend_of_job, start
 from benchmarks.strategies import NO_COMMUNICATION, Contender
-from ddp_from_scratch import UsageError, launch, process_group, start_ranks
+from benchmarks.text_table import text_table
+from ddp_from_scratch import UsageError, launch, process_group
 from ddp_from_scratch.exit import run_to_exit
-from ddp_from_scratch.supervisor import start_mpirun
 
 TORCH, REDUCER = "torch DDP, views", "Reducer"
 KINDS = {"alone": NO_COMMUNICATION, "torch": TORCH, "averaged": REDUCER}
@@ -67,24 +67,17 @@ def main() -> int:
     if launch.launcher() != "none":
         measure(options)
         return 0
+    measured = {}
     for backend in options.backend:
         for nproc in options.nproc:
-            rank = [sys.executable, "-m", "benchmarks.scaling", "--backend", backend]
-            rank += ["--rounds", str(options.rounds)]
-            code = start_mpirun(nproc, rank) if backend == "mpi" else start_ranks(rank, (nproc,))
-            if code:
+            if code := start("benchmarks.scaling", backend, nproc, *sys.argv[1:]):
                 return code
-        runs = [json.loads(part(backend, n).read_text())["samples"] for n in options.nproc]
-        tell(backend, runs)
-    measured = {
-        backend: [
-            cost_model.measured(json.loads(part(backend, n).read_text())["samples"])
-            for n in options.nproc
-        ]
-        for backend in options.backend
-    }
+        paths = [options.results / f"{file_name(backend, nproc)}.json" for nproc in options.nproc]
+        runs = [json.loads(path.read_text())["samples"] for path in paths]
+        tell(backend, runs, options.results)
+        measured[backend] = [cost_model.measured(run) for run in runs]
     if 2 in options.nproc:
-        cost_model.tell(measured, cost_model.parse([]))
+        cost_model.tell(measured, cost_model.parse(["--results", str(options.results)]))
     return 0
 
 
@@ -105,6 +98,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, nargs="+", help="ranks (default: 1 2 4 8)")
     parser.add_argument("--rounds", type=int, help="timed steps of each contender (default: 8)")
     parser.add_argument("--quick", action="store_true", help="gloo, up to 4 ranks, 4 rounds")
+    add_results_option(parser)
     options = parser.parse_args(arguments)
     options.backend = options.backend or (["gloo"] if options.quick else ["gloo", "mpi"])
     options.nproc = sorted(set(options.nproc or ([1, 2, 4] if options.quick else [1, 2, 4, 8])))
@@ -114,9 +108,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def part(backend: str, ranks: int) -> Path:
-    """Where a run's samples are kept, for this program and for cost_model.py."""
-    return RESULTS / f"scaling-{backend}-{ranks}.json"
+def file_name(backend: str, ranks: int) -> str:
+    """Of a run's samples, which cost_model.py reads, too."""
+    return f"scaling-{backend}-{ranks}"
 
 
 def shapes(ranks: int) -> list[Shape]:
@@ -130,7 +124,7 @@ def shapes(ranks: int) -> list[Shape]:
 
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: measures everything and, on rank 0, writes it."""
-    (backend,) = options.backend
+    backend = backend_of_job(options)
     torch.set_num_threads(1)
     with process_group(backend) as world:
         trained = shapes(world.world_size)
@@ -163,7 +157,9 @@ def measure(options: argparse.Namespace) -> None:
                 "cases": cases,
             }
             title = f"scaling; {backend}, {world.world_size} ranks"
-            write(part(backend, world.world_size).stem, title, samples)
+            settings = {"benchmark": "scaling", "backend": backend, "nproc": world.world_size}
+            name = file_name(backend, world.world_size)
+            write(name, title, samples, settings=settings, folder=options.results)
 
 
 def slowest(call: Callable[[], Any], rounds: int) -> list[float]:
@@ -255,7 +251,7 @@ def contender(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str)
 # What is shown --------------------------------------------------------------------------------
 
 
-def tell(backend: str, runs: Sequence[dict[str, Any]]) -> None:
+def tell(backend: str, runs: Sequence[dict[str, Any]], folder: Path) -> None:
     """Prints and draws one backend's runs."""
     by_ranks = {run["ranks"]: run for run in runs}
     print(f"\n{backend}: median ms of a step, {runs[0]['cores']} cores")
@@ -270,7 +266,7 @@ def tell(backend: str, runs: Sequence[dict[str, Any]]) -> None:
                 label = f"{name}, {who}"
                 lines.setdefault(label, []).append((ranks, median(run, shape, kind)))
     title = f"{backend}: {BASE.layers} layers, {BASE.parameters / 1e6:.1f} M parameters"
-    draw_lines(f"scaling-{backend}", title, ("ranks", "ms a step"), lines)
+    draw_lines(f"scaling-{backend}", title, ("ranks", "ms a step"), lines, folder=folder)
 
 
 def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
@@ -285,16 +281,16 @@ def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
                 BASE.layers, BASE.width, max(1, WHOLE_BATCH // fewest)
             )  # fmt: skip
             alone = median(by_ranks[fewest], first, "alone")
-            slower = cost_model.oversubscribed(ranks, run["cores"])
-            ideal = alone * slower / cost_model.oversubscribed(fewest, run["cores"])
+            slower = oversubscribed(ranks, run["cores"])
+            ideal = alone * slower / oversubscribed(fewest, run["cores"])
             if name == "strong":
                 ideal *= fewest / ranks
             times = [median(run, shape, kind) for kind in KINDS]
             rows.append(
                 [
                     name,
-                    ranks,
-                    batch,
+                    str(ranks),
+                    str(batch),
                     f"{ideal:.1f}",
                     *(f"{t:.1f}" for t in times),
                     f"{times[2] / times[0]:.2f}",
@@ -302,7 +298,7 @@ def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
                 ]
             )
     headers = ["", "ranks", "batch", "ideal", *KINDS.values(), "/ no comm.", "/ torch DDP"]
-    return tabulate(rows, headers, disable_numparse=True, stralign="right")
+    return text_table(headers, rows)
 
 
 def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
@@ -328,7 +324,7 @@ def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
             rows.append(row)
     headers = ["with", "", *(f"{n} ranks" for n in by_ranks)]
     headers += [f"{name}, x parameters" for name in KINDS.values()]
-    return tabulate(rows, headers, disable_numparse=True, stralign="right")
+    return text_table(headers, rows)
 
 
 def case_of(run: dict[str, Any], shape: Shape) -> dict[str, Any]:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import memory, overlap
+from benchmarks.crossing import Result
 from benchmarks.measure import Samples
 from benchmarks.models import WORKLOADS
 from benchmarks.step_time import reference
 from benchmarks.strategies import GLOO_REFERENCES, NO_COMMUNICATION, REFERENCES
 from benchmarks.text_table import text_table
+from benchmarks.wire_contenders import BF16, POWER_SGD, REDUCER, SGD, TORCH
 
 Content = Mapping[str, Any]  # of a file
 
@@ -89,10 +91,32 @@ def memories(contents: Sequence[Content]) -> str:
     return text_table(headers, rows)
 
 
+def wires(contents: Sequence[Content]) -> str:
+    """A row for each model across each wire: ratios to torch's DDP and to what the wire allows."""
+    rows = []
+    for content in contents:
+        results = {sample["name"]: Result(**sample) for sample in content["samples"]}
+        samples = {name: Samples(name, r.milliseconds) for name, r in results.items()}
+        torch_ddp = samples[TORCH]
+        row = [f"{content['settings']['gbit']:g} Gbit/s, {_place(content)}"]
+        row += [_median(samples[NO_COMMUNICATION]), _median(torch_ddp)]
+        for name in (TORCH, REDUCER, SGD, BF16, POWER_SGD):
+            over_bound = results[name].over_bound
+            row += [_ratio(samples[name], torch_ddp)] if name != TORCH else []
+            row.append("-" if over_bound is None else f"{over_bound:.2f}")
+        rows.append(row)
+    headers = ["a step between two hosts", "no comm., ms", "torch DDP, ms", "/ bound"]
+    for name in ("Reducer", "ddp.SGD", "bf16", "PowerSGD"):
+        headers += [f"{name} / torch", "/ bound"]
+    note = "bound: the first bucket's time and the wire's, for the bytes that must cross it"
+    return f"{text_table(headers, rows)}\n{note}"
+
+
 TABLES: dict[str, Callable[[Sequence[Content]], str]] = {
     "step_time": step_times,
     "overlap": overlaps,
     "memory": memories,
+    "two_hosts": wires,
 }
 
 

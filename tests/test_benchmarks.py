@@ -6,6 +6,7 @@ Nothing here looks at how long anything took.
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 
@@ -15,7 +16,18 @@ import torch
 from ranks import MPIRUN, ROOT
 
 from benchmarks import __main__ as run_set
-from benchmarks import compare, measure, memory, models, overlap, start, step_time, strategies
+from benchmarks import (
+    compare,
+    measure,
+    memory,
+    models,
+    overlap,
+    scaling,
+    start,
+    step_time,
+    strategies,
+    two_hosts,
+)
 from benchmarks.measure import Samples
 from benchmarks.report import pyplot
 from benchmarks.strategies import NO_COMMUNICATION, REFERENCES, Strategy
@@ -377,10 +389,47 @@ def test_a_benchmark_that_cannot_run_here_is_left_out(tmp_path, monkeypatch, cap
     assert "left out, there is no reason: 1 of 1" in capsys.readouterr().out
 
 
+TIDIES_UP = """
+import os, pathlib, signal, sys, time
+def stop(number, frame):
+    time.sleep(0.4)  # longer than subprocess.run would wait
+    pathlib.Path(sys.argv[1]).write_text(str(number))
+    sys.exit(128 + number)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+number = int(sys.argv[2])
+os.kill(os.getppid(), number)
+if number == signal.SIGINT:
+    os.kill(os.getpid(), number)  # as a terminal does
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_benchmark_that_is_stopped_tidies_up(number, tmp_path):
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: run_set._stop}
+    before = signal.signal(number, handlers[number])
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            run_set.run([sys.executable, "-c", TIDIES_UP, str(tmp_path / "told"), str(int(number))])
+    finally:
+        signal.signal(number, before)
+    assert (tmp_path / "told").read_text() == str(int(number))
+
+
+def test_nothing_to_run_is_a_mistake(monkeypatch):
+    monkeypatch.setattr(run_set.signal, "signal", lambda *_: None)
+    for arguments, told in ((["two_hosts", "--quick"], "with --quick"), (["scaling"], "without")):
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+        with pytest.raises(UsageError, match=f"{told}.* has no {arguments[0]}"):
+            run_set.main()
+
+
 def test_every_benchmark_of_the_set_has_its_options():
+    module = {m.__name__: m for m in (step_time, overlap, memory, two_hosts, scaling)}
     for benchmark in run_set.SET:
         for arguments in (benchmark.arguments, benchmark.quick, benchmark.full):
-            if arguments and benchmark.name in ("step_time", "overlap", "memory"):
-                module = {"step_time": step_time, "overlap": overlap, "memory": memory}
-                module[benchmark.name].parse(list(arguments))
+            name = f"benchmarks.{benchmark.name}"
+            if arguments and name in module:
+                module[name].parse([*arguments, "--results", "elsewhere"])
         assert (ROOT / "benchmarks" / f"{benchmark.name}.py").is_file()

@@ -1,18 +1,26 @@
-"""benchmarks/two_hosts.py, scaling.py and network.py: what they refuse, and that they run."""
+"""benchmarks/two_hosts.py, scaling.py, network.py: what they refuse, that they run, and where."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import asdict
 
 import pytest
 from failing_run import Run
 from ranks import ROOT
 
-from benchmarks import network, scaling, two_hosts
-from benchmarks.cost_model import Shape
-from benchmarks.two_hosts import Result, check_crossed
+from benchmarks import __main__ as run_set
+from benchmarks import network, scaling, start, two_hosts
+from benchmarks.costs import Shape
+from benchmarks.crossing import Meter, Result, check_crossed, limit_ms
+from benchmarks.report import RESULTS, pyplot
+from benchmarks.strategies import NO_COMMUNICATION, Contender
+from benchmarks.wire_contenders import BF16, POWER_SGD, REDUCER, SGD, TORCH
 from ddp_from_scratch import UsageError
 
 
@@ -44,9 +52,9 @@ def test_meter_attributes_bytes_to_the_step_that_sent_them(monkeypatch):
         def step():
             counter[0] += nbytes
 
-        return two_hosts.Contender(name, None, step)
+        return Contender(name, None, step)
 
-    meter = two_hosts.Meter()
+    meter = Meter()
     counter[0] += 7  # before the first step
     for step in [meter.before(sends("a", 10)), meter.before(sends("b", 20))] * 2:
         step()
@@ -58,8 +66,8 @@ def test_meter_attributes_bytes_to_the_step_that_sent_them(monkeypatch):
 
 
 def test_the_wires_limit():
-    assert two_hosts.limit_ms(125e6, 1.0) == pytest.approx(1000)
-    assert two_hosts.limit_ms(125e6, 0.1) == pytest.approx(10000)
+    assert limit_ms(125e6, 1.0) == pytest.approx(1000)
+    assert limit_ms(125e6, 0.1) == pytest.approx(10000)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +128,100 @@ def memory_of_two(world):
         scaling.grown(Shape(4, width, 2), batch, "averaged")
         grown.append(scaling.grown(Shape(4, width, 2), batch, "averaged"))
     return grown
+
+
+# In the set -----------------------------------------------------------------------------------
+
+
+def a_two_hosts_rank(options):
+    (backend,), (gbit,) = options.backend, options.gbit
+    for ranks in options.ranks:
+        milliseconds = {NO_COMMUNICATION: 50.0, TORCH: 200.0, REDUCER: 100.0, BF16: 20.0}
+        samples = [
+            asdict(Result(name, [milliseconds.get(name, 160.0)] * 3, crosses, [[9]] * 2, 80.0))
+            for name in (NO_COMMUNICATION, TORCH, REDUCER, SGD, BF16, POWER_SGD)
+            for crosses in [0 if name == NO_COMMUNICATION else 8]
+        ]
+        settings = {"benchmark": "two_hosts", "model": options.model, "backend": backend}
+        settings |= {"nproc": ranks, "gbit": gbit}
+        name = two_hosts.file_name(options.model, backend, ranks, gbit)
+        keep(options.results, name, {"settings": settings, "samples": samples})
+
+
+def a_scaling_rank(options):
+    (backend,), (ranks,) = options.backend, options.nproc
+    cases = [
+        {"layers": s.layers, "width": s.width, "batch": s.batch}
+        | {kind: [1e-6 * s.parameters] * 2 for kind in scaling.KINDS}
+        | {"memory": dict.fromkeys(scaling.KINDS, s.parameters)}
+        for s in scaling.shapes(ranks)
+    ]
+    samples = {
+        "ranks": ranks,
+        "cores": 2,
+        "all_reduce": {n: [1e-4 + 1e-9 * n] for n in scaling.SIZES},
+        "add": {n: [1e-10 * n] for n in scaling.SIZES},
+        "cases": cases,
+    }
+    keep(options.results, scaling.file_name(backend, ranks), {"samples": samples})
+
+
+def keep(folder, name, content):
+    (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def test_the_set_has_the_ranks_write_where_it_reads(tmp_path, monkeypatch, capsys):
+    programs = {
+        "benchmarks.two_hosts": (two_hosts, a_two_hosts_rank),
+        "benchmarks.scaling": (scaling, a_scaling_rank),
+    }
+
+    def benchmark(command):
+        monkeypatch.setattr(sys, "argv", command[2:])
+        return programs[command[2]][0].main()
+
+    def rank(command):
+        module, of_rank = programs[command[2]]
+        of_rank(module.parse(command[3:]))
+        return 0
+
+    monkeypatch.setattr(shutil, "which", lambda tool, **_: f"/bin/{tool}")
+    monkeypatch.setattr(network, "missing", lambda *_: None)
+    monkeypatch.setattr(network, "two_hosts", lambda gbit: nullcontext([]))
+    monkeypatch.setattr(network, "run_ranks", lambda hosts, each, backend, c: rank(c))
+    monkeypatch.setattr(start, "start_ranks", lambda command, counts: rank(command))
+    monkeypatch.setattr(start, "start_mpirun", lambda nproc, command: rank(command))
+    monkeypatch.setattr(run_set, "run", benchmark)
+    monkeypatch.setattr(run_set.signal, "signal", lambda *_: None)
+    set_of_two = ["two_hosts", "scaling", "--full", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *set_of_two])
+    before = set(RESULTS.iterdir())
+    assert run_set.main() == 0
+    assert set(RESULTS.iterdir()) == before
+    names = {path.name for path in tmp_path.glob("*.json")}
+    both = ("gloo", "mpi")
+    assert names == {"cost_model.json"} | {
+        f"scaling-{backend}-{n}.json" for backend in both for n in (1, 2, 4, 8)
+    } | {
+        f"two_hosts-resnet18-{backend}-{n}-{gbit}gbit.json"
+        for backend in both
+        for n in (2, 4)
+        for gbit in ("0.1", "1", "10")
+    }
+    pictures = {path.stem for path in tmp_path.glob("*.png")}
+    if pyplot is not None:
+        assert {"cost_model", "scaling-gloo", "two_hosts-resnet18-mpi-4"} < pictures
+    lines = capsys.readouterr().out.splitlines()
+    told = [line.split()[-11:] for line in lines if "Gbit/s, gloo, 2 ranks: " in line]
+    # No communication, torch's DDP and its multiple of the bound; both ratios of each of ours.
+    row = ["50.0", "200.0", "2.50", "0.50", "1.25", "0.80", "2.00", "0.10", "0.25", "0.80", "2.00"]
+    assert told == [row] * 3
+
+
+def test_hosts_are_left_out_where_they_cannot_be(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda tool, **_: f"/bin/{tool}")
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert run_set.where_two_hosts_are() == "network namespaces need root"
 
 
 # As root ------------------------------------------------------------------------------------
@@ -220,11 +322,10 @@ def test_a_rank_that_fails_ends_all():
     assert time.monotonic() - began < 30
 
 
-def test_result_file_is_what_the_picture_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.report.RESULTS", tmp_path)
+def test_result_file_is_what_the_picture_reads(tmp_path):
     by_speed = {
-        gbit: [{"name": two_hosts.REDUCER, "milliseconds": [1.0, 3.0], "bound": 1.5}]
-        for gbit in (0.1, 1.0)
+        gbit: [{"name": REDUCER, "milliseconds": [1.0, 3.0], "bound": 1.5}] for gbit in (0.1, 1.0)
     }
-    two_hosts.draw("mlp", "gloo", 2, by_speed)
-    assert (tmp_path / "two_hosts-mlp-gloo-2.png").stat().st_size > 0
+    two_hosts.draw("mlp", "gloo", 2, by_speed, tmp_path)
+    if pyplot is not None:
+        assert (tmp_path / "two_hosts-mlp-gloo-2.png").stat().st_size > 0
