@@ -229,7 +229,7 @@ class Reducer:
             self._guard.check_gradient(index, gradient)
             # What may be unused is told at the end of the outermost pass, whose beginning we saw.
             if not (self._backward.begun and self._usage.may_be_unused):
-                self._backward.begin(self._on_backward_end)
+                self._backward.begin(self._on_backward_end, self._hold)
             self._order.count(index)
             if not self._usage.count(index):
                 return
@@ -243,7 +243,7 @@ class Reducer:
         with self._lock:
             if not self.sync or self._backward.is_this:
                 return
-            self._backward.begin(self._on_backward_end)
+            self._backward.begin(self._on_backward_end, self._hold)
             for index in self._usage.unused(unreached):
                 self._buckets.of(index).mark_absent(index)
             if self.overlap:
@@ -288,10 +288,14 @@ class Reducer:
             self._finish(unpack=error is None)
             self._guard.check_static(self._usage.end_pass())
         else:
-            for bucket in self.flat_buckets:
-                bucket.hold()
+            self._hold()
         if error is not None:
             raise error
+
+    def _hold(self) -> None:
+        """What has not been launched is in `.grad` again, for a later pass, or for zero_grad()."""
+        for bucket in self.flat_buckets:
+            bucket.hold()
 
     def _finish(self, unpack: bool = True) -> None:
         used = self._usage.agree()

@@ -813,7 +813,7 @@ def test_undeclared_sparse_gradient_is_named(pair):
     pair(undeclared_sparse)
 
 
-def broken_off(world, where, again, overlap):
+def broken_off(world, where, again, overlap, view):
     """An exception in user code, once, on all ranks alike: true where the next step is right."""
     model = Terms(1, 2, 3, 4)
     p = getattr(model, where)
@@ -825,7 +825,7 @@ def broken_off(world, where, again, overlap):
     handle = p.register_hook(fail)
     if again == "after accumulating":
         handle.remove()
-    Reducer(model, bucket_cap_mb=8 * BYTES, overlap=overlap)
+    Reducer(model, bucket_cap_mb=8 * BYTES, overlap=overlap, gradient_as_bucket_view=view)
     if again == "after accumulating":
         handle = p.register_post_accumulate_grad_hook(fail)
     loss = model(own(world))
@@ -843,8 +843,40 @@ def broken_off(world, where, again, overlap):
 @pytest.mark.parametrize("where", ["p3", "p2", "p1", "p0"])
 @pytest.mark.parametrize("again", ["new graph", "same graph", "after accumulating"])
 @each_overlap
-def test_backward_broken_off_is_followed_by_a_right_one_or_an_error(pair, where, again, overlap):
-    one, other = pair(broken_off, where, again, overlap)
+@each_view
+def test_backward_broken_off_is_followed_by_a_right_one_or_an_error(
+    pair, where, again, overlap, view
+):
+    one, other = pair(broken_off, where, again, overlap, view)
     assert one == other
     if where == "p3" and again != "after accumulating":
         assert one, "nothing had been counted in yet"
+
+
+def accumulated_and_broken_off(world, view):
+    """What was accumulated under no_sync() is for the next Reducer to average."""
+    model = Terms(1, 2)
+    reducer = Reducer(model, overlap=False, gradient_as_bucket_view=view)
+    with reducer.no_sync():
+        model(own(world)).backward()
+
+    def fail(_):
+        raise KeyError
+
+    handle = model.p0.register_hook(fail)
+    with pytest.raises(KeyError):
+        model(own(world)).backward()
+    assert [p.grad.tolist() for p in model.parameters()] == [[own(world)], [4 * own(world)] * 2]
+    handle.remove()
+    reducer.remove()
+    Reducer(model, gradient_as_bucket_view=view)
+    model(own(world)).backward()
+    assert [p.grad.tolist() for p in model.parameters()] == [
+        [2 * mean(world)],
+        [6 * mean(world)] * 2,
+    ]
+
+
+@each_view
+def test_a_pass_that_is_broken_off_takes_no_gradient_away(pair, view):
+    pair(accumulated_and_broken_off, view)
