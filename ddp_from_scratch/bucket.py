@@ -122,8 +122,8 @@ class Bucket:
     def mark_ready(self, index: int, factor: float = 1.0) -> bool:
         """Counts the gradient of parameter `index` in; True when no other is missing.
 
-        Idempotent: a gradient that changes before the launch is packed as it is then. Where it is
-        packed at once, another one is added.
+        A gradient that changes before the launch is packed as it is then. Where it is packed at
+        once, one that comes again is added.
 
         Args:
             index: of a member.
@@ -167,7 +167,7 @@ class Bucket:
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Gives packed gradients back to `.grad`, the pass having ended before the launch."""
+        """Gives packed gradients back to `.grad`, to rounding: the pass ended before the launch."""
         if self.launched:
             return
         for index, parameter, view in self._members():

@@ -56,7 +56,7 @@ class Reducer:
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
             most of the memory of the gradients; `.grad` must then not be detached in place, and
-            on a CPU it is None from when it is ready to the end of the pass.
+            on a CPU it is None from when it is ready until its average is there.
         find_unused_parameters: parameters may take no part in a backward pass, others on each
             rank. `.grad` of what no rank used stays as it was, elsewhere it becomes the average.
             The buckets keep their first layout.
