@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .layout import BucketLayout
-from .memory import window
+from .memory import in_huge_pages, window
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -66,6 +66,7 @@ class Bucket:
         self._position = {index: position for position, index in enumerate(layout.members)}
         self.missing = set(layout.members)
         self._absent: set[int] = set()  # counted in, without a gradient
+        self._room: torch.Tensor | None = None
         self._packs_at_once = gradient_as_bucket_view and self._flat.device.type == "cpu"
         self._packed: set[int] = set()  # in the buffer already, multiplied by:
         self._factor = 1.0
@@ -97,6 +98,12 @@ class Bucket:
             window(self._sent, offset, parameter)
             for offset, parameter in zip(self.layout.offsets, self._parameters, strict=True)
         ]
+
+    def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor to compress the buffer into, the same one in every pass."""
+        if self._room is None or (self._room.shape, self._room.dtype) != (shape, dtype):
+            self._room = in_huge_pages(torch.empty(shape, dtype=dtype, device=self._flat.device))
+        return self._room
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The members' parameters, in the order in which their gradients lie in the buffer."""

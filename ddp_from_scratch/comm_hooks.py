@@ -13,6 +13,7 @@ tensor, of any floating dtype, or a list that holds it alone.
     reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,23 +32,27 @@ def average(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
 
     The future is the collective's own, whose value is a list: nothing runs on its thread.
     """
-    rest, factor = while_packing(average, process_group)
-    if factor != 1:
-        bucket.buffer().mul_(factor)
-    return rest(process_group, bucket)
+    return _divided(average, process_group, bucket)
 
 
 def while_packing(hook: CommHook, state: Any) -> tuple[CommHook, float]:
     """What gradients can be multiplied by as they are copied into a bucket, and the hook after it.
 
-    Multiplying a whole bucket afterwards costs a pass over memory. `average` does without, where
-    the backend does not divide by itself; other hooks are given what the gradients are.
+    Multiplying a whole bucket afterwards costs a pass over memory. `average` and what sends it
+    compressed do without; hooks of others are given what the gradients are.
     """
-    if hook is not average:
+    if hook not in _AFTER_DIVISION:
         return hook, 1.0
-    if _backend_divides(state):
+    if hook is average and _backend_divides(state):
         return _average_by_backend, 1.0
-    return _sum, 1.0 / dist.get_world_size(state)
+    return _AFTER_DIVISION[hook], 1.0 / dist.get_world_size(state)
+
+
+def _divided(hook: CommHook, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    rest, factor = while_packing(hook, process_group)
+    if factor != 1:
+        bucket.buffer().mul_(factor)
+    return rest(process_group, bucket)
 
 
 def _backend_divides(process_group: dist.ProcessGroup | None) -> bool:
@@ -89,7 +94,7 @@ def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) 
 
     Follows: torch's `fp16_compress_hook`, which casts first and then divides.
     """
-    return _compressed(torch.float16, process_group, bucket)
+    return _divided(fp16_compress_hook, process_group, bucket)
 
 
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
@@ -97,20 +102,27 @@ def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) 
 
     On every backend (torch's own refuses builds without NCCL).
     """
-    return _compressed(torch.bfloat16, process_group, bucket)
+    return _divided(bf16_compress_hook, process_group, bucket)
 
 
-def _compressed(
+def _sum_in(
     dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket: Bucket
 ) -> Future:
     buffer = bucket.buffer()
     if buffer.is_complex():
         buffer = torch.view_as_real(buffer)
     if buffer.element_size() <= dtype.itemsize:  # nothing to gain
-        return allreduce_hook(process_group, bucket)
-    compressed = torch.empty(buffer.shape, dtype=dtype, device=buffer.device)
-    torch.mul(buffer, 1.0 / dist.get_world_size(process_group), out=compressed)
-    return _all_reduce(compressed, process_group).then(_first)
+        return _sum(process_group, bucket)
+    compressed = bucket.room(buffer.shape, dtype)
+    compressed.copy_(buffer)
+    return _all_reduce(compressed, process_group)
+
+
+_AFTER_DIVISION: dict[CommHook, CommHook] = {
+    average: _sum,
+    fp16_compress_hook: partial(_sum_in, torch.float16),
+    bf16_compress_hook: partial(_sum_in, torch.bfloat16),
+}
 
 
 def _all_reduce(

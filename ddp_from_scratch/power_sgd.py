@@ -59,6 +59,25 @@ class PowerSGDState:
             self._qs[parameter] = found
         return found
 
+    def remember(
+        self,
+        parameter: torch.Tensor,
+        finite: torch.Tensor,
+        gradient: torch.Tensor,
+        average: torch.Tensor,
+        q: torch.Tensor,
+    ) -> None:
+        """Keeps `q`, and what `average` leaves out of `gradient`, for the next step if `finite`."""
+        if parameter not in self._errors:
+            self._errors[parameter] = torch.zeros_like(gradient)
+        error, q_before = self._errors[parameter], self._qs[parameter]
+        if finite.device.type != "cpu":  # is not waited for
+            error.copy_(torch.where(finite, gradient - average, error))
+            q_before.copy_(torch.where(finite, q, q_before))
+        elif finite:
+            torch.sub(gradient, average, out=error)
+            q_before.copy_(q)
+
     def rescale(self, factor: float) -> None:
         """Multiplies the errors: for gradients of a loss that is scaled by another factor now."""
         for error in self._errors.values():
@@ -150,8 +169,9 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
             matrices.append((parameter, gradient, gradient.reshape(n, m).float()))
         else:
             rest.append(gradient)
-    before = [state.q(parameter, m.shape[1], m) for parameter, _, m in matrices]
-    parts = [matrix @ q for (_, _, matrix), q in zip(matrices, before, strict=True)]
+    qs_before = [state.q(parameter, m.shape[1], m) for parameter, _, m in matrices]
+    # Products with a narrow matrix are transposed: so a CPU takes half the time.
+    parts = [(q.t() @ m.t()).t() for (_, _, m), q in zip(matrices, qs_before, strict=True)]
     wire = _flat([*parts, *rest], buffer).mul_(scale)
     work = _all_reduce(wire, state)
     state.of += buffer.numel()
@@ -162,18 +182,16 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
         ps = [torch.linalg.qr(p.float()).Q for p in received[: len(parts)]]
         for gradient, average in zip(rest, received[len(parts) :], strict=True):
             gradient.copy_(average)
-        qs = [matrix.t() @ p for (_, _, matrix), p in zip(matrices, ps, strict=True)]
+        qs = [(p.t() @ m).t() for (_, _, m), p in zip(matrices, ps, strict=True)]
         if qs:
             wire_q = _flat(qs, buffer).mul_(scale)
             _all_reduce(wire_q, state).wait()
             qs = [q.float() for q in _like(wire_q, qs)]
-            # The same on all ranks, and decided without waiting for a GPU.
+            # The same on all ranks.
             finite = wire.isfinite().all() & wire_q.isfinite().all()
-        for (parameter, gradient, _), p, q, old in zip(matrices, ps, qs, before, strict=True):
+        for (parameter, gradient, _), p, q in zip(matrices, ps, qs, strict=True):
             average = (p @ q.t()).reshape(gradient.shape).to(gradient.dtype)
-            error = state._errors.get(parameter, torch.zeros_like(gradient))
-            state._errors[parameter] = torch.where(finite, gradient - average, error)
-            state._qs[parameter] = torch.where(finite, q, old)
+            state.remember(parameter, finite, gradient, average, q)
             gradient.copy_(average)
         state.iteration += bucket.is_last()
         return buffer
