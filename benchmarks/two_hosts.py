@@ -116,9 +116,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--cap",
         type=float,
         nargs="+",
-        default=[],
+        default=[1.0],
         metavar="MB",
-        help="torch DDP and Reducer with buckets of so many MiB, beside their defaults",
+        help="buckets of so many MiB, beside the defaults of 1 and 25 (default: 1)",
     )
     parser.add_argument("--quick", action="store_true", help="gloo, 2 ranks, 5 rounds, 1 Gbit/s")
     parser.add_argument("--full", action="store_true", help="0.1, 1 and 10 Gbit/s")
@@ -186,7 +186,9 @@ def measure(options: argparse.Namespace) -> None:
             }
             results = []
             for s in samples:
-                must_cross = crossing.get(s.name, nbytes)
+                must_cross = next(
+                    (n for name, n in crossing.items() if s.name.startswith(name)), nbytes
+                )
                 bound = None if must_cross is None else ready + limit_ms(must_cross, gbit)
                 results.append(Result(s.name, s.milliseconds, must_cross, sent[s.name], bound))
             check_crossed(results, gbit)

@@ -105,9 +105,7 @@ def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) 
     return _divided(bf16_compress_hook, process_group, bucket)
 
 
-def _sum_in(
-    dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket: Bucket
-) -> Future:
+def _sum_in(dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
     buffer = bucket.buffer()
     if buffer.is_complex():
         buffer = torch.view_as_real(buffer)
