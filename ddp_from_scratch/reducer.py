@@ -118,6 +118,7 @@ class Reducer:
         self.on_landed: Callable[[Bucket], None] | None = None
 
         self._skip_unused = skip_unused
+        self._has_layers_that_send = any(hasattr(m, "process_group") for m in module.modules())
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._backward = BackwardPass()
         self._next_bucket = 0  # every bucket before it has been launched
@@ -235,8 +236,8 @@ class Reducer:
                 return
             if bucket.launched:  # raised at the end: other ranks count on this rank's other buckets
                 self._error = self._guard.second_gradient(index)
-            elif bucket.mark_ready(index, self.sending.way().multiplier) and self.overlap:
-                self._launch_full_buckets()
+            elif bucket.mark_ready(index, self.sending.way().multiplier):
+                self._launch_early()
 
     def _on_enter(self, unreached: set[int]) -> None:
         """A backward pass has come to an output of the module, and will not reach these."""
@@ -246,10 +247,16 @@ class Reducer:
             self._backward.begin(self._on_backward_end, self._hold)
             for index in self._usage.unused(unreached):
                 self._buckets.of(index).mark_absent(index)
-            if self.overlap:
-                self._launch_full_buckets()
+            self._launch_early()
 
     # 2. launch ----------------------------------------------------------------------------------
+
+    def _launch_early(self) -> None:
+        """During backward: launches what is full, unless that is to wait for its end."""
+        # Synchronised batch norm has collectives in backward. Those that a hook starts when others
+        # have landed would come before them on one rank and after them on another.
+        if self.overlap and (self.sending.may_overlap() or not self._has_layers_that_send):
+            self._launch_full_buckets()
 
     def _launch_full_buckets(self) -> None:
         """Launches, in order, up to the first bucket that is not full. Idempotent."""

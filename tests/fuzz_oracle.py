@@ -111,6 +111,9 @@ class Oracle:
         """None for an operation that makes no sense here."""
         if isinstance(op, Forward):
             must = self._changed() or self._incomplete()
+            sends = self._whole.wrapped and self._whole.buffers and not op.no_sync
+            if 0 < len(must) < self._whole.world_size and sends:
+                return None  # the others would send buffers to ranks that do not come
             if not must:
                 self._send_buffers(op)
                 self._all_play(number, op)

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.functional import mse_loss
 
-from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks
+from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks, convert_sync_batchnorm
 from ddp_from_scratch.bucket import Bucket
 from ddp_from_scratch.layout import BucketLayout
 
@@ -242,6 +242,32 @@ def incomplete_with_a_hook_of_two(world):
 
 def test_a_pass_ends_when_all_of_a_hooks_collectives_are_on_their_way(pair):
     pair(incomplete_with_a_hook_of_two)
+
+
+def beside_batch_norm(world):
+    """Rank 0's second collective comes late; the batch norm's, in backward, must not be taken."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1))
+    reducer = Reducer(convert_sync_batchnorm(model), bucket_cap_mb=0)
+
+    def hook(state, bucket):
+        def again(future):
+            time.sleep(0.05 if world.rank == 0 else 0)
+            dist.all_reduce(bucket.buffer())
+            return future.value()[0]
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+
+    reducer.register_comm_hook(None, hook)
+    x = torch.full((4, 3), world.rank + 1.0) + torch.arange(4).view(4, 1)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+        assert model[3].bias.grad.tolist() == [16.0]  # 4 on each of 2 ranks, summed twice
+
+
+def test_a_hook_of_two_collectives_beside_synchronised_batch_norm(pair):
+    pair(beside_batch_norm)
 
 
 # torch's own ------------------------------------------------------------------------------------
