@@ -11,6 +11,8 @@ import torch
 from .layout import BucketLayout
 from .memory import in_huge_pages, window
 
+_SMALL = 2**15  # bytes of a gradient
+
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
@@ -25,9 +27,9 @@ class Bucket:
     3. `finish`: wait for the average and put it back into `.grad`.
 
     `views[i]` is a window of the buffer with the shape and strides of member i's parameter. With
-    `gradient_as_bucket_view` that window is the parameter's `.grad` between backward passes. On a
-    CPU a gradient is packed by `mark_ready` then, while it is in the cache, and `.grad` is None
-    until its average is there: what autograd adds meanwhile comes as a gradient of its own.
+    `gradient_as_bucket_view` that window is the parameter's `.grad` between backward passes. Large
+    gradients on a CPU are packed by `mark_ready` then, while they are in the cache, and `.grad` is
+    None until the average is there: what autograd adds meanwhile comes as a gradient of its own.
 
     A comm hook sees it as torch's `dist.GradBucket`: `index`, `is_last`, `buffer`, `set_buffer`,
     `gradients`, `parameters`.
@@ -67,7 +69,10 @@ class Bucket:
         self.missing = set(layout.members)
         self._absent: set[int] = set()  # counted in, without a gradient
         self._room: torch.Tensor | None = None
-        self._packs_at_once = gradient_as_bucket_view and self._flat.device.type == "cpu"
+        # One call for all members, where each by itself would cost more than its elements.
+        small = self._flat.nbytes < _SMALL * len(self._parameters)
+        self._grouped = small or self._flat.device.type != "cpu"
+        self._packs_at_once = gradient_as_bucket_view and not self._grouped
         self._packed: set[int] = set()  # in the buffer already, multiplied by:
         self._factor = 1.0
         self._future: torch.futures.Future[Any] | None = None
@@ -153,7 +158,6 @@ class Bucket:
             self._absent.add(index)
         return not self.missing
 
-    @torch.no_grad()
     def _pack_one(self, index: int, factor: float) -> None:
         position = self._position[index]
         parameter, view = self._parameters[position], self.views[position]
@@ -295,14 +299,14 @@ class Bucket:
             windows.append(view)
             if self.gradient_as_bucket_view and index not in self._absent:
                 parameter.grad = view  # its own memory is free again
-        if factor != 1 and self._flat.device.type == "cpu":
+        if self._grouped or factor == 1:
+            _copy(windows, sources)
+            _scale(self._flat, factor)
+        else:
             for window, source in zip(windows, sources, strict=True):
                 torch.mul(source, factor, out=window)
             for view in in_place:
                 view.mul_(factor)
-        else:  # one kernel for all, not one per parameter
-            _copy(windows, sources)
-            _scale(self._flat, factor)
 
     def _unpack(self, used: Collection[int] | None) -> None:
         gradients, windows = [], []

@@ -56,7 +56,7 @@ class Reducer:
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
             most of the memory of the gradients; `.grad` must then not be detached in place, and
-            on a CPU it is None from when it is ready until its average is there.
+            on a CPU that of large ones is None from when it is ready until the average is there.
         find_unused_parameters: parameters may take no part in a backward pass, others on each
             rank. `.grad` of what no rank used stays as it was, elsewhere it becomes the average.
             The buckets keep their first layout.
@@ -227,7 +227,8 @@ class Reducer:
             self._usage.note(index)
             if not self.sync:
                 return
-            self._guard.check_gradient(index, gradient)
+            if gradient.is_sparse or gradient.requires_grad:
+                self._guard.check_gradient(index, gradient)
             # What may be unused is told at the end of the outermost pass, whose beginning we saw.
             if not (self._backward.begun and self._usage.may_be_unused):
                 self._backward.begin(self._on_backward_end, self._hold)
@@ -236,7 +237,7 @@ class Reducer:
                 return
             if bucket.launched:  # raised at the end: other ranks count on this rank's other buckets
                 self._error = self._guard.second_gradient(index)
-            elif bucket.mark_ready(index, self.sending.way().multiplier):
+            elif bucket.mark_ready(index, self.sending.multiplier()):
                 self._launch_early()
 
     def _on_enter(self, unreached: set[int]) -> None:

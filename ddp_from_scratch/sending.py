@@ -20,11 +20,6 @@ class Way(NamedTuple):
     share: float
     factor: float
 
-    @property
-    def multiplier(self) -> float:
-        """What a gradient is multiplied by as it is packed, before a share of 0 clears it."""
-        return self.share * self.factor or self.factor
-
 
 class Sending:
     """The comm hook, and how much this rank counts in the next average.
@@ -45,6 +40,7 @@ class Sending:
         self._process_group, self._device = process_group, device
         self._share: Share | None = None
         self._way: Way | None = None
+        self._multiplier = 1.0
 
     def send_by(self, hook: CommHook, state: Any) -> None:
         """Lets this comm hook send from now on."""
@@ -69,7 +65,17 @@ class Sending:
             share = 1.0 if self._share is None else self._share.value()
             hook, factor = comm_hooks.while_packing(self.hook, self.state)
             self._way = Way(hook, self.state, share, factor)
+            self._multiplier = share * factor or factor
         return self._way
+
+    def multiplier(self) -> float:
+        """What a gradient is multiplied by as it is packed; a share of 0 clears it at the launch.
+
+        Waits and raises as `way`.
+        """
+        if self._way is None:
+            self.way()
+        return self._multiplier
 
     def may_overlap(self) -> bool:
         """Whether several buckets may be under way at a time."""

@@ -23,6 +23,7 @@ class Usage:
 
     Attributes:
         rank: of this process in the group.
+        may_be_unused: whether a parameter may get no gradient.
         stayed: whether this rank used the same in each pass.
 
     Raises:
@@ -42,6 +43,7 @@ class Usage:
         self._count, self._device = len(parameters), parameters[0].device
         self._process_group = process_group
         self._find_unused = find_unused
+        self.may_be_unused = find_unused or static
         self._static = StaticGraph(self._count) if static else None
         self._used: set[int] = set()  # since the last average, under no_sync() too
         self._used_by_any: set[int] | None = None  # of a static graph
@@ -59,15 +61,11 @@ class Usage:
         """Whether other parameters may be used in each pass."""
         return self._find_unused and not self.is_static
 
-    @property
-    def may_be_unused(self) -> bool:
-        """Whether a parameter may get no gradient."""
-        return self._find_unused or self.is_static
-
     def set_static(self) -> None:
         """From the next pass on the graph is the same in every one. Idempotent."""
         if self._static is None:
             self._static = StaticGraph(self._count)
+        self.may_be_unused = True
 
     def note(self, index: int) -> None:
         """A gradient came, whether it is averaged in this pass or accumulated for a later one."""

@@ -45,6 +45,13 @@ def fill(p: nn.Parameter, start: int = 0) -> torch.Tensor:
 as_view = pytest.mark.parametrize("as_view", [False, True])
 
 
+@pytest.fixture(autouse=True, params=[0, 2**15], ids=["large", "small"])
+def small(request, monkeypatch):
+    """Gradients of fewer bytes than this are packed together."""
+    monkeypatch.setattr("ddp_from_scratch.bucket._SMALL", request.param)
+    return request.param
+
+
 def test_full_when_the_last_member_is_ready():
     bucket = make(parameter(1), parameter(1), parameter(1))
     assert [bucket.mark_ready(index) for index in (2, 0, 0, 1, 1)] == [False] * 3 + [True] * 2
@@ -367,6 +374,18 @@ def test_a_gradient_that_comes_after_all_is_packed():
     bucket.mark_ready(0)
     bucket.launch(hook)
     assert hook.sent[0].tolist() == [1, 2]
+
+
+def test_large_gradients_lie_in_the_bucket_at_once(small):
+    p = parameter(2)
+    bucket = make(p, as_view=True)
+    fill(p, 2)
+    bucket.mark_ready(0, 0.5)
+    if small:
+        assert p.grad.tolist() == [2, 3]
+    else:
+        assert p.grad is None
+        assert bucket.buffer().tolist() == [1, 1.5]
 
 
 @as_view

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_from_scratch import Reducer
+from ddp_from_scratch import Reducer, bucket
 
 BYTES = 2**-20  # in bucket_cap_mb
 
@@ -522,6 +523,17 @@ def parts_that_share_a_parameter(world, options):
 @each_view
 def test_unusual_order_is_right(pair, unusual, overlap, view):
     pair(unusual, {"overlap": overlap, "gradient_as_bucket_view": view})
+
+
+def with_small_gradients(world, unusual, options):
+    with patch.object(bucket, "_SMALL", 2**15):
+        unusual(world, options)
+
+
+@pytest.mark.parametrize("unusual", [loss_in_two_parts, two_backwards_through_one_graph])
+@each_view
+def test_unusual_order_is_right_where_gradients_are_packed_together(pair, unusual, view):
+    pair(with_small_gradients, unusual, {"gradient_as_bucket_view": view})
 
 
 class Chain(nn.Module):
