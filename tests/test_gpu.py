@@ -545,6 +545,7 @@ def stalled(world):
 def test_a_rank_that_lags_is_reported(pair):
     first, second = pair(stalled)
     assert re.match(r"step 1, rank 0: has waited \d+ s for bucket 0\n", first)
+    assert "\n  rank 0: all gradients of step 1 have arrived, and since then 0 of 3" in first
     assert "\n  rank 1: 0 of 3 gradients have arrived, bucket 0 waits for c\n" in first
     assert second == ""
 
