@@ -40,7 +40,8 @@ class Share:
         """
         if not 0 <= amount < float("inf"):
             raise ValueError(f"a weight must be 0 or more, and finite, got {amount}")
-        total = torch.tensor([amount], dtype=torch.float64, device=device)
+        # Filled where it is: a number that is copied to a GPU waits for what that has to do before.
+        total = torch.full((1,), amount, dtype=torch.float64, device=device)
         work = dist.all_reduce(total, group=process_group, async_op=True)
         assert work is not None, "this rank is not a member of the process group"
         return cls(amount, total, work, process_group)

@@ -171,10 +171,12 @@ class _Watcher:
             step, index, event = self._flying[0]
         except IndexError:
             return now
-        # Asked only when nothing else has happened.
-        if before is None or before.told != now.told or not event.query():
-            return Progress(step, f"bucket {index}", now.told)
-        return now
+        # What has arrived is counted anew for the next step already.
+        told = f"all gradients of step {step} have arrived, and since then {now.told}"
+        # The event is asked only when nothing else has happened.
+        if before is not None and before.told in (told, now.told) and event.query():
+            return now
+        return Progress(step, f"bucket {index}", told)
 
     def _store(self) -> dist.Store:
         # mpi's group puts its store in place when it is asked for this, as new_group does.

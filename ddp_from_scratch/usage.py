@@ -97,9 +97,10 @@ class Usage:
         if self._used_by_any is not None:
             self._unforeseen = used - self._used_by_any  # perhaps under no_sync(), uncounted
             return self._used_by_any
-        mine = torch.zeros(self._count, dtype=torch.int32)
+        # From pinned memory, so that the host does not wait for what a GPU has to do before.
+        mine = torch.zeros(self._count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         mine[list(used)] = 1
-        counts = mine.to(self._device)
+        counts = mine.to(self._device, non_blocking=True)
         work = dist.all_reduce(counts, group=self._process_group, async_op=True)
         assert work is not None, "this rank is not a member of the process group"
         if len(used) < self._count:

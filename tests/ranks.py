@@ -80,7 +80,8 @@ class Crew:
                 os.environ
                 | {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
                 | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.world_size)}
-                | {"DDP_RENDEZVOUS_FILE": file},
+                | {"DDP_RENDEZVOUS_FILE": file}
+                | (on_one_gpu(rank) if self.backend == "nccl" else {}),
             )
             for rank in range(self.world_size)
         ]
@@ -157,6 +158,25 @@ MPIRUN = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_btl": "self,vader",
 }
+
+
+def on_one_gpu(rank: int) -> dict[str, str]:
+    """Lets every rank of an nccl group use the first GPU, as if each had a machine of its own.
+
+    NCCL before 2.30 refuses two ranks on one GPU of one machine, and tells machines apart by
+    NCCL_HOSTID; later ones ask for a setting. Between machines NCCL goes through sockets.
+    """
+    return {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": str(rank),
+        "NCCL_HOSTID": f"machine-{rank}",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def mpirun(world_size: int, program: str, **environment: str) -> "subprocess.CompletedProcess[str]":

@@ -26,6 +26,7 @@ from torch.nn.functional import mse_loss
 
 from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks, convert_sync_batchnorm
 from ddp_from_scratch.bucket import Bucket
+from ddp_from_scratch.buckets import make_buckets
 from ddp_from_scratch.layout import BucketLayout
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
@@ -403,3 +404,26 @@ def registered_by_torchs_enum(world):
 
 def test_torchs_enum_registers_on_a_reducer(ranks):
     ranks("gloo", 2)(registered_by_torchs_enum)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "sent"),
+    [
+        (torch.float32, 3, (3.0, dist.ReduceOp.AVG)),
+        (torch.bfloat16, 4, (3.0, dist.ReduceOp.AVG)),
+        (torch.bfloat16, 3, (1.0, dist.ReduceOp.SUM)),
+        (torch.float16, 3, (1.0, dist.ReduceOp.SUM)),
+    ],
+    ids=str,
+)
+def test_a_third_is_not_rounded_to_16_bits(monkeypatch, dtype, ranks, sent):
+    """nccl's average multiplies by 1/n in the buffer's own dtype."""
+    (bucket,) = make_buckets([torch.nn.Parameter(torch.zeros(1, dtype=dtype))], [0], [1], True)
+    bucket.buffer().fill_(3)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+    monkeypatch.setattr(
+        comm_hooks,
+        "_all_reduce",
+        lambda tensor, group, op=dist.ReduceOp.SUM: (tensor.item(), op),
+    )
+    assert comm_hooks._average_by_backend(None, bucket) == sent

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -188,3 +189,30 @@ def test_progress_in_words():
     )
     late.set_result(torch.ones(13))
     assert Progress.of(5, 2, buckets, names).bucket == "the end of the backward pass"
+
+
+class Event:
+    """Stands for a GPU's event."""
+
+    def __init__(self):
+        self.over = False
+
+    def query(self):
+        return self.over
+
+
+def test_a_gpu_that_waits_behind_the_host():
+    """The host is in the next step; an event says that a bucket of this one has not landed."""
+    host = Progress(2, None, "0 of 3 gradients have arrived, bucket 0 waits for c")
+    event = Event()
+    flying = deque([(1, 0, event)])
+    watcher = stall._Watcher(1.0, lambda: lambda: host, flying, "", 0, 1, threading.Event())
+    told = f"all gradients of step 1 have arrived, and since then {host.told}"
+    first = watcher._look(None)
+    assert first == Progress(1, "bucket 0", told)
+    assert watcher._look(first) == first, "nothing has happened"
+    event.over = True
+    assert watcher._look(first) == host, "the next backward pass forgets the event"
+    assert watcher._look(host) == host
+    flying.clear()
+    assert watcher._look(first) == host

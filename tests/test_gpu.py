@@ -1,0 +1,635 @@
+"""What only a GPU shows: one rank on it, and two that share it, over nccl.
+
+    python -m pytest -m gpu
+
+Two ranks on one GPU take turns, so nothing here looks at durations.
+"""
+
+import contextlib
+import copy
+import gc
+import io
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_stall import AFTER_S, Layers, until_reported
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.profiler import ProfilerActivity, profile
+
+import ddp_from_scratch as ddp
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+DEVICE, BACKEND = "cuda", "nccl"
+WIDTH, DEPTH = 256, 6
+CAP_MB = 0.5  # two layers: three buckets
+VIEWS = {"gradient_as_bucket_view": True}
+
+
+@pytest.fixture(params=[1, 2])
+def crew(ranks, request):
+    return ranks(BACKEND, request.param)
+
+
+@pytest.fixture
+def pair(ranks):
+    return ranks(BACKEND, 2)
+
+
+def network(seed: int = 0, width: int = WIDTH, depth: int = DEPTH) -> nn.Sequential:
+    # Sizes are multiples of 64 elements. Parameters in flat memory are then aligned as those
+    # outside of it are, so that cuBLAS takes the same kernels, which give the same bits.
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*layers).to(DEVICE)
+
+
+def batch(rank: int, step: int, width: int = WIDTH) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(16, width, generator=generator).to(DEVICE)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def bits(model: nn.Module) -> bytes:
+    return b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+
+
+def assert_alike(results: list[Any]) -> None:
+    assert all(result == results[0] for result in results), "ranks have drifted apart"
+
+
+# As torch's class ---------------------------------------------------------------------------------
+
+
+def beside_torch(world, how, optimizer, options):
+    """Gradients and parameters have the bits of torch's class, step by step."""
+    views = options.get("gradient_as_bucket_view", False)
+    theirs = TorchDDP(network(world.rank), device_ids=[0], gradient_as_bucket_view=views)
+    ours = network(world.rank)  # both begin with rank 0's
+    if how == "wrapper":
+        model = ddp.DistributedDataParallel(ours, [0], bucket_cap_mb=CAP_MB, **options)
+        reducer = model.reducer
+    else:
+        ddp.broadcast_parameters(ours)
+        model, reducer = ours, ddp.Reducer(ours, bucket_cap_mb=CAP_MB, **options)
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    reference = torch.optim.SGD(theirs.parameters(), foreach=False, **settings)
+    if optimizer == "torch":
+        stepped = torch.optim.SGD(ours.parameters(), foreach=False, **settings)
+    else:
+        stepped = ddp.SGD(ours.parameters(), reducer=reducer, **settings)
+    for step in range(5):
+        x = batch(world.rank, step)
+        reference.zero_grad()
+        loss_of(theirs, x).backward()
+        reference.step()
+        stepped.zero_grad()
+        if optimizer == "in one call":
+            stepped.backward_and_step(loss_of(model, x))
+        else:
+            loss_of(model, x).backward()
+            stepped.step()
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), f"gradient of {name} in step {step}"
+            assert torch.equal(p, q), f"{name} after step {step}"
+    assert len(reducer.buckets) == 3
+    return bits(ours)
+
+
+@pytest.mark.parametrize("how", ["reducer", "wrapper"])
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_as_torch_bit_for_bit(crew, how, views):
+    options = {"gradient_as_bucket_view": views}
+    assert_alike(crew(beside_torch, how, "torch", options))
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_as_torch_bit_for_bit_without_overlap(crew, views):
+    options = {"gradient_as_bucket_view": views, "overlap": False}
+    assert_alike(crew(beside_torch, "reducer", "torch", options))
+
+
+@pytest.mark.parametrize("optimizer", ["in two calls", "in one call"])
+@pytest.mark.parametrize("how", ["reducer", "wrapper"])
+def test_flat_sgd_as_torch_bit_for_bit(crew, how, optimizer):
+    assert_alike(crew(beside_torch, how, optimizer, VIEWS))
+
+
+# What the host and the streams do -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def never_waiting() -> Iterator[None]:
+    """What makes the host wait for the GPU raises (collectives themselves are not looked into)."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 64)).to(
+        DEVICE
+    )
+
+
+def plain(options: dict[str, Any]) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    model = network()
+    ddp.Reducer(model, bucket_cap_mb=CAP_MB, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+
+    return model, step
+
+
+def wrapped(sync_batch_norm: bool) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    inside = normalised()
+    if sync_batch_norm:
+        ddp.convert_sync_batchnorm(inside)
+    model = ddp.DistributedDataParallel(inside, [0], **VIEWS)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+
+    return model, step
+
+
+def flat(in_one_call: bool) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    model = network()
+    reducer = ddp.Reducer(model, bucket_cap_mb=CAP_MB, **VIEWS)
+    optimizer = ddp.SGD(model.parameters(), 0.1, 0.9, reducer=reducer)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        if in_one_call:
+            optimizer.backward_and_step(loss_of(model, x))
+        else:
+            loss_of(model, x).backward()
+            optimizer.step()
+
+    return model, step
+
+
+def compressed(_: None) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    model = network()
+    ddp.Reducer(model, bucket_cap_mb=CAP_MB).register_comm_hook(
+        None, ddp.comm_hooks.bf16_compress_hook
+    )
+
+    def step(x: torch.Tensor) -> None:
+        model.zero_grad()
+        loss_of(model, x).backward()
+
+    return model, step
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "copies": (plain, {}),
+    "views": (plain, VIEWS),
+    "no overlap": (plain, {"overlap": False}),
+    "static graph": (plain, {"static_graph": True}),
+    "unused parameters, all used": (plain, {"find_unused_parameters": True}),
+    "stall watch": (plain, {"stall_after": 60.0}),
+    "buffers": (wrapped, False),
+    "synchronised batch norm": (wrapped, True),
+    "flat sgd": (flat, False),
+    "flat sgd in one call": (flat, True),
+    "bf16": (compressed, None),
+}
+
+
+def steps_without_waiting(world, name):
+    make, argument = PROGRAMS[name]
+    model, step = make(argument)
+    inputs = [batch(world.rank, number) for number in range(6)]
+    for x in inputs[:3]:
+        step(x)
+    with never_waiting():
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            inputs[0].sum().item()
+        for x in inputs[3:]:
+            step(x)
+    del model
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_host_does_not_wait_within_a_step(crew, name):
+    crew(steps_without_waiting, name)
+
+
+def on_another_stream(world, options, whole):
+    """Beside the same steps on the default stream; what is late on one stream is seen there."""
+    here, there = network(), network()
+    stream, default = torch.cuda.Stream(), torch.cuda.current_stream()
+    for model in (here, there):
+        ddp.Reducer(model, bucket_cap_mb=CAP_MB, **options)
+    steppers = [torch.optim.SGD(model.parameters(), 0.1, 0.9) for model in (here, there)]
+    for step in range(4):
+        x = batch(world.rank, step)
+        steppers[0].zero_grad()
+        loss_of(here, x).backward()
+        steppers[0].step()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            steppers[1].zero_grad()
+            torch.cuda._sleep(20_000_000)  # some 10 ms, in which the host goes far ahead
+            loss = loss_of(there, x)
+            if whole:
+                loss.backward()
+                steppers[1].step()
+        if not whole:  # backward() synchronises with the streams of forward
+            loss.backward()
+            steppers[1].step()
+            assert torch.cuda.current_stream() == default
+        torch.cuda.synchronize()
+        for (name, p), q in zip(there.named_parameters(), here.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, msg=f"gradient of {name} in step {step}")
+            torch.testing.assert_close(p, q, msg=f"{name} after step {step}")
+    return bits(there)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole step", "forward alone"])
+@pytest.mark.parametrize("options", [{}, VIEWS, {"overlap": False}], ids=str)
+def test_a_step_on_another_stream(crew, options, whole):
+    assert_alike(crew(on_another_stream, options, whole))
+
+
+def profiled_backward(model: nn.Module, inputs: list[torch.Tensor]) -> Any:
+    """The last of several backward passes, the layout having settled before."""
+    for x in inputs[:-1]:
+        model.zero_grad()
+        loss_of(model, x).backward()
+    model.zero_grad()
+    loss = loss_of(model, inputs[-1])
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        loss.backward()
+        torch.cuda.synchronize()
+    return profiler
+
+
+def packing(world, views):
+    model = network()
+    reducer = ddp.Reducer(model, bucket_cap_mb=CAP_MB, gradient_as_bucket_view=views)
+    profiler = profiled_backward(model, [batch(world.rank, step) for step in range(4)])
+    called = Counter(event.name for event in profiler.events())
+    assert len(reducer.buckets) == 3
+    grouped = called["aten::_foreach_copy_"]
+    # Where torch cannot take one kernel for all it copies one by one, which is seen here.
+    one_by_one = called["aten::copy_"]
+    return grouped, one_by_one < len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_one_copy_for_each_bucket(crew, views):
+    for found in crew(packing, views):
+        assert found == (3 if views else 6, True)
+
+
+def kernels(profiler: Any) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    return [event for event in events if event.get("cat") == "kernel"]
+
+
+def first_sent_last_computed(world, overlap):
+    """Whether the first bucket was on its way before backward had computed its last gradient."""
+    model = network(width=1024, depth=8)
+    ddp.Reducer(model, bucket_cap_mb=4.0, overlap=overlap, **VIEWS)
+    found = kernels(profiled_backward(model, [torch.randn(2048, 1024, device=DEVICE)] * 4))
+    sent = [k for k in found if "nccl" in k["name"].lower()]
+    # Packing is not part of the computation: the last bucket's comes after all of that.
+    packed = [k for k in found if "multi_tensor_apply" in k["name"]]
+    computed = [k for k in found if k not in sent and k not in packed]
+    assert len(sent) >= 8, [k["name"] for k in found]
+    assert packed, [k["name"] for k in found]
+    assert computed
+    return min(k["ts"] for k in sent) < max(k["ts"] + k["dur"] for k in computed)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_buckets_are_sent_during_backward(pair, overlap):
+    assert pair(first_sent_last_computed, overlap) == [overlap] * 2
+
+
+# CPU and GPU in one model -------------------------------------------------------------------------
+
+
+class Halves(nn.Module):
+    """The model-parallel example of torch's tutorials, one half on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64).to(DEVICE)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)).to(DEVICE))
+
+
+def on_cpu_and_gpu(world, wrapper, flat_sgd):
+    group = dist.new_group(backend=f"cpu:gloo,cuda:{BACKEND}")
+    ours = Halves()
+    ddp.broadcast_parameters(ours, 0, group)
+    whole = copy.deepcopy(ours)
+    model = ours
+    if wrapper:
+        model = ddp.DistributedDataParallel(ours, process_group=group, **VIEWS)
+        reducer = model.reducer
+    else:
+        reducer = ddp.Reducer(ours, group, gradient_as_bucket_view=flat_sgd)
+    assert len(reducer.buckets) == 2
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+    if flat_sgd:
+        optimizer = ddp.SGD(ours.parameters(), 0.1, reducer=reducer)
+    reference = torch.optim.SGD(whole.parameters(), 0.1)
+    for step in range(4):
+        x = batch(world.rank, step, 64).cpu()
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+        reference.zero_grad()
+        everyone = [loss_of(whole, batch(r, step, 64).cpu()) for r in range(world.world_size)]
+        (sum(everyone) / len(everyone)).backward()
+        reference.step()
+        for (name, p), q in zip(ours.named_parameters(), whole.named_parameters(), strict=True):
+            torch.testing.assert_close(p, q[1], msg=f"{name} after step {step}")
+    ddp.check_sync(ours, group)
+    dist.destroy_process_group(group)
+    return bits(ours)
+
+
+@pytest.mark.parametrize("wrapper", [False, True], ids=["reducer", "wrapper"])
+@pytest.mark.parametrize("flat_sgd", [False, True], ids=["torch's sgd", "flat sgd"])
+def test_a_model_on_cpu_and_gpu(pair, wrapper, flat_sgd):
+    assert_alike(pair(on_cpu_and_gpu, wrapper, flat_sgd))
+
+
+# What else is done on the way ---------------------------------------------------------------------
+
+
+def overflow_on_one_rank(world, flat_sgd):
+    model = network(width=64, depth=2)
+    reducer = ddp.Reducer(model, **VIEWS)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if flat_sgd:
+        optimizer = ddp.SGD(model.parameters(), 0.1, reducer=reducer)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+    told = []
+    for step in range(3):
+        before = bits(model)
+        optimizer.zero_grad()
+        with torch.autocast(DEVICE, torch.float16):
+            y = model(batch(world.rank, step, 64))
+        loss = y.float().square().mean()
+        if step == 1 and world.rank == world.world_size - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        told.append((bits(model) != before, scaler.get_scale()))
+    assert told == [(True, 1024.0), (False, 512.0), (True, 512.0)]
+    return bits(model)
+
+
+@pytest.mark.parametrize("flat_sgd", [False, True], ids=["torch's sgd", "flat sgd"])
+def test_an_overflow_on_one_rank_is_skipped_on_all(crew, flat_sgd):
+    assert_alike(crew(overflow_on_one_rank, flat_sgd))
+
+
+def one_value(world, hook, dtype, views):
+    """Rank r contributes r + 1: their average is exact in 16 bits, too."""
+    model = nn.Linear(64, 64, bias=False, device=DEVICE, dtype=dtype)
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=views)
+    if hook is not None:
+        reducer.register_comm_hook(None, getattr(ddp.comm_hooks, hook))
+    for _ in range(3):
+        model.zero_grad()
+        loss = (model.weight * (world.rank + 1)).sum()
+        (loss.real if dtype.is_complex else loss).backward()
+        average = (world.world_size + 1) / 2
+        assert torch.equal(model.weight.grad, torch.full_like(model.weight, average))
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize(
+    ("hook", "dtype"),
+    [
+        ("fp16_compress_hook", torch.float32),
+        ("bf16_compress_hook", torch.float32),
+        ("allreduce_hook", torch.float32),
+        (None, torch.bfloat16),
+        (None, torch.float16),
+        (None, torch.float64),
+        (None, torch.complex64),
+    ],
+    ids=str,
+)
+def test_every_way_to_send_is_exact(crew, hook, dtype, views):
+    crew(one_value, hook, dtype, views)
+
+
+def weighed(world):
+    """Rank r's gradient is r + 1, of r + 1 samples."""
+    model = nn.Linear(64, 64, bias=False, device=DEVICE)
+    reducer = ddp.Reducer(model)
+    amounts = [rank + 1 for rank in range(world.world_size)]
+    reducer.weight(world.rank + 1)
+    (model.weight * (world.rank + 1)).sum().backward()
+    expected = torch.full_like(model.weight, sum(a * a for a in amounts) / sum(amounts))
+    torch.testing.assert_close(model.weight.grad, expected)
+
+
+def test_ranks_count_by_their_samples(crew):
+    crew(weighed)
+
+
+def power_sgd_with_an_overflow(world):
+    """What is not finite is not remembered; the next average is finite again."""
+    model = network(width=64, depth=2)
+    ddp.broadcast_parameters(model)
+    state = ddp.power_sgd.PowerSGDState(rank=2, start=0)
+    ddp.Reducer(model).register_comm_hook(state, ddp.power_sgd.power_sgd_hook)
+    for step in range(4):
+        model.zero_grad()
+        loss = loss_of(model, batch(world.rank, step, 64))
+        if step == 2 and world.rank == world.world_size - 1:
+            loss = loss * float("inf")
+        before = copy.deepcopy(state.state_dict(model))
+        loss.backward()
+        finite = [bool(p.grad.isfinite().all()) for p in model.parameters()]
+        assert all(finite) == (step != 2), f"step {step}: {finite}"
+        now = state.state_dict(model)
+        for kind in ("qs", "errors"):
+            assert len(now[kind]) == 2
+            for name, tensor in now[kind].items():
+                assert tensor.device.type == DEVICE
+                assert tensor.isfinite().all(), f"{kind} of {name} after step {step}"
+                if step:
+                    assert torch.equal(tensor, before[kind][name]) == (step == 2)
+    assert state.sent < state.of
+    return [p.grad.cpu().numpy().tobytes() for p in model.parameters()]
+
+
+def test_power_sgd_forgets_an_overflow(crew):
+    assert_alike(crew(power_sgd_with_an_overflow))
+
+
+def drift(world):
+    model = network(width=64, depth=2)
+    ddp.Reducer(model, check_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, batch(world.rank, number, 64)).backward()
+        optimizer.step()
+
+    for number in range(2):
+        step(number)
+    if world.rank == 1:
+        with torch.no_grad():
+            model[0].bias[3] += 1
+    step(2)
+    told = r"average 4: parameter 0\.bias is not the same on all ranks: \[1\] differ from rank 0 by"
+    with pytest.raises(RuntimeError, match=told):
+        step(3)
+
+
+def test_a_drift_is_found(pair):
+    pair(drift)
+
+
+def stalled(world):
+    """As in test_stall.py, but backward() returns at once, and the GPU waits."""
+    model = Layers().to(DEVICE)
+    dist.barrier()  # watches that begin together have told each other before one reports
+    reducer = ddp.Reducer(model, bucket_cap_mb=0, stall_after=3 * AFTER_S)
+    model().backward()
+    torch.cuda.synchronize()
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        if world.rank == 1:
+            until_reported(1)
+        model().backward()
+        torch.cuda.synchronize()
+    assert model.a.grad.tolist() == [4, 4]
+    reducer.remove()
+    return told.getvalue()
+
+
+def test_a_rank_that_lags_is_reported(pair):
+    first, second = pair(stalled)
+    assert re.match(r"step 1, rank 0: has waited \d+ s for bucket 0\n", first)
+    assert "\n  rank 0: all gradients of step 1 have arrived, and since then 0 of 3" in first
+    assert "\n  rank 1: 0 of 3 gradients have arrived, bucket 0 waits for c\n" in first
+    assert second == ""
+
+
+def batch_norm_beside_torch(world, channels_last):
+    ours = ddp.SyncBatchNorm(64, device=DEVICE)
+    theirs = nn.SyncBatchNorm(64, device=DEVICE)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    for step in range(3):
+        torch.manual_seed(10 * step + world.rank)
+        x = 3 + 2 * torch.randn(4 + 2 * world.rank, 64, 5, 5, device=DEVICE)  # unequal batches
+        x = x.contiguous(memory_format=layout)
+        factor, found = torch.randn_like(x), []
+        for layer in (ours, theirs):
+            layer.zero_grad()
+            mine = x.clone().requires_grad_()
+            y = layer(mine)
+            (y.square() * factor).sum().backward()
+            found.append([y, mine.grad, layer.weight.grad, layer.bias.grad, *layer.buffers()])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+        assert found[0][0].stride() == x.stride()
+    return [buffer.cpu().numpy().tobytes() for buffer in ours.buffers()]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_synchronised_batch_norm_as_torchs(pair, channels_last):
+    assert_alike(pair(batch_norm_beside_torch, channels_last))
+
+
+def settles(world):
+    model = network()
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, bucket_cap_mb="auto", **VIEWS)
+    optimizer = ddp.SGD(model.parameters(), 0.1, reducer=reducer)
+    for step in range(200):
+        optimizer.zero_grad()
+        loss_of(model, batch(world.rank, step)).backward()
+        optimizer.step()
+        if reducer.bucket_cap_mb is not None:
+            break
+    ddp.check_sync(model)
+    return reducer.bucket_cap_mb, reducer.overlap, step
+
+
+def test_auto_settles_alike_on_all_ranks(pair):
+    found = pair(settles)
+    assert_alike(found)
+    assert found[0][0] is not None
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def peak(wrap: Callable[[nn.Module], nn.Module]) -> int:
+    """Bytes at the peak of a step, beyond those in use before the model is made."""
+    gc.collect()
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    model = wrap(network(width=1024, depth=24))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    for step in range(5):
+        if step == 3:  # buckets have been laid out anew, momentum is there
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        loss_of(model, batch(0, step, 1024)).backward()
+        optimizer.step()
+    return torch.cuda.max_memory_allocated() - base
+
+
+def memory_beside_torch(world):
+    def ours(model: nn.Module) -> nn.Module:
+        return ddp.DistributedDataParallel(model, [0], **VIEWS)
+
+    def theirs(model: nn.Module) -> nn.Module:
+        return TorchDDP(model, device_ids=[0], **VIEWS)
+
+    peak(ours)  # cuBLAS takes its workspaces
+    return peak(ours), peak(theirs)
+
+
+def test_memory_with_views_is_that_of_torch(ranks):
+    """A bucket's gradients are packed together, so they lie beside it until it is full."""
+    ((ours, theirs),) = ranks(BACKEND, 1)(memory_beside_torch)
+    assert theirs > 250e6  # parameters, gradients, momentum
+    assert ours <= 1.1 * theirs
