@@ -31,8 +31,9 @@ class BackwardPass:
         Where an exception breaks the pass off, `broken_off` is called instead, before
         `backward()` raises.
         """
-        if not self.is_this:
-            self._number = torch._C._current_graph_task_id()
+        number = torch._C._current_graph_task_id()
+        if self._number != number:
+            self._number = number
             callback = _Callback(at_end, broken_off)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 

@@ -63,7 +63,12 @@ class Buckets(Sequence[AnyBucket]):
         return len(self._buckets)
 
     def lay_out(self, order: Sequence[str]) -> None:
-        """Makes the buckets, or makes them anew, for gradients that are ready in this order."""
+        """Makes the buckets, or makes them anew, for gradients that are ready in this order.
+
+        Idempotent: buckets that would be as they are stay.
+        """
+        if self.planned(order, self.caps) == tuple(bucket.layout.members for bucket in self):
+            return
         for bucket in self.flat:
             bucket.leave()  # the new ones lie in the same memory
         dense, sparse = self._indices(order)

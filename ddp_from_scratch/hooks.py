@@ -7,7 +7,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -40,9 +41,11 @@ class Hooks:
         after_forward: Callable[[object], None],
         before_step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        weakly = weakref.WeakMethod(on_gradient)
+        # Not a WeakMethod, which is made in Python: this is called with every gradient.
+        bound = cast(MethodType, on_gradient)
+        reducer, function = weakref.ref(bound.__self__), bound.__func__
         self._handles: list[Handle] = [
-            parameter.register_post_accumulate_grad_hook(partial(_call, weakly, index))
+            parameter.register_post_accumulate_grad_hook(partial(_call, reducer, function, index))
             for index, parameter in enumerate(parameters)
         ]
         ours = frozenset(id(parameter) for parameter in parameters)
@@ -81,11 +84,13 @@ class ModuleHook:
         return ModuleHook, ()
 
 
-def _call(method: "weakref.WeakMethod[Callable[[int], None]]", index: int, _: torch.Tensor) -> None:
+def _call(
+    reducer: weakref.ref[Any], function: Callable[[Any, int], None], index: int, _: torch.Tensor
+) -> None:
     # The tensor is the parameter, not its gradient; `on_gradient` knows it by its index.
-    found = method()
+    found = reducer()
     if found is not None:
-        found(index)
+        function(found, index)
 
 
 def _on_step(

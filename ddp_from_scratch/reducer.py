@@ -230,7 +230,7 @@ class Reducer:
             if gradient.is_sparse or gradient.requires_grad:
                 self._guard.check_gradient(index, gradient)
             # What may be unused is told at the end of the outermost pass, whose beginning we saw.
-            if not (self._backward.begun and self._usage.may_be_unused):
+            if not (self._usage.may_be_unused and self._backward.begun):
                 self._backward.begin(self._on_backward_end, self._hold)
             self._order.count(index)
             if not self._usage.count(index):

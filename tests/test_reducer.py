@@ -892,3 +892,26 @@ def accumulated_and_broken_off(world, view):
 @each_view
 def test_a_pass_that_is_broken_off_takes_no_gradient_away(pair, view):
     pair(accumulated_and_broken_off, view)
+
+
+class LastRegisteredFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+
+def laid_out_anew_where_needed(world):
+    """Buckets that would be the same stay, and nobody has to move gradients and parameters."""
+    usual = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    for model, stays in ((usual, True), (LastRegisteredFirst(), False)):
+        reducer = Reducer(model, bucket_cap_mb=0)
+        before = reducer.flat_buckets
+        model(torch.ones(1, 2)).sum().backward()
+        assert (reducer.flat_buckets == before) == stays
+
+
+def test_buckets_that_would_be_the_same_stay(ranks):
+    ranks("gloo", 2)(laid_out_anew_where_needed)
