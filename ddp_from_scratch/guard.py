@@ -69,13 +69,11 @@ class Guard:
 
     def second_gradient(self, index: int) -> RuntimeError:
         """A gradient came when its bucket was under way: the average would overwrite it."""
-        missing = _shortened(self._buckets.missing())
         return RuntimeError(
             f"parameter {self._buckets.names[index]} got a second gradient on rank {self._rank} "
-            f"while the first was being averaged"
-            f"{f' and these had none: {missing}' if missing else ''}. Accumulate several "
-            f"backward passes under no_sync(), all but the last; where one pass gives it several "
-            f"gradients, or it is used outside of the module's forward, use static_graph=True"
+            f"while the first was being averaged. Accumulate several backward passes under "
+            f"no_sync(), all but the last; where one pass gives it several gradients, or it is "
+            f"used outside of the module's forward, use static_graph=True"
         )
 
     def check_gradient(self, index: int, gradient: torch.Tensor) -> None:

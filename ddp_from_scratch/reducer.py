@@ -122,7 +122,7 @@ class Reducer:
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._backward = BackwardPass()
         self._next_bucket = 0  # every bucket before it has been launched
-        self._error: RuntimeError | None = None  # for the end of the pass
+        self._error: RuntimeError | None = None  # for when all buckets have been averaged
         self._order = ReadyOrder(self._buckets.names, ready_order)
         self._buckets.lay_out(self._order.present())
         self._usage = Usage(parameters, process_group, find_unused_parameters, static_graph)
@@ -235,7 +235,7 @@ class Reducer:
             self._order.count(index)
             if not self._usage.count(index):
                 return
-            if bucket.launched:  # raised at the end: other ranks count on this rank's other buckets
+            if bucket.launched:  # not raised yet: other ranks count on this rank's other buckets
                 self._error = self._guard.second_gradient(index)
             elif bucket.mark_ready(index, self.sending.multiplier()):
                 self._launch_early()
@@ -291,14 +291,14 @@ class Reducer:
             self._buckets.mark_rest_absent()
         self._launch_full_buckets()
         self._await_hook()
-        error, self._error = self._error, None
-        if self._next_bucket == len(self._buckets):
-            self._finish(unpack=error is None)
-            self._guard.check_static(self._usage.end_pass())
-        else:
+        if self._next_bucket < len(self._buckets):
             self._hold()
+            return
+        error, self._error = self._error, None
+        self._finish(unpack=error is None)
         if error is not None:
             raise error
+        self._guard.check_static(self._usage.end_pass())
 
     def _hold(self) -> None:
         """What has not been launched is in `.grad` again, for a later pass, or for zero_grad()."""

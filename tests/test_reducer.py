@@ -805,6 +805,38 @@ def test_second_gradient_while_the_first_is_under_way_is_named_also_in_no_sync(p
     pair(second_gradient, 0, True)
 
 
+def second_gradient_in_an_inner_pass(world, view):
+    """On one rank: it raises when the other has what it waits for, and both train on."""
+    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=view)
+    x = torch.full((2, 3), world.rank + 1.0)
+
+    def loss(inner):
+        h = model[0](x)
+        if inner:  # the last layer's bucket is launched before this pass within the pass
+            h = checkpoint(lambda h: model[2](model[1](h)), h, use_reentrant=True)
+        else:
+            h = model[1](h)
+        return model[2](h).sum()
+
+    for _ in range(2):
+        loss(False).backward()
+        model.zero_grad()
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"parameter 2.* got a second gradient on rank 0"):
+            loss(True).backward()
+    else:
+        loss(False).backward()
+    model.zero_grad()
+    loss(False).backward()
+    assert model[2].bias.grad.tolist() == [2.0] * 3
+
+
+@each_view
+def test_second_gradient_in_a_pass_within_the_pass(pair, view):
+    pair(second_gradient_in_an_inner_pass, view)
+
+
 class Lookup(Terms):
     """p0 gets a sparse gradient, which no module has declared."""
 
