@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from .layout import BucketLayout
-from .memory import in_huge_pages, window
-
-_SMALL = 2**15  # bytes of a gradient
+from .memory import in_huge_pages
+from .packing import Packing
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -25,11 +24,6 @@ class Bucket:
        gets none. True when the bucket is now full.
     2. `launch`: pack the gradients into the buffer and hand it to the comm hook.
     3. `finish`: wait for the average and put it back into `.grad`.
-
-    `views[i]` is a window of the buffer with the shape and strides of member i's parameter. With
-    `gradient_as_bucket_view` that window is the parameter's `.grad` between backward passes. Large
-    gradients on a CPU are packed by `mark_ready` then, while they are in the cache, and `.grad` is
-    None until the average is there: what autograd adds meanwhile comes as a gradient of its own.
 
     A comm hook sees it as torch's `dist.GradBucket`: `index`, `is_last`, `buffer`, `set_buffer`,
     `gradients`, `parameters`.
@@ -61,20 +55,10 @@ class Bucket:
             flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self._flat = flat
         self._sent = self._flat  # what a comm hook sees: it may put another tensor in its place
-        self.views = [
-            window(self._flat, offset, parameter)
-            for offset, parameter in zip(layout.offsets, self._parameters, strict=True)
-        ]
-        self._position = {index: position for position, index in enumerate(layout.members)}
+        self._packing = Packing(layout, self._parameters, flat, gradient_as_bucket_view)
         self.missing = set(layout.members)
         self._absent: set[int] = set()  # counted in, without a gradient
         self._room: torch.Tensor | None = None
-        # One call for all members, where each by itself would cost more than its elements.
-        small = self._flat.nbytes < _SMALL * len(self._parameters)
-        self._grouped = small or self._flat.device.type != "cpu"
-        self._packs_at_once = gradient_as_bucket_view and not self._grouped
-        self._packed: set[int] = set()  # in the buffer already, multiplied by:
-        self._factor = 1.0
         self._future: torch.futures.Future[Any] | None = None
 
     # What a comm hook sees ----------------------------------------------------------------------
@@ -99,10 +83,7 @@ class Bucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """One window of `buffer()` for each member, with the shape of its parameter."""
-        return [
-            window(self._sent, offset, parameter)
-            for offset, parameter in zip(self.layout.offsets, self._parameters, strict=True)
-        ]
+        return self._packing.windows_of(self._sent)
 
     def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor to compress the buffer into, the same one in every pass."""
@@ -113,6 +94,11 @@ class Bucket:
     def parameters(self) -> list[torch.nn.Parameter]:
         """The members' parameters, in the order in which their gradients lie in the buffer."""
         return list(self._parameters)
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """A window of the flat buffer for each member: with views its `.grad` between passes."""
+        return self._packing.views
 
     # 1. ready -----------------------------------------------------------------------------------
 
@@ -141,8 +127,8 @@ class Bucket:
             index: of a member.
             factor: what `launch` will be told.
         """
-        if self._packs_at_once:
-            self._pack_one(index, factor)
+        if self._packing.one_by_one:
+            self._packing.pack_one(index, factor)
         self.missing.discard(index)
         self._absent.discard(index)
         return not self.missing
@@ -158,33 +144,11 @@ class Bucket:
             self._absent.add(index)
         return not self.missing
 
-    def _pack_one(self, index: int, factor: float) -> None:
-        position = self._position[index]
-        parameter, view = self._parameters[position], self.views[position]
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        if index in self._packed:
-            view.add_(gradient, alpha=factor)
-        elif gradient is view:  # accumulated in place
-            _scale(view, factor)
-        elif factor == 1:
-            view.copy_(gradient)
-        else:
-            torch.mul(gradient, factor, out=view)
-        parameter.grad = None
-        self._packed.add(index)
-        self._factor = factor
-
     @torch.no_grad()
     def hold(self) -> None:
         """Gives packed gradients back to `.grad`, to rounding: the pass ended before the launch."""
-        if self.launched:
-            return
-        for index, parameter, view in self._members():
-            if index in self._packed:
-                parameter.grad = _scale(view, 1 / self._factor)
-        self._packed.clear()
+        if not self.launched:
+            self._packing.hold()
 
     # 2. launch ----------------------------------------------------------------------------------
 
@@ -205,7 +169,7 @@ class Bucket:
                 world size, so that the hook's average over ranks is weighted by them.
             factor: they are multiplied by it, too.
         """
-        self._pack(share * factor)
+        self._packing.pack(share * factor, self._absent)
         if share == 0:
             self._flat.zero_()  # also what is not a number: the loss of an empty batch
         self._sent = self._flat
@@ -256,15 +220,13 @@ class Bucket:
         """
         if self._future is not None:
             self.wait()
-            self._unpack(used)
+            self._packing.unpack(used, self._absent)
         self.reset()
 
     @torch.no_grad()
     def leave(self) -> None:
         """Gives every `.grad` that is a window of the buffer memory of its own."""
-        for _, parameter, view in self._members():
-            if parameter.grad is view:
-                parameter.grad = view.clone()
+        self._packing.leave()
 
     def reset(self) -> None:
         """Forgets what was counted in and launched. Idempotent."""
@@ -272,65 +234,4 @@ class Bucket:
         self._sent = self._flat
         self.missing = set(self.layout.members)
         self._absent.clear()
-        self._packed.clear()
-
-    def _pack(self, factor: float) -> None:
-        """Copies the gradients in, multiplied by `factor`."""
-        # A gradient that is the window already (accumulated in place) lies there.
-        sources, windows, in_place = [], [], []
-        for index, parameter, view in self._members():
-            if index in self._packed:
-                continue
-            gradient = parameter.grad
-            if gradient is None:
-                if index not in self._absent:
-                    raise RuntimeError(
-                        f"the gradient of a parameter of shape {tuple(parameter.shape)} was set "
-                        f"to None after it was counted in and before it was averaged"
-                    )
-                view.zero_()
-                continue
-            if gradient is view:
-                in_place.append(view)
-                if index in self._absent:
-                    parameter.grad = view.clone()  # stays as it is if no rank has used it
-                continue
-            sources.append(gradient)
-            windows.append(view)
-            if self.gradient_as_bucket_view and index not in self._absent:
-                parameter.grad = view  # its own memory is free again
-        if self._grouped or factor == 1:
-            _copy(windows, sources)
-            _scale(self._flat, factor)
-        else:
-            for window, source in zip(windows, sources, strict=True):
-                torch.mul(source, factor, out=window)
-            for view in in_place:
-                view.mul_(factor)
-
-    def _unpack(self, used: Collection[int] | None) -> None:
-        gradients, windows = [], []
-        for index, parameter, view in self._members():
-            if used is not None and index not in used:
-                continue
-            if self.gradient_as_bucket_view:
-                parameter.grad = view
-            elif parameter.grad is None:
-                if index in self._absent:  # else set to None by the user while it was under way
-                    parameter.grad = view.clone()
-            else:
-                gradients.append(parameter.grad)
-                windows.append(view)
-        _copy(gradients, windows)
-
-    def _members(self) -> list[tuple[int, torch.nn.Parameter, torch.Tensor]]:
-        return list(zip(self.layout.members, self._parameters, self.views, strict=True))
-
-
-def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return tensor if factor == 1 else tensor.mul_(factor)
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
+        self._packing.reset()

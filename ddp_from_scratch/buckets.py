@@ -118,6 +118,11 @@ class Buckets(Sequence[AnyBucket]):
         """The names of the parameters that have no gradient yet."""
         return [self.names[index] for bucket in self for index in sorted(bucket.missing)]
 
+    def hold(self) -> None:
+        """What has not been launched is in `.grad` again, for a later pass, or for zero_grad()."""
+        for bucket in self.flat:
+            bucket.hold()
+
     def mark_rest_absent(self) -> None:
         """What has not been counted in yet gets no gradient in this pass."""
         for bucket in self:

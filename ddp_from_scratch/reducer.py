@@ -190,8 +190,6 @@ class Reducer:
             RuntimeError: a backward pass is under way, or `CapSearch.check_hook`.
             TypeError: `hook` cannot be called.
         """
-        if not callable(hook):
-            raise TypeError(f"a communication hook must be callable, got {hook!r}")
         if any(bucket.begun for bucket in self._buckets):
             raise RuntimeError("a comm hook cannot be registered while gradients are under way")
         self._search.check_hook(hook)
@@ -231,7 +229,7 @@ class Reducer:
                 self._guard.check_gradient(index, gradient)
             # What may be unused is told at the end of the outermost pass, whose beginning we saw.
             if not (self._usage.may_be_unused and self._backward.begun):
-                self._backward.begin(self._on_backward_end, self._hold)
+                self._backward.begin(self._on_backward_end, self._buckets.hold)
             self._order.count(index)
             if not self._usage.count(index):
                 return
@@ -245,7 +243,7 @@ class Reducer:
         with self._lock:
             if not self.sync or self._backward.is_this:
                 return
-            self._backward.begin(self._on_backward_end, self._hold)
+            self._backward.begin(self._on_backward_end, self._buckets.hold)
             for index in self._usage.unused(unreached):
                 self._buckets.of(index).mark_absent(index)
             self._launch_early()
@@ -292,18 +290,13 @@ class Reducer:
         self._launch_full_buckets()
         self._await_hook()
         if self._next_bucket < len(self._buckets):
-            self._hold()
+            self._buckets.hold()
             return
         error, self._error = self._error, None
         self._finish(unpack=error is None)
         if error is not None:
             raise error
         self._guard.check_static(self._usage.end_pass())
-
-    def _hold(self) -> None:
-        """What has not been launched is in `.grad` again, for a later pass, or for zero_grad()."""
-        for bucket in self.flat_buckets:
-            bucket.hold()
 
     def _finish(self, unpack: bool = True) -> None:
         used = self._usage.agree()

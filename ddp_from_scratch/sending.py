@@ -43,7 +43,13 @@ class Sending:
         self._multiplier = 1.0
 
     def send_by(self, hook: CommHook, state: Any) -> None:
-        """Lets this comm hook send from now on."""
+        """Lets this comm hook send from now on.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.hook, self.state, self._way = hook, state, None
 
     def weigh(self, amount: float) -> None:

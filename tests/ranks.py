@@ -196,10 +196,10 @@ def serve(backend: str, address: str) -> None:
     import torch
 
     import ddp_from_scratch as ddp
-    from ddp_from_scratch import bucket
+    from ddp_from_scratch import packing
 
     torch.set_num_threads(1)
-    bucket._SMALL = 0  # tests' gradients are packed as large ones are
+    packing._SMALL = 0  # tests' gradients are packed as large ones are
     with ddp.process_group(backend, timeout=CALL_LIMIT_S / 2) as world:
         connection = Client(address, "AF_UNIX")
         connection.send((world.rank, os.getpid()))

@@ -48,7 +48,7 @@ as_view = pytest.mark.parametrize("as_view", [False, True])
 @pytest.fixture(autouse=True, params=[0, 2**15], ids=["large", "small"])
 def small(request, monkeypatch):
     """Gradients of fewer bytes than this are packed together."""
-    monkeypatch.setattr("ddp_from_scratch.bucket._SMALL", request.param)
+    monkeypatch.setattr("ddp_from_scratch.packing._SMALL", request.param)
     return request.param
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_from_scratch import Reducer, bucket
+from ddp_from_scratch import Reducer, packing
 
 BYTES = 2**-20  # in bucket_cap_mb
 
@@ -526,7 +526,7 @@ def test_unusual_order_is_right(pair, unusual, overlap, view):
 
 
 def with_small_gradients(world, unusual, options):
-    with patch.object(bucket, "_SMALL", 2**15):
+    with patch.object(packing, "_SMALL", 2**15):
         unusual(world, options)
 
 
