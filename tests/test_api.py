@@ -16,14 +16,16 @@ OUTSIDE = {"run", "tests", "benchmarks", "tools", "conftest", "ranks"}
 CHAIN = {
     "layout": set(),
     "memory": set(),
-    "bucket": {"layout", "memory"},
+    "packing": {"layout", "memory"},
+    "bucket": {"layout", "memory", "packing"},
     "comm_hooks": {"layout", "bucket"},
     "snapshot": set(),
     "flat_run": {"bucket"},
-    "sgd": {"bucket", "flat_run", "reducer"},
+    "sgd": {"bucket", "flat_run", "memory", "reducer"},
     "node_shared": {"bucket", "check_sync", "flat_run", "reducer", "sgd"},
     "sync_batch_norm": set(),
     "share": set(),
+    "sending": {"bucket", "comm_hooks", "share"},
     "static_graph": set(),
     "unused_parameters": set(),
     "usage": {"static_graph"},
@@ -37,7 +39,7 @@ CHAIN = {
     "ready_order": set(),
     "stall": {"buckets"},
     "check_sync": {"checksum"},
-    "reducer": {"layout", "bucket", "buckets", "comm_hooks", "snapshot", "share", "usage", "guard"}
+    "reducer": {"layout", "bucket", "buckets", "sending", "snapshot", "share", "usage", "guard"}
     | {"backward_pass", "hooks", "unused_parameters", "check_sync", "stall", "ready_order"}
     | {"cap_search"},
     "power_sgd": {"bucket", "comm_hooks"},
