@@ -1,7 +1,7 @@
 """Runs the benchmarks one after another, and prints at the end what they come to.
 
 Examples:
-    python -m benchmarks                  15 seconds for each model and backend (make bench)
+    python -m benchmarks                  15 seconds for a model and backend (make bench)
     python -m benchmarks --quick          two models, 3 seconds each; the numbers are rough
     python -m benchmarks --full           every model, backend and number of ranks, a minute each
     python -m benchmarks overlap memory   only these
@@ -83,12 +83,15 @@ class Benchmark:
 # What saturated cores do to a step: twice as many ranks as there are on a machine with 2 cores.
 _CROWDED = ("--backend", "mpi", "--nproc", "4", "--model", "mlp")
 # A rank on each host: two on each are beside what the cores of a small machine can do.
-_TWO_HOSTS = ("--backend", "gloo", "mpi", "--ranks", "2")
+_TWO_HOSTS = ("--backend", "gloo", "--ranks", "2")
+
+# Those of the targets that differ most: much to send, many layers, many small ones.
+_MODELS = ("--model", "mlp", "resnet18", "transformer", "layers500")
 
 SET = [
-    Benchmark("step_time"),
+    Benchmark("step_time", _MODELS),
     Benchmark("step_time", _CROWDED, quick=None, full=None, obstacle=where_mpirun_is),
-    Benchmark("overlap", obstacle=where_two_ranks_are),
+    Benchmark("overlap", ("--model", "mlp"), obstacle=where_two_ranks_are),
     Benchmark("memory", ("--model", "mlp")),
     Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=where_two_hosts_are),
     Benchmark("allreduce", None, None, ("--nproc", "2", "4"), where_mpirun_is),
