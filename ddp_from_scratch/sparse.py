@@ -93,7 +93,7 @@ class SparseBucket:
         return self._work is None or self._work.is_completed()
 
     def mark_ready(self, index: int, factor: float = 1.0) -> bool:
-        """Its gradient is there. Idempotent."""
+        """Its gradient is there. Idempotent; it is multiplied at the launch, not by `factor`."""
         self.missing.clear()
         return True
 
