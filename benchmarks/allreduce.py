@@ -7,10 +7,11 @@ Examples:
 
 One MPI job holds all contenders, which take turns: gloo (a group beside the mpi group), mpi with
 an ordinary tensor, mpi with a tensor from `mpi.empty`, and mpi4py's blocking Allreduce as it is, a
-megabyte at a time, and with the allocator told to keep its pages (glibc). With a GPU for each rank
-nccl is measured, too. A turn is a single call from 1 MB on, and up to 50 in a row below. Bus
-bandwidth is 2 (n - 1) / n x bytes / time, as in nccl-tests; for the copy of the same buffer it is
-bytes / time. The slowest rank counts.
+megabyte at a time, and with the allocator told to keep its pages (glibc). "mpi, alone" is the same
+call in a group of one rank, which has nobody to meet: for small tensors what torch's and this
+library's Python take. With a GPU for each rank nccl is measured, too. A turn is a single call from
+1 MB on, and up to 50 in a row below. Bus bandwidth is 2 (n - 1) / n x bytes / time, as in
+nccl-tests; for the copy of the same buffer it is bytes / time. The slowest rank counts.
 """
 
 import argparse
@@ -119,6 +120,8 @@ def contenders_on_cpu(
 
     if "gloo" not in _groups:
         _groups["gloo"] = dist.new_group(backend="gloo")
+        ranks = range(dist.get_world_size())
+        _groups["alone"] = [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
     numel = nbytes // dtype.itemsize
     tensor, other, window = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype), None
     window = mpi.empty(numel, dtype)
@@ -128,6 +131,7 @@ def contenders_on_cpu(
         "mpi": Contender(lambda: dist.all_reduce(tensor)),
         "mpi, async": Contender(lambda: dist.all_reduce(tensor, async_op=True).wait()),
         "mpi, window": Contender(lambda: dist.all_reduce(window)),
+        "mpi, alone": Contender(lambda: dist.all_reduce(tensor, group=_groups["alone"])),
         COPY: Contender(lambda: other.copy_(tensor)),
     }
     if dtype in datatypes.DATATYPES:  # MPI itself has no 16-bit floats

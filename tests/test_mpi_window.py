@@ -15,7 +15,7 @@ from ddp_from_scratch import mpi
 from ddp_from_scratch.mpi import datatypes
 from ddp_from_scratch.mpi.across import GATHERED
 from ddp_from_scratch.mpi.all_reduce import STAGED_FROM
-from ddp_from_scratch.mpi.meeting import LUGGAGE
+from ddp_from_scratch.mpi.meeting import LUGGAGE, rounds_of
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
 from ddp_from_scratch.mpi.reduction import CHUNK, Reduction
 from ddp_from_scratch.mpi.stage import PIECE, share_of
@@ -42,6 +42,17 @@ def test_shares_cover_everything_once(numel, owners):
 
 def test_a_rank_past_the_owners_has_no_share():
     assert share_of(100, 3, 2) == (100, 100)
+
+
+@given(st.integers(1, 70))
+def test_after_the_last_round_each_rank_has_heard_of_all(size):
+    heard = [{rank} for rank in range(size)]
+    for distances in rounds_of(size):
+        heard = [
+            own.union(*(heard[(rank - distance) % size] for distance in distances))
+            for rank, own in enumerate(heard)
+        ]
+    assert all(own == set(range(size)) for own in heard)
 
 
 def test_a_reduction_keeps_the_order_of_ranks():
@@ -174,6 +185,22 @@ def fast_and_slow_ranks(world):
 
 def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(ranks):
     ranks("mpi", 3)(fast_and_slow_ranks)
+
+
+def one_is_late(world):
+    for late in range(world.world_size):
+        if world.rank == late:
+            time.sleep(0.05)
+        came = time.monotonic()
+        dist.barrier()
+        left = time.monotonic()
+        times: list[float] = [0.0] * world.world_size
+        dist.all_gather_object(times, came)
+        assert left >= max(times), f"left before rank {late} came"
+
+
+def test_nobody_leaves_a_meeting_of_several_rounds_before_all_have_come(ranks):
+    ranks("mpi", 6)(one_is_late)
 
 
 def sixteen_bits_in_a_window(world):

@@ -55,7 +55,7 @@ class AllReduce:
         self._nodes, self._meeting, self._windows = nodes, meeting, windows
         self._stage: Stage | None = None
         # Making a view takes as long as summing a small tensor: those last used are kept.
-        self._bags = lru_cache(maxsize=64)(self._make_bags)
+        self._bags = lru_cache(maxsize=256)(self._make_bags)
         self._sums: dict[torch.dtype, torch.Tensor] = {}
         # As many shares as the smallest machine has ranks: each share has an owner everywhere.
         self._owners = nodes.communicator.allreduce(nodes.node.size, MPI.MIN)
@@ -67,9 +67,8 @@ class AllReduce:
 
     def prepare(self, tensor: torch.Tensor) -> str:
         """Before the ranks meet: brings the tensor along; says where one lies that can stay."""
-        if self._small(tensor):
-            bags = self._bags(tensor.shape, tensor.dtype)[1 - self._meeting.parity]
-            bags[self._meeting.rank].copy_(tensor)
+        if bags := self._bags(tensor.shape, tensor.dtype):
+            bags[1 - self._meeting.parity][self._meeting.rank].copy_(tensor)
             return ""
         place = self._windows.place(tensor)
         if not place and self._stage is not None and self._goes_by_stage(tensor):
@@ -78,8 +77,8 @@ class AllReduce:
 
     def __call__(self, tensor: torch.Tensor, reduction: Reduction) -> list[torch.Tensor]:
         """Replaces `tensor` by the reduction of everybody's, when they have met for it."""
-        if self._small(tensor):
-            brought = self._bags(tensor.shape, tensor.dtype)[self._meeting.parity]
+        if bags := self._bags(tensor.shape, tensor.dtype):
+            brought = bags[self._meeting.parity]
             if tensor.dtype == reduction.dtype:
                 reduction.fold(brought, tensor)
             else:
@@ -97,8 +96,10 @@ class AllReduce:
         return [tensor]
 
     def _make_bags(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """Each rank's room for a small tensor, at even and at odd meetings."""
+        """Each rank's room for a small tensor, at even and at odd meetings; none for a larger."""
         nbytes = shape.numel() * dtype.itemsize
+        if self._nodes.count > 1 or nbytes > self._meeting.luggage_nbytes:
+            return []
         return [
             [pair[parity][:nbytes].view(dtype).view(shape) for pair in self._meeting.luggage]
             for parity in range(2)
@@ -109,9 +110,6 @@ class AllReduce:
         if reduction.dtype not in self._sums:
             self._sums[reduction.dtype] = torch.empty(CHUNK, dtype=reduction.dtype)
         return self._sums[reduction.dtype]
-
-    def _small(self, tensor: torch.Tensor) -> bool:
-        return self._nodes.count == 1 and tensor.nbytes <= self._meeting.luggage_nbytes
 
     def _goes_by_stage(self, tensor: torch.Tensor) -> bool:
         here = self._nodes.count == 1

@@ -7,7 +7,7 @@ torch wants it. The tensors live as long as the operation does.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 import torch
@@ -56,6 +56,8 @@ class Collectives:
         self.meeting = Meeting(nodes)
         self.windows = Windows(nodes.node)
         self._all_reduce = AllReduce(nodes, self.meeting, self.windows)
+        # Finding both takes as long as summing a small tensor: those last used are kept.
+        self._reduction = lru_cache(maxsize=256)(self._make_reduction)
 
     def free(self) -> None:
         """Gives all memory and communicators back. Collective."""
@@ -103,12 +105,18 @@ class Collectives:
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:
-        reduction = Reduction.of(op, tensor.dtype, self.size)
+        purpose, reduction = self._reduction(tensor.numel(), tensor.dtype, op)
         return Operation(
-            f"all_reduce({reduction.name}) of {size_of(tensor)}",
+            purpose,
             partial(self._all_reduce, tensor, reduction),
             partial(self._all_reduce.prepare, tensor),
         )
+
+    def _make_reduction(
+        self, numel: int, dtype: torch.dtype, op: ReduceOp
+    ) -> tuple[str, Reduction]:
+        reduction = Reduction.of(op, dtype, self.size)
+        return f"all_reduce({reduction.name}) of {numel} x {dtype}", reduction
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int) -> Operation:
         reduction = Reduction.of(op, tensor.dtype, self.size)

@@ -25,6 +25,9 @@ from .shared_memory import SharedMemory
 
 _WORD_BYTES = 256
 
+# How many ranks hear of one another in a round of the barrier.
+_WAYS = 4
+
 # Bytes that all ranks of a machine together can bring along to a meeting. Each reads all of them,
 # so with many ranks it is better to bring less and read what somebody has summed.
 LUGGAGE = 256 * 1024
@@ -79,8 +82,10 @@ class Meeting:
 
         semaphores | come | left | word 0 | word 1 | heard 0 | heard 1 | luggage 0 | luggage 1
 
-    The semaphores make a dissemination barrier (Hensgen, Finkel and Manber 1988): in round k rank
-    r wakes rank r + 2^k and waits for rank r - 2^k; after log2(n) rounds each has heard of all.
+    The semaphores make a dissemination barrier (Hensgen, Finkel and Manber 1988) with several ways
+    in a round (Hoefler, Mehlan, Mietke and Rehm 2006): in round k rank r wakes the ranks r + 4^k,
+    r + 2 x 4^k and r + 3 x 4^k, and waits for those that wake it; after log4(n) rounds each has
+    heard of all. With more ranks than cores each round costs a change of who computes.
     `come` counts the meetings that the rank has come to; `left` says that its program has ended, so
     that who waits for it need not wait for the timeout. `word` says what the rank has come for.
     Words and luggage are double, for even and odd meetings, since a fast rank brings its next ones
@@ -106,8 +111,8 @@ class Meeting:
         self.rank, self.size = nodes.node.rank, nodes.node.size
         self._ranks = nodes.node.allgather(MPI.COMM_WORLD.rank)
         heard_bytes = nodes.count * _WORD_BYTES if nodes.count > 1 else 0
-        rounds = (self.size - 1).bit_length()
-        come_at = rounds * semaphore.NBYTES
+        rounds = rounds_of(self.size)
+        come_at = sum(map(len, rounds)) * semaphore.NBYTES
         words_at = come_at + 64
         heard_at = words_at + 2 * _WORD_BYTES
         luggage_at = heard_at + 2 * heard_bytes
@@ -121,14 +126,17 @@ class Meeting:
         self._heard = _pair(segments[0], heard_at, heard_bytes)
         self.luggage = [segment[luggage_at:].view(2, self.luggage_nbytes) for segment in segments]
         addresses = self._memory.addresses
-        self._rounds: list[tuple[Semaphore, Semaphore]] = []
-        for k in range(rounds):
-            offset = k * semaphore.NBYTES
-            own = Semaphore(addresses[self.rank] + offset)
-            own.create()
-            self._rounds.append(
-                (Semaphore(addresses[(self.rank + (1 << k)) % self.size] + offset), own)
-            )
+        self._rounds: list[tuple[list[Semaphore], list[Semaphore]]] = []
+        begin = 0
+        for distances in rounds:
+            offsets = [begin + i * semaphore.NBYTES for i in range(len(distances))]
+            begin += len(distances) * semaphore.NBYTES
+            others = [(self.rank + distance) % self.size for distance in distances]
+            wakes = [Semaphore(addresses[r] + at) for r, at in zip(others, offsets, strict=True)]
+            waits = [Semaphore(addresses[self.rank] + at) for at in offsets]
+            for own in waits:
+                own.create()
+            self._rounds.append((wakes, waits))
         self.same_place = True
         self._number = 0
         self._timeout = self._deadline = 0.0
@@ -188,21 +196,23 @@ class Meeting:
         Raises:
             CommunicationError: not in the time that the meeting has.
         """
+        messages.progress()
         try:
-            for other, own in self._rounds:
-                other.post()
-                # Awake once in a while, to see whether it is in vain.
-                while not own.wait(min(self._deadline, time.monotonic() + self._nap())):
-                    self._check_in_vain()
+            for wakes, waits in self._rounds:
+                for other in wakes:
+                    other.post()
+                for own in waits:
+                    # Awake once in a while, to see whether it is in vain.
+                    while not own.wait(self._next_look):
+                        self._check_in_vain()
         except KeyboardInterrupt:
             self._fail("it was interrupted")
             raise
 
-    def _nap(self) -> float:
-        if not messages.under_way():
-            return 0.5
+    def _next_look(self) -> float:
         messages.progress()
-        return messages.PAUSE
+        nap = messages.PAUSE if messages.under_way() else 0.5
+        return min(self._deadline, time.monotonic() + nap)
 
     def _check_in_vain(self) -> None:
         left = {rank for rank, left in zip(self._ranks, self._left, strict=True) if left[0]}
@@ -271,6 +281,15 @@ def _leave() -> None:
     if os.getpid() == _rank_process:  # and not a child that it forked
         for meeting in list(_meetings):
             meeting.leave()
+
+
+def rounds_of(size: int) -> list[list[int]]:
+    """How far off those are whom a rank wakes, in each round: [[1, 2, 3], [4, 8]] of 12 ranks."""
+    rounds, step = [], 1
+    while step < size:
+        rounds.append(list(range(step, size, step))[: _WAYS - 1])
+        step *= _WAYS
+    return rounds
 
 
 def _pair(segment: torch.Tensor, begin: int, nbytes: int) -> list[memoryview]:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Callable
 
 AVAILABLE = sys.platform.startswith("linux")  # macOS has none that live in shared memory
 NBYTES = 64  # at least sizeof(sem_t), and a cache line: no two ranks write to the same one
@@ -45,23 +46,24 @@ class Semaphore:
         """Raises it by one, and wakes who sleeps in `wait`."""
         _at_once.sem_post(self._address)
 
-    def wait(self, deadline: float) -> bool:
+    def wait(self, until: Callable[[], float]) -> bool:
         """Lowers it by one, as soon as it is above zero.
 
         Args:
-            deadline: on `time.monotonic`'s clock. Not far off: the wall clock may be set meanwhile.
+            until: called before it sleeps; until when, on `time.monotonic`'s clock. Not far off:
+                the wall clock may be set meanwhile.
 
         Returns:
-            Whether it did; it may give up before the deadline.
+            Whether it did; it may give up before that.
         """
-        began = time.monotonic()
-        while _at_once.sem_trywait(self._address) != 0:
-            if time.monotonic() > began + _LOOK:
-                break
-            os.sched_yield()
-        else:
+        if _at_once.sem_trywait(self._address) == 0:
             return True
+        began = time.monotonic()
+        while time.monotonic() < began + _LOOK:
+            os.sched_yield()
+            if _at_once.sem_trywait(self._address) == 0:
+                return True
         # The system call knows the wall clock alone. It also ends with a signal: Ctrl-C is heard.
-        seconds = time.time() + max(deadline - time.monotonic(), 0.0)
-        until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-        return int(_sleeping.sem_timedwait(self._address, ctypes.byref(until))) == 0
+        seconds = time.time() + max(until() - time.monotonic(), 0.0)
+        wall = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        return int(_sleeping.sem_timedwait(self._address, ctypes.byref(wall))) == 0

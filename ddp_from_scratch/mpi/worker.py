@@ -125,7 +125,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Pending, Callable[[], Result]] | None] = SimpleQueue()
-        self._unfinished = 0
+        self._queued = 0  # and not ended
         self._count = threading.Lock()  # guards the number above
         self._turn = threading.Lock()  # held while an operation runs
         # A daemon: blocked in MPI on a peer that died, it must not keep the process alive.
@@ -141,18 +141,17 @@ class Worker:
             operation: to be run once.
             at_once: the caller is going to wait for it and may as well run it.
         """
-        # A future's callback runs on this thread, and nobody else would run what it submits and
-        # may wait for: first what was submitted before, then that.
-        in_callback = threading.get_ident() == self._thread.ident
-        if in_callback:
-            while self._unfinished and (item := self._queue.get()) is not None:
-                self._execute(*item)
-        with self._count:
-            here = in_callback or (at_once and self._unfinished == 0)
-            self._unfinished += 1
-        if here:
-            self._execute(pending, operation)
+        if at_once and self._queued == 0:
+            self._execute(pending, operation, queued=False)
+        elif threading.get_ident() == self._thread.ident:
+            # A future's callback runs on this thread, and nobody else would run what it submits
+            # and may wait for: first what was submitted before, then that.
+            while self._queued and (item := self._queue.get()) is not None:
+                self._execute(*item, queued=True)
+            self._execute(pending, operation, queued=False)
         else:
+            with self._count:
+                self._queued += 1
             self._queue.put((pending, operation))
         return pending
 
@@ -164,27 +163,29 @@ class Worker:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            self._execute(*item)
+            self._execute(*item, queued=True)
             # Not kept until the next operation: the tensors belong to the caller again.
             del item
 
-    def _execute(self, pending: Pending, operation: Callable[[], Result]) -> None:
+    def _execute(self, pending: Pending, operation: Callable[[], Result], queued: bool) -> None:
         try:
             with self._turn:
                 result = _without_gradients(operation)
         except BaseException as error:  # it belongs to the caller of wait()
-            self._finished()
+            if queued:
+                self._leave_queue()
             if not isinstance(error, Exception):  # Ctrl-C, and this is the caller
                 raise
             pending.fail(error)
         else:
-            self._finished()
+            if queued:
+                self._leave_queue()
             pending.complete(result)
 
-    def _finished(self) -> None:
+    def _leave_queue(self) -> None:
         # Before the handle completes: its callbacks may submit, and find nothing before them.
         with self._count:
-            self._unfinished -= 1
+            self._queued -= 1
 
 
 def _without_gradients(operation: Callable[[], Result]) -> Result:
