@@ -6,8 +6,8 @@ Examples:
     python -m benchmarks --full           every model, backend and number of ranks, a minute each
     python -m benchmarks overlap memory   only these
 
-two_hosts needs root, `ip` and `tc`; it is left out elsewhere, and with --quick. allreduce, waiting
-and scaling run with --full only.
+two_hosts needs root, `ip` and `tc`; it is left out elsewhere, and with --quick. breakdown,
+allreduce, waiting and scaling run with --full only.
 
 benchmarks/README.md says what each measures and how to read it. Nothing else should run meanwhile.
 
@@ -94,6 +94,7 @@ SET = [
     Benchmark("overlap", ("--model", "mlp"), obstacle=where_two_ranks_are),
     Benchmark("memory", ("--model", "mlp")),
     Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=where_two_hosts_are),
+    Benchmark("breakdown", None, None),
     Benchmark("allreduce", None, None, ("--nproc", "2", "4"), where_mpirun_is),
     Benchmark("waiting", None, None, (), where_mpirun_is),
     Benchmark("scaling", None, None, (), where_mpirun_is),

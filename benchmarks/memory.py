@@ -42,7 +42,13 @@ from ddp_from_scratch.exit import run_to_exit
 
 MODELS = ("mlp", "resnet18")
 QUICK = (NO_COMMUNICATION, REFERENCES[1], "buckets, overlapped, views")
-LADDER = ("one all-reduce per parameter", "one flat bucket", "buckets")  # as the default, or more
+# They take what the default takes, or more.
+LADDER = (
+    "one all-reduce per parameter",
+    "one flat bucket",
+    "buckets",
+    "ddp.SGD, one flat bucket",
+)
 STEPS, STEADY = 6, 3
 _INTERVAL_S = 0.005
 

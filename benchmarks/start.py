@@ -13,15 +13,29 @@ from benchmarks.report import RESULTS
 from ddp_from_scratch import UsageError, start_ranks
 from ddp_from_scratch.supervisor import start_mpirun
 
+ON_CPU = ("gloo", "mpi")
 
-def add_common_options(parser: argparse.ArgumentParser, models: Sequence[str]) -> None:
-    """--backend, --model and --results; `models` are the default ones."""
+
+def add_common_options(
+    parser: argparse.ArgumentParser,
+    models: Sequence[str],
+    backends: Sequence[str] = (*ON_CPU, "nccl"),
+) -> None:
+    """--backend, --model and --results.
+
+    Args:
+        parser: gets them.
+        models: the default ones.
+        backends: that can be chosen. By default nccl where it is one and there is a GPU, else
+            those on a CPU.
+    """
+    default = ["nccl"] if "nccl" in backends and torch.cuda.is_available() else list(ON_CPU)
     parser.add_argument(
         "--backend",
         nargs="+",
-        choices=("gloo", "mpi", "nccl"),
-        default=default_backends(),
-        help=f"default: {' '.join(default_backends())}",
+        choices=backends,
+        default=default,
+        help=f"default: {' '.join(default)}",
     )
     parser.add_argument(
         "--model",
@@ -43,11 +57,6 @@ def add_results_option(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where JSON and PNG go (default: benchmarks/results)",
     )
-
-
-def default_backends() -> list[str]:
-    """What is measured by default: nccl where there is a GPU, else gloo and mpi."""
-    return ["nccl"] if torch.cuda.is_available() else ["gloo", "mpi"]
 
 
 def default_ranks() -> int:

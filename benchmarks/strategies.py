@@ -162,6 +162,7 @@ STRATEGIES = [
     Strategy("buckets, overlapped (default)", reducer()),
     Strategy("buckets, overlapped, views", reducer(gradient_as_bucket_view=True)),
     Strategy("ddp.SGD", flat_sgd()),
+    Strategy("ddp.SGD, one flat bucket", flat_sgd(bucket_cap_mb=float("inf"), overlap=False)),
     Strategy("ddp.SGD, backward_and_step", flat_sgd(at_once=True)),
     Strategy("NodeSharedSGD, backward_and_step", flat_sgd(True, ddp.NodeSharedSGD), ("mpi",)),
 ]

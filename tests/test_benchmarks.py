@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from ranks import MPIRUN, ROOT
 
 from benchmarks import __main__ as run_set
 from benchmarks import (
+    breakdown,
     compare,
     measure,
     memory,
@@ -311,6 +314,7 @@ def test_options(monkeypatch, capsys):
     assert (quick.model, quick.seconds, quick.nproc) == (["mlp", "resnet18"], 3.0, [2])
     assert step_time.parse(["--quick", "--model", "gpt2"]).model == ["gpt2"]
     assert step_time.parse(["--full"]).nproc == [1, 2, 4]
+    assert breakdown.parse(["--quick"]).model == ["mlp"]
     assert overlap.parse(["--cap", "4", "1", "4"]).cap == [1.0, 4.0]
     assert memory.parse([]).contender[:1] == [NO_COMMUNICATION]
     assert "buckets" not in memory.parse([]).contender
@@ -319,6 +323,8 @@ def test_options(monkeypatch, capsys):
         (step_time.parse, ["--rounds", "1"]),
         (step_time.parse, ["--nproc", "0"]),
         (step_time.parse, ["--seconds", "-1"]),
+        (breakdown.parse, ["--nproc", "0"]),
+        (breakdown.parse, ["--rounds", "1"]),
         (overlap.parse, ["--nproc", "1"]),
         (overlap.parse, ["--cap", "0"]),
         (memory.parse, ["--nproc", "0"]),
@@ -355,6 +361,52 @@ def test_step_time_runs_and_its_file_can_be_compared_and_summarised(tmp_path, mo
     summary = run_set.summarise(tmp_path, since=0.0)
     assert "gloo, 2 ranks: 500 layers" in summary
     assert run_set.summarise(tmp_path, since=path.stat().st_mtime + 1) == ""
+
+
+def test_the_parts_of_a_step_take_over_from_each_other(monkeypatch):
+    now = iter([0.0, 1.0, 3.0, 10.0, 20.0])
+    monkeypatch.setattr(breakdown.time, "perf_counter", lambda: next(now))
+    clock = breakdown.StepClock()
+    clock.steps.append(defaultdict(float))
+    with clock.part("forward"):  # from 0.0
+        with clock.part("packing"):  # from 1.0 to 3.0
+            pass
+        elsewhere = threading.Thread(target=_enter, args=[clock.part("waiting")])
+        elsewhere.start()
+        elsewhere.join()
+    assert clock.steps == [{"forward": 1.0 + 7.0, "packing": 2.0}]  # to 10.0
+
+
+def _enter(part):
+    with part:
+        pass
+
+
+def test_breakdown_finds_each_contenders_parts(tmp_path):
+    options = ["--backend", "mpi", "--model", "layers500", "--rounds", "3"]
+    done = run("-m", "benchmarks.breakdown", *options, "--results", str(tmp_path))
+    assert "mpi, 2 ranks, 3 steps each" in done.stdout
+    content = json.loads((tmp_path / "breakdown-layers500-mpi-2.json").read_text())
+    found = {}
+    for sample in content["samples"]:
+        parts = sample["parts"]
+        found[sample["name"]] = {part for part in breakdown.PARTS if any(parts[part])}
+        of_step = zip(*(parts[part] for part in breakdown.PARTS), strict=True)
+        longest = zip(of_step, sample["milliseconds"], strict=True)
+        assert all(sum(step) <= slowest for step, slowest in longest)
+    anyone = {"forward", "backward", "optimizer"}
+    averaged = anyone | {"packing", "waiting"}
+    assert found == {
+        NO_COMMUNICATION: anyone,
+        REFERENCES[1]: anyone,
+        "buckets, overlapped, views": averaged,
+        "ddp.SGD": averaged,
+        "ddp.SGD, one flat bucket": averaged,
+        "NodeSharedSGD, backward_and_step": averaged | {"averaging"},
+    }
+    if pyplot is not None:
+        picture = tmp_path / "breakdown-layers500-mpi-2.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_set_goes_on_after_a_failure_and_tells_it(tmp_path, monkeypatch, capsys):
@@ -426,7 +478,7 @@ def test_nothing_to_run_is_a_mistake(monkeypatch):
 
 
 def test_every_benchmark_of_the_set_has_its_options():
-    module = {m.__name__: m for m in (step_time, overlap, memory, two_hosts, scaling)}
+    module = {m.__name__: m for m in (step_time, breakdown, overlap, memory, two_hosts, scaling)}
     for benchmark in run_set.SET:
         for arguments in (benchmark.arguments, benchmark.quick, benchmark.full):
             name = f"benchmarks.{benchmark.name}"

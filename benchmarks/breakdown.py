@@ -1,0 +1,272 @@
+"""Where a training step's time goes: what each rank's main thread does, part by part.
+
+Examples:
+    python -m benchmarks.breakdown                    gloo and mpi, MLP and ResNet-18, two processes
+    python -m benchmarks.breakdown --backend mpi --model mlp --seconds 30
+    python -m benchmarks.breakdown --quick            the MLP for three seconds
+
+Prints a table for each backend and model, writes every sample as JSON and draws the parts. The step
+is that of benchmarks.step_time, and so is the order of turns; each number is the median over rounds
+of the mean over ranks, in ms:
+
+    forward      and zero_grad
+    backward     autograd, and with torch's DDP all that its reducer does meanwhile
+    packing      gradients into buckets, and averages out of them
+    averaging    sums over ranks, where the main thread takes them (NodeSharedSGD)
+    waiting      for averages that are under way, or for other ranks
+    optimizer    its step
+    others       CPU time of the rank's other threads: gloo's, or that of an mpi group, which sums
+                 in shared memory. Where each core has a rank, the main thread lacks that time.
+
+Not for nccl, whose work is not the processor's: see the CPU ms of step_time, or torch.profiler.
+"""
+
+import argparse
+import gc
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import WARM_UP, Samples, check_equal, interleave, rounds_for
+from benchmarks.report import draw_parts, write
+from benchmarks.start import (
+    ON_CPU,
+    add_common_options,
+    backend_of_job,
+    check_memory,
+    start,
+)
+from benchmarks.strategies import (
+    NO_COMMUNICATION,
+    REFERENCES,
+    STRATEGIES,
+    WORKLOADS,
+    Contender,
+    contenders,
+)
+from benchmarks.text_table import text_table
+from ddp_from_scratch import SGD, NodeSharedSGD, UsageError, launch, node_shared, process_group
+from ddp_from_scratch.bucket import Bucket
+from ddp_from_scratch.exit import run_to_exit
+from ddp_from_scratch.packing import Packing
+
+MODELS = ("mlp", "resnet18")
+CONTENDERS = (
+    NO_COMMUNICATION,
+    REFERENCES[1],
+    "buckets, overlapped, views",
+    "ddp.SGD",
+    "ddp.SGD, one flat bucket",
+    "NodeSharedSGD, backward_and_step",
+)
+PARTS = ("forward", "backward", "packing", "averaging", "waiting", "optimizer")
+OTHERS = "others"
+
+
+@dataclass
+class StepClock:
+    """Divides the time of the main thread among the parts of a step.
+
+    A part that begins within another takes over until it ends.
+
+    Attributes:
+        steps: seconds by part, a dict for each step so far.
+    """
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    _open: list[str] = field(default_factory=list)
+    _since: float = 0.0
+    _thread: int = field(default_factory=threading.get_ident)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Inside, and on the thread that made the clock, time belongs to this part."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        self._pass_on()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._pass_on()
+            self._open.pop()
+
+    def _pass_on(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            self.steps[-1][self._open[-1]] += now - self._since
+        self._since = now
+
+    def timed(self, step: Callable[[], None]) -> Callable[[], None]:
+        """The step, in parts: what is in no other is "forward"."""
+
+        def timed_step() -> None:
+            self.steps.append(defaultdict(float))
+            with self._watching():
+                every, own = time.process_time(), time.thread_time()
+                with self.part("forward"):
+                    step()
+                every, own = time.process_time() - every, time.thread_time() - own
+            self.steps[-1][OTHERS] = max(every - own, 0.0)
+
+        return timed_step
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Inside, these calls are parts of their own, whatever contender makes them."""
+        watched: list[tuple[Any, str, str]] = [
+            (torch.Tensor, "backward", "backward"),
+            (torch.optim.SGD, "step", "optimizer"),
+            (SGD, "_step_runs", "optimizer"),
+            (Packing, "pack_one", "packing"),
+            (Packing, "pack", "packing"),
+            (Packing, "unpack", "packing"),
+            (Bucket, "wait", "waiting"),
+            (NodeSharedSGD, "_step_runs", "waiting"),
+            (node_shared, "_update_stretches", "optimizer"),
+        ]
+        if dist.get_backend().startswith("mpi"):
+            from ddp_from_scratch.mpi.reduction import Reduction
+
+            watched.append((Reduction, "fold", "averaging"))
+        with ExitStack() as patches:
+            for owner, name, part in watched:
+                call = self._as_part(getattr(owner, name), part)
+                patches.enter_context(mock.patch.object(owner, name, call))
+            yield
+
+    def _as_part(self, call: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def in_part(*arguments: Any, **settings: Any) -> Any:
+            with self.part(part):
+                return call(*arguments, **settings)
+
+        return in_part
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    if launch.launcher() != "none":
+        measure(options)
+        return 0
+    for backend in options.backend:
+        models = ["--model", *options.model]
+        if code := start("benchmarks.breakdown", backend, options.nproc, *sys.argv[1:], *models):
+            return code
+    return 0
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UsageError: a number is out of its range, or a model does not fit into the memory.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.breakdown",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_common_options(parser, MODELS, ON_CPU)
+    parser.add_argument("--nproc", type=int, default=2, help="default: 2")
+    parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
+    parser.add_argument("--seconds", type=float, help="for a model on a backend (default: 10)")
+    parser.add_argument(
+        "--contender",
+        nargs="+",
+        choices=[s.name for s in STRATEGIES if not s.on_gloo],
+        default=CONTENDERS,
+        metavar="NAME",
+        help=f"by the names of benchmarks.step_time (default: {', '.join(CONTENDERS)})",
+    )
+    sweep = parser.add_mutually_exclusive_group()
+    sweep.add_argument("--quick", action="store_true", help="mlp, 3 seconds")
+    sweep.add_argument("--full", action="store_true", help="30 seconds each")
+    options = parser.parse_args(arguments)
+    if options.quick and options.model == list(MODELS):
+        options.model = ["mlp"]
+    options.seconds = options.seconds or (3.0 if options.quick else 30.0 if options.full else 10.0)
+    if options.nproc < 1 or options.seconds <= 0:
+        raise UsageError("--nproc must be 1 or more and --seconds more than 0")
+    if options.rounds is not None and options.rounds < 2:
+        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+    for model in options.model:
+        check_memory(model, len(options.contender), options.nproc)
+    return options
+
+
+def measure(options: argparse.Namespace) -> None:
+    """A rank's part: times every model and, on rank 0, prints, writes and draws."""
+    backend = backend_of_job(options)
+    torch.set_num_threads(1)
+    with process_group(backend) as world:
+        chosen = [s for s in STRATEGIES if s.name in options.contender and backend in s.backends]
+        for model in options.model:
+            torch.manual_seed(world.rank)
+            compared = contenders(WORKLOADS[model], world.device, chosen)
+            title = f"{WORKLOADS[model].name}; {backend}, {world.world_size} ranks"
+            rounds = rounds_for(options.seconds, options.rounds, world.device, title)
+            samples, parts = take_apart(compared, rounds, world.device)
+            check_equal(compared)
+            if world.rank == 0:
+                count = len(samples[0].milliseconds)
+                print(f"\n{title}, {count} steps each, ms\n{table(samples, parts)}", flush=True)
+                name = f"breakdown-{model}-{backend}-{world.world_size}"
+                settings = {"benchmark": "breakdown", "model": model, "backend": backend}
+                settings["nproc"] = str(world.world_size)
+                kept = [asdict(s) | {"parts": p} for s, p in zip(samples, parts, strict=True)]
+                write(name, title, kept, settings=settings, folder=options.results)
+                bars = {
+                    s.name: {part: float(np.median(p[part])) for part in PARTS}
+                    for s, p in zip(samples, parts, strict=True)
+                }
+                heading = f"where a step's time goes: {title}"
+                draw_parts(name, heading, "ms of the main thread", bars, folder=options.results)
+            compared.clear()
+            gc.collect()
+
+
+Parts = dict[str, list[float]]
+
+
+def take_apart(
+    compared: Sequence[Contender], rounds: Iterator[int], device: torch.device
+) -> tuple[list[Samples], list[Parts]]:
+    """`interleave`, and what every part took in each round: ms, the mean over ranks."""
+    clocks = [StepClock() for _ in compared]
+    timed = [
+        replace(contender, step=clock.timed(contender.step))
+        for contender, clock in zip(compared, clocks, strict=True)
+    ]
+    samples = interleave(timed, rounds, device)
+    parts: list[Parts] = []
+    for clock in clocks:
+        steps = [[s[part] for part in (*PARTS, OTHERS)] for s in clock.steps[WARM_UP:]]
+        mean = torch.tensor(steps, dtype=torch.float64)
+        dist.all_reduce(mean)
+        columns = (1e3 * mean / dist.get_world_size()).T.tolist()
+        parts.append(dict(zip((*PARTS, OTHERS), columns, strict=True)))
+    return samples, parts
+
+
+def table(samples: Sequence[Samples], parts: Sequence[Parts]) -> str:
+    """The step, and the median of each part."""
+    rows = [
+        [s.name, f"{s.quartiles[1]:.1f}", *(f"{np.median(p[n]):.1f}" for n in (*PARTS, OTHERS))]
+        for s, p in zip(samples, parts, strict=True)
+    ]
+    return text_table(["", "step", *PARTS, OTHERS], rows)
+
+
+if __name__ == "__main__":
+    run_to_exit(main)
