@@ -94,7 +94,7 @@ SET = [
     Benchmark("overlap", ("--model", "mlp"), obstacle=where_two_ranks_are),
     Benchmark("memory", ("--model", "mlp")),
     Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=where_two_hosts_are),
-    Benchmark("breakdown", None, None),
+    Benchmark("breakdown", None, None, obstacle=where_mpirun_is),
     Benchmark("allreduce", None, None, ("--nproc", "2", "4"), where_mpirun_is),
     Benchmark("waiting", None, None, (), where_mpirun_is),
     Benchmark("scaling", None, None, (), where_mpirun_is),

@@ -5,12 +5,13 @@ Examples:
     python -m benchmarks.breakdown --backend mpi --model mlp --seconds 30
     python -m benchmarks.breakdown --quick            the MLP for three seconds
 
-Prints a table for each backend and model, writes every sample as JSON and draws the parts. The step
-is that of benchmarks.step_time, and so is the order of turns; each number is the median over rounds
-of the mean over ranks, in ms:
+Prints a table for each backend and model, writes every sample as JSON and draws the parts. Steps
+and turns are those of benchmarks.step_time. In ms, medians over rounds:
 
+    step         of the slowest rank; the parts are means over ranks, and need not add up to it
     forward      and zero_grad
-    backward     autograd, and with torch's DDP all that its reducer does meanwhile
+    backward     autograd, and what a Reducer does in its hooks that is none of the following; with
+                 torch's DDP all that its reducer does meanwhile
     packing      gradients into buckets, and averages out of them
     averaging    sums over ranks, where the main thread takes them (NodeSharedSGD)
     waiting      for averages that are under way, or for other ranks
@@ -52,6 +53,7 @@ from benchmarks.strategies import (
     STRATEGIES,
     WORKLOADS,
     Contender,
+    Strategy,
     contenders,
 )
 from benchmarks.text_table import text_table
@@ -61,9 +63,8 @@ from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.packing import Packing
 
 MODELS = ("mlp", "resnet18")
+ALWAYS = (NO_COMMUNICATION, REFERENCES[1])
 CONTENDERS = (
-    NO_COMMUNICATION,
-    REFERENCES[1],
     "buckets, overlapped, views",
     "ddp.SGD",
     "ddp.SGD, one flat bucket",
@@ -80,10 +81,11 @@ class StepClock:
     A part that begins within another takes over until it ends.
 
     Attributes:
-        steps: seconds by part, a dict for each step so far.
+        steps: by contender a dict for each step so far: seconds by part.
     """
 
-    steps: list[dict[str, float]] = field(default_factory=list)
+    steps: dict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
+    _step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _open: list[str] = field(default_factory=list)
     _since: float = 0.0
     _thread: int = field(default_factory=threading.get_ident)
@@ -105,29 +107,31 @@ class StepClock:
     def _pass_on(self) -> None:
         now = time.perf_counter()
         if self._open:
-            self.steps[-1][self._open[-1]] += now - self._since
+            self._step[self._open[-1]] += now - self._since
         self._since = now
 
-    def timed(self, step: Callable[[], None]) -> Callable[[], None]:
-        """The step, in parts: what is in no other is "forward"."""
+    def timed(self, contender: Contender) -> Contender:
+        """Its step, in parts: what is in no other is "forward"."""
 
-        def timed_step() -> None:
-            self.steps.append(defaultdict(float))
-            with self._watching():
-                every, own = time.process_time(), time.thread_time()
-                with self.part("forward"):
-                    step()
-                every, own = time.process_time() - every, time.thread_time() - own
-            self.steps[-1][OTHERS] = max(every - own, 0.0)
+        def step() -> None:
+            self._step = defaultdict(float)
+            self.steps[contender.name].append(self._step)
+            of_all, own = time.process_time(), time.thread_time()
+            with self.part("forward"):
+                contender.step()
+            own_took = time.thread_time() - own
+            self._step[OTHERS] = max(time.process_time() - of_all - own_took, 0.0)
+            self._step = defaultdict(float)  # what comes between steps belongs to none
 
-        return timed_step
+        return replace(contender, step=step)
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Inside, these calls are parts of their own, whatever contender makes them."""
         watched: list[tuple[Any, str, str]] = [
             (torch.Tensor, "backward", "backward"),
             (torch.optim.SGD, "step", "optimizer"),
+            (SGD, "step", "optimizer"),
             (SGD, "_step_runs", "optimizer"),
             (Packing, "pack_one", "packing"),
             (Packing, "pack", "packing"),
@@ -160,6 +164,8 @@ def main() -> int:
         measure(options)
         return 0
     for backend in options.backend:
+        for model in options.model:
+            check_memory(model, len(chosen(options, backend)), options.nproc)
         models = ["--model", *options.model]
         if code := start("benchmarks.breakdown", backend, options.nproc, *sys.argv[1:], *models):
             return code
@@ -170,7 +176,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line.
 
     Raises:
-        UsageError: a number is out of its range, or a model does not fit into the memory.
+        UsageError: a number is out of its range.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.breakdown",
@@ -184,10 +190,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--contender",
         nargs="+",
-        choices=[s.name for s in STRATEGIES if not s.on_gloo],
+        choices=[s.name for s in STRATEGIES if not s.on_gloo and s.name not in ALWAYS],
         default=CONTENDERS,
         metavar="NAME",
-        help=f"by the names of benchmarks.step_time (default: {', '.join(CONTENDERS)})",
+        help=f"beside {' and '.join(ALWAYS)}, by the names of benchmarks.step_time (default: "
+        f"{'; '.join(CONTENDERS)})",
     )
     sweep = parser.add_mutually_exclusive_group()
     sweep.add_argument("--quick", action="store_true", help="mlp, 3 seconds")
@@ -200,9 +207,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         raise UsageError("--nproc must be 1 or more and --seconds more than 0")
     if options.rounds is not None and options.rounds < 2:
         raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
-    for model in options.model:
-        check_memory(model, len(options.contender), options.nproc)
     return options
+
+
+def chosen(options: argparse.Namespace, backend: str) -> list[Strategy]:
+    """Those that run in a job of this backend; what they are compared with, too."""
+    names = {*ALWAYS, *options.contender}
+    return [s for s in STRATEGIES if s.name in names and backend in s.backends]
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -210,10 +221,9 @@ def measure(options: argparse.Namespace) -> None:
     backend = backend_of_job(options)
     torch.set_num_threads(1)
     with process_group(backend) as world:
-        chosen = [s for s in STRATEGIES if s.name in options.contender and backend in s.backends]
         for model in options.model:
             torch.manual_seed(world.rank)
-            compared = contenders(WORKLOADS[model], world.device, chosen)
+            compared = contenders(WORKLOADS[model], world.device, chosen(options, backend))
             title = f"{WORKLOADS[model].name}; {backend}, {world.world_size} ranks"
             rounds = rounds_for(options.seconds, options.rounds, world.device, title)
             samples, parts = take_apart(compared, rounds, world.device)
@@ -222,8 +232,12 @@ def measure(options: argparse.Namespace) -> None:
                 count = len(samples[0].milliseconds)
                 print(f"\n{title}, {count} steps each, ms\n{table(samples, parts)}", flush=True)
                 name = f"breakdown-{model}-{backend}-{world.world_size}"
-                settings = {"benchmark": "breakdown", "model": model, "backend": backend}
-                settings["nproc"] = str(world.world_size)
+                settings = {
+                    "benchmark": "breakdown",
+                    "model": model,
+                    "backend": backend,
+                    "nproc": world.world_size,
+                }
                 kept = [asdict(s) | {"parts": p} for s, p in zip(samples, parts, strict=True)]
                 write(name, title, kept, settings=settings, folder=options.results)
                 bars = {
@@ -243,15 +257,13 @@ def take_apart(
     compared: Sequence[Contender], rounds: Iterator[int], device: torch.device
 ) -> tuple[list[Samples], list[Parts]]:
     """`interleave`, and what every part took in each round: ms, the mean over ranks."""
-    clocks = [StepClock() for _ in compared]
-    timed = [
-        replace(contender, step=clock.timed(contender.step))
-        for contender, clock in zip(compared, clocks, strict=True)
-    ]
-    samples = interleave(timed, rounds, device)
+    clock = StepClock()
+    with clock.watching():
+        samples = interleave([clock.timed(contender) for contender in compared], rounds, device)
     parts: list[Parts] = []
-    for clock in clocks:
-        steps = [[s[part] for part in (*PARTS, OTHERS)] for s in clock.steps[WARM_UP:]]
+    for contender in compared:
+        of_rounds = clock.steps[contender.name][WARM_UP:]
+        steps = [[step[part] for part in (*PARTS, OTHERS)] for step in of_rounds]
         mean = torch.tensor(steps, dtype=torch.float64)
         dist.all_reduce(mean)
         columns = (1e3 * mean / dist.get_world_size()).T.tolist()

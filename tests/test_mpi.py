@@ -1,5 +1,6 @@
 """The "mpi" backend over mpi4py: torch.distributed's calls give torch.distributed's answers."""
 
+import signal
 from datetime import timedelta
 
 import pytest
@@ -398,12 +399,34 @@ def a_rank_that_does_not_come(world):
     if world.rank == 1:
         dist.send(torch.empty(1), dst=0, group=group)
         dist.all_reduce(torch.ones(1), group=patient)
+        # It comes late, and must not go on as if the others had been with it.
+        with pytest.raises(RuntimeError, match=r"number 1 .*another rank has given up waiting"):
+            dist.barrier(group=group)
     else:
         assert handle.wait()
 
 
 def test_a_timeout_names_the_operation_and_who_is_missing(ranks):
     ranks("mpi", 3)(a_rank_that_does_not_come)
+
+
+def a_call_within_a_call(world):
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if world.rank == 0:
+        before = signal.signal(signal.SIGALRM, lambda *_: dist.barrier(group=group))
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            with pytest.raises(
+                RuntimeError, match=r"barrier number 2 .* did not end within 2\.5 s"
+            ):
+                dist.all_reduce(torch.ones(1), group=group)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    dist.barrier()
+
+
+def test_a_call_that_waits_for_the_one_that_it_interrupts_gives_up(ranks):
+    ranks("mpi", 2)(a_call_within_a_call)
 
 
 def different_calls(world):

@@ -183,8 +183,9 @@ def fast_and_slow_ranks(world):
     dist.destroy_process_group(group)
 
 
-def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(ranks):
-    ranks("mpi", 3)(fast_and_slow_ranks)
+@pytest.mark.parametrize("size", [3, 6])
+def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(ranks, size):
+    ranks("mpi", size)(fast_and_slow_ranks)
 
 
 def one_is_late(world):

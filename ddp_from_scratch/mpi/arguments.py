@@ -6,8 +6,13 @@ import torch
 
 
 def size_of(tensor: torch.Tensor) -> str:
+    """As `elements`."""
+    return elements(tensor.numel(), tensor.dtype)
+
+
+def elements(numel: int, dtype: torch.dtype) -> str:
     """`10 x torch.float32`."""
-    return f"{tensor.numel()} x {tensor.dtype}"
+    return f"{numel} x {dtype}"
 
 
 def sizes_of(tensors: Sequence[torch.Tensor]) -> str:

@@ -13,7 +13,15 @@ from typing import TypeAlias
 import torch
 
 from .all_reduce import AllReduce
-from .arguments import check_count, check_same, check_share, size_of, sizes_of, split_sizes
+from .arguments import (
+    check_count,
+    check_same,
+    check_share,
+    elements,
+    size_of,
+    sizes_of,
+    split_sizes,
+)
 from .datatypes import COUNTABLE, pieces, raw, values
 from .meeting import Meeting, Nodes
 from .reduction import ReduceOp, Reduction
@@ -116,7 +124,7 @@ class Collectives:
         self, numel: int, dtype: torch.dtype, op: ReduceOp
     ) -> tuple[str, Reduction]:
         reduction = Reduction.of(op, dtype, self.size)
-        return f"all_reduce({reduction.name}) of {numel} x {dtype}", reduction
+        return f"all_reduce({reduction.name}) of {elements(numel, dtype)}", reduction
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int) -> Operation:
         reduction = Reduction.of(op, tensor.dtype, self.size)

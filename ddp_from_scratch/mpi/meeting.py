@@ -7,6 +7,7 @@ and whether all have come for the same.
 """
 
 import atexit
+import itertools
 import os
 import time
 import weakref
@@ -80,14 +81,17 @@ class Meeting:
 
     On a machine they meet in shared memory. Each rank has a segment there:
 
-        semaphores | come | left | word 0 | word 1 | heard 0 | heard 1 | luggage 0 | luggage 1
+        semaphores | come | left | gave up | words 0, 1 | heard 0, 1 | luggage 0, 1
 
     The semaphores make a dissemination barrier (Hensgen, Finkel and Manber 1988) with several ways
     in a round (Hoefler, Mehlan, Mietke and Rehm 2006): in round k rank r wakes the ranks r + 4^k,
-    r + 2 x 4^k and r + 3 x 4^k, and waits for those that wake it; after log4(n) rounds each has
-    heard of all. With more ranks than cores each round costs a change of who computes.
+    r + 2 x 4^k and r + 3 x 4^k, those that are less than n away, and waits for the ranks that wake
+    it; after log4(n) rounds each has heard of all. There is one for each of them in each round, so
+    that the second post of a fast rank does not stand for the first of a slow one.
     `come` counts the meetings that the rank has come to; `left` says that its program has ended, so
-    that who waits for it need not wait for the timeout. `word` says what the rank has come for.
+    that who waits for it need not wait for the timeout. `gave up`, the first rank's, is the number
+    of a meeting that a rank no longer waits for: one that comes later must not go on alone.
+    `word` says what the rank has come for.
     Words and luggage are double, for even and odd meetings, since a fast rank brings its next ones
     while a slow one still reads these. (It cannot bring the ones after that: they need all ranks at
     the meeting between.)
@@ -122,20 +126,21 @@ class Meeting:
         segments = self._memory.segments
         self._come = [segment[come_at:][:8].view(torch.int64).numpy() for segment in segments]
         self._left = [segment[come_at + 8 :][:8].view(torch.int64).numpy() for segment in segments]
+        gave_up = segments[0][come_at + 16 :][:8]
+        self._gave_up = gave_up.view(torch.int64).numpy()
         self._words = [_pair(segment, words_at, _WORD_BYTES) for segment in segments]
         self._heard = _pair(segments[0], heard_at, heard_bytes)
         self.luggage = [segment[luggage_at:].view(2, self.luggage_nbytes) for segment in segments]
         addresses = self._memory.addresses
         self._rounds: list[tuple[list[Semaphore], list[Semaphore]]] = []
-        begin = 0
+        places = itertools.count(0, semaphore.NBYTES)
         for distances in rounds:
-            offsets = [begin + i * semaphore.NBYTES for i in range(len(distances))]
-            begin += len(distances) * semaphore.NBYTES
-            others = [(self.rank + distance) % self.size for distance in distances]
-            wakes = [Semaphore(addresses[r] + at) for r, at in zip(others, offsets, strict=True)]
-            waits = [Semaphore(addresses[self.rank] + at) for at in offsets]
-            for own in waits:
-                own.create()
+            wakes, waits = [], []
+            for distance in distances:
+                place = next(places)
+                wakes.append(Semaphore(addresses[(self.rank + distance) % self.size] + place))
+                waits.append(Semaphore(addresses[self.rank] + place))
+                waits[-1].create()
             self._rounds.append((wakes, waits))
         self.same_place = True
         self._number = 0
@@ -196,20 +201,23 @@ class Meeting:
         Raises:
             CommunicationError: not in the time that the meeting has.
         """
-        messages.progress()
         try:
+            messages.progress()
             for wakes, waits in self._rounds:
                 for other in wakes:
                     other.post()
                 for own in waits:
                     # Awake once in a while, to see whether it is in vain.
-                    while not own.wait(self._next_look):
+                    while not (own.look() or own.sleep(self._next_look())):
                         self._check_in_vain()
         except KeyboardInterrupt:
-            self._fail("it was interrupted")
+            self._give_up("it was interrupted")
             raise
+        if 0 < self._gave_up[0] <= self._number:
+            raise self._fail("another rank has given up waiting for it")
 
     def _next_look(self) -> float:
+        """When to be awake next; messages go on meanwhile."""
         messages.progress()
         nap = messages.PAUSE if messages.under_way() else 0.5
         return min(self._deadline, time.monotonic() + nap)
@@ -217,7 +225,7 @@ class Meeting:
     def _check_in_vain(self) -> None:
         left = {rank for rank, left in zip(self._ranks, self._left, strict=True) if left[0]}
         if gone := sorted(left.intersection(self.missing)):
-            raise self._fail(f"{_ranks(gone)} ended without coming to it")
+            raise self._give_up(f"{_ranks(gone)} ended without coming to it")
         if time.monotonic() > self._deadline:
             raise self._fail_in_time()
 
@@ -234,8 +242,13 @@ class Meeting:
         self._failure = CommunicationError(text)
         return self._failure
 
+    def _give_up(self, text: str) -> CommunicationError:
+        """As `_fail`, where others may still come."""
+        self._gave_up[0] = self._number
+        return self._fail(text)
+
     def _fail_in_time(self) -> CommunicationError:
-        return self._fail(f"the timeout of {self._timeout:g} s passed without {self.whom}")
+        return self._give_up(f"the timeout of {self._timeout:g} s passed without {self.whom}")
 
     def _exchange(self, parity: int) -> None:
         """The word of each machine's first rank becomes known on all machines."""
@@ -296,7 +309,7 @@ def _pair(segment: torch.Tensor, begin: int, nbytes: int) -> list[memoryview]:
     return [segment[begin + i * nbytes :][:nbytes].numpy().data for i in range(2)]
 
 
-@lru_cache
+@lru_cache(maxsize=256)
 def _word(purpose: str, place: str) -> bytes:
     """What a rank says; ends with a zero, so that none is the beginning of another."""
     word = f"{purpose}\n{place}\0".encode()

@@ -57,7 +57,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         super().__init__(communicator.rank, communicator.size)
         self._communicator = communicator.Dup()
         self._collectives = Collectives(Nodes.of(self._communicator, node))
-        self.set_timeout(timeout)
+        self._timeout = timeout
         self._sequence = 0
         self._worker = Worker(f"mpi-group-{communicator.size}")
         self._store = store
@@ -336,14 +336,14 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The limit of operations that begin from now on."""
-        self._timeout, self._seconds = timeout, timeout.total_seconds()
+        self._timeout = timeout
 
     def shutdown(self) -> None:
         """Ends the worker thread and frees the communicator. Idempotent."""
         if self._communicator == MPI.COMM_NULL:
             return
         communicator, self._communicator = self._communicator, MPI.COMM_NULL
-        seconds = self._seconds
+        seconds = self._timeout.total_seconds()
         if not self._worker.close(seconds):
             return
         # Freeing is collective: not where a rank has failed, or ends without coming here.
@@ -367,7 +367,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
             size = sum(tensor.nbytes for tensor in tensors)
             return f"{kind} number {sequence} on rank {MPI.COMM_WORLD.rank} ({size} bytes)"
 
-        meeting, seconds = self._collectives.meeting, self._seconds
+        meeting, seconds = self._collectives.meeting, self._timeout.total_seconds()
 
         def run() -> Result:
             result = []

@@ -4,7 +4,6 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable
 
 AVAILABLE = sys.platform.startswith("linux")  # macOS has none that live in shared memory
 NBYTES = 64  # at least sizeof(sem_t), and a cache line: no two ranks write to the same one
@@ -27,7 +26,8 @@ class _Timespec(ctypes.Structure):
 class Semaphore:
     """A counter that one rank raises and another one waits for.
 
-    What was written before a `post` can be read after the `wait` that it ended.
+    What was written before a `post` can be read after the wait that it ended. To wait is to `look`,
+    and then to `sleep`.
 
     Args:
         address: of `NBYTES` bytes that all ranks which use it share.
@@ -43,19 +43,11 @@ class Semaphore:
             raise OSError("cannot make a semaphore in shared memory")
 
     def post(self) -> None:
-        """Raises it by one, and wakes who sleeps in `wait`."""
+        """Raises it by one, and wakes who sleeps."""
         _at_once.sem_post(self._address)
 
-    def wait(self, until: Callable[[], float]) -> bool:
-        """Lowers it by one, as soon as it is above zero.
-
-        Args:
-            until: called before it sleeps; until when, on `time.monotonic`'s clock. Not far off:
-                the wall clock may be set meanwhile.
-
-        Returns:
-            Whether it did; it may give up before that.
-        """
+    def look(self) -> bool:
+        """Lowers it by one if it gets above zero in a little while; returns whether it did."""
         if _at_once.sem_trywait(self._address) == 0:
             return True
         began = time.monotonic()
@@ -63,7 +55,18 @@ class Semaphore:
             os.sched_yield()
             if _at_once.sem_trywait(self._address) == 0:
                 return True
+        return False
+
+    def sleep(self, deadline: float) -> bool:
+        """Lowers it by one, as soon as it is above zero.
+
+        Args:
+            deadline: on `time.monotonic`'s clock. Not far off: the wall clock may be set meanwhile.
+
+        Returns:
+            Whether it did; it may give up before the deadline.
+        """
         # The system call knows the wall clock alone. It also ends with a signal: Ctrl-C is heard.
-        seconds = time.time() + max(until() - time.monotonic(), 0.0)
-        wall = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-        return int(_sleeping.sem_timedwait(self._address, ctypes.byref(wall))) == 0
+        seconds = time.time() + max(deadline - time.monotonic(), 0.0)
+        until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        return int(_sleeping.sem_timedwait(self._address, ctypes.byref(until))) == 0

@@ -126,7 +126,9 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Pending, Callable[[], Result]] | None] = SimpleQueue()
         self._queued = 0  # and not ended
-        self._count = threading.Lock()  # guards the number above
+        # Guards changes of the number. It may be read without: what a thread has submitted itself
+        # is counted, and stays so until it has ended.
+        self._count = threading.Lock()
         self._turn = threading.Lock()  # held while an operation runs
         # A daemon: blocked in MPI on a peer that died, it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -141,14 +143,15 @@ class Worker:
             operation: to be run once.
             at_once: the caller is going to wait for it and may as well run it.
         """
-        if at_once and self._queued == 0:
-            self._execute(pending, operation, queued=False)
+        if at_once and self._queued == 0 and self._turn.acquire(blocking=False):
+            self._execute(pending, operation)
         elif threading.get_ident() == self._thread.ident:
             # A future's callback runs on this thread, and nobody else would run what it submits
             # and may wait for: first what was submitted before, then that.
             while self._queued and (item := self._queue.get()) is not None:
-                self._execute(*item, queued=True)
-            self._execute(pending, operation, queued=False)
+                self._take(*item)
+            self._turn.acquire()
+            self._execute(pending, operation)
         else:
             with self._count:
                 self._queued += 1
@@ -163,14 +166,23 @@ class Worker:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            self._execute(*item, queued=True)
+            self._take(*item)
             # Not kept until the next operation: the tensors belong to the caller again.
             del item
 
-    def _execute(self, pending: Pending, operation: Callable[[], Result], queued: bool) -> None:
+    def _take(self, pending: Pending, operation: Callable[[], Result]) -> None:
+        self._turn.acquire()
+        self._execute(pending, operation, queued=True)
+
+    def _execute(
+        self, pending: Pending, operation: Callable[[], Result], queued: bool = False
+    ) -> None:
+        """Runs it; who calls this has the turn, and it is given back."""
         try:
-            with self._turn:
+            try:
                 result = _without_gradients(operation)
+            finally:
+                self._turn.release()
         except BaseException as error:  # it belongs to the caller of wait()
             if queued:
                 self._leave_queue()
