@@ -81,8 +81,9 @@ def draw_lines(
         print(_NO_PICTURE, flush=True)
         return
     figure, plot = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for label, points in lines.items():
-        plot.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+    for number, (label, points) in enumerate(lines.items()):
+        style = "-" if number < 10 else "--"  # there are ten colours
+        plot.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=label)
     plot.set(xscale="log", xlabel=axes[0], ylabel=axes[1], title=title)
     if logarithmic:
         plot.set(yscale="log")
