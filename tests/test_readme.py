@@ -52,7 +52,15 @@ def test_every_public_name_is_in_the_readme():
 def test_every_option_named_is_one_of_run_py():
     known = set(re.findall(r"--[a-z][a-z-]+", make_parser("").format_help()))
     of_others = {"--oversubscribe", "--mpi", "--nnodes", "--nproc-per-node", "--rdzv-backend"}
-    of_others |= {"--rdzv-endpoint", "--nodes", "--gpus", "--nr", "--mca", "--no-binary"}
+    of_others |= {
+        "--rdzv-endpoint",
+        "--nodes",
+        "--gpus",
+        "--nr",
+        "--mca",
+        "--no-binary",
+        "--seconds",
+    }
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README + GUIDE))
     assert named - known - of_others == set()
 
