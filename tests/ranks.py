@@ -51,7 +51,7 @@ class Crew:
         address = str(Path(self._folder.name) / "socket")
         command = [sys.executable, str(Path(__file__)), backend, address]
         found: dict[int, tuple[int, Connection]] = {}
-        with Listener(address, "AF_UNIX") as listener, self._log.open("wb") as log:
+        with Listener(address, "AF_UNIX") as listener, self._log.open("ab") as log:
             self._launchers = [
                 subprocess.Popen(c, env=e, stdout=log, stderr=log, start_new_session=True)
                 for c, e in self._launch(command)
@@ -143,7 +143,7 @@ class Crew:
         for rank, pid in enumerate(self.pids):
             with self._log.open("a") as log:
                 log.write(f"\nrank {rank}:\n")
-            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR2)
             time.sleep(0.3)
         return self._read_log()
 
@@ -192,7 +192,7 @@ def mpirun(world_size: int, program: str, **environment: str) -> "subprocess.Com
 
 def serve(backend: str, address: str) -> None:
     """A rank: calls what the test sends, until the test is gone."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     import torch
 
     import ddp_from_scratch as ddp

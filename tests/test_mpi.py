@@ -10,6 +10,7 @@ from ranks import mpirun
 
 from ddp_from_scratch import mpi
 from ddp_from_scratch.mpi import collectives, datatypes
+from ddp_from_scratch.mpi.messages import PendingMessage
 
 SIZES = (2, 3, 4)
 DTYPES = (
@@ -427,6 +428,29 @@ def a_call_within_a_call(world):
 
 def test_a_call_that_waits_for_the_one_that_it_interrupts_gives_up(ranks):
     ranks("mpi", 2)(a_call_within_a_call)
+
+
+class Interrupted:
+    """MPI's request, and a signal that comes while somebody looks at it."""
+
+    def Test(self, status):  # mpi4py's name
+        signal.raise_signal(signal.SIGALRM)
+        return True
+
+
+def a_handler_that_looks_at_messages(world):
+    seen = []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(message.is_completed()))
+    try:
+        message = PendingMessage("recv", timedelta(seconds=5), Interrupted(), torch.empty(1))
+        assert message.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert seen == [False]
+
+
+def test_a_signals_handler_does_not_wait_for_who_it_interrupts(ranks):
+    ranks("mpi", 2)(a_handler_that_looks_at_messages)
 
 
 def different_calls(world):

@@ -53,9 +53,13 @@ class PendingMessage(dist._Work):
         _under_way.add(self)
 
     def is_completed(self) -> bool:
-        with self._look:
-            if not self._done:
-                self._test()
+        # Not waiting for whoever looks: it may be this very thread, in a signal's handler.
+        if self._look.acquire(blocking=False):
+            try:
+                if not self._done:
+                    self._test()
+            finally:
+                self._look.release()
         return self._done
 
     def _test(self) -> None:

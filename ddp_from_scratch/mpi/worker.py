@@ -125,10 +125,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Pending, Callable[[], Result]] | None] = SimpleQueue()
-        self._queued = 0  # and not ended
-        # Guards changes of the number. It may be read without: what a thread has submitted itself
-        # is counted, and stays so until it has ended.
-        self._count = threading.Lock()
+        self._queued: set[Pending] = set()  # and not ended
         self._turn = threading.Lock()  # held while an operation runs
         # A daemon: blocked in MPI on a peer that died, it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -143,7 +140,7 @@ class Worker:
             operation: to be run once.
             at_once: the caller is going to wait for it and may as well run it.
         """
-        if at_once and self._queued == 0 and self._turn.acquire(blocking=False):
+        if at_once and not self._queued and self._turn.acquire(blocking=False):
             self._execute(pending, operation)
         elif threading.get_ident() == self._thread.ident:
             # A future's callback runs on this thread, and nobody else would run what it submits
@@ -153,8 +150,7 @@ class Worker:
             self._turn.acquire()
             self._execute(pending, operation)
         else:
-            with self._count:
-                self._queued += 1
+            self._queued.add(pending)
             self._queue.put((pending, operation))
         return pending
 
@@ -172,32 +168,22 @@ class Worker:
 
     def _take(self, pending: Pending, operation: Callable[[], Result]) -> None:
         self._turn.acquire()
-        self._execute(pending, operation, queued=True)
+        self._execute(pending, operation)
 
-    def _execute(
-        self, pending: Pending, operation: Callable[[], Result], queued: bool = False
-    ) -> None:
+    def _execute(self, pending: Pending, operation: Callable[[], Result]) -> None:
         """Runs it; who calls this has the turn, and it is given back."""
         try:
             try:
                 result = _without_gradients(operation)
             finally:
                 self._turn.release()
-        except BaseException as error:  # it belongs to the caller of wait()
-            if queued:
-                self._leave_queue()
-            if not isinstance(error, Exception):  # Ctrl-C, and this is the caller
-                raise
+                # Before the handle completes: its callbacks may submit, and find nothing before
+                # them.
+                self._queued.discard(pending)
+        except Exception as error:  # noqa: BLE001  # it belongs to the caller of wait()
             pending.fail(error)
         else:
-            if queued:
-                self._leave_queue()
             pending.complete(result)
-
-    def _leave_queue(self) -> None:
-        # Before the handle completes: its callbacks may submit, and find nothing before them.
-        with self._count:
-            self._queued -= 1
 
 
 def _without_gradients(operation: Callable[[], Result]) -> Result:
