@@ -43,7 +43,9 @@ from benchmarks.report import draw_parts, write
 from benchmarks.start import (
     ON_CPU,
     add_common_options,
+    add_duration_options,
     backend_of_job,
+    check_duration,
     check_memory,
     start,
 )
@@ -63,6 +65,7 @@ from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.packing import Packing
 
 MODELS = ("mlp", "resnet18")
+SECONDS = 10.0  # of steps, for a model on a backend
 ALWAYS = (NO_COMMUNICATION, REFERENCES[1])
 CONTENDERS = (
     "buckets, overlapped, views",
@@ -185,8 +188,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add_common_options(parser, MODELS, ON_CPU)
     parser.add_argument("--nproc", type=int, default=2, help="default: 2")
-    parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
-    parser.add_argument("--seconds", type=float, help="for a model on a backend (default: 10)")
     parser.add_argument(
         "--contender",
         nargs="+",
@@ -196,17 +197,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help=f"beside {' and '.join(ALWAYS)}, by the names of benchmarks.step_time (default: "
         f"{'; '.join(CONTENDERS)})",
     )
-    sweep = parser.add_mutually_exclusive_group()
-    sweep.add_argument("--quick", action="store_true", help="mlp, 3 seconds")
-    sweep.add_argument("--full", action="store_true", help="30 seconds each")
+    add_duration_options(parser, SECONDS, quick="mlp, 3 seconds", full="30 seconds each")
     options = parser.parse_args(arguments)
     if options.quick and options.model == list(MODELS):
         options.model = ["mlp"]
-    options.seconds = options.seconds or (3.0 if options.quick else 30.0 if options.full else 10.0)
-    if options.nproc < 1 or options.seconds <= 0:
-        raise UsageError("--nproc must be 1 or more and --seconds more than 0")
-    if options.rounds is not None and options.rounds < 2:
-        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+    check_duration(options, SECONDS, full=30.0)
+    if options.nproc < 1:
+        raise UsageError(f"--nproc must be 1 or more, got {options.nproc}")
     return options
 
 

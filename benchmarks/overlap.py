@@ -35,7 +35,14 @@ from torch import nn
 
 from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
 from benchmarks.report import draw_lines, write
-from benchmarks.start import add_common_options, backend_of_job, check_memory, start
+from benchmarks.start import (
+    add_common_options,
+    add_duration_options,
+    backend_of_job,
+    check_duration,
+    check_memory,
+    start,
+)
 from benchmarks.strategies import (
     NO_COMMUNICATION,
     TORCH_BEST,
@@ -56,6 +63,7 @@ from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.process_group import World
 
 MODELS = ("mlp", "resnet18")
+SECONDS = 12.0  # of steps, for a model on a backend
 CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
 DURING, AT_END, TORCH = "during backward", "at its end", "torch DDP"
 AUTO = "auto"
@@ -112,13 +120,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add_common_options(parser, MODELS)
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
     parser.add_argument("--cap", type=float, nargs="+", metavar="MB", help="default: 1 4 12 25 64")
-    parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
-    parser.add_argument(
-        "--seconds", type=float, help="for a model on a backend, after warm-up (default: 12)"
+    add_duration_options(
+        parser,
+        SECONDS,
+        quick="mlp, caps 4 and 25, 3 seconds",
+        full="nine caps, 60 seconds each",
     )
-    sweep = parser.add_mutually_exclusive_group()
-    sweep.add_argument("--quick", action="store_true", help="mlp, caps 4 and 25, 3 seconds")
-    sweep.add_argument("--full", action="store_true", help="nine caps, 60 seconds each")
     options = parser.parse_args(arguments)
     if options.quick and options.model == list(MODELS):
         options.model = ["mlp"]
@@ -127,11 +134,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if options.full:
             options.cap = [0.25, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0]
     options.cap = sorted(set(options.cap))
-    options.seconds = options.seconds or (3.0 if options.quick else 60.0 if options.full else 12.0)
-    if options.nproc < 2 or options.seconds <= 0 or min(options.cap) <= 0:
-        raise UsageError("--nproc must be 2 or more, --seconds and --cap more than 0")
-    if options.rounds is not None and options.rounds < 2:
-        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+    check_duration(options, SECONDS, full=60.0)
+    if options.nproc < 2:
+        raise UsageError(f"--nproc must be 2 or more, got {options.nproc}")
+    if min(options.cap) <= 0:
+        raise UsageError(f"--cap must be more than 0, got {min(options.cap):g}")
     return options
 
 

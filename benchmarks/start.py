@@ -59,6 +59,42 @@ def add_results_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_duration_options(
+    parser: argparse.ArgumentParser, seconds: float, quick: str, full: str
+) -> None:
+    """--rounds, --seconds, --quick and --full, of what measures by the clock.
+
+    Args:
+        parser: gets them.
+        seconds: what --seconds is without any of them; `check_duration` fills it in.
+        quick: what --quick means,
+        full: and --full.
+    """
+    parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"for a model on a backend, after warm-up (default: {seconds:g})",
+    )
+    sweep = parser.add_mutually_exclusive_group()
+    sweep.add_argument("--quick", action="store_true", help=quick)
+    sweep.add_argument("--full", action="store_true", help=full)
+
+
+def check_duration(options: argparse.Namespace, seconds: float, full: float) -> None:
+    """Fills in --seconds: 3 with --quick, `full` with --full, otherwise `seconds`.
+
+    Raises:
+        UsageError: it, or --rounds, is out of its range.
+    """
+    if options.seconds is None:
+        options.seconds = 3.0 if options.quick else full if options.full else seconds
+    if options.seconds <= 0:
+        raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
+    if options.rounds is not None and options.rounds < 2:
+        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+
+
 def default_ranks() -> int:
     """Two, or one where there is a single GPU."""
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2

@@ -27,7 +27,9 @@ from benchmarks.measure import Interval, Samples, check_equal, interleave, round
 from benchmarks.report import draw_bars, write
 from benchmarks.start import (
     add_common_options,
+    add_duration_options,
     backend_of_job,
+    check_duration,
     check_memory,
     default_ranks,
     start,
@@ -48,6 +50,7 @@ from ddp_from_scratch.exit import run_to_exit
 MODELS = ["mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500"]
 if torch.cuda.is_available():
     MODELS.append("gpt2")
+SECONDS = 15.0  # of steps, for a model on a backend
 ALWAYS = (NO_COMMUNICATION, *REFERENCES, *GLOO_REFERENCES)
 
 
@@ -96,10 +99,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add_common_options(parser, MODELS)
     parser.add_argument("--nproc", type=int, nargs="+", help=f"ranks (default: {default_ranks()})")
-    parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
-    parser.add_argument(
-        "--seconds", type=float, help="for a model on a backend, after warm-up (default: 15)"
-    )
     parser.add_argument(
         "--contender",
         nargs="+",
@@ -107,18 +106,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="NAME",
         help="only these beside torch's DDP and no communication, by their names in the table",
     )
-    sweep = parser.add_mutually_exclusive_group()
-    sweep.add_argument("--quick", action="store_true", help="mlp and resnet18, 3 seconds each")
-    sweep.add_argument("--full", action="store_true", help="1, 2 and 4 ranks, 60 seconds each")
+    add_duration_options(
+        parser,
+        SECONDS,
+        quick="mlp and resnet18, 3 seconds each",
+        full="1, 2 and 4 ranks, 60 seconds each",
+    )
     options = parser.parse_args(arguments)
     if options.quick and options.model == MODELS:
         options.model = ["mlp", "resnet18"]
     options.nproc = options.nproc or ([1, 2, 4] if options.full else [default_ranks()])
-    options.seconds = options.seconds or (3.0 if options.quick else 60.0 if options.full else 15.0)
-    if min(options.nproc) < 1 or options.seconds <= 0:
-        raise UsageError("--nproc must be 1 or more and --seconds more than 0")
-    if options.rounds is not None and options.rounds < 2:
-        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+    check_duration(options, SECONDS, full=60.0)
+    if min(options.nproc) < 1:
+        raise UsageError(f"--nproc must be 1 or more, got {min(options.nproc)}")
     return options
 
 

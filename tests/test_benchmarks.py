@@ -322,13 +322,14 @@ def test_options(monkeypatch, capsys):
         (step_time.parse, ["--rounds", "1"]),
         (step_time.parse, ["--nproc", "0"]),
         (step_time.parse, ["--seconds", "-1"]),
+        (step_time.parse, ["--seconds", "0"]),
         (breakdown.parse, ["--nproc", "0"]),
         (breakdown.parse, ["--rounds", "1"]),
         (overlap.parse, ["--nproc", "1"]),
         (overlap.parse, ["--cap", "0"]),
         (memory.parse, ["--nproc", "0"]),
     ):
-        with pytest.raises(UsageError, match=wrong[0]):
+        with pytest.raises(UsageError, match=f"^{wrong[0]} must be .*, got {wrong[1]}$"):
             parse(wrong)
     monkeypatch.setattr(start, "available_memory", lambda: 2**30 + 2**21)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

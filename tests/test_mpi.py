@@ -412,14 +412,12 @@ def test_a_timeout_names_the_operation_and_who_is_missing(ranks):
 
 
 def a_call_within_a_call(world):
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     if world.rank == 0:
         before = signal.signal(signal.SIGALRM, lambda *_: dist.barrier(group=group))
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         try:
-            with pytest.raises(
-                RuntimeError, match=r"barrier number 2 .* did not end within 2\.5 s"
-            ):
+            with pytest.raises(RuntimeError, match=r"barrier number 2 .* did not end within 4 s"):
                 dist.all_reduce(torch.ones(1), group=group)
         finally:
             signal.signal(signal.SIGALRM, before)
