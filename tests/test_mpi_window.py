@@ -18,13 +18,14 @@ from ddp_from_scratch.mpi.all_reduce import STAGED_FROM
 from ddp_from_scratch.mpi.meeting import LUGGAGE, rounds_of
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
 from ddp_from_scratch.mpi.reduction import CHUNK, Reduction
-from ddp_from_scratch.mpi.stage import PIECE, share_of
+from ddp_from_scratch.mpi.stage import PIECE, PIECE_ACROSS, share_of
 
 # Elements: on either side of what 2 and 4 ranks bring along, of what several machines leave to MPI,
-# and of what is staged in one piece, in two and in more than there are slots.
+# and of what is staged in one piece, in two and in more than there are slots; across machines, too.
 SIZES = (
     *(1, LUGGAGE // 16, LUGGAGE // 16 + 1, LUGGAGE // 8, LUGGAGE // 8 + 1),
     *(STAGED_FROM // 4 - 1, STAGED_FROM // 4, 3 * CHUNK + 5, PIECE // 4 + 1, 5 * PIECE // 4 + 7),
+    PIECE_ACROSS // 4 + 1,
 )
 
 # Elements, too many to be brought along.

@@ -28,7 +28,7 @@ from .across import Across
 from .meeting import Meeting, Nodes
 from .reduction import CHUNK, Reduction
 from .runtime import MPI
-from .stage import Stage, share_of
+from .stage import PIECE, PIECE_ACROSS, Stage, share_of
 from .windows import Windows
 
 # Bytes from which on tensors of several machines are summed by each machine before they cross.
@@ -125,7 +125,7 @@ class AllReduce:
     def _staged(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         if self._stage is None or not self._meeting.same_place:
             # What `prepare` could not do, or did on some ranks only.
-            self._stage = self._stage or Stage(self._nodes.node, self._meeting, self._owners)
+            self._stage = self._stage or self._make_stage()
             self._stage.bring(tensor)
             self._meeting.barrier()
         for place in self._stage.places():
@@ -133,6 +133,10 @@ class AllReduce:
         reduced = self._stage.take()
         if reduced is not tensor:
             tensor.copy_(reduced)
+
+    def _make_stage(self) -> Stage:
+        piece = PIECE if self._nodes.count == 1 else PIECE_ACROSS
+        return Stage(self._nodes.node, self._meeting, self._owners, piece)
 
     def _in_place(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         begin, end = share_of(tensor.numel(), self._meeting.rank, self._owners)

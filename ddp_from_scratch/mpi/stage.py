@@ -13,6 +13,9 @@ from .shared_memory import SharedMemory
 # Bytes of a piece. Those of a few ranks stay in the processor's cache from one step to the next.
 PIECE = 1024 * 1024
 
+# The same where pieces cross a network, too: all wait for each of them.
+PIECE_ACROSS = 4 * 1024 * 1024
+
 _SLOTS = 3
 
 
@@ -45,11 +48,12 @@ class Stage:
         node: the ranks of this machine.
         meeting: where they meet.
         owners: how many of them reduce a share.
+        piece: bytes of one.
     """
 
-    def __init__(self, node: MPI.Intracomm, meeting: Meeting, owners: int) -> None:
-        self._memory = SharedMemory(node, _SLOTS * PIECE)
-        self._meeting, self._owners = meeting, owners
+    def __init__(self, node: MPI.Intracomm, meeting: Meeting, owners: int, piece: int) -> None:
+        self._memory = SharedMemory(node, _SLOTS * piece)
+        self._meeting, self._owners, self._piece = meeting, owners, piece
         self._slot = 0
         # Making so many views takes as long as reducing a small piece: those last used are kept.
         self._place = lru_cache(maxsize=3 * _SLOTS)(self._make_place)
@@ -60,8 +64,8 @@ class Stage:
         """Copies the tensor's first piece in, before the ranks meet. Again: in its place."""
         self._tensor = tensor.contiguous()
         flat = self._tensor.view(-1)
-        small = flat.nbytes <= PIECE
-        self._pieces = (flat,) if small else tuple(flat.split(PIECE // flat.itemsize))
+        small = flat.nbytes <= self._piece
+        self._pieces = (flat,) if small else tuple(flat.split(self._piece // flat.itemsize))
         self._copy_in(self._pieces[0])
 
     def places(self) -> Iterator[Place]:
@@ -95,7 +99,7 @@ class Stage:
         parts[self._meeting.rank].copy_(piece)
 
     def _make_place(self, numel: int, dtype: torch.dtype, slot: int) -> Place:
-        begin, nbytes = slot * PIECE, numel * dtype.itemsize
+        begin, nbytes = slot * self._piece, numel * dtype.itemsize
         parts = [s[begin : begin + nbytes].view(dtype) for s in self._memory.segments]
         first, last = share_of(numel, self._meeting.rank, self._owners)
         return Place(parts, [part[first:last] for part in parts])
