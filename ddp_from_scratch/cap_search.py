@@ -32,7 +32,7 @@ DEFAULT = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
 CAPS: tuple[float | tuple[float, ...], ...] = (DEFAULT, 4.0, 1.0, math.inf)
 ROUNDS = 5
 TIE = 0.01  # of the shortest step: so much longer is as good,
-SURE = 0.7  # and so is what was longer in a smaller part of the steps than this: that is noise
+SURE = 0.6  # and so is what was longer in a smaller part of the steps than this: that is noise
 
 
 @dataclass(frozen=True)

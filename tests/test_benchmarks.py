@@ -115,8 +115,14 @@ def test_what_auto_settled_on_is_told_beside_the_best():
     told = overlap.told_of_auto(samples, {"bucket_cap_mb": 4.0, "overlap": True})
     assert told == (
         "auto: bucket_cap_mb=4.0, during backward: 10.0 ms, 1.250 (1.250 to 1.250) x the best "
-        "(at its end, 1 MB, 8.0 ms)"
+        "of the sweep (over all rounds at its end, 1 MB, 8.0 ms)"
     )
+
+
+def test_the_best_is_not_compared_in_the_rounds_that_made_it_the_best():
+    auto = Samples("auto", [10.0] * 4)
+    lucky = [Samples("first", [5.0, 10.0, 5.0, 10.0]), Samples("then", [10.0, 5.0, 10.0, 5.0])]
+    assert overlap.ratio_to_best(auto, lucky) == (1.0, 1.0, 1.0)
 
 
 ROLLUP = """5600-7fff ---p 00000000 00:00 0   [rollup]
