@@ -42,10 +42,9 @@ from benchmarks.measure import WARM_UP, Samples, check_equal, interleave, rounds
 from benchmarks.report import draw_parts, write
 from benchmarks.start import (
     ON_CPU,
+    Duration,
     add_common_options,
-    add_duration_options,
     backend_of_job,
-    check_duration,
     check_memory,
     start,
 )
@@ -65,7 +64,7 @@ from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.packing import Packing
 
 MODELS = ("mlp", "resnet18")
-SECONDS = 10.0  # of steps, for a model on a backend
+DURATION = Duration(usual=10.0, full=30.0)
 ALWAYS = (NO_COMMUNICATION, REFERENCES[1])
 CONTENDERS = (
     "buckets, overlapped, views",
@@ -197,11 +196,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help=f"beside {' and '.join(ALWAYS)}, by the names of benchmarks.step_time (default: "
         f"{'; '.join(CONTENDERS)})",
     )
-    add_duration_options(parser, SECONDS, quick="mlp, 3 seconds", full="30 seconds each")
+    DURATION.add_options(parser, quick="mlp", full="the same models")
     options = parser.parse_args(arguments)
     if options.quick and options.model == list(MODELS):
         options.model = ["mlp"]
-    check_duration(options, SECONDS, full=30.0)
+    DURATION.settle(options)
     if options.nproc < 1:
         raise UsageError(f"--nproc must be 1 or more, got {options.nproc}")
     return options

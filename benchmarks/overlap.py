@@ -44,10 +44,9 @@ from benchmarks.measure import (
 )
 from benchmarks.report import draw_lines, write
 from benchmarks.start import (
+    Duration,
     add_common_options,
-    add_duration_options,
     backend_of_job,
-    check_duration,
     check_memory,
     start,
 )
@@ -71,7 +70,7 @@ from ddp_from_scratch.exit import run_to_exit
 from ddp_from_scratch.process_group import World
 
 MODELS = ("mlp", "resnet18")
-SECONDS = 12.0  # of steps, for a model on a backend
+DURATION = Duration(usual=12.0, full=60.0)
 CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
 DURING, AT_END, TORCH = "during backward", "at its end", "torch DDP"
 AUTO = "auto"
@@ -128,12 +127,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add_common_options(parser, MODELS)
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
     parser.add_argument("--cap", type=float, nargs="+", metavar="MB", help="default: 1 4 12 25 64")
-    add_duration_options(
-        parser,
-        SECONDS,
-        quick="mlp, caps 4 and 25, 3 seconds",
-        full="nine caps, 60 seconds each",
-    )
+    DURATION.add_options(parser, quick="mlp, caps 4 and 25", full="nine caps")
     options = parser.parse_args(arguments)
     if options.quick and options.model == list(MODELS):
         options.model = ["mlp"]
@@ -142,7 +136,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if options.full:
             options.cap = [0.25, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0]
     options.cap = sorted(set(options.cap))
-    check_duration(options, SECONDS, full=60.0)
+    DURATION.settle(options)
     if options.nproc < 2:
         raise UsageError(f"--nproc must be 2 or more, got {options.nproc}")
     if min(options.cap) <= 0:

@@ -48,7 +48,7 @@ from benchmarks.report import draw_lines, on_terminal, write
 from benchmarks.start import add_results_option, backend_of_job, start
 from benchmarks.strategies import NO_COMMUNICATION, Contender
 from benchmarks.text_table import text_table
-from ddp_from_scratch import UsageError, launch, process_group
+from ddp_from_scratch import UsageError, launch, mpi, process_group
 from ddp_from_scratch.exit import run_to_exit
 
 TORCH, REDUCER = "torch DDP, views", "Reducer"
@@ -209,7 +209,10 @@ def grown(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> 
     Resident memory; what ranks share counts on each of them.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free goes back, or it would serve unseen
+    # What is free goes back, or it would serve unseen: buckets of the model before, and the heap.
+    if dist.get_backend() == "mpi":
+        mpi.empty(1)
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     before = _resident("VmRSS")
     one = contender(shape, batch, kind)

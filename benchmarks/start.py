@@ -1,8 +1,10 @@
 """Starts the ranks of a benchmark, on each backend with the launcher that it needs."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -59,40 +61,52 @@ def add_results_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_duration_options(
-    parser: argparse.ArgumentParser, seconds: float, quick: str, full: str
-) -> None:
-    """--rounds, --seconds, --quick and --full, of what measures by the clock.
+@dataclass(frozen=True)
+class Duration:
+    """For how many seconds a benchmark takes steps of a model on a backend, after warm-up.
 
-    Args:
-        parser: gets them.
-        seconds: what --seconds is without any of them; `check_duration` fills it in.
-        quick: what --quick means,
-        full: and --full.
+    Attributes:
+        usual: where nothing is said.
+        full: with --full,
+        quick: and with --quick.
     """
-    parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        help=f"for a model on a backend, after warm-up (default: {seconds:g})",
-    )
-    sweep = parser.add_mutually_exclusive_group()
-    sweep.add_argument("--quick", action="store_true", help=quick)
-    sweep.add_argument("--full", action="store_true", help=full)
 
+    usual: float
+    full: float
+    quick: float = 3.0
 
-def check_duration(options: argparse.Namespace, seconds: float, full: float) -> None:
-    """Fills in --seconds: 3 with --quick, `full` with --full, otherwise `seconds`.
+    def add_options(self, parser: argparse.ArgumentParser, quick: str, full: str) -> None:
+        """--rounds, --seconds, --quick and --full.
 
-    Raises:
-        UsageError: it, or --rounds, is out of its range.
-    """
-    if options.seconds is None:
-        options.seconds = 3.0 if options.quick else full if options.full else seconds
-    if options.seconds <= 0:
-        raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
-    if options.rounds is not None and options.rounds < 2:
-        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+        Args:
+            parser: gets them.
+            quick: what --quick takes beside its seconds,
+            full: and --full.
+        """
+        parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
+        parser.add_argument(
+            "--seconds",
+            type=float,
+            help=f"for a model on a backend, after warm-up (default: {self.usual:g})",
+        )
+        sweep = parser.add_mutually_exclusive_group()
+        for name, what, seconds in (("quick", quick, self.quick), ("full", full, self.full)):
+            told = f"{what}, {seconds:g} seconds each"
+            sweep.add_argument(f"--{name}", action="store_true", help=told)
+
+    def settle(self, options: argparse.Namespace) -> None:
+        """Fills in --seconds.
+
+        Raises:
+            UsageError: it, or --rounds, is out of its range.
+        """
+        if options.seconds is None:
+            way = self.quick if options.quick else self.full if options.full else self.usual
+            options.seconds = way
+        if not 0 < options.seconds < math.inf:
+            raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
+        if options.rounds is not None and options.rounds < 2:
+            raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
 
 
 def default_ranks() -> int:

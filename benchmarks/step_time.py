@@ -26,10 +26,9 @@ import torch.distributed as dist
 from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
 from benchmarks.report import draw_bars, write
 from benchmarks.start import (
+    Duration,
     add_common_options,
-    add_duration_options,
     backend_of_job,
-    check_duration,
     check_memory,
     default_ranks,
     start,
@@ -50,7 +49,7 @@ from ddp_from_scratch.exit import run_to_exit
 MODELS = ["mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500"]
 if torch.cuda.is_available():
     MODELS.append("gpt2")
-SECONDS = 15.0  # of steps, for a model on a backend
+DURATION = Duration(usual=15.0, full=60.0)
 ALWAYS = (NO_COMMUNICATION, *REFERENCES, *GLOO_REFERENCES)
 
 
@@ -106,17 +105,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="NAME",
         help="only these beside torch's DDP and no communication, by their names in the table",
     )
-    add_duration_options(
-        parser,
-        SECONDS,
-        quick="mlp and resnet18, 3 seconds each",
-        full="1, 2 and 4 ranks, 60 seconds each",
-    )
+    DURATION.add_options(parser, quick="mlp and resnet18", full="1, 2 and 4 ranks")
     options = parser.parse_args(arguments)
     if options.quick and options.model == MODELS:
         options.model = ["mlp", "resnet18"]
     options.nproc = options.nproc or ([1, 2, 4] if options.full else [default_ranks()])
-    check_duration(options, SECONDS, full=60.0)
+    DURATION.settle(options)
     if min(options.nproc) < 1:
         raise UsageError(f"--nproc must be 1 or more, got {min(options.nproc)}")
     return options

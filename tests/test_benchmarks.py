@@ -329,6 +329,7 @@ def test_options(monkeypatch, capsys):
         (step_time.parse, ["--nproc", "0"]),
         (step_time.parse, ["--seconds", "-1"]),
         (step_time.parse, ["--seconds", "0"]),
+        (step_time.parse, ["--seconds", "nan"]),
         (breakdown.parse, ["--nproc", "0"]),
         (breakdown.parse, ["--rounds", "1"]),
         (overlap.parse, ["--nproc", "1"]),

@@ -10,6 +10,7 @@ from ranks import mpirun
 
 from ddp_from_scratch import mpi
 from ddp_from_scratch.mpi import collectives, datatypes
+from ddp_from_scratch.mpi.meeting import LUGGAGE
 from ddp_from_scratch.mpi.messages import PendingMessage
 
 SIZES = (2, 3, 4)
@@ -401,7 +402,7 @@ def a_rank_that_does_not_come(world):
         dist.send(torch.empty(1), dst=0, group=group)
         dist.all_reduce(torch.ones(1), group=patient)
         # It comes late, and must not go on as if the others had been with it.
-        with pytest.raises(RuntimeError, match=r"number 1 .*another rank has given up waiting"):
+        with pytest.raises(RuntimeError, match=r"number 1 .*another rank has given up on it"):
             dist.barrier(group=group)
     else:
         assert handle.wait()
@@ -420,12 +421,47 @@ def a_call_within_a_call(world):
             with pytest.raises(RuntimeError, match=r"barrier number 2 .* did not end within 4 s"):
                 dist.all_reduce(torch.ones(1), group=group)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
     dist.barrier()
+    dist.destroy_process_group(group)
 
 
 def test_a_call_that_waits_for_the_one_that_it_interrupts_gives_up(ranks):
     ranks("mpi", 2)(a_call_within_a_call)
+
+
+def late(*_):
+    raise TimeoutError("the program's own limit")
+
+
+def a_call_that_an_error_leaves(world):
+    """One rank leaves a call while it waits for the others, and another one half way."""
+    patience = timedelta(seconds=20)
+    waiting, reducing = dist.new_group(timeout=patience), dist.new_group(timeout=patience)
+    dist.all_reduce(torch.ones(LUGGAGE), group=reducing)
+    if world.rank == 0:
+        before = signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with pytest.raises(RuntimeError, match=r"number 1 .* failed: the program's own limit"):
+                dist.all_reduce(torch.ones(1), group=waiting)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        reducing._collectives._all_reduce._staged = late
+    dist.barrier()
+    told = "number 2 .* the program's own limit" if world.rank == 0 else "given up on it"
+    with pytest.raises(RuntimeError, match=told):
+        dist.all_reduce(torch.ones(LUGGAGE), group=reducing)
+    # Its next call must not be taken for the one that it has left.
+    told = r"left with TimeoutError\(" if world.rank == 0 else "given up on it"
+    with pytest.raises(RuntimeError, match=told):
+        dist.all_reduce(torch.ones(1), group=waiting)
+
+
+def test_a_call_that_ends_with_an_error_on_one_rank_ends_on_all(ranks):
+    ranks("mpi", 2)(a_call_that_an_error_leaves)
 
 
 class Interrupted:

@@ -90,7 +90,7 @@ class Meeting:
     that the second post of a fast rank does not stand for the first of a slow one.
     `come` counts the meetings that the rank has come to; `left` says that its program has ended, so
     that who waits for it need not wait for the timeout. `gave up`, the first rank's, is the number
-    of a meeting that a rank no longer waits for: one that comes later must not go on alone.
+    of a meeting that a rank no longer waits for, or has left: another must not go on alone.
     `word` says what the rank has come for.
     Words and luggage are double, for even and odd meetings, since a fast rank brings its next ones
     while a slow one still reads these. (It cannot bring the ones after that: they need all ranks at
@@ -201,20 +201,23 @@ class Meeting:
         Raises:
             CommunicationError: not in the time that the meeting has.
         """
-        try:
-            messages.progress()
-            for wakes, waits in self._rounds:
-                for other in wakes:
-                    other.post()
-                for own in waits:
-                    # Awake once in a while, to see whether it is in vain.
-                    while not (own.look() or own.sleep(self._next_look())):
-                        self._check_in_vain()
-        except KeyboardInterrupt:
-            self._give_up("it was interrupted")
-            raise
-        if 0 < self._gave_up[0] <= self._number:
-            raise self._fail("another rank has given up waiting for it")
+        messages.progress()
+        for wakes, waits in self._rounds:
+            for other in wakes:
+                other.post()
+            for own in waits:
+                # Awake once in a while, to see whether it is in vain.
+                while not (own.look() or own.sleep(self._next_look())):
+                    self._check_in_vain()
+        self._check_given_up()
+
+    def break_off(self, error: BaseException) -> None:
+        """After an error between this rank's coming and the end of what it has come for.
+
+        Where the others are is not known, nor can they go on without this rank: they are told.
+        """
+        if self._failure is None:
+            self._give_up(f"a call was left with {error!r}")
 
     def _next_look(self) -> float:
         """When to be awake next; messages go on meanwhile."""
@@ -228,6 +231,12 @@ class Meeting:
             raise self._give_up(f"{_ranks(gone)} ended without coming to it")
         if time.monotonic() > self._deadline:
             raise self._fail_in_time()
+        if not self.missing:  # or the deadline will tell who that is
+            self._check_given_up()
+
+    def _check_given_up(self) -> None:
+        if 0 < self._gave_up[0] <= self._number:
+            raise self._fail("another rank has given up on it")
 
     def leave(self) -> None:
         """Tells the others that this rank will not come again."""

@@ -372,8 +372,13 @@ class ProcessGroupMPI(dist.ProcessGroup):
         def run() -> Result:
             result = []
             for operation in operations:
-                meeting.meet(operation.purpose, operation.prepare(), seconds)
-                result += operation.run()
+                place = operation.prepare()
+                try:
+                    meeting.meet(operation.purpose, place, seconds)
+                    result += operation.run()
+                except BaseException as error:  # Ctrl-C, too, or what a signal's handler raises
+                    meeting.break_off(error)
+                    raise
             return result
 
         pending = Pending(name, self._timeout, meeting)

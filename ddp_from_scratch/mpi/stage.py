@@ -13,7 +13,7 @@ from .shared_memory import SharedMemory
 # Bytes of a piece. Those of a few ranks stay in the processor's cache from one step to the next.
 PIECE = 1024 * 1024
 
-# The same where pieces cross a network, too: all wait for each of them.
+# The same where pieces cross a network, too: every one of them waits for its latency.
 PIECE_ACROSS = 4 * 1024 * 1024
 
 _SLOTS = 3

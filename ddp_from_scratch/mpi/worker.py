@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 
@@ -30,12 +31,15 @@ class Pending(dist._Work):
     def __init__(self, name: Callable[[], str], timeout: timedelta, meeting: Meeting) -> None:
         super().__init__()
         self._name, self._timeout, self._meeting = name, timeout, meeting
-        self._under_way = threading.Lock()  # held until the operation has ended
+        # No lock guards these: a signal's handler may ask for them in the middle of anything. The
+        # flags change once.
+        self._known = False  # what became of it
+        self._ended = False  # and its futures are done
+        self._under_way = threading.Lock()  # held until then: who waits sleeps on it
         self._under_way.acquire()
         self._error: Exception | None = None
         self._result: Result = []
-        self._future: torch.futures.Future[Result] | None = None  # made for who asks for it
-        self._asking = threading.Lock()
+        self._futures: list[torch.futures.Future[Result]] = []  # one for each time it was asked for
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the operation has ended.
@@ -46,30 +50,32 @@ class Pending(dist._Work):
         Raises:
             CommunicationError: the operation failed, or did not end in time. The text names it.
         """
-        if not self.is_completed():
-            self._wait_until_completed(timeout)
+        if not self._ended:
+            self._wait_until_ended(timeout)
         if self._error is not None:
             raise self._error
         return True
 
-    def _wait_until_completed(self, timeout: timedelta | None) -> None:
+    def _wait_until_ended(self, timeout: timedelta | None) -> None:
         # The operation ends by itself in the group's time, and then knows best what was missing.
         limit = self._timeout.total_seconds() + 2.0
         if timeout is not None and timeout > timedelta(0):
             limit = timeout.total_seconds()
         began = time.monotonic()
         nap = messages.PAUSE if messages.under_way() else limit
-        while not self._under_way.acquire(timeout=min(nap, limit)):
-            if time.monotonic() - began >= limit:
+        while not self._ended:
+            if self._under_way.acquire(timeout=min(nap, limit)):
+                self._under_way.release()  # others may wait, too
+            elif time.monotonic() - began >= limit:
                 raise CommunicationError(
                     f"{self._name()} did not end within {limit:g} s: "
                     f"{self._meeting.whom} did not come"
                 )
-            messages.progress()
-        self._under_way.release()
+            else:
+                messages.progress()
 
     def is_completed(self) -> bool:
-        return not self._under_way.locked()
+        return self._ended
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -81,12 +87,11 @@ class Pending(dist._Work):
         return self._result
 
     def get_future(self) -> "torch.futures.Future[Result]":
-        with self._asking:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self.is_completed():
-                    self._settle(self._future)
-            return self._future
+        future: torch.futures.Future[Result] = torch.futures.Future()
+        self._futures.append(future)
+        if self._known:  # `_end` may have looked before it was there
+            self._settle(future)
+        return future
 
     def complete(self, result: Result) -> None:
         self._result = result
@@ -98,21 +103,18 @@ class Pending(dist._Work):
         self._end()
 
     def _end(self) -> None:
-        with self._asking:
-            future = self._future
-            if future is None:
-                self._under_way.release()
-                return
-        # The future first, which is done when wait() returns; and without the lock, as its
-        # callbacks may ask for it.
-        self._settle(future)
+        self._known = True
+        for future in self._futures:
+            self._settle(future)  # first, as they are done when wait() returns
+        self._ended = True
         self._under_way.release()
 
     def _settle(self, future: "torch.futures.Future[Result]") -> None:
-        if self._error is None:
-            future.set_result(self._result)
-        else:
-            future.set_exception(self._error)  # type: ignore[arg-type]  # its annotation is wrong
+        with suppress(RuntimeError):  # both who asks and who ends it may come here
+            if self._error is None:
+                future.set_result(self._result)
+            else:
+                future.set_exception(self._error)  # type: ignore[arg-type]  # a wrong annotation
 
 
 class Worker:
@@ -125,7 +127,9 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Pending, Callable[[], Result]] | None] = SimpleQueue()
-        self._queued: set[Pending] = set()  # and not ended
+        # And not ended. What a thread has submitted is in it before that can begin, and stays until
+        # it has ended: so a thread finds it empty only where nothing of its own is before it.
+        self._queued: set[Pending] = set()
         self._turn = threading.Lock()  # held while an operation runs
         # A daemon: blocked in MPI on a peer that died, it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
