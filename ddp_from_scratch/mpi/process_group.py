@@ -376,6 +376,8 @@ class ProcessGroupMPI(dist.ProcessGroup):
                 try:
                     meeting.meet(operation.purpose, place, seconds)
                     result += operation.run()
+                except NoSharedMemory:
+                    raise  # on all ranks alike: nobody waits for another one
                 except BaseException as error:  # Ctrl-C, too, or what a signal's handler raises
                     meeting.break_off(error)
                     raise
