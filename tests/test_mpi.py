@@ -1,6 +1,7 @@
 """The "mpi" backend over mpi4py: torch.distributed's calls give torch.distributed's answers."""
 
 import signal
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -412,17 +413,26 @@ def test_a_timeout_names_the_operation_and_who_is_missing(ranks):
     ranks("mpi", 3)(a_rank_that_does_not_come)
 
 
+@contextmanager
+def interrupted_by(handler, seconds):
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def a_call_within_a_call(world):
     group = dist.new_group(timeout=timedelta(seconds=2))
     if world.rank == 0:
-        before = signal.signal(signal.SIGALRM, lambda *_: dist.barrier(group=group))
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        try:
-            with pytest.raises(RuntimeError, match=r"barrier number 2 .* did not end within 4 s"):
-                dist.all_reduce(torch.ones(1), group=group)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        told = r"barrier number 2 .* did not end within 4 s"
+        with (
+            interrupted_by(lambda *_: dist.barrier(group=group), 0.5),
+            pytest.raises(RuntimeError, match=told),
+        ):
+            dist.all_reduce(torch.ones(1), group=group)
     dist.barrier()
     dist.destroy_process_group(group)
 
@@ -441,14 +451,9 @@ def a_call_that_an_error_leaves(world):
     waiting, reducing = dist.new_group(timeout=patience), dist.new_group(timeout=patience)
     dist.all_reduce(torch.ones(LUGGAGE), group=reducing)
     if world.rank == 0:
-        before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        try:
-            with pytest.raises(RuntimeError, match=r"number 1 .* failed: the program's own limit"):
-                dist.all_reduce(torch.ones(1), group=waiting)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        told = r"number 1 .* failed: the program's own limit"
+        with interrupted_by(late, 0.2), pytest.raises(RuntimeError, match=told):
+            dist.all_reduce(torch.ones(1), group=waiting)
         reducing._collectives._all_reduce._staged = late
     dist.barrier()
     told = "number 2 .* the program's own limit" if world.rank == 0 else "given up on it"
