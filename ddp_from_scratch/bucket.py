@@ -35,6 +35,7 @@ class Bucket:
         index: its place in the order of launch.
         is_last: whether no bucket comes after it.
         flat: the buffer, of the layout's size; None makes one.
+        strides: of the members' windows; None takes their parameters' own.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Bucket:
         index: int = 0,
         is_last: bool = True,
         flat: torch.Tensor | None = None,
+        strides: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self.layout = layout
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -55,7 +57,7 @@ class Bucket:
             flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self._flat = flat
         self._sent = self._flat  # what a comm hook sees: it may put another tensor in its place
-        self._packing = Packing(layout, self._parameters, flat, gradient_as_bucket_view)
+        self._packing = Packing(layout, self._parameters, flat, gradient_as_bucket_view, strides)
         self.missing = set(layout.members)
         self._absent: set[int] = set()  # counted in, without a gradient
         self._room: torch.Tensor | None = None
@@ -97,7 +99,7 @@ class Bucket:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """A window of the flat buffer for each member: with views its `.grad` between passes."""
+        """A window of the flat buffer for each member: with views its `.grad` lies there."""
         return self._packing.views
 
     # 1. ready -----------------------------------------------------------------------------------

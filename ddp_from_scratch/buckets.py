@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .bucket import Bucket
 from .layout import BucketLayout, Gradient, assign_buckets
-from .memory import ALIGNMENT, Memory, allocate
+from .memory import ALIGNMENT, Memory, allocate, dense_strides
 from .sparse import SparseBucket, sparse_parameters
 
 AnyBucket = Bucket | SparseBucket
@@ -45,6 +45,8 @@ class Buckets(Sequence[AnyBucket]):
         sparse = sparse_parameters(module)
         self.names = sorted(trainable, key=lambda name: id(trainable[name]) in sparse)
         self.parameters = [trainable[name] for name in self.names]
+        # Of now, when ranks are compared: all lay out alike what one of them transposes later.
+        self._strides = [dense_strides(parameter) for parameter in self.parameters]
         self._in_flat = sum(id(parameter) not in sparse for parameter in self.parameters)
         self._process_group = process_group
         self.caps, self.gradient_as_bucket_view = caps, gradient_as_bucket_view
@@ -78,6 +80,7 @@ class Buckets(Sequence[AnyBucket]):
             self.caps,
             self.gradient_as_bucket_view,
             self._memory,
+            self._strides,
         )
         self._buckets = [*flat, *map(self._sparse_bucket, sparse, itertools.count(len(flat)))]
         self._bucket_of = {index: bucket for bucket in self for index in bucket.layout.members}
@@ -146,6 +149,7 @@ def make_buckets(
     caps: Sequence[int],
     gradient_as_bucket_view: bool,
     memory: Memory | None = None,
+    strides: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Bucket]:
     """The buckets of all parameters, in the order of launch; arguments as of `assign_buckets`.
 
@@ -162,5 +166,6 @@ def make_buckets(
             flat = memory[key][begin : begin + layout.numel]
         members = [parameters[member] for member in layout.members]
         is_last = index == len(layouts) - 1
-        buckets.append(Bucket(layout, members, gradient_as_bucket_view, index, is_last, flat))
+        laid = None if strides is None else [strides[member] for member in layout.members]
+        buckets.append(Bucket(layout, members, gradient_as_bucket_view, index, is_last, flat, laid))
     return buckets

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .bucket import Bucket
+from .memory import lies_at
 
 Allocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -66,7 +67,9 @@ class FlatRun:
     def in_place(self) -> bool:
         """Whether all parameters and gradients lie where they were put."""
         return bool(self.places) and all(
-            parameter.grad is gradient and parameter.data_ptr() == place.data_ptr()
+            parameter.grad is not None
+            and lies_at(parameter.grad, gradient)
+            and lies_at(parameter, place)
             for parameter, gradient, place in zip(
                 self.parameters, self.gradients, self.places, strict=True
             )

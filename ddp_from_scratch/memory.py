@@ -56,15 +56,29 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def window(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """The elements of `buffer` from `offset` on, in the parameter's shape and memory order.
+def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The strides that a gradient of this parameter has in a bucket.
 
-    The parameter's own strides are kept where they leave no hole, so that autograd, which lays a
-    gradient out as its parameter, never has to transpose (channels-last models).
+    They are the parameter's own where these leave no hole, so that autograd, which lays a gradient
+    out as its parameter, never has to transpose (channels-last models).
     """
     dense = parameter.is_contiguous() or parameter.permute(_memory_order(parameter)).is_contiguous()
-    strides = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+    return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+
+
+def window(
+    buffer: torch.Tensor, offset: int, parameter: torch.Tensor, strides: tuple[int, ...]
+) -> torch.Tensor:
+    """The elements of `buffer` from `offset` on, in the parameter's shape and with these strides."""
     return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
+
+
+def lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same elements of the same memory.
+
+    Being the same object says less: `module.to(...)` puts other memory under a tensor that stays.
+    """
+    return tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride()
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:

@@ -25,6 +25,7 @@ from torch.autograd.graph import increment_version
 from .bucket import Bucket
 from .check_sync import check_sync
 from .flat_run import FlatRun, can_move, overlapping
+from .memory import lies_at
 from .reducer import Reducer
 from .sgd import SGD, update
 
@@ -137,16 +138,15 @@ class NodeSharedSGD(SGD):
         """The parts of a run that have gradients, neighbours together."""
         stretches: list[Stretch] = []
         for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
-            if parameter.data_ptr() != place.data_ptr():
+            if not lies_at(parameter, place):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} does not lie in shared memory "
                     f"any longer: its .data was replaced after the first step"
                 )
             if parameter.grad is None:
                 continue
-            if parameter.grad is not run.gradients[index]:  # the buckets were laid out anew
+            if not lies_at(parameter.grad, run.gradients[index]):  # laid out anew, or moved
                 run.gradients[index].copy_(parameter.grad)
-                parameter.grad = run.gradients[index]
             first = has_momentum and self._move_momentum(parameter, run.momentum()[1][index])
             begin = int(place.storage_offset())
             end = begin + parameter.numel()

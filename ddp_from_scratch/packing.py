@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from .layout import BucketLayout
-from .memory import window
+from .memory import dense_strides, lies_at, window
 
 _SMALL = 2**15  # bytes of a gradient
 
@@ -17,7 +17,10 @@ class Packing:
                       |       |       |
         buffer      | a     | b     | c     |    views: windows of it
 
-    With `gradient_as_bucket_view` such a window is the parameter's `.grad` between backward passes.
+    With `gradient_as_bucket_view` the parameter's `.grad` is such a window between backward passes,
+    another tensor object over the same memory: what happens to that one (`module.half()` gives it
+    other memory) leaves the window where it is.
+
     Large gradients on a CPU are packed one by one then, as they come, while they are in the cache,
     and `.grad` is None until the average is there: what autograd adds meanwhile comes as a gradient
     of its own.
@@ -27,9 +30,10 @@ class Packing:
         parameters: the members' parameters, in the layout's order.
         flat: the buffer.
         gradient_as_bucket_view: let `.grad` be the window.
+        strides: of the members' windows; None takes their parameters' own.
 
     Attributes:
-        views: a window for each member, with the shape and strides of its parameter.
+        views: a window for each member, with the shape of its parameter. Never somebody's `.grad`.
         one_by_one: whether `pack_one` is to be called with each gradient.
     """
 
@@ -39,10 +43,13 @@ class Packing:
         parameters: Sequence[torch.nn.Parameter],
         flat: torch.Tensor,
         gradient_as_bucket_view: bool,
+        strides: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self._layout, self._parameters, self._flat = layout, parameters, flat
+        self._strides = strides or [dense_strides(parameter) for parameter in parameters]
         self._as_view = gradient_as_bucket_view
         self.views = self.windows_of(flat)
+        self._lent = self.windows_of(flat) if gradient_as_bucket_view else []
         self._position = {index: position for position, index in enumerate(layout.members)}
         # One call for all members, where each by itself would cost more than its elements.
         self._together = flat.device.type != "cpu" or flat.nbytes < _SMALL * len(parameters)
@@ -53,8 +60,10 @@ class Packing:
     def windows_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """A window of `buffer` for each member."""
         return [
-            window(buffer, offset, parameter)
-            for offset, parameter in zip(self._layout.offsets, self._parameters, strict=True)
+            window(buffer, offset, parameter, strides)
+            for offset, parameter, strides in zip(
+                self._layout.offsets, self._parameters, self._strides, strict=True
+            )
         ]
 
     def pack_one(self, index: int, factor: float) -> None:
@@ -66,7 +75,7 @@ class Packing:
             return
         if index in self._packed:
             view.add_(gradient, alpha=factor)
-        elif gradient is view:  # accumulated in place
+        elif lies_at(gradient, view):  # accumulated in place
             _scale(view, factor)
         elif factor == 1:
             view.copy_(gradient)
@@ -78,9 +87,10 @@ class Packing:
 
     def hold(self) -> None:
         """Gives what `pack_one` has packed back to `.grad`, to rounding."""
-        for index, parameter, view in self._members():
-            if index in self._packed:
-                parameter.grad = _scale(view, 1 / self._factor)
+        for index in self._packed:
+            position = self._position[index]
+            _scale(self.views[position], 1 / self._factor)
+            self._parameters[position].grad = self._lend(position)
         self._packed.clear()
 
     def pack(self, factor: float, absent: Collection[int]) -> None:
@@ -95,7 +105,7 @@ class Packing:
         """
         # A gradient that is the window already (accumulated in place) lies there.
         sources, windows, in_place = [], [], []
-        for index, parameter, view in self._members():
+        for position, (index, parameter, view) in enumerate(self._members()):
             if index in self._packed:
                 continue
             gradient = parameter.grad
@@ -107,7 +117,7 @@ class Packing:
                     )
                 view.zero_()
                 continue
-            if gradient is view:
+            if lies_at(gradient, view):
                 in_place.append(view)
                 if index in absent:
                     parameter.grad = view.clone()  # stays as it is if no rank has used it
@@ -115,7 +125,7 @@ class Packing:
             sources.append(gradient)
             windows.append(view)
             if self._as_view and index not in absent:
-                parameter.grad = view  # its own memory is free again
+                parameter.grad = self._lend(position)  # its own memory is free again
         if self._together or factor == 1:
             _copy(windows, sources)
             _scale(self._flat, factor)
@@ -133,11 +143,11 @@ class Packing:
             absent: as of `pack`: they get a `.grad` even where they have none.
         """
         gradients, windows = [], []
-        for index, parameter, view in self._members():
+        for position, (index, parameter, view) in enumerate(self._members()):
             if used is not None and index not in used:
                 continue
             if self._as_view:
-                parameter.grad = view
+                parameter.grad = self._lend(position)
             elif parameter.grad is None:
                 if index in absent:  # else set to None by the user while it was under way
                     parameter.grad = view.clone()
@@ -153,8 +163,18 @@ class Packing:
     def leave(self) -> None:
         """Gives every `.grad` that is a window of the buffer memory of its own."""
         for _, parameter, view in self._members():
-            if parameter.grad is view:
+            if parameter.grad is not None and lies_at(parameter.grad, view):
                 parameter.grad = view.clone()
+
+    def _lend(self, position: int) -> torch.Tensor:
+        """The window as a tensor that may become `.grad`: the same one as long as it lies there."""
+        lent = self._lent[position]
+        if lent.data_ptr() != self.views[position].data_ptr():
+            view = self.views[position]
+            lent = self._lent[position] = view.as_strided(
+                view.shape, view.stride(), view.storage_offset()
+            )
+        return lent
 
     def _members(self) -> list[tuple[int, torch.nn.Parameter, torch.Tensor]]:
         return list(zip(self._layout.members, self._parameters, self.views, strict=True))
