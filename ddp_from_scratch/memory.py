@@ -69,7 +69,7 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 def window(
     buffer: torch.Tensor, offset: int, parameter: torch.Tensor, strides: tuple[int, ...]
 ) -> torch.Tensor:
-    """The elements of `buffer` from `offset` on, in the parameter's shape and with these strides."""
+    """The elements of `buffer` from `offset` on, in the parameter's shape, with these strides."""
     return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
 
 

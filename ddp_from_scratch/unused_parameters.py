@@ -86,6 +86,10 @@ class GraphWatch:
 
     def on_forward(self, outputs: object, as_before: bool = False) -> None:
         """Walks from all tensors in `outputs`; not again where all is as it was before."""
+        # Inside a transform of torch.func nothing is accumulated in `.grad`, and graphs are not
+        # those of parameters.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return
         tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         if not nodes:

@@ -40,7 +40,10 @@ class Usage:
         self.rank = dist.get_rank(process_group)
         if self.rank < 0:
             raise ValueError("this rank is not a member of the process group")
-        self._count, self._device = len(parameters), parameters[0].device
+        self._parameters, self._count = parameters, len(parameters)
+        self._device = parameters[0].device
+        # What another Reducer, or none, has accumulated: local, and not seen by our hooks.
+        self._inherited = {i for i, p in enumerate(parameters) if p.grad is not None}
         self._process_group = process_group
         self._find_unused = find_unused
         self.may_be_unused = find_unused or static
@@ -73,7 +76,7 @@ class Usage:
 
     def none_of(self, indices: Iterable[int]) -> bool:
         """Whether none of these got a gradient since the last average."""
-        return self._used.isdisjoint(indices)
+        return (self._used | self._still_inherited()).isdisjoint(indices)
 
     def count(self, index: int) -> bool:
         """A gradient came in a pass that averages; True when it is its parameter's last."""
@@ -90,6 +93,7 @@ class Usage:
         parameter knows it already.
         """
         used, self._used = self._used, set()
+        inherited, self._inherited = self._still_inherited() - used, set()
         self.stayed &= self._before in (None, used)
         self._before = used
         if not self.may_be_unused:
@@ -100,15 +104,22 @@ class Usage:
         # From pinned memory, so that the host does not wait for what a GPU has to do before.
         mine = torch.zeros(self._count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         mine[list(used)] = 1
+        mine[list(inherited)] = beyond = 1 + dist.get_world_size(self._process_group)
         counts = mine.to(self._device, non_blocking=True)
         work = dist.all_reduce(counts, group=self._process_group, async_op=True)
         assert work is not None, "this rank is not a member of the process group"
         if len(used) < self._count:
             work.wait()
-            used = set(counts.nonzero().flatten().tolist())
+            found = dict(enumerate(counts.tolist()))
+            used = {index for index, times in found.items() if times % beyond}
+            inherited = {index for index, times in found.items() if times >= beyond}
         if self.is_static:
             self._used_by_any = used
-        return used
+        return used | inherited
+
+    def _still_inherited(self) -> set[int]:
+        """What was inherited and has not been dropped, by `zero_grad()`."""
+        return {index for index in self._inherited if self._parameters[index].grad is not None}
 
     def end_pass(self) -> list[tuple[int, int, int]]:
         """What broke the promise of a static graph: (parameter, gradients now, in the first)."""

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_reducer import BYTES, Chain, Terms, mean, own, recorded
 from torch import nn
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -407,6 +409,77 @@ def grad_of_grad(world, kind):
 @pytest.mark.parametrize("kind", ["find_unused_parameters", "static_graph"])
 def test_autograd_grad_is_local(pair, kind):
     pair(grad_of_grad, kind)
+
+
+def inside_torch_func(world, kind):
+    """Transforms of torch.func, before the first average and after it, are this rank's own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    plain = copy.deepcopy(model)
+    reducer = Reducer(model, **{kind: True})
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    several = {name: torch.stack([p, p]) for name, p in parameters.items()}
+    x = torch.full((2, 3), float(world.rank))
+
+    def of_parameters(values):
+        return functional_call(model, values, (x,)).sum()
+
+    for _ in range(3):
+        if world.rank == 0:
+            torch.func.grad(lambda x: model(x).sum())(x)
+            torch.func.grad(of_parameters)(parameters)
+            torch.func.vmap(torch.func.grad(of_parameters))(several)
+            torch.func.jacfwd(model)(x)
+            value, back = torch.func.vjp(model, x)
+            back(torch.ones_like(value))
+        model.zero_grad()
+        torch.vmap(model)(x).sum().backward()
+        plain.zero_grad()
+        plain(x).sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            torch.testing.assert_close(p.grad, q.grad / world.world_size)
+    reducer.remove()
+
+
+@pytest.mark.parametrize("kind", ["find_unused_parameters", "static_graph"])
+def test_transforms_of_torch_func_are_local(pair, kind):
+    pair(inside_torch_func, kind)
+
+
+# A second Reducer -------------------------------------------------------------------------------
+
+
+def accumulated_under_another_reducer(world, kind, dropped):
+    """Rank 0 has accumulated a gradient that no pass of the second Reducer brings."""
+    model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    x = torch.ones(1, 2)
+    first = Reducer(model, find_unused_parameters=True)
+    with first.no_sync():
+        (model[0](x) * (world.rank == 0) + model[1](x)).sum().backward()
+    first.remove()
+    if world.rank:
+        model[0].weight.grad = None
+    second = Reducer(model, **{kind: True})
+    if dropped:
+        model.zero_grad()
+    for average in range(2):
+        model[1](x).sum().backward()
+        if dropped:
+            assert model[0].weight.grad is None
+        else:
+            assert model[0].weight.grad.tolist() == [[1 / world.world_size] * 2] * 2
+        local = 1 if dropped else 2
+        assert model[1].weight.grad.tolist() == [[local + average] * 2] * 2
+    second.remove()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("kind", ["find_unused_parameters", "static_graph"])
+def test_what_another_reducer_has_accumulated_is_averaged_too(pair, kind, dropped):
+    pair(accumulated_under_another_reducer, kind, dropped)
 
 
 # Beside torch -----------------------------------------------------------------------------------
