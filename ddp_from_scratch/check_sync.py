@@ -11,6 +11,12 @@ import torch.distributed as dist
 
 from .checksum import checksums
 
+_EVERY = 100  # averages between checks that forward passes which write to parameters bring about
+_WRITTEN = (
+    "Forward passes write to parameters, and not from what is the same on every rank: write to "
+    "them after the step, alike on every rank, or keep in a buffer what follows a rank's data"
+)
+
 Mark = tuple[str, int]  # dtype and shape, checksum
 
 
@@ -52,8 +58,12 @@ class DriftCheck:
     part: a forward pass or a step may be one rank's own affair. What is compared is thereby the
     result of the step before.
 
+    Where `every` is None, but some rank's forward pass has written to parameters before the first
+    average, ranks are compared then, and in every hundredth average from then on: what is computed
+    from the parameters alone keeps ranks equal, what is computed from the rank's data does not.
+
     Args:
-        every: the number of averages from one check to the next; None means never.
+        every: the number of averages from one check to the next; None means as above.
         module, process_group, ignore: as of `check_sync`.
 
     Raises:
@@ -69,7 +79,7 @@ class DriftCheck:
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"check_every must be 1 or more, got {every}")
-        self._every = every
+        self._every, self._written = every, False
         self._module, self._process_group, self._ignore = module, process_group, ignore
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 
@@ -78,25 +88,47 @@ class DriftCheck:
         if self._every is not None and all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def on_average(self, number: int, is_current: bool) -> None:
+    @property
+    def on(self) -> bool:
+        """Whether ranks are compared at all."""
+        return self._every is not None
+
+    def on_average(self, number: int, is_current: bool, written: bool) -> None:
         """Compares, where it is time to. Collective.
 
         Args:
             number: of averages so far.
+            written: whether forward passes on this rank have written to parameters.
             is_current: False on a rank that has run out of data: it has stepped no longer, and
                 is left out of the comparison.
 
         Raises:
             RuntimeError: on every rank, as `check_sync`.
         """
-        if self._every is None or number % self._every:
+        if number == 1 and self._every is None and self._any(written):
+            self._every, self._written = _EVERY, True
+            is_time = True
+        else:
+            is_time = self._every is not None and number % self._every == 0
+        if not is_time:
             return
         self._optimizers = [known for known in self._optimizers if known() is not None]
         held = None
         if is_current:
             alive = [found for known in self._optimizers if (found := known()) is not None]
             held = _Held(self._module, alive, self._ignore)
-        _compare(held, self._process_group, f"average {number}: ")
+        try:
+            _compare(held, self._process_group, f"average {number}: ")
+        except RuntimeError as error:
+            if not self._written:
+                raise
+            raise RuntimeError(f"{error}. {_WRITTEN}") from None
+
+    def _any(self, written: bool) -> bool:
+        """Whether it is so on any rank. Collective."""
+        flag = torch.tensor([int(written)], device=_device(self._process_group))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._process_group)
+        return bool(flag.item())
 
 
 class _Held:
@@ -142,9 +174,7 @@ def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: str) -> str:
-    # nccl has no CPU tensors; what is computed on a GPU may be compared over gloo.
-    on_gpu = dist.get_backend(process_group) == "nccl"
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = _device(process_group)
     digest = 0 if held is None else int.from_bytes(held.digest(), "little", signed=True)
     mine = torch.tensor([int(held is not None), digest], device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
@@ -153,6 +183,11 @@ def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: 
     if len(found) > 1:
         _find_difference(held, process_group, when)
     return "" if held is None else held.digest(held.of_parameters).hex()
+
+
+def _device(process_group: dist.ProcessGroup | None) -> torch.device:
+    # nccl has no CPU tensors; what is computed on a GPU may be compared over gloo.
+    return torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
 
 
 def _find_difference(

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .backward_pass import BackwardPass
 from .bucket import Bucket
 from .buckets import Buckets
+from .share import Share
 from .snapshot import AGAIN, Snapshot
 from .usage import Usage
 
@@ -35,7 +37,7 @@ class Guard:
 
     def check_forward(self) -> None:
         """Raises if the forward pass that begins, one of training, would not be averaged right."""
-        if _trains(self._module):
+        if trains(self._module):
             self._snapshot.check(self._module, self._usage.varies, self._rank)
             self.check_complete()
 
@@ -57,6 +59,24 @@ class Guard:
                 f"loss on every rank, unless the Reducer has find_unused_parameters=True"
             )
 
+    def unequal_weights(self, share: Share) -> RuntimeError | None:
+        """Synchronised batch norm mixes gradients before they are weighed. Collective there."""
+        if not self.has_sync_batch_norm() or share.all_equal():
+            return None
+        return RuntimeError(
+            "the weights of ranks differ, and the module has synchronised batch norm, which mixes "
+            "the gradients of all ranks before they are weighed: leave weight() out, and multiply "
+            "each rank's loss by its amount x world size / the sum of all amounts"
+        )
+
+    def has_sync_batch_norm(self) -> bool:
+        """Whether a layer that trains takes its moments over several ranks."""
+        self._snapshot.difference(self._module)  # layers may have been converted since
+        return any(
+            isinstance(layer, _BatchNorm) and layer.training
+            for layer in self._snapshot.communicating
+        )
+
     def check_static(self, differences: Sequence[tuple[int, int, int]]) -> None:
         """Raises if a backward pass was not as the first one."""
         if differences:
@@ -76,6 +96,14 @@ class Guard:
             f"used outside of the module's forward, use static_graph=True"
         )
 
+    def written_late(self, names: list[str]) -> RuntimeError:
+        """A forward pass wrote to parameters, as none did before the first average."""
+        return RuntimeError(
+            f"a forward pass on rank {self._rank} has written to {_shortened(names)}, which other "
+            f"ranks may not have: write to parameters after the step, alike on every rank; or let "
+            f"the Reducer compare ranks, with check_every=N"
+        )
+
     def check_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Raises if its bucket cannot hold this gradient."""
         name, flat = self._buckets.names[index], isinstance(self._buckets.of(index), Bucket)
@@ -93,7 +121,7 @@ class Guard:
             )
 
 
-def _trains(module: torch.nn.Module) -> bool:
+def trains(module: torch.nn.Module) -> bool:
     """Whether the forward pass that begins is one of training, which all ranks take part in.
 
     An evaluation is one rank's own affair; recomputing, for activation checkpointing, is part of

@@ -71,12 +71,14 @@ class JoinableReducer(Joinable):
         """Called before each forward pass that trains. Collective inside a `Join` context.
 
         Raises:
-            RuntimeError: some rank has no data left, with `throw_on_early_termination`.
+            RuntimeError: some rank has no data left, with `throw_on_early_termination`, or where
+                the module has synchronised batch norm.
         """
         sync = self.reducer.sync
         if self._join_config.enable:
             self.reducer.sending.joining = True
             Join.notify_join_context(self)
+            self.check_norms(1.0)
             share = self.agree(1.0 if sync else 0.0)
             if not sync:
                 return
@@ -99,6 +101,20 @@ class JoinableReducer(Joinable):
         """This rank's part among those that average in this step."""
         return Share.of(amount, self.join_device, self.reducer.process_group)
 
+    def check_norms(self, amount: float) -> None:
+        """Raises, on every rank, where layers wait for a rank that has no data left. Collective.
+
+        Args:
+            amount: 1 on ranks with data, else 0.
+        """
+        if not self.reducer.has_sync_batch_norm:
+            return
+        if self.agree(amount).total() < dist.get_world_size(self.reducer.process_group):
+            raise RuntimeError(
+                "a rank has run out of data inside join(), and synchronised batch norm needs all "
+                "ranks in every forward pass: give all ranks as many batches"
+            )
+
     def agree_on_rank(self, candidate: bool) -> int:
         """The highest rank among the candidates. Collective."""
         rank = dist.get_rank(self.reducer.process_group) if candidate else -1
@@ -113,6 +129,7 @@ class _Hook(JoinHook):
 
     def main_hook(self) -> None:
         """One step of the others."""
+        self.joinable.check_norms(0.0)
         nothing = self.joinable.agree(0.0)
         if nothing.total() == 0:  # they accumulate
             return
@@ -150,7 +167,8 @@ def join(
         throw_on_early_termination: raise on every rank as soon as one has no data left.
 
     Raises:
-        RuntimeError: with `throw_on_early_termination`, when the first rank has no data left.
+        RuntimeError: when the first rank has no data left, with `throw_on_early_termination` or
+            synchronised batch norm.
 
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
     """

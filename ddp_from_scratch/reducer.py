@@ -17,7 +17,8 @@ from .bucket import Bucket, CommHook
 from .buckets import Buckets
 from .cap_search import CapSearch
 from .check_sync import DriftCheck
-from .guard import Guard
+from .forward_writes import ForwardWrites, check_rescaling
+from .guard import Guard, trains
 from .hooks import Hooks
 from .layout import Caps, bucket_caps
 from .ready_order import ReadyOrder
@@ -48,7 +49,8 @@ class Reducer:
 
     Args:
         module: its parameters with `requires_grad` are synchronised. All ranks must hold the same
-            ones (`broadcast_parameters` checks that).
+            ones (`broadcast_parameters` checks that). A forward pass that writes to parameters
+            makes ranks compare them (`check_every`).
         process_group: the ranks that take part; None means all of them.
         bucket_cap_mb: size in MiB at which a bucket is closed: 0 one bucket for each parameter,
             `inf` one for all; None and a sequence as in `bucket_caps`. "auto" tries several in the
@@ -118,7 +120,11 @@ class Reducer:
         self.on_landed: Callable[[Bucket], None] | None = None
 
         self._skip_unused = skip_unused
-        self._has_layers_that_send = any(hasattr(m, "process_group") for m in module.modules())
+        self._snapshot = snapshot
+        self._writes: ForwardWrites | None = None  # one rank cannot differ from others
+        if dist.get_world_size(process_group) > 1:
+            check_rescaling(module, snapshot.parameters)
+            self._writes = ForwardWrites(snapshot.parameters)
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._backward = BackwardPass()
         self._next_bucket = 0  # every bucket before it has been launched
@@ -130,7 +136,7 @@ class Reducer:
         self._graphs = GraphWatch(parameters, self._on_enter)
         self._drift = DriftCheck(check_every, module, process_group, ignore)
         self._stall = StallWatch(stall_after, self._progress, process_group)
-        called = self._on_gradient, self.check_forward, self._after_forward, self._before_step
+        called = self._on_gradient, self._before_forward, self._after_forward, self._before_step
         self._hooks = Hooks(module, parameters, *called)
 
     @property
@@ -152,6 +158,11 @@ class Reducer:
     def bucket_cap_mb(self) -> float | Sequence[float] | None:
         """As given (None: what it stands for), or what "auto" has settled on, None until then."""
         return self._search.present.bucket_cap_mb if self._search.settled else None
+
+    @property
+    def has_sync_batch_norm(self) -> bool:
+        """Whether the module has a batch norm over several ranks, in training mode."""
+        return self._guard.has_sync_batch_norm()
 
     @property
     def overlap(self) -> bool:
@@ -177,9 +188,13 @@ class Reducer:
 
         Raises:
             ValueError: `amount` is negative or not finite.
-            RuntimeError: inside `join()`.
+            RuntimeError: inside `join()`; on every rank, the amounts differ and the module has
+                synchronised batch norm.
         """
-        self.sending.weigh(amount)
+        error = self._guard.unequal_weights(self.sending.weigh(amount))
+        if error is not None:
+            self.sending.count_by(None)
+            raise error
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook(state, bucket)` average each bucket from now on; see `comm_hooks`.
@@ -252,10 +267,18 @@ class Reducer:
 
     def _launch_early(self) -> None:
         """During backward: launches what is full, unless that is to wait for its end."""
-        # Synchronised batch norm has collectives in backward. Those that a hook starts when others
-        # have landed would come before them on one rank and after them on another.
-        if self.overlap and (self.sending.may_overlap() or not self._has_layers_that_send):
+        # Synchronised batch norm has collectives in backward. Two kinds of ours would come before
+        # them on one rank and after them on another: those that a hook starts when others have
+        # landed, and those of buckets that are full early where their parameters are unused.
+        varies = self._usage.may_be_unused or not self.sending.may_overlap()
+        if self.overlap and not (varies and self._layers_communicate()):
             self._launch_full_buckets()
+
+    def _layers_communicate(self) -> bool:
+        """Whether layers have collectives in the Reducer's own group."""
+        ours = self.process_group or dist.group.WORLD
+        found = (layer.process_group or dist.group.WORLD for layer in self._snapshot.communicating)
+        return any(group is ours for group in found)
 
     def _launch_full_buckets(self) -> None:
         """Launches, in order, up to the first bucket that is not full. Idempotent."""
@@ -317,7 +340,8 @@ class Reducer:
             self._buckets.lay_out(self._order.agree(self.device, self.process_group))
         elif not self._search.settled:
             self._search.on_average(self._order.present())
-        self._drift.on_average(self.iteration, is_current=unpack)
+        written = self._writes is not None and bool(self._writes.names)
+        self._drift.on_average(self.iteration, is_current=unpack, written=written)
 
     # Around forward, and before a step -----------------------------------------------------------
 
@@ -325,7 +349,16 @@ class Reducer:
         """Raises if the forward pass that begins, one of training, would not be averaged right."""
         self._guard.check_forward()
 
+    def _before_forward(self) -> None:
+        self.check_forward()
+        if self._writes is not None and trains(self.module):
+            self._writes.on_enter()
+
     def _after_forward(self, outputs: object) -> None:
+        if self._writes is not None:
+            written = self._writes.on_exit()
+            if written and self.iteration and not self._drift.on:
+                raise self._guard.written_late(written)
         if self._usage.may_be_unused:
             self._graphs.on_forward(outputs, as_before=self._usage.is_static)
 

@@ -52,11 +52,13 @@ class Sending:
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.hook, self.state, self._way = hook, state, None
 
-    def weigh(self, amount: float) -> None:
-        """As `Reducer.weight`."""
+    def weigh(self, amount: float) -> Share:
+        """As `Reducer.weight`; returns what ranks are agreeing on."""
         if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
-        self.count_by(Share.of(amount, self._device, self._process_group))
+        share = Share.of(amount, self._device, self._process_group)
+        self.count_by(share)
+        return share
 
     def count_by(self, share: Share | None) -> None:
         """What this rank's gradients are multiplied by before the next average; None means 1."""

@@ -13,21 +13,21 @@ class Share:
 
     Args:
         amount: this rank's samples or tokens.
-        total: tensor of one element, the sum of all ranks' amounts once `work` has ended.
-        work: the all-reduce of `total`.
+        sums: of all ranks' amounts and of their squares, float64, (2,), once `work` has ended.
+        work: the all-reduce of `sums`.
         process_group: the ranks that take part.
     """
 
     def __init__(
         self,
         amount: float,
-        total: torch.Tensor,
+        sums: torch.Tensor,
         work: dist.Work,
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        self._amount, self._total, self._work = amount, total, work
+        self._amount, self._sums, self._work = amount, sums, work
         self._world_size = dist.get_world_size(process_group)
-        self._sum: float | None = None
+        self._agreed: tuple[float, float] | None = None
 
     @classmethod
     def of(
@@ -41,17 +41,28 @@ class Share:
         if not 0 <= amount < float("inf"):
             raise ValueError(f"a weight must be 0 or more, and finite, got {amount}")
         # Filled where it is: a number that is copied to a GPU waits for what that has to do before.
-        total = torch.full((1,), amount, dtype=torch.float64, device=device)
-        work = dist.all_reduce(total, group=process_group, async_op=True)
+        sums = torch.full((2,), amount, dtype=torch.float64, device=device)
+        sums[1:].mul_(amount)
+        work = dist.all_reduce(sums, group=process_group, async_op=True)
         assert work is not None, "this rank is not a member of the process group"
-        return cls(amount, total, work, process_group)
+        return cls(amount, sums, work, process_group)
+
+    def _agree(self) -> tuple[float, float]:
+        if self._agreed is None:
+            self._work.wait()
+            total, squares = self._sums.tolist()
+            self._agreed = total, squares
+        return self._agreed
 
     def total(self) -> float:
         """The amounts of all ranks together. Waits, the first time, until all have given theirs."""
-        if self._sum is None:
-            self._work.wait()
-            self._sum = self._total.item()
-        return self._sum
+        return self._agree()[0]
+
+    def all_equal(self) -> bool:
+        """Whether all ranks have given the same amount, to rounding. Waits as `total` does."""
+        total, squares = self._agree()
+        # Never negative, and zero only where all are equal (Cauchy and Schwarz).
+        return self._world_size * squares - total**2 <= 1e-12 * total**2
 
     def value(self) -> float:
         """What this rank's gradients are multiplied by. Waits as `total` does.

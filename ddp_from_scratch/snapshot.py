@@ -16,14 +16,19 @@ class Snapshot:
 
     Attributes:
         parameters: all others, by name.
+        communicating: layers that have collectives of their own, such as synchronised batch norm.
     """
 
     def __init__(self, module: torch.nn.Module, ignore: Collection[str] = ()) -> None:
         self._ignore = frozenset(ignore)
         self.parameters = self._parameters_of(module)
         self._traits = {name: _traits(p) for name, p in self.parameters.items()}
+        self._look_at(module)
+
+    def _look_at(self, module: torch.nn.Module) -> None:
         # Names are not built anew in every forward pass: it is enough to compare who owns what.
         self._owners = [(owner, _owned(owner)) for owner in module.modules()]
+        self.communicating = [m for m in module.modules() if hasattr(m, "process_group")]
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Those that require a gradient, by name.
@@ -57,6 +62,7 @@ class Snapshot:
                 if then is not this and not (then is not None and _is_substitute(this)):
                     verb = "removed" if this is None else "added" if then is None else "replaced"
                     return f"parameter {name} was {verb}"
+            self._look_at(module)  # a layer was replaced, with its parameters: converted batch norm
         for name, parameter in self.parameters.items():
             before, after = self._traits[name], _traits(parameter)
             if before != after and not (may_freeze and before == (True, *after[1:])):

@@ -116,6 +116,9 @@ class SyncBatchNorm(_BatchNorm):
         moments = _moments_of_all_ranks(input, self.process_group)
         if self.track_running_stats:
             self._update_running_statistics(moments)
+        if moments.need_gradient and torch.is_grad_enabled():
+            # Other ranks have layers below this one that learn, and sum with this rank in backward.
+            input = input.detach().requires_grad_()
         output: torch.Tensor = _Normalize.apply(
             input, self.weight, self.bias, moments, self.eps, self.process_group
         )
@@ -169,17 +172,19 @@ class _Moments:
         mean: float64, (C,).
         variance: of the population, not of a sample; float64, (C,).
         empty: no rank has any value.
+        need_gradient: other ranks' values came out of layers that learn, and this rank's did not.
     """
 
     count: torch.Tensor
     mean: torch.Tensor
     variance: torch.Tensor
     empty: bool = False
+    need_gradient: bool = False
 
 
 @torch.no_grad()
 def _moments_of_all_ranks(x: torch.Tensor, process_group: dist.ProcessGroup | None) -> _Moments:
-    """Collective: one all-gather of 2 C + 1 numbers.
+    """Collective: one all-gather of 2 C + 2 numbers.
 
     Raises:
         ValueError: on every rank: all of them together have one value per channel.
@@ -188,10 +193,12 @@ def _moments_of_all_ranks(x: torch.Tensor, process_group: dist.ProcessGroup | No
     everyone = mine.new_empty(dist.get_world_size(process_group) * len(mine))
     dist.all_gather_into_tensor(everyone, mine, group=process_group)
     moments = _merge_moments(everyone.view(-1, len(mine)), x.size(1))
-    # Only where it may be so is the device waited for, and then it is so on every rank.
+    # Only where it may be so is the device waited for.
+    if not x.requires_grad:
+        moments = replace(moments, need_gradient=bool(everyone[len(mine) - 1 :: len(mine)].any()))
     if x.numel() > x.size(1):
         return moments
-    values = int(everyone[len(mine) - 1 :: len(mine)].sum())
+    values = int(everyone[len(mine) - 2 :: len(mine)].sum())
     if values == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.size()}"
@@ -200,7 +207,9 @@ def _moments_of_all_ranks(x: torch.Tensor, process_group: dist.ProcessGroup | No
 
 
 def _pack_moments(x: torch.Tensor) -> torch.Tensor:
-    """[mean, sum of squared deviations, count] of `x` (N, C, ...), float64, (2 C + 1,).
+    """[mean, sum of squared deviations, count, learns] of `x` (N, C, ...), float64, (2 C + 2,).
+
+    The last is 1 where layers below take a gradient from `x`, else 0.
 
     Deviations from the mean, not squares: where values are large and lie close together, the
     difference of large squares would have nothing left.
@@ -209,13 +218,15 @@ def _pack_moments(x: torch.Tensor) -> torch.Tensor:
     wide = x.to(_wide(x.dtype))
     mean = wide.sum(_all_but_channels(x)) / max(count, 1)
     squares = (wide - _along_channels(mean, x)).square_().sum(_all_but_channels(x))
-    counted = torch.full((1,), count, dtype=torch.float64, device=x.device)
-    return torch.cat([mean.double(), squares.double(), counted])
+    # Filled where they are: a number that is copied to a GPU waits for what that has to do before.
+    counted, learns = torch.full((2, 1), count, dtype=torch.float64, device=x.device)
+    learns.fill_(x.requires_grad)
+    return torch.cat([mean.double(), squares.double(), counted, learns])
 
 
 def _merge_moments(packed: torch.Tensor, channels: int) -> _Moments:
     """The moments of all values from those of each rank, one in each row of `packed`."""
-    means, squares, counts = packed.split([channels, channels, 1], dim=1)
+    means, squares, counts, _ = packed.split([channels, channels, 1, 1], dim=1)
     count = counts.sum(0).clamp(min=1)
     mean = (counts * means).sum(0) / count
     variance = (squares + counts * (means - mean).square()).sum(0) / count
@@ -266,7 +277,7 @@ class _Normalize(torch.autograd.Function):
             d_weight = sums[1] * inverse
         if ctx.needs_input_grad[2]:
             d_bias = sums[0].clone()  # this rank's, before the sum over all
-        # Where the input needs no gradient it needs none on any rank, and nothing is sent.
+        # Where the input needs no gradient it needs none on any rank (`SyncBatchNorm.forward`).
         if ctx.needs_input_grad[0]:
             dist.all_reduce(sums, group=ctx.process_group)
             of_dy, of_product = sums / count

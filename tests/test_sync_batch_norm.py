@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,10 +15,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import (
+    DistributedDataParallel,
     Reducer,
     SyncBatchNorm,
     broadcast_parameters,
     convert_sync_batchnorm,
+    join,
     sync_batch_norm,
 )
 
@@ -39,9 +41,9 @@ def test_moments_by_hand():
     one = sync_batch_norm._pack_moments(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
     other = sync_batch_norm._pack_moments(torch.tensor([[8.0, 5.0]]))
     none = sync_batch_norm._pack_moments(torch.zeros(0, 2))
-    assert one.tolist() == [2, 5, 2, 0, 2]
-    assert other.tolist() == [8, 5, 0, 0, 1]
-    assert none.tolist() == [0] * 5
+    assert one.tolist() == [2, 5, 2, 0, 2, 0]
+    assert other.tolist() == [8, 5, 0, 0, 1, 0]
+    assert none.tolist() == [0] * 6
     moments = sync_batch_norm._merge_moments(torch.stack([one, none, other]), 2)
     assert moments.count.tolist() == [3]
     assert moments.mean.tolist() == [4, 5]
@@ -436,6 +438,105 @@ def converted_later(world):
 
 def test_conversion_after_the_reducer_is_made(crew):
     crew(converted_later)
+
+
+class Branching(nn.Module):
+    """A batch norm, and a branch below it that only some ranks take.
+
+    The branch is in the first bucket, as the last to be registered, but its gradient comes last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False)
+        self.branch = nn.Linear(4, 4, bias=False)
+
+    def before(self, x: torch.Tensor, takes: bool) -> torch.Tensor:
+        return self.branch(x) if takes else x
+
+    def forward(self, x: torch.Tensor, takes: bool) -> torch.Tensor:
+        return self.head(self.norm(self.before(x, takes)))
+
+
+def branching(world, own_group, options):
+    n = world.world_size
+    torch.manual_seed(0)
+    ours = Branching().double()
+    whole = copy.deepcopy(ours)
+    convert_sync_batchnorm(ours, dist.new_group(list(range(n))) if own_group else None)
+    reducer = Reducer(ours, bucket_cap_mb=0, **options)
+    for step in range(4):
+        x = torch.randn(n, 3, 4, dtype=torch.float64)
+        static = "static_graph" in options
+        takes = [(rank + (0 if static else step)) % 2 == 0 for rank in range(n)]
+        ours.zero_grad()
+        whole.zero_grad()
+        ours(x[world.rank], takes[world.rank]).square().mean().backward()
+        both = torch.cat([whole.before(part, take) for part, take in zip(x, takes, strict=True)])
+        whole.head(whole.norm(both)).square().mean().backward()
+        for (name, p), q in zip(ours.named_parameters(), whole.parameters(), strict=True):
+            assert (p.grad - q.grad).abs().max() < 1e-12, (step, name)
+    reducer.remove()
+
+
+@pytest.mark.parametrize("options", ["find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("own_group", [False, True], ids=["one group", "a group of its own"])
+def test_a_branch_that_only_some_ranks_take(crew, own_group, options):
+    crew(branching, own_group, {options: True})
+
+
+def unequal_weights(world):
+    """Refused on every rank, and right with weighted losses; equal weights are right."""
+    n = world.world_size
+    sizes = range(2, 2 + n)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    broadcast_parameters(model)
+    whole = copy.deepcopy(model)
+    reducer = Reducer(convert_sync_batchnorm(model))
+    x = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(0)).double()
+    mine = x.split(list(sizes))[world.rank]
+    with pytest.raises(RuntimeError, match="weights of ranks differ"):
+        reducer.weight(len(mine))
+    for equal in (5, 0.1):
+        reducer.weight(equal)
+    total = torch.tensor(float(len(mine)))
+    dist.all_reduce(total)
+    loss = model(mine).square().mean() * len(mine) * n / total
+    loss.backward()
+    whole(x).square().mean().backward()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() < 1e-12
+    model.eval()
+    reducer.weight(len(mine))  # moments are not taken over ranks
+    reducer.remove()
+
+
+def test_unequal_weights_are_refused(crew):
+    crew(unequal_weights)
+
+
+def out_of_data(world, wrapped, accumulates):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    convert_sync_batchnorm(model)
+    called = DistributedDataParallel(model) if wrapped else model
+    reducer = called.reducer if wrapped else Reducer(model)
+    context = called.join() if wrapped else join(reducer)
+
+    def train() -> None:
+        with context:
+            for _ in range(2 + world.rank):
+                with reducer.no_sync() if accumulates else nullcontext():
+                    called(torch.randn(2, 3)).sum().backward()
+
+    with pytest.raises(RuntimeError, match="a rank has run out of data"):
+        train()
+    reducer.remove()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_rank_that_runs_out_of_data_is_told(crew, wrapped, accumulates):
+    crew(out_of_data, wrapped, accumulates)
 
 
 def test_training_with_activation_checkpointing(crew):
