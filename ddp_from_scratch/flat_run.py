@@ -16,6 +16,10 @@ from .memory import lies_at
 
 Allocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
+# Bytes that a parameter begins at a multiple of, as torch allocates it. A matrix product of BLAS
+# rounds otherwise where its operand lies at an odd address.
+_ALIGNMENT = 64
+
 
 class FlatRun:
     """Neighbours in a bucket that belong to one parameter group.
@@ -110,12 +114,20 @@ def flat_runs(
     shared: set[int],
     allocate: Allocate,
 ) -> list[FlatRun]:
-    """Cuts the bucket where the group changes, or where a parameter cannot be moved."""
+    """Cuts the bucket where the group changes, and where a parameter cannot be moved or aligned.
+
+    Most sizes are multiples of 16 elements; after one that is not, the next run begins.
+    """
     traits = [
         (group, can_move(parameter, view) and id(parameter) not in shared)
         for group, parameter, view in zip(groups, bucket.parameters(), bucket.views, strict=True)
     ]
-    cuts = [i for i in range(len(traits)) if i == 0 or traits[i] != traits[i - 1]]
+    offsets, itemsize = bucket.layout.offsets, bucket.buffer().itemsize
+    cuts: list[int] = []
+    for i in range(len(traits)):
+        odd = bool(cuts) and (offsets[i] - offsets[cuts[-1]]) * itemsize % _ALIGNMENT
+        if i == 0 or odd or traits[i] != traits[i - 1]:
+            cuts.append(i)
     runs = []
     for begin, end in zip(cuts, [*cuts[1:], len(traits)], strict=True):
         group, flat = traits[begin]
