@@ -9,6 +9,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+# Its functions have the default group of the time of this import as a default argument. Imported
+# later (torch.optim does, in the first step), it would keep the group alive to the end, and with it
+# gloo's threads, which now and then abort a Python that is about to end.
+import torch.distributed.nn.functional
+
 from . import rendezvous
 from .errors import UsageError
 from .launch import Placement

@@ -65,8 +65,8 @@ class SyncBatchNorm(_BatchNorm):
     Ranks may have unequal batches, and some none. Outputs, gradients and running statistics are
     those of one process with the whole batch, and the running statistics have the same bits on
     every rank. (Gradients of weight and bias are each rank's share; the Reducer averages them like
-    all others.) Every rank must run the layer in forward, and in backward, or none. Ranks that count
-    unequally weigh their losses: `Reducer.weight` would come too late.
+    all others.) Every rank must run the layer in forward, and in backward, or none. Ranks that
+    count unequally weigh their losses: `Reducer.weight` would come too late.
 
     In evaluation mode, and where there is one rank, it is torch's batch norm and communicates
     nothing. 16-bit inputs are summed in float32, and what ranks exchange is summed in float64.

@@ -1,0 +1,68 @@
+"""Nothing of a group is left when it has been closed: no reference, and no thread of gloo's.
+
+A thread that lets go of a tensor while Python ends aborts the process, after its work was done.
+"""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+TRAIN = """
+    import glob
+    import pathlib
+    import weakref
+
+    import torch
+    import torch.distributed as dist
+
+    import ddp_from_scratch as ddp
+
+    def threads():
+        names = [pathlib.Path(name).read_text() for name in glob.glob("/proc/self/task/*/comm")]
+        return sum("gloo" in name for name in names)
+
+    def train():
+        global group, model, optimizer, reducer
+        group = weakref.ref(dist.group.WORLD)
+        model = torch.nn.Linear(3, 3)
+        ddp.broadcast_parameters(model)
+        reducer = ddp.Reducer(model, {options})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        ddp.check_sync(model, optimizers=[optimizer])
+        assert threads() > 0
+"""
+OPENED = {
+    "by process_group": """
+    with ddp.process_group("gloo"):
+        train()
+    """,
+    "by init_process_group": """
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    train()
+    dist.destroy_process_group()
+    """,
+}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("options", ["", "stall_after=30", "find_unused_parameters=True"])
+@pytest.mark.parametrize("opened", OPENED)
+def test_no_thread_is_left(opened, options):
+    end = """
+    assert group() is None, "somebody holds the group"
+    assert threads() == 0, "gloo's threads live on"
+    print("clean")
+    """
+    program = "".join(
+        textwrap.dedent(part) for part in (TRAIN.format(options=options), OPENED[opened], end)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.returncode) == ("clean\n", 0), done.stderr
