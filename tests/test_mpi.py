@@ -518,6 +518,57 @@ def test_ranks_that_call_different_operations_are_told(ranks):
     ranks("mpi", 3)(different_calls)
 
 
+def pairs_that_do_not_fit(world):
+    n, r = world.world_size, world.rank
+    ones = [torch.ones(2) for _ in range(n)]
+
+    def as_list(group):
+        received = [torch.empty(3 if (r, s) == (2, 1) else 2) for s in range(n)]
+        dist.all_to_all(received, ones, group=group)
+
+    def as_rows(group):  # each two rows, but rank 2 expects three of rank 1 and one of rank 0
+        splits = [1, 3, 2] if r == 2 else [2] * n
+        dist.all_to_all_single(torch.empty(6), torch.ones(6), splits, [2] * n, group=group)
+
+    def evenly(group):  # and rank 2 sends more to everybody than they expect
+        sent = torch.ones(9 if r == 2 else 6)
+        dist.all_to_all_single(torch.empty(6), sent, [2] * n, [len(sent) // n] * n, group=group)
+
+    told = {
+        as_list: "all_to_all does not fit: rank 1 sends 2 x torch.float32 to rank 2, which "
+        "expects 3",
+        as_rows: "all_to_all_single does not fit: rank 0 sends 2 x torch.float32 to rank 2, which "
+        "expects 1; rank 1 sends 2 x torch.float32 to rank 2, which expects 3",
+        evenly: "all_to_all_single does not fit: "
+        + "; ".join(
+            f"rank 2 sends 3 x torch.float32 to rank {s}, which expects 2" for s in range(n)
+        ),
+    }
+    for call, text in told.items():
+        group = dist.new_group(timeout=timedelta(seconds=20))
+        with pytest.raises(RuntimeError, match=f"{text}$"):
+            call(group)
+        with pytest.raises(RuntimeError, match=f"the group has failed before: {text}$"):
+            dist.barrier(group)
+
+
+def test_sizes_that_only_a_pair_knows_are_compared(ranks):
+    ranks("mpi", 3)(pairs_that_do_not_fit)
+
+
+def pairs_of_a_group(world):
+    """They are named as in the world, not by their places in the group."""
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=20))
+    if world.rank > 0:
+        sent = [torch.ones(world.rank) for _ in range(2)]
+        with pytest.raises(RuntimeError, match=r"rank 2 sends 2 x torch.float32 to rank 1, which"):
+            dist.all_to_all([torch.ones(1), torch.ones(1)], sent, group=group)
+
+
+def test_pairs_of_a_group_are_named_by_their_ranks_in_the_world(ranks):
+    ranks("mpi", 3)(pairs_of_a_group)
+
+
 def an_error_reaches_the_future(world):
     group = dist.new_group(timeout=timedelta(seconds=20))
     tensor = torch.ones(10 if world.rank == 0 else 5)
@@ -546,6 +597,23 @@ def a_message_that_does_not_fit(world):
 
 def test_an_error_of_mpi_reaches_wait(ranks):
     ranks("mpi", 2)(a_message_that_does_not_fit)
+
+
+def a_message_that_leaves_a_rest(world):
+    """MPI takes it: the rest would stay as it was."""
+    if world.rank == 0:
+        dist.send(torch.ones(5), dst=1)
+        dist.send(torch.ones(10), dst=1)
+    else:
+        received = torch.zeros(10)
+        with pytest.raises(RuntimeError, match=r"recv from rank 0 .*: 20 bytes came, expected 40$"):
+            dist.recv(received, src=0)
+        dist.recv(received, src=0)
+        assert received.eq(1).all()
+
+
+def test_a_message_that_leaves_a_rest_is_an_error(ranks):
+    ranks("mpi", 2)(a_message_that_leaves_a_rest)
 
 
 def test_bitwise_reductions_are_for_integers():

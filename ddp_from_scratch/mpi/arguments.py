@@ -51,6 +51,15 @@ def check_count(kind: str, what: str, tensors: Sequence[torch.Tensor], size: int
         raise ValueError(f"{kind} needs {what} tensors of one dtype")
 
 
+def check_dtype(kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    """Raises unless what goes in is of the dtype that comes out."""
+    if inputs[0].dtype != output.dtype:
+        raise ValueError(
+            f"{kind} needs inputs and outputs of one dtype, got {inputs[0].dtype} and "
+            f"{output.dtype}"
+        )
+
+
 def check_same(kind: str, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
     """Raises unless all have the size and the dtype of `tensor`."""
     for other in others:

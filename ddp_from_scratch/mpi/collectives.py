@@ -8,6 +8,7 @@ torch wants it. The tensors live as long as the operation does.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from .all_reduce import AllReduce
 from .arguments import (
     check_count,
+    check_dtype,
     check_same,
     check_share,
     elements,
@@ -33,6 +35,9 @@ Message: TypeAlias = tuple[int, torch.Tensor]  # a rank of the group, and what g
 
 # Beyond the tags that programs use for messages of their own on the same communicator.
 _TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
+
+# Pairs of ranks that an error names.
+_TOLD = 5
 
 
 @dataclass(slots=True)
@@ -145,6 +150,7 @@ class Collectives:
     ) -> Operation:
         """Rank r gets the reduction of everybody's `parts[r]`; parts may differ in size."""
         check_count("reduce_scatter", "input", parts, self.size)
+        check_dtype("reduce_scatter", output, parts)
         if output.numel() != parts[self.rank].numel():
             raise ValueError(
                 f"reduce_scatter needs an output of {parts[self.rank].numel()} elements on rank "
@@ -249,11 +255,13 @@ class Collectives:
         check_count("all_to_all", "output", outputs, self.size)
         check_count("all_to_all", "input", inputs, self.size)
 
+        check_dtype("all_to_all", outputs[0], inputs)
+        expected, sizes = [o.numel() for o in outputs], [i.numel() for i in inputs]
+
         def run() -> Result:
+            self._check_pairs("all_to_all", expected, sizes, outputs[0].dtype)
             sent, received = _join(inputs, inputs[0].dtype), _room_for(outputs)
-            self._exchange(
-                received, [o.numel() for o in outputs], sent, [i.numel() for i in inputs]
-            )
+            self._exchange(received, expected, sent, sizes)
             _part(received, outputs)
             return list(outputs)
 
@@ -267,10 +275,12 @@ class Collectives:
         input_splits: Sequence[int],
     ) -> Operation:
         """The same with one tensor, split along its first dimension; no splits: evenly."""
+        check_dtype("all_to_all_single", output, [tensor])
         received = split_sizes("output", output, output_splits, self.size)
         sent = split_sizes("input", tensor, input_splits, self.size)
 
         def run() -> Result:
+            self._check_pairs("all_to_all_single", received, sent, output.dtype)
             dense = output.contiguous()
             self._exchange(dense.view(-1), received, tensor.contiguous().view(-1), sent)
             if dense is not output:
@@ -304,6 +314,33 @@ class Collectives:
             parts[self.rank].copy_(dense)
             for root, part in enumerate(parts):
                 self._broadcast(part, root)
+
+    def _check_pairs(
+        self, kind: str, expected: Sequence[int], sent: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """Raises on all ranks if one expects another number of elements than is sent to it.
+
+        Only the two of them know their sizes, so that the meeting could not compare them.
+        """
+        coming = torch.empty(self.size, dtype=torch.int64)
+        self.communicator.Alltoall(raw(torch.tensor(sent)), raw(coming))
+        wrong = [
+            (source, self.rank, size, wanted)
+            for source, (size, wanted) in enumerate(zip(coming.tolist(), expected, strict=True))
+            if size != wanted
+        ]
+        if not self.communicator.allreduce(len(wrong)):
+            return
+        ours, world = self.communicator.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = ours.Translate_ranks(group=world)
+        told = [
+            f"rank {ranks[source]} sends {elements(size, dtype)} to rank {ranks[target]}, which "
+            f"expects {wanted}"
+            for source, target, size, wanted in chain(*self.communicator.allgather(wrong))
+        ]
+        if len(told) > _TOLD:
+            told[_TOLD:] = [f"and {len(told) - _TOLD} more"]
+        raise self.meeting.fail(f"{kind} does not fit: {'; '.join(told)}")
 
     def _exchange(
         self,

@@ -322,7 +322,10 @@ class ProcessGroupMPI(dist.ProcessGroup):
         source = "any rank" if src == MPI.ANY_SOURCE else f"rank {src}"
         name = f"recv from {source} on rank {self.rank()} ({tensor.nbytes} bytes)"
 
-        def finish() -> None:
+        def finish(status: MPI.Status) -> None:
+            came = status.Get_elements(MPI.BYTE)
+            if came != tensor.nbytes:  # fewer: MPI itself refuses more
+                raise CommunicationError(f"{came} bytes came, expected {tensor.nbytes}")
             if dense is not tensor:
                 tensor.copy_(dense)
 
