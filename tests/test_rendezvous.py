@@ -200,6 +200,60 @@ def test_an_mpi_that_is_not_the_launchers_is_named(
     mpi.check_launcher()
 
 
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (TORCHRUN, "torchrun started 2 processes but MPI sees 1: start it with mpirun"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "torchrun started 2 processes but MPI sees 1: start it"),
+        (TORCHRUN | {"DDP_STARTED_HERE": "1"}, "start_ranks started 2 processes but MPI sees 1"),
+        # torchrun as mpirun's only process: each of its own is rank 0 of 1.
+        (
+            TORCHRUN | {"PMI_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"},
+            "torchrun started 2 processes but MPI sees 1",
+        ),
+        (SRUN, "srun started 2 processes but MPI sees 1: add --mpi=pmix"),
+        ({"PMI_SIZE": "4"}, "mpirun started 4 processes but MPI sees 1: use the mpirun of the MPI"),
+    ],
+)
+def test_a_group_of_a_launcher_that_mpi_does_not_see_is_refused(
+    variables: dict[str, str], told: str, environ: Callable[..., None]
+) -> None:
+    """Each process would be a world of one, and train on its own in silence."""
+    from ddp_from_scratch import mpi
+
+    environ(**variables)
+    for backend in {"gloo", mpi.BACKEND}:
+        with pytest.raises(UsageError, match=told):
+            dist.init_process_group(backend, init_method="mpi://")
+    if mpi.BACKEND == "mpi":
+        with pytest.raises(UsageError, match=told):
+            dist.init_process_group("mpi")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        TORCHRUN | {"PMI_SIZE": "1"},  # mpirun's, and variables that a shell has left
+    ],
+)
+def test_a_group_of_one_rank_on_purpose(
+    variables: dict[str, str], environ: Callable[..., None]
+) -> None:
+    from ddp_from_scratch import mpi
+
+    environ(**variables)
+    dist.init_process_group(mpi.BACKEND, init_method="mpi://")
+    try:
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_wrong_master_address_is_one_line_at_once() -> None:
     for address, more in (("192.0.2.1", ""), ("no.such.host.invalid", ", an unknown name")):
         with pytest.raises(UsageError) as error:

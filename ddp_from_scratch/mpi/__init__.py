@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from .job_store import store
 from .process_group import ProcessGroupMPI, create
-from .runtime import check_launcher, placement, share
+from .runtime import check_launcher, check_world, placement, share
 
 __all__ = ["BACKEND", "ProcessGroupMPI", "check_launcher", "empty", "placement", "share", "store"]
 
@@ -83,6 +83,7 @@ def _rendezvous(
     url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
     """What torch calls for "mpi://": the store, this rank, how many there are."""
+    check_world()
     place = placement()
     yield store(place, timeout), place.rank, place.world_size
     raise RuntimeError("ranks of an MPI job meet once; they cannot meet anew")

@@ -9,7 +9,6 @@ to the group's thread.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from .job_store import store as store_of_job
 from .meeting import Nodes
 from .messages import PendingMessage, progress
 from .monitored_barrier import monitored_barrier
-from .runtime import MPI, check_launcher, placement
+from .runtime import MPI, check_world, placement
 from .worker import Pending, Result, Worker
 
 Tensors = Sequence[torch.Tensor]
@@ -402,9 +401,7 @@ def create(backend_options: Any, options: object) -> ProcessGroupMPI:
     timeout = backend_options.timeout
     ranks = list(backend_options.global_ranks_in_group)
     if not ranks:
-        # Whatever a program of its own has in torch's variables: ranks come from MPI.
-        torchs = ("RANK", "WORLD_SIZE")
-        check_launcher({name: v for name, v in os.environ.items() if name not in torchs})
+        check_world()
         store = None
         if _is_placeholder(backend_options.store):
             store = store_of_job(placement(), timeout)
