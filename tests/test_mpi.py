@@ -643,6 +643,35 @@ def test_a_program_of_the_users_own_needs_one_import():
     assert result.returncode == 0, result.stderr
 
 
+def test_torch_says_that_the_backend_is_there():
+    """Under the name by which `init_process_group` finds it. Once imported, never undone."""
+    assert dist.is_backend_available(mpi.BACKEND)
+    assert dist.is_backend_available(f"cpu:{mpi.BACKEND}")
+    assert dist.is_mpi_available() == (mpi.BACKEND == "mpi")
+
+
+@pytest.mark.parametrize("backend", ["mpi", None])
+def test_accelerate_takes_it_under_mpirun(backend):
+    pytest.importorskip("accelerate")
+    if mpi.BACKEND != "mpi":
+        pytest.skip(f"torch {torch.__version__} keeps the name mpi for itself")
+    result = mpirun(
+        2,
+        f"""
+        import torch, torch.distributed as dist, ddp_from_scratch.mpi
+        from accelerate import Accelerator, InitProcessGroupKwargs
+        accelerator = Accelerator(
+            cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend={backend!r})]
+        )
+        gathered = accelerator.gather(torch.tensor([accelerator.process_index]))
+        assert (dist.get_backend(), gathered.tolist()) == ("mpi", [0, 1])
+        dist.destroy_process_group()
+        """,
+        OMP_NUM_THREADS="1",
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_ranks_and_a_store_come_from_mpi_by_any_name():
     result = mpirun(
         2,

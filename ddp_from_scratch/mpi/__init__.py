@@ -76,6 +76,10 @@ def _register() -> str:
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(name)
     dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    if name == "mpi":
+        # Programs ask `dist.is_mpi_available()` before they use the name; torch says what it was
+        # built with. Not where the name is another: there torch would go on to its own C++.
+        dist.distributed_c10d._MPI_AVAILABLE = True
     return name
 
 
