@@ -17,6 +17,7 @@ from .all_reduce import AllReduce
 from .arguments import (
     check_count,
     check_dtype,
+    check_memory,
     check_same,
     check_share,
     elements,
@@ -80,12 +81,16 @@ class Collectives:
         self._nodes.free()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Operation:
+        check_memory("mpi.empty")
+
         def run() -> Result:
             return [self.windows.empty(numel, dtype)]
 
         return Operation(f"mpi.empty({numel}, {dtype})", run)
 
     def empty_for_all(self, numel: int, dtype: torch.dtype) -> Operation:
+        check_memory("mpi.empty_for_all")
+
         def run() -> Result:
             return [self.windows.empty_for_all(numel, dtype)]
 
@@ -105,6 +110,7 @@ class Collectives:
         receive: Callable[[int, torch.Tensor], None],
         label: str,
     ) -> Operation:
+        check_memory("reduce_to_owners", tensor)
         reduction = Reduction.of(op, tensor.dtype, self.size)
 
         def run() -> Result:
@@ -118,6 +124,7 @@ class Collectives:
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:
+        check_memory("all_reduce", tensor)
         purpose, reduction = self._reduction(tensor.numel(), tensor.dtype, op)
         return Operation(
             purpose,
@@ -132,6 +139,7 @@ class Collectives:
         return f"all_reduce({reduction.name}) of {elements(numel, dtype)}", reduction
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int) -> Operation:
+        check_memory("reduce", tensor)
         reduction = Reduction.of(op, tensor.dtype, self.size)
 
         def run() -> Result:
@@ -149,6 +157,7 @@ class Collectives:
         self, output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
     ) -> Operation:
         """Rank r gets the reduction of everybody's `parts[r]`; parts may differ in size."""
+        check_memory("reduce_scatter", output, *parts)
         check_count("reduce_scatter", "input", parts, self.size)
         check_dtype("reduce_scatter", output, parts)
         if output.numel() != parts[self.rank].numel():
@@ -175,6 +184,8 @@ class Collectives:
         return Operation(f"reduce_scatter({reduction.name}) of {sizes_of(parts)}", run)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
+        check_memory("broadcast", tensor)
+
         def run() -> Result:
             dense = tensor.contiguous()
             self._broadcast(dense, root)
@@ -186,6 +197,7 @@ class Collectives:
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
         """`outputs[r]` becomes rank r's tensor; tensors may differ in size over ranks."""
+        check_memory("all_gather", tensor, *outputs)
         check_count("all_gather", "output", outputs, self.size)
         check_same("all_gather", tensor, [outputs[self.rank]])
 
@@ -198,6 +210,7 @@ class Collectives:
         return Operation(f"all_gather of {sizes_of(outputs)}", run)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
+        check_memory("all_gather_into_tensor", tensor, output)
         check_share("all_gather_into_tensor", "output", output, tensor, self.size)
 
         def run() -> Result:
@@ -210,6 +223,7 @@ class Collectives:
         return Operation(f"all_gather_into_tensor of {size_of(output)}", run)
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Operation:
+        check_memory("gather", tensor, *outputs)
         if self.rank == root:
             check_count("gather", "output", outputs, self.size)
             check_same("gather", tensor, outputs)
@@ -230,6 +244,7 @@ class Collectives:
         return Operation(f"gather of {size_of(tensor)} to {root}", run)
 
     def scatter(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor], root: int) -> Operation:
+        check_memory("scatter", tensor, *parts)
         if self.rank == root:
             check_count("scatter", "input", parts, self.size)
             check_same("scatter", tensor, parts)
@@ -252,6 +267,7 @@ class Collectives:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Operation:
         """Rank r's `inputs[s]` becomes rank s's `outputs[r]`; they may differ in size."""
+        check_memory("all_to_all", *inputs, *outputs)
         check_count("all_to_all", "output", outputs, self.size)
         check_count("all_to_all", "input", inputs, self.size)
 
@@ -275,6 +291,7 @@ class Collectives:
         input_splits: Sequence[int],
     ) -> Operation:
         """The same with one tensor, split along its first dimension; no splits: evenly."""
+        check_memory("all_to_all_single", tensor, output)
         check_dtype("all_to_all_single", output, [tensor])
         received = split_sizes("output", output, output_splits, self.size)
         sent = split_sizes("input", tensor, input_splits, self.size)

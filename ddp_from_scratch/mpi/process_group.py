@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError, NoSharedMemory
+from .arguments import check_memory
 from .collectives import Collectives, Operation
 from .datatypes import message
 from .job_store import store as store_of_job
@@ -309,6 +310,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> PendingMessage:
         (tensor,) = tensors
+        check_memory("send", tensor)
         dense = tensor.contiguous()
         name = f"send to rank {dst} from rank {self.rank()} ({tensor.nbytes} bytes)"
         progress()  # those that have arrived make room
@@ -317,6 +319,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> PendingMessage:
         (tensor,) = tensors
+        check_memory("recv", tensor)
         dense = tensor.contiguous()
         source = "any rank" if src == MPI.ANY_SOURCE else f"rank {src}"
         name = f"recv from {source} on rank {self.rank()} ({tensor.nbytes} bytes)"
