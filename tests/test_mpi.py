@@ -1,8 +1,10 @@
 """The "mpi" backend over mpi4py: torch.distributed's calls give torch.distributed's answers."""
 
+import gc
 import signal
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -750,6 +752,25 @@ def test_ranks_and_a_store_come_from_mpi_by_any_name():
         """,
     )
     assert result.returncode == 0, result.stderr
+
+
+def a_store_that_nobody_uses(world):
+    store = mpi.store(mpi.placement(), timedelta(seconds=20))
+    store.set(f"rank {world.rank}", "there")
+    store.wait([f"rank {rank}" for rank in range(world.world_size)])
+    file = Path(store.path)
+    dist.barrier()
+    before = file.read_bytes()
+    dist.barrier()
+    del store
+    gc.collect()
+    dist.barrier()
+    assert file.read_bytes() == before
+
+
+def test_a_store_leaves_its_file_alone_at_the_end(ranks):
+    """Rank 0 removes it, and one that wrote to it then left the next rank reading nonsense."""
+    ranks("mpi", 2)(a_store_that_nobody_uses)
 
 
 def in_pieces(world):

@@ -39,7 +39,7 @@ def empty(
     dtype: torch.dtype = torch.float32,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """A flat tensor in memory that the machine's ranks share: an MPI-3 shared window.
+    """A flat tensor in memory that the machine's ranks share.
 
     `all_reduce` on it, or on a contiguous part of it, works in place and sends no message on the
     machine. Otherwise it is an ordinary CPU tensor. Collective: every rank of the group calls it,

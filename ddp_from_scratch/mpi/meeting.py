@@ -22,7 +22,7 @@ from ..errors import CommunicationError
 from . import messages, semaphore
 from .runtime import MPI
 from .semaphore import Semaphore
-from .shared_memory import SharedMemory
+from .shared_memory import SharedMemory, can_share
 
 _WORD_BYTES = 256
 
@@ -62,9 +62,9 @@ class Nodes:
             node = node.Dup()
         else:
             # Where memory cannot be shared, each rank counts as a machine of its own.
-            alone = 0 if semaphore.AVAILABLE else communicator.rank
-            here = communicator.Split_type(MPI.COMM_TYPE_SHARED)
-            node = MPI.Intracomm(here.Split(alone))
+            here = MPI.Intracomm(communicator.Split_type(MPI.COMM_TYPE_SHARED))
+            shared = semaphore.AVAILABLE and can_share(here)
+            node = MPI.Intracomm(here.Split(0 if shared else communicator.rank))
             here.Free()
         leaders = MPI.Intracomm(communicator.Split(0 if node.rank == 0 else MPI.UNDEFINED))
         count = node.bcast(leaders.size if node.rank == 0 else 0)
