@@ -140,8 +140,41 @@ def test_srun_on_one_machine_meets_in_a_private_file(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
     folder.chmod(0o755)  # somebody else could have put a file there
-    with pytest.raises(UsageError, match="open to others: remove it"):
+    with pytest.raises(UsageError, match="is open to others: remove it"):
         rendezvous.meet(LIMIT)
+
+
+def test_somebody_elses_folder_in_that_place_is_refused(
+    environ: Callable[..., None], tmp_path: Path
+) -> None:
+    """Its name is known to all who may write to /tmp."""
+    environ(**SRUN)
+    place = tmp_path / f"ddp-{os.getuid()}"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+
+    place.symlink_to(elsewhere)
+    with pytest.raises(UsageError, match=f"{place} is a link, belongs to somebody else, or"):
+        rendezvous.meet(LIMIT)
+    assert not list(elsewhere.iterdir())
+    place.unlink()
+
+    place.write_text("a file")
+    with pytest.raises(UsageError, match="remove it, or set TMPDIR to a folder of your own"):
+        rendezvous.meet(LIMIT)
+    place.unlink()
+
+    tmp_path.chmod(0o777)  # and not sticky: anybody could put another one in its place
+    with pytest.raises(UsageError, match="is a link, belongs"):
+        rendezvous.meet(LIMIT)
+    tmp_path.chmod(0o1777)
+    rendezvous.meet(LIMIT)
+    tmp_path.chmod(0o700)
+
+    if os.getuid() == 0:
+        os.chown(place, 1, 1)
+        with pytest.raises(UsageError, match="is a link, belongs"):
+            rendezvous.meet(LIMIT)
 
 
 def test_srun_on_several_machines_meets_on_the_first(environ: Callable[..., None]) -> None:
