@@ -121,9 +121,12 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
 
 def started(environ: Mapping[str, str] = os.environ) -> int | None:
     """How many processes the launcher says it started; None without one, or where it is silent."""
-    if launcher(environ) != "mpirun":
-        return None if launcher(environ) == "none" else placement(environ).world_size
-    name = next((n for n in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if n in environ), None)
+    names = {
+        "torchrun": ("WORLD_SIZE",),
+        "srun": ("SLURM_STEP_NUM_TASKS",),
+        "mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    }.get(launcher(environ), ())
+    name = next((name for name in names if name in environ), None)
     return None if name is None else number(environ, name)
 
 

@@ -67,7 +67,10 @@ class NodeSharedSGD(SGD):
         self._group = group  # ddp_from_scratch.mpi's, which nothing here imports
         _check_movable(reducer.flat_buckets)
         if not all(self._group.is_shared(bucket.buffer()) for bucket in reducer.flat_buckets):
-            raise ValueError("the gradients are not in shared memory: is there room in /dev/shm?")
+            raise ValueError(
+                "NodeSharedSGD needs gradients in memory that the machine's ranks share, and there "
+                "was none: the Reducer's warning says why; ddp.SGD does without"
+            )
         self._check_groups()
         self._checked = self._moved = False
 

@@ -3,9 +3,11 @@
 import fcntl
 import os
 import socket
+import stat
 import struct
 import sys
 import tempfile
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -65,14 +67,37 @@ def _torchrun_store(placement: Placement, timeout: timedelta) -> "dist.Store | N
 
 def _slurm_file() -> Path:
     """A file that all tasks of this job step, and no other step, name alike."""
-    folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
-        raise UsageError(f"{folder} belongs to somebody else or is open to others: remove it")
+    folder = _private_folder()
     # The port tells apart steps of one number, should job numbers begin anew: a file that an
     # earlier, killed step left behind would confuse this one.
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_SRUN_COMM_PORT")
     return folder / "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
+
+
+def _private_folder() -> Path:
+    """This user's folder for temporary files that others must not touch.
+
+    Its name is known, and in a folder for all somebody else may have been there first, with a
+    folder of theirs or a link to one. Once it is ours, the sticky bit keeps it in its place.
+
+    Raises:
+        UsageError: it is not ours alone.
+    """
+    folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found, around = folder.lstat(), folder.parent.stat()  # of a link, and not of what it leads to
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != os.getuid()
+        or found.st_mode & 0o077
+        or (around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX)
+    ):
+        raise UsageError(
+            f"{folder} is a link, belongs to somebody else, or it or the folder around it is open to "
+            f"others: remove it, or set TMPDIR to a folder of your own"
+        )
+    return folder
 
 
 def _meet_through_mpi(timeout: timedelta) -> "tuple[Placement, dist.Store]":

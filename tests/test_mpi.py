@@ -1,13 +1,18 @@
 """The "mpi" backend over mpi4py: torch.distributed's calls give torch.distributed's answers."""
 
+import gc
 import signal
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import mpirun
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives as funcol
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ddp_from_scratch import mpi
 from ddp_from_scratch.mpi import collectives, datatypes
@@ -518,6 +523,118 @@ def test_ranks_that_call_different_operations_are_told(ranks):
     ranks("mpi", 3)(different_calls)
 
 
+def pairs_that_do_not_fit(world):
+    n, r = world.world_size, world.rank
+    ones = [torch.ones(2) for _ in range(n)]
+
+    def as_list(group):
+        received = [torch.empty(3 if (r, s) == (2, 1) else 2) for s in range(n)]
+        dist.all_to_all(received, ones, group=group)
+
+    def as_rows(group):  # each two rows, but rank 2 expects three of rank 1 and one of rank 0
+        splits = [1, 3, 2] if r == 2 else [2] * n
+        dist.all_to_all_single(torch.empty(6), torch.ones(6), splits, [2] * n, group=group)
+
+    def evenly(group):  # and rank 2 sends more to everybody than they expect
+        sent = torch.ones(9 if r == 2 else 6)
+        dist.all_to_all_single(torch.empty(6), sent, [2] * n, [len(sent) // n] * n, group=group)
+
+    told = {
+        as_list: "all_to_all does not fit: rank 1 sends 2 x torch.float32 to rank 2, which "
+        "expects 3",
+        as_rows: "all_to_all_single does not fit: rank 0 sends 2 x torch.float32 to rank 2, which "
+        "expects 1; rank 1 sends 2 x torch.float32 to rank 2, which expects 3",
+        evenly: "all_to_all_single does not fit: "
+        + "; ".join(
+            f"rank 2 sends 3 x torch.float32 to rank {s}, which expects 2" for s in range(n)
+        ),
+    }
+    for call, text in told.items():
+        group = dist.new_group(timeout=timedelta(seconds=20))
+        with pytest.raises(RuntimeError, match=f"{text}$"):
+            call(group)
+        with pytest.raises(RuntimeError, match=f"the group has failed before: {text}$"):
+            dist.barrier(group)
+
+
+def test_sizes_that_only_a_pair_knows_are_compared(ranks):
+    ranks("mpi", 3)(pairs_that_do_not_fit)
+
+
+def pairs_of_a_group(world):
+    """They are named as in the world, not by their places in the group."""
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=20))
+    if world.rank > 0:
+        sent = [torch.ones(world.rank) for _ in range(2)]
+        with pytest.raises(RuntimeError, match=r"rank 2 sends 2 x torch.float32 to rank 1, which"):
+            dist.all_to_all([torch.ones(1), torch.ones(1)], sent, group=group)
+
+
+def test_pairs_of_a_group_are_named_by_their_ranks_in_the_world(ranks):
+    ranks("mpi", 3)(pairs_of_a_group)
+
+
+COLLECTIVES = {
+    "all_reduce": lambda t, n: dist.all_reduce(t),
+    "reduce": lambda t, n: dist.reduce(t, 0),
+    "broadcast": lambda t, n: dist.broadcast(t, 0),
+    "all_gather": lambda t, n: dist.all_gather([torch.empty_like(t) for _ in range(n)], t),
+    "all_gather_into_tensor": lambda t, n: dist.all_gather_into_tensor(torch.cat([t] * n), t),
+    "gather": lambda t, n: dist.gather(t, [t] * n if dist.get_rank() == 0 else None, 0),
+    "scatter": lambda t, n: dist.scatter(t, [t] * n if dist.get_rank() == 0 else None, 0),
+    "reduce_scatter": lambda t, n: dist.reduce_scatter(t, [torch.empty_like(t) for _ in range(n)]),
+    "all_to_all": lambda t, n: dist.all_to_all([torch.empty_like(t) for _ in range(n)], [t] * n),
+    "all_to_all_single": lambda t, n: dist.all_to_all_single(
+        torch.cat([t] * n), torch.cat([t] * n)
+    ),
+    "send": lambda t, n: dist.send(t, (dist.get_rank() + 1) % n),
+    "recv": lambda t, n: dist.recv(t, (dist.get_rank() + 1) % n),
+}
+
+
+class Broadcasts(torch.nn.Module):
+    def forward(self, x):
+        dist.broadcast(x, 0)
+        return x + 1
+
+
+def tensors_without_memory(world):
+    n = world.world_size
+    for size in (4, 500_000):  # brought to the meeting, and staged
+        real = torch.ones(size)
+        for name, call in COLLECTIVES.items():
+            with FakeTensorMode():
+                fake = torch.ones(size)
+                with pytest.raises(RuntimeError, match=f"{name} on the mpi backend cannot be"):
+                    call(fake, n)
+            with pytest.raises(RuntimeError, match=f"{name} .* got a FakeTensor that stands for"):
+                call(fake, n)
+            with pytest.raises(RuntimeError, match=f"{name} .* got torch.strided on meta"):
+                call(torch.ones(size, device="meta"), n)
+        with pytest.raises(RuntimeError, match=r"all_reduce .* negated or conjugated"):
+            dist.all_reduce(torch.ones(size, dtype=torch.complex64).conj().imag)
+        with pytest.raises(RuntimeError, match=r"broadcast .* got torch.sparse_coo on cpu"):
+            dist.broadcast(real.to_sparse(), 0)
+        with pytest.raises(RuntimeError, match=r"broadcast .* stands for others"):
+            torch.func.vmap(lambda x: dist.broadcast(x, 0))(torch.ones(2, size))
+        with pytest.raises(RuntimeError, match="all_reduce on the mpi backend cannot be traced"):
+            make_fx(lambda x: dist.all_reduce(x), tracing_mode="fake")(real)
+        with FakeTensorMode(), pytest.raises(RuntimeError, match=r"mpi.empty .* cannot be traced"):
+            mpi.empty(size)
+        with FakeTensorMode(), pytest.raises(RuntimeError, match=r"broadcast .* cannot be traced"):
+            dist.broadcast(real, 0)
+    with pytest.raises(RuntimeError, match="broadcast on the mpi backend cannot be traced"):
+        torch.export.export(Broadcasts(), (torch.ones(4),), strict=False)
+    with FakeTensorMode():  # what the errors advise
+        assert funcol.all_reduce(torch.ones(4), "sum", dist.group.WORLD).shape == (4,)
+    dist.all_reduce(real)
+    assert real.eq(n).all()
+
+
+def test_what_has_no_memory_is_refused_before_anything_is_sent(ranks):
+    ranks("mpi", 2)(tensors_without_memory)
+
+
 def an_error_reaches_the_future(world):
     group = dist.new_group(timeout=timedelta(seconds=20))
     tensor = torch.ones(10 if world.rank == 0 else 5)
@@ -548,6 +665,23 @@ def test_an_error_of_mpi_reaches_wait(ranks):
     ranks("mpi", 2)(a_message_that_does_not_fit)
 
 
+def a_message_that_leaves_a_rest(world):
+    """MPI takes it: the rest would stay as it was."""
+    if world.rank == 0:
+        dist.send(torch.ones(5), dst=1)
+        dist.send(torch.ones(10), dst=1)
+    else:
+        received = torch.zeros(10)
+        with pytest.raises(RuntimeError, match=r"recv from rank 0 .*: 20 bytes came, expected 40$"):
+            dist.recv(received, src=0)
+        dist.recv(received, src=0)
+        assert received.eq(1).all()
+
+
+def test_a_message_that_leaves_a_rest_is_an_error(ranks):
+    ranks("mpi", 2)(a_message_that_leaves_a_rest)
+
+
 def test_bitwise_reductions_are_for_integers():
     with pytest.raises(RuntimeError, match="float32"):
         datatypes.operation(dist.ReduceOp.BXOR, torch.float32)
@@ -575,6 +709,35 @@ def test_a_program_of_the_users_own_needs_one_import():
     assert result.returncode == 0, result.stderr
 
 
+def test_torch_says_that_the_backend_is_there():
+    """Under the name by which `init_process_group` finds it. Once imported, never undone."""
+    assert dist.is_backend_available(mpi.BACKEND)
+    assert dist.is_backend_available(f"cpu:{mpi.BACKEND}")
+    assert dist.is_mpi_available() == (mpi.BACKEND == "mpi")
+
+
+@pytest.mark.parametrize("backend", ["mpi", None])
+def test_accelerate_takes_it_under_mpirun(backend):
+    pytest.importorskip("accelerate")
+    if mpi.BACKEND != "mpi":
+        pytest.skip(f"torch {torch.__version__} keeps the name mpi for itself")
+    result = mpirun(
+        2,
+        f"""
+        import torch, torch.distributed as dist, ddp_from_scratch.mpi
+        from accelerate import Accelerator, InitProcessGroupKwargs
+        accelerator = Accelerator(
+            cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend={backend!r})]
+        )
+        gathered = accelerator.gather(torch.tensor([accelerator.process_index]))
+        assert (dist.get_backend(), gathered.tolist()) == ("mpi", [0, 1])
+        dist.destroy_process_group()
+        """,
+        OMP_NUM_THREADS="1",
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_ranks_and_a_store_come_from_mpi_by_any_name():
     result = mpirun(
         2,
@@ -589,6 +752,25 @@ def test_ranks_and_a_store_come_from_mpi_by_any_name():
         """,
     )
     assert result.returncode == 0, result.stderr
+
+
+def a_store_that_nobody_uses(world):
+    store = mpi.store(mpi.placement(), timedelta(seconds=20))
+    store.set(f"rank {world.rank}", "there")
+    store.wait([f"rank {rank}" for rank in range(world.world_size)])
+    file = Path(store.path)
+    dist.barrier()
+    before = file.read_bytes()
+    dist.barrier()
+    del store
+    gc.collect()
+    dist.barrier()
+    assert file.read_bytes() == before
+
+
+def test_a_store_leaves_its_file_alone_at_the_end(ranks):
+    """Rank 0 removes it, and one that wrote to it then left the next rank reading nonsense."""
+    ranks("mpi", 2)(a_store_that_nobody_uses)
 
 
 def in_pieces(world):

@@ -1,7 +1,12 @@
 """What a user sees when a rank of a program on the mpi backend fails, and how the job ends."""
 
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
-from ranks import mpirun
+from ranks import CALL_LIMIT_S, MPIRUN, mpirun
 
 BEGIN = """
 import os, sys, time
@@ -107,3 +112,35 @@ assert future.wait().tolist() == [6.0] * 3
         timeout=10.0,
     )
     assert result.returncode == 0, result.stderr
+
+
+SMALL = "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "
+TRAINS = """
+torch.manual_seed(0)
+model = torch.nn.Linear(5000, 5000)  # 100 MB
+reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+optimizer.backward_and_step(model(torch.ones(1, 5000)).sum())
+dist.barrier()
+assert torch.isfinite(model.weight).all()
+"""
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("unshare") is None, reason="mounting needs root, and unshare"
+)
+def test_gradients_that_dev_shm_cannot_hold(tmp_path):
+    """It waited for the whole timeout, and ended."""
+    program = tmp_path / "program.py"
+    program.write_text(BEGIN.format(timeout=20) + TRAINS)
+    command = f"{SMALL}mpirun -n 2 {sys.executable} {program}"
+    result = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command],
+        env=os.environ | MPIRUN,
+        capture_output=True,
+        text=True,
+        timeout=CALL_LIMIT_S,
+    )
+    if "unshare failed" in result.stderr or "mount:" in result.stderr:
+        pytest.skip(f"cannot mount: {result.stderr}")
+    assert (result.returncode, result.stderr) == (0, "")

@@ -1,5 +1,6 @@
 """Shared memory on the mpi backend: tensors in windows, meetings, several machines."""
 
+import errno
 import random
 import time
 from datetime import timedelta
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_from_scratch import mpi
-from ddp_from_scratch.mpi import datatypes
+from ddp_from_scratch.mpi import datatypes, shared_memory
 from ddp_from_scratch.mpi.across import GATHERED
 from ddp_from_scratch.mpi.all_reduce import STAGED_FROM
 from ddp_from_scratch.mpi.meeting import LUGGAGE, rounds_of
@@ -241,6 +242,64 @@ def windows_come_and_go(world):
 
 def test_memory_is_given_back_when_no_rank_uses_it(ranks):
     ranks("mpi", 2)(windows_come_and_go)
+
+
+def no_room(*_):
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def one_rank_without_room(world, name, rank):
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    original = getattr(shared_memory, name)
+    if world.rank == rank:
+        setattr(shared_memory, name, no_room)
+    try:
+        with pytest.raises(RuntimeError, match=r"2 ranks .* cannot share .*Too many open files"):
+            mpi.empty(1000, process_group=group)
+        whole = torch.full((300_000,), world.rank + 1.0)
+        dist.all_reduce(whole, group=group)  # nor a stage: MPI does it
+        assert whole.eq(3.0).all()
+        alone = dist.new_group()  # nor a place to meet: each rank is a machine of its own
+        dist.all_reduce(whole, group=alone)
+        assert whole.eq(6.0).all()
+    finally:
+        setattr(shared_memory, name, original)
+    window = mpi.empty(10, process_group=group).fill_(1.0)
+    dist.all_reduce(window, group=group)
+    assert window.eq(2.0).all()
+
+
+@pytest.mark.parametrize(("name", "rank"), [("_nameless_file", 0), ("_map_file", 1)])
+def test_one_rank_without_room_is_heard_by_all_at_once(ranks, name, rank):
+    """Whoever makes the memory, or one that wants to use it: all do without, and go on."""
+    ranks("mpi", 2)(one_rank_without_room, name, rank)
+
+
+def more_than_there_is(world):
+    with pytest.raises(RuntimeError, match=r"cannot share .* bytes: this machine has less memory"):
+        mpi.empty(2**45)
+
+
+def test_more_memory_than_the_machine_has_is_refused(ranks):
+    ranks("mpi", 2)(more_than_there_is)
+
+
+def file_behind(tensor):
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+            if begin <= tensor.data_ptr() < end:
+                return line.split(maxsplit=5)[5].strip()
+    raise AssertionError("it is mapped nowhere")
+
+
+def where_a_window_lies(world):
+    return file_behind(mpi.empty(1000))
+
+
+def test_windows_have_no_name_and_take_no_room_in_dev_shm(ranks):
+    """Which containers keep at 64 MB; and a killed rank leaves nothing behind."""
+    assert ranks("mpi", 2)(where_a_window_lies) == ["/memfd:ddp (deleted)"] * 2
 
 
 def wrong_windows(world):

@@ -288,7 +288,9 @@ def without_room(world):
     assert ["no room" in str(warning.message) for warning in told] == [True] * (world.rank == 0)
     model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
     assert model.weight.grad.eq(1.5).all()
-    with pytest.raises(ValueError, match="is there room in /dev/shm"):
+    with pytest.raises(
+        ValueError, match="memory that the machine's ranks share, and there was none"
+    ):
         ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
 
 

@@ -140,8 +140,41 @@ def test_srun_on_one_machine_meets_in_a_private_file(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
     folder.chmod(0o755)  # somebody else could have put a file there
-    with pytest.raises(UsageError, match="open to others: remove it"):
+    with pytest.raises(UsageError, match="is open to others: remove it"):
         rendezvous.meet(LIMIT)
+
+
+def test_somebody_elses_folder_in_that_place_is_refused(
+    environ: Callable[..., None], tmp_path: Path
+) -> None:
+    """Its name is known to all who may write to /tmp."""
+    environ(**SRUN)
+    place = tmp_path / f"ddp-{os.getuid()}"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+
+    place.symlink_to(elsewhere)
+    with pytest.raises(UsageError, match=f"{place} is a link, belongs to somebody else, or"):
+        rendezvous.meet(LIMIT)
+    assert not list(elsewhere.iterdir())
+    place.unlink()
+
+    place.write_text("a file")
+    with pytest.raises(UsageError, match="remove it, or set TMPDIR to a folder of your own"):
+        rendezvous.meet(LIMIT)
+    place.unlink()
+
+    tmp_path.chmod(0o777)  # and not sticky: anybody could put another one in its place
+    with pytest.raises(UsageError, match="is a link, belongs"):
+        rendezvous.meet(LIMIT)
+    tmp_path.chmod(0o1777)
+    rendezvous.meet(LIMIT)
+    tmp_path.chmod(0o700)
+
+    if os.getuid() == 0:
+        os.chown(place, 1, 1)
+        with pytest.raises(UsageError, match="is a link, belongs"):
+            rendezvous.meet(LIMIT)
 
 
 def test_srun_on_several_machines_meets_on_the_first(environ: Callable[..., None]) -> None:
@@ -198,6 +231,60 @@ def test_an_mpi_that_is_not_the_launchers_is_named(
         mpi.check_launcher()
     environ(PMI_SIZE="1", WORLD_SIZE="1", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")
     mpi.check_launcher()
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (TORCHRUN, "torchrun started 2 processes but MPI sees 1: start it with mpirun"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "torchrun started 2 processes but MPI sees 1: start it"),
+        (TORCHRUN | {"DDP_STARTED_HERE": "1"}, "start_ranks started 2 processes but MPI sees 1"),
+        # torchrun as mpirun's only process: each of its own is rank 0 of 1.
+        (
+            TORCHRUN | {"PMI_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"},
+            "torchrun started 2 processes but MPI sees 1",
+        ),
+        (SRUN, "srun started 2 processes but MPI sees 1: add --mpi=pmix"),
+        ({"PMI_SIZE": "4"}, "mpirun started 4 processes but MPI sees 1: use the mpirun of the MPI"),
+    ],
+)
+def test_a_group_of_a_launcher_that_mpi_does_not_see_is_refused(
+    variables: dict[str, str], told: str, environ: Callable[..., None]
+) -> None:
+    """Each process would be a world of one, and train on its own in silence."""
+    from ddp_from_scratch import mpi
+
+    environ(**variables)
+    for backend in {"gloo", mpi.BACKEND}:
+        with pytest.raises(UsageError, match=told):
+            dist.init_process_group(backend, init_method="mpi://")
+    if mpi.BACKEND == "mpi":
+        with pytest.raises(UsageError, match=told):
+            dist.init_process_group("mpi")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        TORCHRUN | {"PMI_SIZE": "1"},  # mpirun's, and variables that a shell has left
+    ],
+)
+def test_a_group_of_one_rank_on_purpose(
+    variables: dict[str, str], environ: Callable[..., None]
+) -> None:
+    from ddp_from_scratch import mpi
+
+    environ(**variables)
+    dist.init_process_group(mpi.BACKEND, init_method="mpi://")
+    try:
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_wrong_master_address_is_one_line_at_once() -> None:

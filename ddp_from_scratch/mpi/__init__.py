@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from .job_store import store
 from .process_group import ProcessGroupMPI, create
-from .runtime import check_launcher, placement, share
+from .runtime import check_launcher, check_world, placement, share
 
 __all__ = ["BACKEND", "ProcessGroupMPI", "check_launcher", "empty", "placement", "share", "store"]
 
@@ -39,7 +39,7 @@ def empty(
     dtype: torch.dtype = torch.float32,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """A flat tensor in memory that the machine's ranks share: an MPI-3 shared window.
+    """A flat tensor in memory that the machine's ranks share.
 
     `all_reduce` on it, or on a contiguous part of it, works in place and sends no message on the
     machine. Otherwise it is an ordinary CPU tensor. Collective: every rank of the group calls it,
@@ -76,6 +76,10 @@ def _register() -> str:
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(name)
     dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    if name == "mpi":
+        # Programs ask `dist.is_mpi_available()` before they use the name; torch says what it was
+        # built with. Not where the name is another: there torch would go on to its own C++.
+        dist.distributed_c10d._MPI_AVAILABLE = True
     return name
 
 
@@ -83,6 +87,7 @@ def _rendezvous(
     url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
     """What torch calls for "mpi://": the store, this rank, how many there are."""
+    check_world()
     place = placement()
     yield store(place, timeout), place.rank, place.world_size
     raise RuntimeError("ranks of an MPI job meet once; they cannot meet anew")

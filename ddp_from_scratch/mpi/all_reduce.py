@@ -20,10 +20,12 @@ machines it is rounded before, too, since it crosses in 16 bits.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 
 import torch
 
+from ..errors import NoSharedMemory
 from .across import Across
 from .meeting import Meeting, Nodes
 from .reduction import CHUNK, Reduction
@@ -86,8 +88,8 @@ class AllReduce:
                 tensor.copy_(reduction.fold(brought, room))
         elif self._meeting.same_place and self._windows.place(tensor):
             self._in_place(tensor, reduction)
-        elif self._goes_by_stage(tensor):
-            self._staged(tensor, reduction)
+        elif self._goes_by_stage(tensor) and (stage := self._get_stage()):
+            self._staged(tensor, reduction, stage)
         else:
             dense = tensor.contiguous()
             self._among_all(dense.view(-1), reduction)
@@ -122,21 +124,26 @@ class AllReduce:
             self._stage.free()
         self._across.free()
 
-    def _staged(self, tensor: torch.Tensor, reduction: Reduction) -> None:
-        if self._stage is None or not self._meeting.same_place:
+    def _staged(self, tensor: torch.Tensor, reduction: Reduction, stage: Stage) -> None:
+        if not stage.brought or not self._meeting.same_place:
             # What `prepare` could not do, or did on some ranks only.
-            self._stage = self._stage or self._make_stage()
-            self._stage.bring(tensor)
+            stage.bring(tensor)
             self._meeting.barrier()
-        for place in self._stage.places():
+        for place in stage.places():
             self._reduce(place.shares, reduction, everywhere=False)
-        reduced = self._stage.take()
+        reduced = stage.take()
         if reduced is not tensor:
             tensor.copy_(reduced)
 
-    def _make_stage(self) -> Stage:
-        piece = PIECE if self._nodes.count == 1 else PIECE_ACROSS
-        return Stage(self._nodes.node, self._meeting, self._owners, piece)
+    def _get_stage(self) -> Stage | None:
+        """The stage, made when it is needed first; None where a machine has no memory for it."""
+        if self._stage is None:
+            piece = PIECE if self._nodes.count == 1 else PIECE_ACROSS
+            with suppress(NoSharedMemory):
+                self._stage = Stage(self._nodes.node, self._meeting, self._owners, piece)
+            if not self._nodes.communicator.allreduce(self._stage is not None, MPI.LAND):
+                self._stage, self._shares_memory = None, False  # on all machines: by MPI alone
+        return self._stage
 
     def _in_place(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         begin, end = share_of(tensor.numel(), self._meeting.rank, self._owners)

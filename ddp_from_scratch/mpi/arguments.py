@@ -1,8 +1,27 @@
 """What a collective was called with: checked where the caller can see the error, and told."""
 
+import functools
+import operator
 from collections.abc import Sequence
 
 import torch
+
+# Under these a tensor is only written down, or is another one's shadow.
+_TRACING = tuple(
+    getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")
+)
+_INSTEAD = "use torch.distributed._functional_collectives there, or leave it out of what is traced"
+
+
+def _bits(*names: str) -> int:
+    keys = (getattr(torch._C.DispatchKey, name) for name in names)
+    return functools.reduce(operator.or_, (torch._C.DispatchKeySet(key).raw_repr() for key in keys))
+
+
+# Those of subclasses that compute otherwise (FakeTensor, DTensor), of functionalize and of vmap;
+# and of views that are computed when somebody reads them.
+_TRANSFORMED = _bits("Python", "Functionalize", "FuncTorchBatched")
+_LAZY = _bits("Negative", "Conjugate")
 
 
 def size_of(tensor: torch.Tensor) -> str:
@@ -49,6 +68,40 @@ def check_count(kind: str, what: str, tensors: Sequence[torch.Tensor], size: int
         raise ValueError(f"{kind} needs {size} {what} tensors, one a rank, got {len(tensors)}")
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise ValueError(f"{kind} needs {what} tensors of one dtype")
+
+
+def check_memory(kind: str, *tensors: torch.Tensor) -> None:
+    """Raises unless MPI will find the tensors' numbers in memory, and nothing is being traced.
+
+    Before this rank meets the others: the group can go on.
+    """
+    if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
+        raise RuntimeError(f"{kind} on the mpi backend cannot be traced: {_INSTEAD}")
+    for tensor in tensors:
+        if torch._C._dispatch_keys(tensor).raw_repr() & _TRANSFORMED:
+            raise RuntimeError(
+                f"{kind} on the mpi backend needs a tensor with numbers in memory, got a "
+                f"{type(tensor).__name__} that stands for others: {_INSTEAD}"
+            )
+        if torch._C._dispatch_keys(tensor).raw_repr() & _LAZY:
+            raise RuntimeError(
+                f"{kind} on the mpi backend needs a tensor with numbers in memory, got one that is "
+                f"negated or conjugated when it is read: call resolve_neg() or resolve_conj() first"
+            )
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            raise RuntimeError(
+                f"{kind} on the mpi backend needs dense tensors on a CPU, got {tensor.layout} on "
+                f"{tensor.device}"
+            )
+
+
+def check_dtype(kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    """Raises unless what goes in is of the dtype that comes out."""
+    if inputs[0].dtype != output.dtype:
+        raise ValueError(
+            f"{kind} needs inputs and outputs of one dtype, got {inputs[0].dtype} and "
+            f"{output.dtype}"
+        )
 
 
 def check_same(kind: str, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> None:

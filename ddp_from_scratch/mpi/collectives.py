@@ -8,6 +8,7 @@ torch wants it. The tensors live as long as the operation does.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -15,6 +16,8 @@ import torch
 from .all_reduce import AllReduce
 from .arguments import (
     check_count,
+    check_dtype,
+    check_memory,
     check_same,
     check_share,
     elements,
@@ -33,6 +36,9 @@ Message: TypeAlias = tuple[int, torch.Tensor]  # a rank of the group, and what g
 
 # Beyond the tags that programs use for messages of their own on the same communicator.
 _TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
+
+# Pairs of ranks that an error names.
+_TOLD = 5
 
 
 @dataclass(slots=True)
@@ -75,12 +81,16 @@ class Collectives:
         self._nodes.free()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Operation:
+        check_memory("mpi.empty")
+
         def run() -> Result:
             return [self.windows.empty(numel, dtype)]
 
         return Operation(f"mpi.empty({numel}, {dtype})", run)
 
     def empty_for_all(self, numel: int, dtype: torch.dtype) -> Operation:
+        check_memory("mpi.empty_for_all")
+
         def run() -> Result:
             return [self.windows.empty_for_all(numel, dtype)]
 
@@ -100,6 +110,7 @@ class Collectives:
         receive: Callable[[int, torch.Tensor], None],
         label: str,
     ) -> Operation:
+        check_memory("reduce_to_owners", tensor)
         reduction = Reduction.of(op, tensor.dtype, self.size)
 
         def run() -> Result:
@@ -113,6 +124,7 @@ class Collectives:
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:
+        check_memory("all_reduce", tensor)
         purpose, reduction = self._reduction(tensor.numel(), tensor.dtype, op)
         return Operation(
             purpose,
@@ -127,6 +139,7 @@ class Collectives:
         return f"all_reduce({reduction.name}) of {elements(numel, dtype)}", reduction
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int) -> Operation:
+        check_memory("reduce", tensor)
         reduction = Reduction.of(op, tensor.dtype, self.size)
 
         def run() -> Result:
@@ -144,7 +157,9 @@ class Collectives:
         self, output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
     ) -> Operation:
         """Rank r gets the reduction of everybody's `parts[r]`; parts may differ in size."""
+        check_memory("reduce_scatter", output, *parts)
         check_count("reduce_scatter", "input", parts, self.size)
+        check_dtype("reduce_scatter", output, parts)
         if output.numel() != parts[self.rank].numel():
             raise ValueError(
                 f"reduce_scatter needs an output of {parts[self.rank].numel()} elements on rank "
@@ -169,6 +184,8 @@ class Collectives:
         return Operation(f"reduce_scatter({reduction.name}) of {sizes_of(parts)}", run)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
+        check_memory("broadcast", tensor)
+
         def run() -> Result:
             dense = tensor.contiguous()
             self._broadcast(dense, root)
@@ -180,6 +197,7 @@ class Collectives:
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
         """`outputs[r]` becomes rank r's tensor; tensors may differ in size over ranks."""
+        check_memory("all_gather", tensor, *outputs)
         check_count("all_gather", "output", outputs, self.size)
         check_same("all_gather", tensor, [outputs[self.rank]])
 
@@ -192,6 +210,7 @@ class Collectives:
         return Operation(f"all_gather of {sizes_of(outputs)}", run)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
+        check_memory("all_gather_into_tensor", tensor, output)
         check_share("all_gather_into_tensor", "output", output, tensor, self.size)
 
         def run() -> Result:
@@ -204,6 +223,7 @@ class Collectives:
         return Operation(f"all_gather_into_tensor of {size_of(output)}", run)
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Operation:
+        check_memory("gather", tensor, *outputs)
         if self.rank == root:
             check_count("gather", "output", outputs, self.size)
             check_same("gather", tensor, outputs)
@@ -224,6 +244,7 @@ class Collectives:
         return Operation(f"gather of {size_of(tensor)} to {root}", run)
 
     def scatter(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor], root: int) -> Operation:
+        check_memory("scatter", tensor, *parts)
         if self.rank == root:
             check_count("scatter", "input", parts, self.size)
             check_same("scatter", tensor, parts)
@@ -246,14 +267,17 @@ class Collectives:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Operation:
         """Rank r's `inputs[s]` becomes rank s's `outputs[r]`; they may differ in size."""
+        check_memory("all_to_all", *inputs, *outputs)
         check_count("all_to_all", "output", outputs, self.size)
         check_count("all_to_all", "input", inputs, self.size)
 
+        check_dtype("all_to_all", outputs[0], inputs)
+        expected, sizes = [o.numel() for o in outputs], [i.numel() for i in inputs]
+
         def run() -> Result:
+            self._check_pairs("all_to_all", expected, sizes, outputs[0].dtype)
             sent, received = _join(inputs, inputs[0].dtype), _room_for(outputs)
-            self._exchange(
-                received, [o.numel() for o in outputs], sent, [i.numel() for i in inputs]
-            )
+            self._exchange(received, expected, sent, sizes)
             _part(received, outputs)
             return list(outputs)
 
@@ -267,10 +291,13 @@ class Collectives:
         input_splits: Sequence[int],
     ) -> Operation:
         """The same with one tensor, split along its first dimension; no splits: evenly."""
+        check_memory("all_to_all_single", tensor, output)
+        check_dtype("all_to_all_single", output, [tensor])
         received = split_sizes("output", output, output_splits, self.size)
         sent = split_sizes("input", tensor, input_splits, self.size)
 
         def run() -> Result:
+            self._check_pairs("all_to_all_single", received, sent, output.dtype)
             dense = output.contiguous()
             self._exchange(dense.view(-1), received, tensor.contiguous().view(-1), sent)
             if dense is not output:
@@ -304,6 +331,33 @@ class Collectives:
             parts[self.rank].copy_(dense)
             for root, part in enumerate(parts):
                 self._broadcast(part, root)
+
+    def _check_pairs(
+        self, kind: str, expected: Sequence[int], sent: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """Raises on all ranks if one expects another number of elements than is sent to it.
+
+        Only the two of them know their sizes, so that the meeting could not compare them.
+        """
+        coming = torch.empty(self.size, dtype=torch.int64)
+        self.communicator.Alltoall(raw(torch.tensor(sent)), raw(coming))
+        wrong = [
+            (source, self.rank, size, wanted)
+            for source, (size, wanted) in enumerate(zip(coming.tolist(), expected, strict=True))
+            if size != wanted
+        ]
+        if not self.communicator.allreduce(len(wrong)):
+            return
+        ours, world = self.communicator.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = ours.Translate_ranks(group=world)
+        told = [
+            f"rank {ranks[source]} sends {elements(size, dtype)} to rank {ranks[target]}, which "
+            f"expects {wanted}"
+            for source, target, size, wanted in chain(*self.communicator.allgather(wrong))
+        ]
+        if len(told) > _TOLD:
+            told[_TOLD:] = [f"and {len(told) - _TOLD} more"]
+        raise self.meeting.fail(f"{kind} does not fit: {'; '.join(told)}")
 
     def _exchange(
         self,

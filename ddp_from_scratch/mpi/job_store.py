@@ -1,6 +1,7 @@
 """The store through which groups of other backends meet, where MPI knows the ranks."""
 
 import atexit
+import ctypes
 import os
 import socket
 import tempfile
@@ -19,12 +20,16 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
     On one machine a private file, on several a port that rank 0 opens.
     """
     if placement.one_machine:
-        # A file and not a folder of our own: a store that ends would look for minutes for a file
+        # A file and not a folder of our own: a store in use would look for minutes for a file
         # whose folder is gone, and rank 0 may be gone first.
         file = share(_private_file() if placement.rank == 0 else None)
         if placement.rank == 0:
             atexit.register(Path(file).unlink, missing_ok=True)
-        return dist.FileStore(file, placement.world_size)
+        private = dist.FileStore(file, placement.world_size)
+        # One reference that nobody drops: a store that ends writes to its file, and where rank 0
+        # has just removed it, makes a new one, in which the next to end reads nonsense for minutes.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(private))
+        return private
     if placement.rank == 0:
         server = dist.TCPStore(
             socket.getfqdn(), 0, is_master=True, timeout=timeout, wait_for_workers=False

@@ -22,7 +22,7 @@ from ..errors import CommunicationError
 from . import messages, semaphore
 from .runtime import MPI
 from .semaphore import Semaphore
-from .shared_memory import SharedMemory
+from .shared_memory import SharedMemory, can_share
 
 _WORD_BYTES = 256
 
@@ -62,9 +62,9 @@ class Nodes:
             node = node.Dup()
         else:
             # Where memory cannot be shared, each rank counts as a machine of its own.
-            alone = 0 if semaphore.AVAILABLE else communicator.rank
-            here = communicator.Split_type(MPI.COMM_TYPE_SHARED)
-            node = MPI.Intracomm(here.Split(alone))
+            here = MPI.Intracomm(communicator.Split_type(MPI.COMM_TYPE_SHARED))
+            shared = semaphore.AVAILABLE and can_share(here)
+            node = MPI.Intracomm(here.Split(0 if shared else communicator.rank))
             here.Free()
         leaders = MPI.Intracomm(communicator.Split(0 if node.rank == 0 else MPI.UNDEFINED))
         count = node.bcast(leaders.size if node.rank == 0 else 0)
@@ -193,7 +193,7 @@ class Meeting:
         if not self.same_place:
             purposes = [_purpose(other) for other in words]
             if purposes.count(purposes[self.rank]) < len(words):
-                raise self._fail(f"the ranks called different operations: {self._who(purposes)}")
+                raise self.fail(f"the ranks called different operations: {self._who(purposes)}")
 
     def barrier(self) -> None:
         """Returns when every rank of this machine has called it, once more after a `meet`.
@@ -236,7 +236,7 @@ class Meeting:
 
     def _check_given_up(self) -> None:
         if 0 < self._gave_up[0] <= self._number:
-            raise self._fail("another rank has given up on it")
+            raise self.fail("another rank has given up on it")
 
     def leave(self) -> None:
         """Tells the others that this rank will not come again."""
@@ -247,14 +247,15 @@ class Meeting:
         _meetings.discard(self)
         self._memory.free()
 
-    def _fail(self, text: str) -> CommunicationError:
+    def fail(self, text: str) -> CommunicationError:
+        """What to raise, where all ranks do; each later `meet` raises it again."""
         self._failure = CommunicationError(text)
         return self._failure
 
     def _give_up(self, text: str) -> CommunicationError:
-        """As `_fail`, where others may still come."""
+        """As `fail`, where others may still come."""
         self._gave_up[0] = self._number
-        return self._fail(text)
+        return self.fail(text)
 
     def _fail_in_time(self) -> CommunicationError:
         return self._give_up(f"the timeout of {self._timeout:g} s passed without {self.whom}")

@@ -19,6 +19,10 @@ from .runtime import MPI
 PAUSE = 1e-3
 
 
+def _nothing(status: MPI.Status) -> None:
+    pass
+
+
 class PendingMessage(dist._Work):
     """The handle of a send or receive that MPI itself has under way.
 
@@ -30,7 +34,7 @@ class PendingMessage(dist._Work):
         timeout: how long a `wait()` lasts at most.
         request: MPI's.
         tensor: what is sent, or where what is received goes.
-        finish: what to do on arrival.
+        finish: what to do on arrival; may raise a CommunicationError.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class PendingMessage(dist._Work):
         timeout: timedelta,
         request: MPI.Request,
         tensor: torch.Tensor,
-        finish: Callable[[], None] = lambda: None,
+        finish: Callable[[MPI.Status], None] = _nothing,
     ) -> None:
         super().__init__()
         self._name, self._timeout = name, timeout
@@ -66,14 +70,13 @@ class PendingMessage(dist._Work):
         try:
             if not self._request.Test(self._status):
                 return
-        except MPI.Exception as error:
-            self._error = CommunicationError(f"{self._name} failed: {error}")
-        else:
             with torch.no_grad():
-                self._finish()
+                self._finish(self._status)
+        except (MPI.Exception, CommunicationError) as error:
+            self._error = CommunicationError(f"{self._name} failed: {error}")
         self._done = True
         # The tensor belongs to the caller again, however long the handle is kept.
-        self._finish = lambda: None
+        self._finish = _nothing
         del self._tensor
         _under_way.discard(self)
 

@@ -9,7 +9,6 @@ to the group's thread.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError, NoSharedMemory
+from .arguments import check_memory
 from .collectives import Collectives, Operation
 from .datatypes import message
 from .job_store import store as store_of_job
 from .meeting import Nodes
 from .messages import PendingMessage, progress
 from .monitored_barrier import monitored_barrier
-from .runtime import MPI, check_launcher, placement
+from .runtime import MPI, check_world, placement
 from .worker import Pending, Result, Worker
 
 Tensors = Sequence[torch.Tensor]
@@ -310,6 +310,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> PendingMessage:
         (tensor,) = tensors
+        check_memory("send", tensor)
         dense = tensor.contiguous()
         name = f"send to rank {dst} from rank {self.rank()} ({tensor.nbytes} bytes)"
         progress()  # those that have arrived make room
@@ -318,11 +319,15 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> PendingMessage:
         (tensor,) = tensors
+        check_memory("recv", tensor)
         dense = tensor.contiguous()
         source = "any rank" if src == MPI.ANY_SOURCE else f"rank {src}"
         name = f"recv from {source} on rank {self.rank()} ({tensor.nbytes} bytes)"
 
-        def finish() -> None:
+        def finish(status: MPI.Status) -> None:
+            came = status.Get_elements(MPI.BYTE)
+            if came != tensor.nbytes:  # fewer: MPI itself refuses more
+                raise CommunicationError(f"{came} bytes came, expected {tensor.nbytes}")
             if dense is not tensor:
                 tensor.copy_(dense)
 
@@ -399,9 +404,7 @@ def create(backend_options: Any, options: object) -> ProcessGroupMPI:
     timeout = backend_options.timeout
     ranks = list(backend_options.global_ranks_in_group)
     if not ranks:
-        # Whatever a program of its own has in torch's variables: ranks come from MPI.
-        torchs = ("RANK", "WORLD_SIZE")
-        check_launcher({name: v for name, v in os.environ.items() if name not in torchs})
+        check_world()
         store = None
         if _is_placeholder(backend_options.store):
             store = store_of_job(placement(), timeout)

@@ -66,7 +66,23 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
             "mpirun": "use the mpirun of the MPI that mpi4py loads",
             "srun": "add --mpi=pmix",
         }.get(by, "start it with mpirun")
+        if by == "torchrun" and launch.started_here(environ):
+            by = "start_ranks"  # which sets the same variables
         raise UsageError(f"{by} started {started} processes but MPI sees {seen}: {advice}")
+
+
+def check_world(environ: Mapping[str, str] = os.environ) -> None:
+    """As `check_launcher`, for a program that may have torch's variables for reasons of its own.
+
+    Where mpirun has started it, the ranks come from MPI, whatever RANK and WORLD_SIZE say. They
+    count where MPI sees this process alone and nothing says that mpirun has started just one.
+
+    Raises:
+        UsageError: MPI sees one process of several.
+    """
+    others = {name: v for name, v in environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    by_mpirun = launch.launcher(others) == "mpirun" and "TORCHELASTIC_RUN_ID" not in environ
+    check_launcher(others if by_mpirun or MPI.COMM_WORLD.size > 1 else environ)
 
 
 def share(value: Any) -> Any:

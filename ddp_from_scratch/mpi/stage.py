@@ -60,6 +60,11 @@ class Stage:
         self._tensor: torch.Tensor | None = None
         self._pieces: tuple[torch.Tensor, ...] = ()
 
+    @property
+    def brought(self) -> bool:
+        """Whether a tensor is waiting to be reduced."""
+        return self._tensor is not None
+
     def bring(self, tensor: torch.Tensor) -> None:
         """Copies the tensor's first piece in, before the ranks meet. Again: in its place."""
         self._tensor = tensor.contiguous()
