@@ -1,8 +1,10 @@
 """A run that was stopped and continued ends with the bits of one that was not."""
 
 import os
+import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,13 @@ from ddp_from_scratch.training.settings import Settings
 SETTINGS = {"model": "dropout", "epochs": 3, "batch_size": 32, "accumulate": 4, "quiet": True}
 
 
+class SometimesLouder(nn.Module):
+    """What a model draws may come from Python's and numpy's generators, too."""
+
+    def forward(self, images):
+        return images * random.random() * np.random.rand() if self.training else images / 4
+
+
 def model_with_dropout(name, *, channels, image_size, num_classes):
     """Each step's result depends on every rank's random generator and on batch norm."""
     inputs = channels * image_size**2
@@ -26,6 +35,7 @@ def model_with_dropout(name, *, channels, image_size, num_classes):
         nn.Linear(inputs, 32),
         nn.BatchNorm1d(32),
         nn.Dropout(),
+        SometimesLouder(),
         nn.Linear(32, num_classes),
     )
 
@@ -40,7 +50,8 @@ def bits(trainer):
     """Everything that a later step could depend on."""
     momentum = [s["momentum_buffer"] for s in trainer.optimizer.state.values()]
     tensors = [*trainer.model.state_dict().values(), *momentum]
-    return [t.tolist() for t in tensors], torch.get_rng_state().tolist()
+    generators = random.getstate(), np.random.get_state()[1].tolist()
+    return [t.tolist() for t in tensors], torch.get_rng_state().tolist(), generators
 
 
 def uninterrupted(world, folder, changes):
@@ -108,6 +119,23 @@ def test_a_run_with_synchronised_batch_norm_resumes_too(ranks, tmp_path, backend
     expected = crew(uninterrupted, tmp_path / "a", changes)[0]
     assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
     assert crew(uninterrupted, tmp_path / "c", {})[0] != expected
+
+
+def drawn(world, seed):
+    draws = []
+    for _ in range(2):  # and again, wherever the generators stand
+        make_trainer(world, None, seed=seed)
+        draws.append((torch.rand(()).item(), random.random(), np.random.rand()))
+    assert draws[0] == draws[1]
+    return draws[0]
+
+
+def test_the_seed_is_that_of_all_generators_and_each_rank_has_its_own(ranks):
+    crew = ranks("gloo", 2)
+    seeds = (0, 7, 2**40 + 20, 2**62 - 2)  # numpy itself takes none above 2**32
+    draws = [rank for seed in seeds for rank in crew(drawn, seed)]
+    assert all(len(set(of_one)) == 2 * len(seeds) for of_one in zip(*draws, strict=True))
+    assert crew(drawn, 7) == draws[2:4]
 
 
 def without_batch_norm(world):

@@ -29,7 +29,12 @@ from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.training.setup import cpu_group, open_dataset, prepare_process
+from ddp_from_scratch.training.setup import (
+    cpu_group,
+    open_dataset,
+    prepare_process,
+    seed_generators,
+)
 
 
 class Trainer:
@@ -99,7 +104,7 @@ class Trainer:
             log_dir = settings.log_dir if world.rank == 0 else None
             self.metrics = MetricsWriter(log_dir)
         broadcast_parameters(self.model)
-        torch.manual_seed(settings.seed + world.rank)  # from here on ranks draw different numbers
+        seed_generators(settings.seed + world.rank)  # from here on ranks draw different numbers
 
         # 3. Where to begin
         state, compressed = checkpoint_of_all(

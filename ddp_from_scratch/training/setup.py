@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,7 +24,14 @@ def prepare_process(settings: Settings, world: World) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats only with it
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.backends.cudnn.benchmark = not settings.deterministic
-    torch.manual_seed(settings.seed)
+    seed_generators(settings.seed)
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds every generator that a model may draw from: torch's, on GPUs too, Python's, numpy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(np.random.SeedSequence(seed).generate_state(8))  # it takes 32 bits at a time
 
 
 def cpu_group(world: World, timeout: float) -> dist.ProcessGroup:
