@@ -20,7 +20,7 @@ from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import on_rank_zero
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.training.setup import cpu_group, open_dataset, prepare_process
+from ddp_from_scratch.training.setup import open_dataset, prepare_process
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -94,8 +94,8 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
         UsageError: on every rank: no such checkpoint or dataset, or images that the model was not
             made for.
     """
-    prepare_process(settings, world)
-    group = cpu_group(world, settings.timeout)
+    asked = {"the command": "test", "--dataset": dataset or "not given"}
+    group = prepare_process(settings, world, asked)
     model, state = load_model(path, world, group)
     name = dataset or state["settings"]["dataset"]
     data = open_dataset(name, settings.data_dir, settings.download, world, group)

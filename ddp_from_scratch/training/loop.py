@@ -29,12 +29,7 @@ from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.training.setup import (
-    cpu_group,
-    open_dataset,
-    prepare_process,
-    seed_generators,
-)
+from ddp_from_scratch.training.setup import open_dataset, prepare_process, seed_generators
 
 
 class Trainer:
@@ -58,8 +53,7 @@ class Trainer:
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
-        prepare_process(settings, world)
-        self.group = cpu_group(world, settings.timeout)
+        self.group = prepare_process(settings, world, {"the command": "train"})
 
         # 1. Data
         data = open_dataset(
