@@ -78,7 +78,7 @@ def test_a_saved_model_has_the_accuracy_that_training_printed(
     trained: tuple[Run, Result, Path],
 ) -> None:
     _, result, folder = trained
-    (saved,) = (folder / "checkpoints").iterdir()
+    (saved,) = (folder / "checkpoints").glob("*.pt")
     with run_py("test", "--checkpoint", saved, "--quiet") as run:
         assert run.wait() == 0, run.text
         assert run.text == (f"digits test accuracy {result.accuracy}\n\n--- standard error:\n")

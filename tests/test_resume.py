@@ -178,6 +178,30 @@ def test_the_same_global_batch_on_another_world_size(ranks, tmp_path):
     assert ranks("gloo", 4)(resumed, tmp_path, changes) == [(1, 3, 8)] * 4
 
 
+def with_another_momentum(world, folder):
+    trainer = make_trainer(world, folder, resume="auto", momentum=0.5, weight_decay=0.0)
+    (group,) = trainer.optimizer.param_groups
+    return group["momentum"], group["weight_decay"]
+
+
+def test_settings_decide_and_not_the_checkpoint(ranks, tmp_path):
+    ranks("gloo", 2)(stopped, tmp_path)
+    assert ranks("gloo", 2)(with_another_momentum, tmp_path) == [(0.5, 0.0)] * 2
+
+
+def two_runs_in_one_folder(world, folder):
+    first = make_trainer(world, folder)
+    with pytest.raises(UsageError, match="is in use by another run") as error:
+        make_trainer(world, folder, resume="auto")
+    assert isinstance(error.value, PeerError) == (world.rank != 0)
+    assert first.run() == 0
+    make_trainer(world, folder, resume="auto").run()  # it has let go
+
+
+def test_a_second_run_in_a_folder_is_refused_on_every_rank(ranks, tmp_path):
+    ranks("gloo", 2)(two_runs_in_one_folder, tmp_path)
+
+
 def another_model(world, path):
     with pytest.raises(UsageError) as error:
         make_trainer(world, None, resume=str(path), model="other")
