@@ -14,7 +14,7 @@ import torch.distributed as dist
 # gloo's threads, which now and then abort a Python that is about to end.
 import torch.distributed.nn.functional
 
-from . import rendezvous
+from . import launch, rendezvous
 from .errors import UsageError
 from .launch import Placement
 from .parent import die_with_parent, write_to_terminal
@@ -91,19 +91,48 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
 
 
 def _open_mpi(timeout: timedelta) -> Placement:
+    place = _meet_in_mpi("mpi")
+    from . import mpi
+
+    dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=timeout)
+    return place
+
+
+def _meet_in_mpi(backend: str) -> Placement:
+    """This process's place in its MPI job, whose ranks all want the same backend."""
     from . import mpi  # starts MPI, which only this backend and mpirun's ranks may do
 
     mpi.check_launcher()
     place = mpi.placement()
-    dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=timeout)
+    _require_same(backend, mpi.share(backend), place.rank)
     return place
+
+
+def _meet_in_store(store: dist.Store, backend: str, rank: int, timeout: timedelta) -> None:
+    store.set_timeout(timeout)
+    if rank == 0:
+        store.set("backend", backend)
+    _require_same(backend, store.get("backend").decode(), rank)
+
+
+def _require_same(backend: str, of_rank_0: str, rank: int) -> None:
+    """Before any group is opened: groups of two backends would wait for each other."""
+    if backend != of_rank_0:
+        raise UsageError(
+            f"backend is {of_rank_0} on rank 0 and {backend} on rank {rank}: it must be the same "
+            "on all ranks"
+        )
 
 
 def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     if not dist.is_backend_available(backend):
         raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
+    if launch.launcher() == "mpirun":
+        _meet_in_mpi(backend)
     try:
         placement, store = rendezvous.meet(timeout)
+        if store is not None:
+            _meet_in_store(store, backend, placement.rank, timeout)
         device = _device(backend, placement)
         rendezvous.choose_interface(placement)
         dist.init_process_group(

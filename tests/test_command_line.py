@@ -78,7 +78,7 @@ def test_a_saved_model_has_the_accuracy_that_training_printed(
     trained: tuple[Run, Result, Path],
 ) -> None:
     _, result, folder = trained
-    (saved,) = (folder / "checkpoints").iterdir()
+    (saved,) = (folder / "checkpoints").glob("*.pt")
     with run_py("test", "--checkpoint", saved, "--quiet") as run:
         assert run.wait() == 0, run.text
         assert run.text == (f"digits test accuracy {result.accuracy}\n\n--- standard error:\n")
@@ -138,6 +138,64 @@ def test_srun(trained: tuple[Run, Result, Path], tmp_path: Path) -> None:
         assert result_of(tasks[0]) == trained[1]
         assert tasks[1].wait() == 0
         assert tasks[1].text == "\n--- standard error:\n"
+
+
+# A rank that was asked for something else --------------------------------------------------------
+
+OTHER_LR = "error: --lr is 0.05 on rank 0 and 0.1 on rank 1: it must be the same on all ranks"
+
+
+def assert_told_once(told: str, *runs: Run) -> None:
+    """All end with code 2 (torchrun has one of its own), and one says why."""
+    for run in runs:
+        assert run.wait() in (2, 1 if "torchrun" in str(run.process.args) else 2), run.text
+        run.assert_nobody_left()
+        assert run.out == "", run.text
+    lines = [line for run in runs for line in run.err.splitlines()]
+    assert [line for line in lines if line.startswith("error: ")] == [told], lines
+    assert 'Traceback (most recent call last):\n  File "run.py' not in "\n".join(lines)
+
+
+def test_other_settings_under_mpirun() -> None:
+    each = ["-n", "1", "python", "run.py", "--backend", "mpi"]
+    with Run("mpirun", *each, ":", *each, "--lr", "0.1") as run:
+        assert_told_once(OTHER_LR, run)
+
+
+def test_other_settings_under_torchrun() -> None:
+    lr = "exec python run.py --lr $([ $RANK = 0 ] && echo 0.05 || echo 0.1)"
+    with Run("torchrun", "--nproc-per-node", "2", "--no-python", "sh", "-c", lr) as run:
+        assert_told_once(OTHER_LR, run)
+
+
+def test_other_settings_under_srun(tmp_path: Path) -> None:
+    here = SRUN | {"TMPDIR": str(tmp_path)}
+    with (
+        run_py(**here, SLURM_PROCID="0", SLURM_LOCALID="0") as zero,
+        run_py("--lr", "0.1", **here, SLURM_PROCID="1", SLURM_LOCALID="1") as one,
+    ):
+        assert_told_once(OTHER_LR, zero, one)
+
+
+def test_other_settings_on_another_machine() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    counts = ["--nproc", "1,1", "--master-addr", "127.0.0.1", "--master-port", port]
+    with (
+        run_py(*counts, "--node-rank", 0) as zero,
+        run_py(*counts, "--node-rank", 1, "--lr", "0.1") as one,
+    ):
+        assert_told_once(OTHER_LR, zero, one)
+
+
+def test_another_backend_under_mpirun() -> None:
+    each = ["-n", "1", "python", "run.py", "--backend"]
+    with Run("mpirun", *each, "gloo", ":", *each, "mpi") as run:
+        assert_told_once(
+            "error: backend is gloo on rank 0 and mpi on rank 1: it must be the same on all ranks",
+            run,
+        )
 
 
 def test_torchrun_starts_a_failed_run_again_and_it_resumes(tmp_path: Path) -> None:

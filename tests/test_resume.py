@@ -1,8 +1,10 @@
 """A run that was stopped and continued ends with the bits of one that was not."""
 
 import os
+import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,13 @@ from ddp_from_scratch.training.settings import Settings
 SETTINGS = {"model": "dropout", "epochs": 3, "batch_size": 32, "accumulate": 4, "quiet": True}
 
 
+class SometimesLouder(nn.Module):
+    """What a model draws may come from Python's and numpy's generators, too."""
+
+    def forward(self, images):
+        return images * random.random() * np.random.rand() if self.training else images / 4
+
+
 def model_with_dropout(name, *, channels, image_size, num_classes):
     """Each step's result depends on every rank's random generator and on batch norm."""
     inputs = channels * image_size**2
@@ -26,6 +35,7 @@ def model_with_dropout(name, *, channels, image_size, num_classes):
         nn.Linear(inputs, 32),
         nn.BatchNorm1d(32),
         nn.Dropout(),
+        SometimesLouder(),
         nn.Linear(32, num_classes),
     )
 
@@ -40,7 +50,8 @@ def bits(trainer):
     """Everything that a later step could depend on."""
     momentum = [s["momentum_buffer"] for s in trainer.optimizer.state.values()]
     tensors = [*trainer.model.state_dict().values(), *momentum]
-    return [t.tolist() for t in tensors], torch.get_rng_state().tolist()
+    generators = random.getstate(), np.random.get_state()[1].tolist()
+    return [t.tolist() for t in tensors], torch.get_rng_state().tolist(), generators
 
 
 def uninterrupted(world, folder, changes):
@@ -110,6 +121,23 @@ def test_a_run_with_synchronised_batch_norm_resumes_too(ranks, tmp_path, backend
     assert crew(uninterrupted, tmp_path / "c", {})[0] != expected
 
 
+def drawn(world, seed):
+    draws = []
+    for _ in range(2):  # and again, wherever the generators stand
+        make_trainer(world, None, seed=seed)
+        draws.append((torch.rand(()).item(), random.random(), np.random.rand()))
+    assert draws[0] == draws[1]
+    return draws[0]
+
+
+def test_the_seed_is_that_of_all_generators_and_each_rank_has_its_own(ranks):
+    crew = ranks("gloo", 2)
+    seeds = (0, 7, 2**40 + 20, 2**62 - 2)  # numpy itself takes none above 2**32
+    draws = [rank for seed in seeds for rank in crew(drawn, seed)]
+    assert all(len(set(of_one)) == 2 * len(seeds) for of_one in zip(*draws, strict=True))
+    assert crew(drawn, 7) == draws[2:4]
+
+
 def without_batch_norm(world):
     evaluate.make_model = make_model
     with pytest.raises(UsageError) as error:
@@ -148,6 +176,30 @@ def test_the_same_global_batch_on_another_world_size(ranks, tmp_path):
     assert ranks("gloo", 2)(stopped, tmp_path) == [8, 8]
     changes = {"batch_size": 16}
     assert ranks("gloo", 4)(resumed, tmp_path, changes) == [(1, 3, 8)] * 4
+
+
+def with_another_momentum(world, folder):
+    trainer = make_trainer(world, folder, resume="auto", momentum=0.5, weight_decay=0.0)
+    (group,) = trainer.optimizer.param_groups
+    return group["momentum"], group["weight_decay"]
+
+
+def test_settings_decide_and_not_the_checkpoint(ranks, tmp_path):
+    ranks("gloo", 2)(stopped, tmp_path)
+    assert ranks("gloo", 2)(with_another_momentum, tmp_path) == [(0.5, 0.0)] * 2
+
+
+def two_runs_in_one_folder(world, folder):
+    first = make_trainer(world, folder)
+    with pytest.raises(UsageError, match="is in use by another run") as error:
+        make_trainer(world, folder, resume="auto")
+    assert isinstance(error.value, PeerError) == (world.rank != 0)
+    assert first.run() == 0
+    make_trainer(world, folder, resume="auto").run()  # it has let go
+
+
+def test_a_second_run_in_a_folder_is_refused_on_every_rank(ranks, tmp_path):
+    ranks("gloo", 2)(two_runs_in_one_folder, tmp_path)
 
 
 def another_model(world, path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
@@ -35,6 +35,32 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     if rank == dist.get_rank(group) and mine is not None:
         raise mine
     raise PeerError(f"rank {rank}: {texts[rank]}")
+
+
+def require_same(asked: Mapping[str, str], group: dist.ProcessGroup) -> None:
+    """Ends all ranks unless each was asked for the same. Collective.
+
+    Raises:
+        UsageError: on rank 0, a PeerError on the others; it names what differs, and where.
+    """
+    everyone: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(asked), group=group)
+    told = differences(everyone)
+    if told is not None:
+        raise UsageError(told) if dist.get_rank(group) == 0 else PeerError(told)
+
+
+def differences(asked: Sequence[Mapping[str, str]]) -> str | None:
+    """Each value that some rank does not share with rank 0, as a line; None where there is none."""
+    found = []
+    for name, value in asked[0].items():
+        rank = next((r for r, theirs in enumerate(asked) if theirs.get(name) != value), None)
+        if rank is not None:
+            found.append(f"{name} is {value} on rank 0 and {asked[rank].get(name)} on rank {rank}")
+    if not found:
+        return None
+    they = "they" if len(found) > 1 else "it"
+    return f"{'; '.join(found)}: {they} must be the same on all ranks"
 
 
 class StopSignal:

@@ -1,26 +1,36 @@
 """One file that a run can be continued from, bit for bit.
 
 Written to a temporary name, flushed to the disk and renamed, so that a file with a checkpoint's
-name is a whole one whatever happened while it was written.
+name is a whole one whatever happened while it was written. What happens to it later is found by the
+digest at its end:
+
+    |<- torch.save's zip ------------------------------->|<- "ddp sha256 " and 64 digits ->|
+
+torch.load reads the zip and does not look at what follows it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.training.contents import check_contents
+from ddp_from_scratch.training.folder_lock import FolderLock
 
 FORMAT = "ddp_from_scratch checkpoint"
 VERSION = 1
 _KEEP = 2
+_MARK = b"ddp sha256 "
+_TRAILER = len(_MARK) + 2 * hashlib.sha256().digest_size
 
 State = dict[str, Any]
 
@@ -42,8 +52,9 @@ def save(folder: Path, state: State) -> Path:
     temporary = final.with_suffix(".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with temporary.open("w+b") as file:
             torch.save({"format": FORMAT, "version": VERSION} | state, file)
+            file.write(_MARK + _digest(file, file.tell()))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(final)
@@ -52,50 +63,81 @@ def save(folder: Path, state: State) -> Path:
         os.close(descriptor)
         for old in files(folder)[_KEEP:]:
             old.unlink()
-    except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
+    except (OSError, RuntimeError) as error:
         with suppress(OSError):
             temporary.unlink()
-        raise UsageError(f"cannot write checkpoint {final}: {_one_line(error)}") from error
+        raise UsageError(f"cannot write checkpoint {final}: {_reason(error)}") from error
     return final
 
 
-def prepare_folder(folder: Path, *, resuming: bool) -> None:
-    """Makes the folder and tries it, before hours of work depend on it.
+def _digest(file: BinaryIO, size: int) -> bytes:
+    """Of the first `size` bytes, as text; the file then stands behind them."""
+    file.seek(0)
+    digest = hashlib.sha256()
+    while size > 0 and (block := file.read(min(size, 2**20))):
+        digest.update(block)
+        size -= len(block)
+    return digest.hexdigest().encode()
+
+
+def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
+    """Makes the folder, holds it and tries it, before hours of work depend on it.
+
+    Args:
+        folder: where checkpoints will be written, and older ones removed.
+        resume: the run's `--resume`.
 
     Raises:
-        UsageError: it cannot be written to, or holds the checkpoints of a run that this one does
-            not continue, and that it would remove.
+        UsageError: it cannot be written to; another run holds it; or it has the checkpoints of a
+            run that this one does not continue, and that it would remove.
     """
-    if files(folder) and not resuming:
-        raise UsageError(
-            f"--checkpoint-dir {folder} holds the checkpoints of another run: continue that one "
-            f"with --resume auto, or give another folder"
-        )
     probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
+        if resume != "auto" and not _is_in(folder, resume):
+            _require_empty(folder, resume)
+        lock = FolderLock(folder)
         for left_behind in folder.glob("checkpoint-*.tmp"):  # by a run that was killed
             left_behind.unlink()
     except OSError as error:
         raise UsageError(
-            f"--checkpoint-dir {folder} cannot be written to: {_one_line(error)}"
+            f"--checkpoint-dir {folder} cannot be written to: {_reason(error)}"
         ) from error
+    return lock
+
+
+def _is_in(folder: Path, file: str | None) -> bool:
+    return file is not None and Path(file).resolve().parent == folder.resolve()
+
+
+def _require_empty(folder: Path, resume: str | None) -> None:
+    if files(folder):
+        which = "another run" if resume is None else f"another run than --resume {resume}"
+        raise UsageError(
+            f"--checkpoint-dir {folder} holds the checkpoints of {which}: continue that one with "
+            f"--resume auto, or give another folder"
+        )
 
 
 def load(path: Path, map_location: torch.device) -> State:
     """Reads a checkpoint; nothing but plain values and tensors is ever unpickled.
 
     Raises:
-        UsageError: no such file, a truncated one, one that is no checkpoint of this program, or
-            one of a newer version.
+        UsageError: no such file, a truncated or damaged one, one that is no checkpoint of this
+            program, one of a newer version, or with contents that no run writes.
     """
     foreign = f"{path} is truncated, or is not a checkpoint of ddp_from_scratch"
     try:
-        state = torch.load(path, map_location=map_location, weights_only=True)
+        with path.open("rb") as file:
+            _check_digest(file, path, foreign)
+            file.seek(0)
+            state = torch.load(file, map_location=map_location, weights_only=True)
     except OSError as error:
         raise UsageError(f"cannot read checkpoint {path}: {error.strerror}") from error
+    except UsageError:
+        raise
     except Exception as error:  # what unpickling noise raises has no end
         raise UsageError(foreign) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -107,7 +149,22 @@ def load(path: Path, map_location: torch.device) -> State:
             f"{path} has checkpoint version {state['version']}, this program reads up to "
             f"{VERSION}: install a newer ddp_from_scratch"
         )
+    try:
+        check_contents(state)
+    except UsageError as error:
+        raise UsageError(f"{path} is no checkpoint that a run has written: {error}") from error
     return state
+
+
+def _check_digest(file: BinaryIO, path: Path, foreign: str) -> None:
+    size = file.seek(0, os.SEEK_END) - _TRAILER
+    written = _digest(file, size), file.read()
+    if not written[1].startswith(_MARK):
+        raise UsageError(foreign)
+    if written[1] != _MARK + written[0]:
+        raise UsageError(
+            f"{path} is damaged: its bytes are not those that were written (sha256 differs)"
+        )
 
 
 def files(folder: Path) -> list[Path]:
@@ -124,6 +181,8 @@ def _number(path: Path) -> int:
 def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, list[str]] | None:
     """The newest checkpoint that can be read, and a line for each newer one that cannot.
 
+    Those are renamed, to `.unreadable`: among the newest two they would have a whole one removed.
+
     Returns:
         None when the folder holds no checkpoint at all.
 
@@ -131,11 +190,17 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, 
         UsageError: it holds some, but none that can be read.
     """
     complaints: list[str] = []
+    unreadable: list[Path] = []
     for path in files(folder):
         try:
-            return path, load(path, map_location), complaints
+            state = load(path, map_location)
         except UsageError as error:
             complaints.append(str(error))
+            unreadable.append(path)
+            continue
+        for damaged in unreadable:
+            damaged.rename(damaged.with_suffix(".unreadable"))
+        return path, state, complaints
     if complaints:
         raise UsageError(f"no checkpoint in {folder} can be read: {'; '.join(complaints)}")
     return None
@@ -163,5 +228,11 @@ def set_rng_state(state: State) -> None:
     np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, gauss))
 
 
-def _one_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """The system's word where there is one: torch says of a full disk "unexpected pos 640"."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and found.strerror:
+            return found.strerror
+        found = found.__context__
     return " ".join(str(error).split()) or type(error).__name__

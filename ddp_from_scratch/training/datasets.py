@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, MNIST, FakeData, FashionMNIST
@@ -63,6 +65,17 @@ class ImageData:
     num_classes: int
     channels: int
     image_size: int
+
+    def summary(self) -> str:
+        """Return one line that is another for other images or labels."""
+        checksum = 0
+        for part in (self.train, self.test):
+            for name in ("data", "targets"):  # noise has neither: it is a matter of the code
+                values = np.ascontiguousarray(getattr(part, name, ()))
+                checksum = zlib.crc32(values.data, checksum)
+        sizes = " + ".join(f"{len(cast(Sized, part)):,}" for part in (self.train, self.test))
+        shape = f"{self.channels}x{self.image_size}x{self.image_size}"
+        return f"{sizes} images of {shape}, checksum {checksum:08x}"
 
 
 class Digits(MNIST):  # type: ignore[misc]  # torchvision has no types

@@ -15,12 +15,13 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.process_group import World
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.agreement import together
+from ddp_from_scratch.training.contents import check_fit
 from ddp_from_scratch.training.loaders import test_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import on_rank_zero
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.training.setup import cpu_group, open_dataset, prepare_process
+from ddp_from_scratch.training.setup import open_dataset, prepare_process
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,24 +59,33 @@ def build_model(spec: dict[str, Any]) -> nn.Module:
     return make_model(spec["name"], **arguments)
 
 
+def _load_fitting(path: Path) -> checkpoint.State:
+    """A checkpoint whose tensors are those of its own model, which is built without memory."""
+    state = checkpoint.load(path, torch.device("cpu"))
+    try:
+        with torch.device("meta"):
+            shell = build_model(state["model_spec"])
+        check_fit(state, shell)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # a size beyond all
+        raise UsageError(
+            f"{path} does not fit its own model {state['model_spec']['name']}, it was written by "
+            f"another version of torchvision or of this program: {str(error).splitlines()[0]}"
+        ) from error
+    return state
+
+
 def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     """The model of a checkpoint, on every rank, and the checkpoint's other contents.
 
     Rank 0 reads the file, so it need not be on every machine. Collective.
 
     Raises:
-        UsageError: on every rank: the file is not a checkpoint.
+        UsageError: on every rank: the file is not a checkpoint, or does not fit its own model.
     """
-    state = on_rank_zero(lambda: checkpoint.load(path, torch.device("cpu")), world, group)
+    state = on_rank_zero(lambda: _load_fitting(path), world, group)
     with together(group):
         model = build_model(state["model_spec"])
-        try:
-            model.load_state_dict(state["model"])
-        except RuntimeError as error:
-            raise UsageError(
-                f"{path} does not fit its own model {state['model_spec']['name']}: it was written "
-                f"by another version of torchvision or of this program"
-            ) from error
+        model.load_state_dict(state["model"])
     model.to(world.device)
     broadcast_parameters(model)
     return model, state
@@ -94,8 +104,8 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
         UsageError: on every rank: no such checkpoint or dataset, or images that the model was not
             made for.
     """
-    prepare_process(settings, world)
-    group = cpu_group(world, settings.timeout)
+    asked = {"the command": "test", "--dataset": dataset or "not given"}
+    group = prepare_process(settings, world, asked)
     model, state = load_model(path, world, group)
     name = dataset or state["settings"]["dataset"]
     data = open_dataset(name, settings.data_dir, settings.download, world, group)

@@ -24,12 +24,13 @@ from ddp_from_scratch.training import bucket_choice, checkpoint
 from ddp_from_scratch.training.agreement import StopSignal, together
 from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
+from ddp_from_scratch.training.folder_lock import FolderLock
 from ddp_from_scratch.training.loaders import ShardSampler, test_loader, train_loader
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.training.setup import cpu_group, open_dataset, prepare_process
+from ddp_from_scratch.training.setup import open_dataset, prepare_process, seed_generators
 
 
 class Trainer:
@@ -53,8 +54,7 @@ class Trainer:
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
-        prepare_process(settings, world)
-        self.group = cpu_group(world, settings.timeout)
+        self.group = prepare_process(settings, world, {"the command": "train"})
 
         # 1. Data
         data = open_dataset(
@@ -92,18 +92,24 @@ class Trainer:
                 convert_sync_batchnorm(self.model)
                 if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
                     raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
+            self.lock: FolderLock | None = None
             if settings.checkpoint_dir is not None and world.rank == 0:
-                checkpoint.prepare_folder(
-                    settings.checkpoint_dir, resuming=settings.resume is not None
+                self.lock = checkpoint.prepare_folder(
+                    settings.checkpoint_dir, resume=settings.resume
                 )
+                if not self.lock.holds:
+                    self.report.warning(
+                        f"--checkpoint-dir {settings.checkpoint_dir} is on a file system without "
+                        f"locks: a second run there would not be noticed"
+                    )
             log_dir = settings.log_dir if world.rank == 0 else None
             self.metrics = MetricsWriter(log_dir)
         broadcast_parameters(self.model)
-        torch.manual_seed(settings.seed + world.rank)  # from here on ranks draw different numbers
+        seed_generators(settings.seed + world.rank)  # from here on ranks draw different numbers
 
         # 3. Where to begin
         state, compressed = checkpoint_of_all(
-            settings, self.model_spec, self.report, world, self.group
+            settings, self.model_spec, self.model, self.report, world, self.group
         )
 
         # 4. Engine
@@ -141,6 +147,13 @@ class Trainer:
         Returns:
             0, or the number of the signal that ended the run early, on every rank alike.
         """
+        try:
+            return self._run()
+        finally:
+            if self.lock is not None:
+                self.lock.close()
+
+    def _run(self) -> int:
         began = time.monotonic()
         test_accuracy = None
         with StopSignal(self.group) as stop:
@@ -273,7 +286,9 @@ class Trainer:
 
     def _restore(self, state: checkpoint.State, compressed: checkpoint.State | None) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        # Settings decide on momentum and weight decay, as they do on all else.
+        groups = {"param_groups": self.optimizer.state_dict()["param_groups"]}
+        self.optimizer.load_state_dict(state["optimizer"] | groups)
         if state["scaler"]:  # nothing where the precision was another
             self.scaler.load_state_dict(state["scaler"])
         self.epoch = state["epoch"]

@@ -115,7 +115,12 @@ def make_parser(about: str) -> Parser:
         "of the forward pass (autocast); fp16 with loss scaling",
         choices=PRECISIONS,
     )
-    option(group, "--seed", "of the model, the order of images, and dropout", type=int)
+    option(
+        group,
+        "--seed",
+        "of the model, the order of images, and all that torch, numpy and Python's random draw",
+        type=int,
+    )
     option(group, "--deterministic", "only algorithms that repeat exactly", action="store_true")
 
     group = parser.add_argument_group("synchronisation")

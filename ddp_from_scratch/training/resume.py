@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.process_group import World
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.agreement import together
+from ddp_from_scratch.training.contents import check_fit
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 
@@ -38,6 +40,7 @@ def on_rank_zero(read: Callable[[], T], world: World, group: dist.ProcessGroup) 
 def checkpoint_of_all(
     settings: Settings,
     model_spec: ModelSpec,
+    model: nn.Module,
     report: Report,
     world: World,
     group: dist.ProcessGroup,
@@ -52,7 +55,7 @@ def checkpoint_of_all(
     compression: list[checkpoint.State | None] = [None]
 
     def read() -> checkpoint.State | None:
-        state = find_checkpoint(settings, model_spec, report)
+        state = find_checkpoint(settings, model_spec, model, report)
         if state is not None:
             compression[0] = state.pop("compression", None)
         return state
@@ -61,12 +64,12 @@ def checkpoint_of_all(
 
 
 def find_checkpoint(
-    settings: Settings, model_spec: ModelSpec, report: Report
+    settings: Settings, model_spec: ModelSpec, model: nn.Module, report: Report
 ) -> checkpoint.State | None:
     """The checkpoint to continue from; None where none is asked for, or `auto` finds none.
 
     Raises:
-        UsageError: it cannot be read, or holds another model.
+        UsageError: it cannot be read, holds another model, or does not fit into this one.
     """
     resume, folder = settings.resume, settings.checkpoint_dir
     if resume is None:
@@ -78,7 +81,7 @@ def find_checkpoint(
             return None
         path, state, complaints = newest
         for complaint in complaints:
-            report.warning(f"{complaint}; using {path.name} instead")
+            report.warning(f"{complaint}; using {path.name} instead")  # the other was renamed
     else:
         path = Path(resume)
         state = checkpoint.load(path, torch.device("cpu"))
@@ -87,6 +90,10 @@ def find_checkpoint(
             f"{path} holds {_describe(state['model_spec'])}, this run trains "
             f"{_describe(model_spec)}: give the --model and --dataset it was made with"
         )
+    try:
+        check_fit(state, model)
+    except UsageError as error:
+        raise UsageError(f"{path} does not fit {_describe(model_spec)}: {error}") from error
     report.line(f"resuming from {path}")
     return state
 

@@ -15,6 +15,8 @@ from ddp_from_scratch.process_group import MAX_TIMEOUT
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
 POWERSGD_RANK = 2
+# What concerns a rank's machine, or what rank 0 alone prints and writes.
+_OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
 _TIMEOUT_RANGE = f"a positive number of seconds, at most {MAX_TIMEOUT:,.0f}"
 
 
@@ -127,6 +129,23 @@ class Settings:
         warmup = max(1, min(5 * steps_per_epoch, self.epochs * steps_per_epoch // 2))
         return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))
 
+    def to_compare(self) -> dict[str, str]:
+        """What must be equal on all ranks: options, and what each was given.
+
+        Folders may have other names on other machines, and rank 0 alone reads and writes there; but
+        whether there is one decides what all ranks do.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {"no_overlap": not values.pop("overlap")}
+        if self.resume != "auto":
+            values["resume"] = self.resume is not None
+        values["checkpoint_dir"] = self.checkpoint_dir is not None
+        return {
+            f"--{name.replace('_', '-')}": _told(value)
+            for name, value in values.items()
+            if name not in _OWN
+        }
+
     def as_saved(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
@@ -145,3 +164,9 @@ class Settings:
             and field.name in saved
             and saved[field.name] != now[field.name]
         ]
+
+
+def _told(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return "given" if value else "not given"
+    return str(value)

@@ -1,0 +1,195 @@
+"""The contents of a checkpoint, checked before anything is built or allocated from them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ddp_from_scratch.errors import UsageError
+
+# Whole numbers, each with the least that it can be.
+_COUNTS = {"epoch": 0, "step": 0, "images": 0, "world_size": 1, "global_batch_size": 1}
+_MODEL_SPEC = {"channels": 1, "image_size": 1, "num_classes": 1}
+_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OTHERS = ("model", "model_spec", "optimizer", "scaler", "compression", "ready_order", "buckets")
+_KEYS = (*_COUNTS, *_OTHERS, "totals", "rng", "settings")
+_CUDA_GENERATOR_BYTES = 16
+
+
+def check_contents(state: Mapping[str, Any]) -> None:
+    """Checks what can be known without the model.
+
+    Raises:
+        UsageError: something is missing, or is not what a run writes there; the text names it.
+    """
+    _has(state, _KEYS, "it")
+    for name, least in _COUNTS.items():
+        _is_count(state[name], least, name)
+    settings, spec = state["settings"], state["model_spec"]
+    _has(settings, ("dataset", "epochs"), "settings")
+    _expect(isinstance(settings["dataset"], str), "the dataset is not a name")
+    _is_count(settings["epochs"], state["epoch"], "epochs")
+    _has(spec, ("name", *_MODEL_SPEC), "model_spec")
+    _expect(isinstance(spec["name"], str), "the model is not a name")
+    _expect(len(spec) == 1 + len(_MODEL_SPEC), "model_spec has more than a model's")
+    for name, least in _MODEL_SPEC.items():
+        _is_count(spec[name], least, name)
+    _expect(_is_tensor(state["totals"], torch.zeros(3, dtype=torch.float64)), "totals are not 3")
+    if state["scaler"] != {}:
+        _has(state["scaler"], _SCALER, "scaler")
+        for name in _SCALER:
+            _is_number(state["scaler"][name], f"the scaler's {name}")
+    buckets = state["buckets"]
+    if buckets is not None:
+        _has(buckets, ("bucket_cap_mb", "overlap"), "buckets")
+        caps = buckets["bucket_cap_mb"]
+        for cap in caps if isinstance(caps, list | tuple) else [caps]:
+            _expect(isinstance(cap, int | float) and cap >= 0, "bucket_cap_mb is not a size")
+    everyone = state["rng"]
+    _expect(
+        isinstance(everyone, list) and len(everyone) == state["world_size"],
+        "rng does not hold the generators of each rank",
+    )
+    for rank, generators in enumerate(everyone):
+        _check_generators(generators, rank)
+
+
+def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
+    """Checks what `check_contents` could not: that all tensors have this model's shapes.
+
+    Args:
+        state: passed `check_contents`.
+        model: is not changed; may be on the meta device.
+
+    Raises:
+        UsageError: something does not fit; the text names it.
+    """
+    named = dict(model.named_parameters())
+    _check_tensors(state["model"], model.state_dict(), "the model", every=True)
+
+    optimizer = state["optimizer"]
+    _has(optimizer, ("state",), "optimizer")
+    _has(optimizer["state"], (), "the optimizer's state")
+    of_index = dict(enumerate(named.values()))
+    for index, of_one in optimizer["state"].items():
+        _expect(index in of_index, f"the optimizer has a state for parameter {_told(index)}")
+        _has(of_one, (), "the optimizer's state")
+        like = dict.fromkeys(of_one, of_index[index])
+        momenta = {name: value for name, value in of_one.items() if value is not None}
+        _check_tensors(momenta, like, f"the optimizer's state of parameter {index}")
+
+    order = state["ready_order"]
+    trainable = [name for name, parameter in named.items() if parameter.requires_grad]
+    if order is not None:
+        names = isinstance(order, list) and all(isinstance(name, str) for name in order)
+        _expect(
+            names and sorted(order) == sorted(trainable),
+            "ready_order does not name each parameter once",
+        )
+    if state["compression"] is not None:
+        _check_compression(state["compression"], named, state["world_size"])
+
+
+def _check_generators(of_rank: Any, rank: int) -> None:
+    """Tries them on generators of its own."""
+    name = f"rng of rank {rank}"
+    _has(of_rank, ("torch", "cuda", "python", "numpy"), name)
+    cuda = torch.zeros(_CUDA_GENERATOR_BYTES, dtype=torch.uint8)
+    _expect(of_rank["cuda"] is None or _is_tensor(of_rank["cuda"], cuda), f"{name} has no cuda")
+    try:
+        torch.Generator().set_state(of_rank["torch"])
+        version, internal, gauss = of_rank["python"]
+        random.Random().setstate((version, tuple(internal), gauss))
+        algorithm, keys, position, has_gauss, gauss = of_rank["numpy"]
+        _expect(_is_tensor(keys, torch.zeros(624, dtype=torch.int64)), f"{name} has no numpy")
+        words = keys.numpy().astype(np.uint32)
+        np.random.RandomState().set_state((algorithm, words, position, has_gauss, gauss))
+    except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{name} cannot be used: {_one_line(error)}") from error
+
+
+def _check_compression(saved: Any, named: Mapping[str, nn.Parameter], world_size: int) -> None:
+    """Checks what PowerSGD left out on each rank, and its right factors."""
+    name = "compression"
+    _has(saved, ("iteration", "qs", "errors", "loss_scale"), name)
+    _is_count(saved["iteration"], 0, f"{name}'s iteration")
+    _is_number(saved["loss_scale"], f"{name}'s loss_scale")
+    errors = saved["errors"]
+    _expect(
+        isinstance(errors, list) and len(errors) == world_size, f"{name} is not that of each rank"
+    )
+    for of_rank in errors:
+        _check_tensors(of_rank, named, name)
+        _expect(of_rank.keys() == errors[0].keys(), f"{name} is of other parameters on each rank")
+    _has(saved["qs"], (), f"{name}'s qs")
+    for key, q in saved["qs"].items():
+        _expect(key in named and isinstance(q, torch.Tensor), f"{name} has no {_told(key)}")
+        columns = named[key].numel() // max(1, named[key].shape[0])
+        like = torch.empty(columns, q.shape[1] if q.dim() == 2 else 0, device="meta")
+        _expect(_is_tensor(q, like), f"{name} of {key} has another shape")
+
+
+def _check_tensors(
+    found: Any, like: Mapping[str, torch.Tensor], name: str, *, every: bool = False
+) -> None:
+    """All that is found is as large as its like; with `every`, for all of `like`."""
+    _has(found, like if every else (), name)
+    for key, tensor in found.items():
+        _expect(key in like, f"{name} has no {_told(key)}")
+        if not _is_tensor(tensor, like[key]):
+            shape = tuple(like[key].shape)
+            raise UsageError(
+                f"{key} of {name} must be a tensor of {shape} and {like[key].dtype}, got "
+                f"{_told(tensor)}"
+            )
+
+
+def _is_tensor(value: Any, like: torch.Tensor) -> bool:
+    """The same shape and dtype, with memory for each element: none that is only expanded."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not value.is_sparse
+        and value.shape == like.shape
+        and value.dtype == like.dtype
+        and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
+    )
+
+
+def _has(value: Any, keys: Collection[str], name: str) -> None:
+    _expect(isinstance(value, Mapping), f"{name} is not a table, but {_told(value)}")
+    missing = [key for key in keys if key not in value]
+    _expect(not missing, f"{name} has no {', '.join(missing[:3])}")
+
+
+def _is_count(value: Any, least: int, name: str) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _expect(whole and least <= value < 2**62, f"{name} must be {least} or more, got {_told(value)}")
+
+
+def _is_number(value: Any, name: str) -> None:
+    number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    _expect(number, f"{name} must be a number, 0 or more, got {_told(value)}")
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise UsageError(otherwise)
+
+
+def _told(value: Any) -> str:
+    """A value's short name: what it holds may be of any size."""
+    if isinstance(value, torch.Tensor):
+        return f"one of {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, bool | int | float | str | None):
+        return repr(value)[:40]
+    return f"a {type(value).__name__}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

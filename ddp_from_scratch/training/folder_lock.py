@@ -1,0 +1,52 @@
+"""A folder for one run at a time: a second one would remove what the first has written."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from ddp_from_scratch.errors import UsageError
+
+LOCK_FILE = ".lock"
+
+
+class FolderLock:
+    """Holds a folder from its making until `close`, or until this process ends, however it does.
+
+    The lock is the system's (`flock`), not the file, which stays. On NFS Linux makes it a lock of
+    the server, so that it holds between machines, unless the mount says `nolock` or
+    `local_lock=flock`.
+
+    Attributes:
+        holds: False where the file system has no locks: a second run is not noticed there.
+
+    Raises:
+        UsageError: another process holds the folder.
+        OSError: the file cannot be opened or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / LOCK_FILE).open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.holds = True
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                self._file.seek(0)
+                holder = " ".join(self._file.read(200).split()) or "another process"
+                self._file.close()
+                raise UsageError(
+                    f"--checkpoint-dir {folder} is in use by another run ({holder}): give this one "
+                    f"another folder, or wait until that one has ended"
+                ) from error
+            self.holds = False
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Lets go of the folder. Idempotent."""
+        self._file.close()
