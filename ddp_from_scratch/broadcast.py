@@ -57,9 +57,8 @@ def broadcast_buffers(
 ) -> None:
     """Gives every rank the buffers of rank `src`, such as batch norm's running statistics.
 
-    A training step never reads those, so unlike torch's DDP, which sends them before every
-    forward pass, this is called where they are read: before an evaluation or a checkpoint. What
-    rank `src` holds is the same either way.
+    For a Reducer without `broadcast_buffers=True`: called where they are read, before an evaluation
+    or a checkpoint. What rank `src` holds is the same either way.
 
     Args: as `broadcast_parameters`.
 
@@ -175,7 +174,7 @@ def send_tensors(
     """Gives every rank the values of rank `src`, along the tree. Same shapes on every rank."""
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     parent, children = tree_neighbours(rank, world_size, src)
-    for members in _messages(tensors):
+    for members in messages(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in members])
         wire = flat.view(torch.uint8)  # bytes, which every backend can send, whatever the dtype
         if parent is not None:
@@ -188,7 +187,7 @@ def send_tensors(
                 tensor.copy_(values.view(tensor.shape))
 
 
-def _messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """The tensors of each message: one dtype and device, about `_MESSAGE_BYTES` together."""
     sizes = [Gradient(t.numel(), t.nbytes, (t.dtype, t.device)) for t in tensors]
     for layout in assign_buckets(sizes, range(len(tensors)), [_MESSAGE_BYTES]):

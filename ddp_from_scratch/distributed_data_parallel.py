@@ -34,8 +34,8 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over ranks during backward.
 
     Construction compares the module on all ranks and sends rank 0's parameters and buffers to the
-    others. Each forward pass that trains first sends rank 0's buffers (an evaluation does not, so
-    one rank may evaluate alone). Each backward pass averages, unless it runs under `no_sync()`.
+    others. Each backward pass averages, unless it runs under `no_sync()`, and gives all ranks rank
+    0's buffers when it ends: forward passes send nothing, so that one rank may evaluate alone.
 
     Unlike torch's class it decides in backward, not in forward, whether to synchronise; averages
     also the second of two backward passes through one graph; and calls through `.module`
@@ -47,7 +47,7 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         output_device: only together with `device_ids`; outputs stay where they are, as torch's do.
         dim: of `scatter` and `gather`, which nothing here does.
         broadcast_buffers: False sends no buffers, at construction neither.
-        forward_sync_buffers: whether forward sends buffers; construction always does.
+        forward_sync_buffers: whether forward passes find rank 0's buffers; they do in the first.
         init_sync: False trusts that all ranks hold the same module.
         bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` takes its place, if given.
         check_reduction: deprecated, without effect.
@@ -114,9 +114,6 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         self.device_mesh = device_mesh
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self.dim, self.mixed_precision = dim, mixed_precision
-        self.forward_sync_buffers = (
-            broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        )
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignore | {name for name, _ in delayed}
         parameters = arguments.checked_parameters(module, self.parameters_to_ignore)
@@ -130,6 +127,9 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "skip_unused": skip_all_reduce_unused_params,
+            "broadcast_buffers": (
+                broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+            ),
             "check_every": check_every,
             "stall_after": stall_after,
         }
@@ -160,10 +160,8 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         # The module may be wrapped anew, or live on: this wrapper's hooks go with it. So nothing
         # here may keep the wrapper alive.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
-        self.buffer_sync = BufferSync(
-            self.reducer, self.forward_sync_buffers, self.parameters_to_ignore, buffer_hook
-        )
-        self._joinable = JoinableReducer(self.reducer, self.buffer_sync.before_forward)
+        self.buffer_sync.hook = buffer_hook
+        self._joinable = JoinableReducer(self.reducer)
         self._joinable.ignore = frozenset(self.parameters_to_ignore)
         if self.mixed_precision is not None:
             hook = hook_for(self.mixed_precision)
@@ -173,12 +171,14 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
     # Forward ------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Calls the module, with inputs on its device; sends buffers first if this trains."""
+        """Calls the module, with inputs on its device."""
         trains = torch.is_grad_enabled() and self.module.training
         if torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
                 self.reducer.check_forward()  # before this rank waits for others that do not come
             self._joinable.notify()
+        if trains and not self._join_config.enable:
+            self.buffer_sync.before_forward()
         if self.device_ids:
             device = torch.device("cuda", self.device_ids[0])
             inputs, kwargs = moved(inputs, device), moved(kwargs, device)
@@ -188,11 +188,11 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         else:
             output = call_in(dtype, self.module, inputs, kwargs, self.parameters_to_ignore)
         if trains:
-            self.buffer_sync.after_forward()
+            self.buffer_sync.after_forward(self.reducer.sync)
         return output
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether forward passes that train send buffers."""
+        """Whether buffers are sent."""
         return self.buffer_sync.will_send()
 
     # What torch's class offers ------------------------------------------------------------------
@@ -207,9 +207,20 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         self.reducer.sync = value
 
     @property
-    def broadcast_buffers(self) -> bool:
-        """The older name of `forward_sync_buffers`."""
-        return self.forward_sync_buffers
+    def buffer_sync(self) -> BufferSync:
+        """What sends the buffers."""
+        return self.reducer.buffer_sync
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether forward passes find rank 0's buffers; may be set, on all ranks alike."""
+        return self.buffer_sync.enabled
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self.buffer_sync.enabled = self._settings["broadcast_buffers"] = value
+
+    broadcast_buffers = forward_sync_buffers  # its older name
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients are accumulated locally; the next backward outside averages the sum."""
@@ -279,7 +290,7 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         state = self.__dict__.copy()
         state["buffer_hook"] = self.buffer_sync.hook
         state["_comm_hook"] = None
-        for name in ("process_group", "reducer", "buffer_sync", "_joinable", "_finalizer"):
+        for name in ("process_group", "reducer", "_joinable", "_finalizer"):
             del state[name]
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         return state

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from . import comm_hooks
 from .bucket import CommHook
-from .buffer_sync import BufferHook, BufferSync
+from .buffer_sync import BufferHook
 from .delayed import DelayedReduction
 from .reducer import Reducer
 
@@ -23,7 +23,6 @@ class TorchInternals:
 
     process_group: dist.ProcessGroup | None
     reducer: Reducer
-    buffer_sync: BufferSync
     delayed: DelayedReduction | None
     _settings: dict[str, Any]
     _comm_hook: tuple[Any, CommHook] | None
@@ -75,7 +74,7 @@ class TorchInternals:
             self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
             self._settings["overlap"] = self.reducer.overlap
         self._finalizer()
-        self._build(self.buffer_sync.hook)
+        self._build(self.reducer.buffer_sync.hook)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
             self.reducer.register_comm_hook(new_process_group if state is old else state, hook)
@@ -91,7 +90,7 @@ class TorchInternals:
             comm_hook_location: torch's `_BufferCommHookLocation`; after forward if None.
         """
         before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
-        self.buffer_sync.hook = BufferHook(state, hook, before)
+        self.reducer.buffer_sync.hook = BufferHook(state, hook, before)
 
     def _default_broadcast_coalesced(
         self,
@@ -100,7 +99,7 @@ class TorchInternals:
         authoritative_rank: int = 0,
     ) -> None:
         """Sends one rank's buffers, or these tensors, to all; for buffer hooks."""
-        self.buffer_sync.send(authoritative_rank, bufs)
+        self.reducer.buffer_sync.send(authoritative_rank, bufs)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

@@ -41,13 +41,14 @@ CHAIN = {
     "check_sync": {"checksum"},
     "reducer": {"layout", "bucket", "buckets", "sending", "snapshot", "share", "usage", "guard"}
     | {"backward_pass", "hooks", "unused_parameters", "check_sync", "stall", "ready_order"}
-    | {"cap_search"},
+    | {"cap_search", "buffer_sync"},
     "power_sgd": {"bucket", "comm_hooks"},
     "delayed": {"buckets", "comm_hooks"},
     "inputs": set(),
     "arguments": {"sparse"},
     "mixed_precision": {"bucket", "comm_hooks", "inputs", "sparse"},
-    "buffer_sync": {"broadcast", "reducer"},
+    "broadcast": {"layout", "sparse"},
+    "buffer_sync": {"broadcast"},
     "torch_internals": {"bucket", "buffer_sync", "comm_hooks", "delayed", "reducer"},
     "logging_data": {"buckets", "comm_hooks", "reducer"},
     "join": {"broadcast", "hooks", "reducer", "share"},
