@@ -10,21 +10,34 @@ import torch.distributed as dist
 from .sparse import sparse_parameters
 
 
-def chosen_group(
-    process_group: dist.ProcessGroup | None, device_mesh: Any
-) -> dist.ProcessGroup | None:
-    """The process group, or that of a mesh of one dimension.
+def chosen_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    """The process group, that of a mesh of one dimension, or the default one.
 
     Raises:
         RuntimeError: both are given, or the mesh has more dimensions.
     """
     if device_mesh is None:
-        return process_group
+        return process_group or default_group()
     if process_group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks.
+
+    Raises:
+        RuntimeError: there is none yet, or none any more.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError(
+            "there is no process group: open one before, `with ddp.process_group(backend):` or "
+            "torch.distributed.init_process_group(backend)"
+        )
     return group
 
 

@@ -4,7 +4,10 @@
     model = DistributedDataParallel(model)
 
 A program written for torch's class goes on as it is. What the class does is done by parts that
-work without it: `broadcast_parameters`, `Reducer`, `broadcast_buffers`, `join`.
+work without it: `broadcast_parameters`, `Reducer`, `join`.
+
+It derives from torch's class so that `isinstance` says yes to those who ask for torch's (Lightning,
+accelerate, `torch.distributed.checkpoint`, pipelines), and inherits nothing from it.
 """
 
 import weakref
@@ -26,11 +29,13 @@ from .join import JoinableReducer
 from .layout import Caps
 from .logging_data import facts_of_wrapper
 from .mixed_precision import call_in, cast_buffers, check_castable, hook_for
-from .reducer import Reducer
-from .torch_internals import TorchInternals
+from .name_alone import derives_in_name_alone
+from .torch_internals import TorchInternals, WrappedReducer
 
 
-class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
+class DistributedDataParallel(  # type: ignore[misc, override]
+    TorchInternals, torch.nn.parallel.DistributedDataParallel
+):
     """Wraps a module so that its gradients are averaged over ranks during backward.
 
     Construction compares the module on all ranks and sends rank 0's parameters and buffers to the
@@ -97,7 +102,8 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         check_every: int | None = None,
         stall_after: float | None = None,
     ) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
         delayed = arguments.checked_delayed(
             module, delay_all_reduce_named_params, param_to_hook_all_reduce
         )
@@ -154,7 +160,7 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
 
     def _build(self, buffer_hook: BufferHook | None = None) -> None:
         """The parts that know the process group: a copy of this module makes its own."""
-        self.reducer = Reducer(
+        self.reducer = WrappedReducer(
             self.module, self.process_group, ignore=self.parameters_to_ignore, **self._settings
         )
         # The module may be wrapped anew, or live on: this wrapper's hooks go with it. So nothing
@@ -222,7 +228,7 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
 
     broadcast_buffers = forward_sync_buffers  # its older name
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Inside, gradients are accumulated locally; the next backward outside averages the sum."""
         return self.reducer.no_sync()
 
@@ -283,7 +289,7 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
     # Copies -------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group not in (None, dist.group.WORLD):
+        if self.process_group is not dist.group.WORLD:
             raise RuntimeError("only a wrapper on the default process group can be copied")
         if self.delayed is not None:
             raise RuntimeError("a wrapper with delay_all_reduce_named_params cannot be copied")
@@ -297,10 +303,13 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         buffer_hook = state.pop("buffer_hook")
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = None
+        torch.nn.Module.__setstate__(self, state)
+        self.process_group = arguments.chosen_group(None, None)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build(buffer_hook)
+
+
+derives_in_name_alone(torch.nn.parallel.DistributedDataParallel, DistributedDataParallel)
 
 
 def _add_prefix(

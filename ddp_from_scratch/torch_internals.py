@@ -18,11 +18,23 @@ _BUILTIN = {
 }
 
 
+class WrappedReducer(Reducer):
+    """A Reducer that offers what pipelines and Lightning call of torch's between its passes."""
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Backward will begin at these, whatever forward has returned."""
+        self._after_forward(outputs)
+
+    def _rebuild_buckets(self) -> bool:
+        """Whether it has laid its buckets out anew; never here, but at the end of an average."""
+        return False
+
+
 class TorchInternals:
     """The part of `DistributedDataParallel` that torch does not document."""
 
-    process_group: dist.ProcessGroup | None
-    reducer: Reducer
+    process_group: dist.ProcessGroup
+    reducer: WrappedReducer
     delayed: DelayedReduction | None
     _settings: dict[str, Any]
     _comm_hook: tuple[Any, CommHook] | None
@@ -30,6 +42,26 @@ class TorchInternals:
     _finalizer: Callable[[], Any]
     _build: Callable[[BufferHook | None], None]
     register_comm_hook: Callable[[Any, CommHook], None]
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """As given."""
+        return bool(self._settings["find_unused_parameters"])
+
+    @property
+    def static_graph(self) -> bool:
+        """As given, or as `_set_static_graph` has made it."""
+        return bool(self._settings["static_graph"])
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """As given."""
+        return bool(self._settings["gradient_as_bucket_view"])
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets have been laid out anew, so that they stay as they are."""
+        return self.reducer.ready_order is not None
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """As `register_comm_hook`, by a name of `dist.BuiltinCommHookType`."""

@@ -50,10 +50,12 @@ CHAIN = {
     "broadcast": {"layout", "sparse"},
     "buffer_sync": {"broadcast"},
     "torch_internals": {"bucket", "buffer_sync", "comm_hooks", "delayed", "reducer"},
+    "name_alone": set(),
     "logging_data": {"buckets", "comm_hooks", "reducer"},
     "join": {"broadcast", "hooks", "reducer", "share"},
     "distributed_data_parallel": {"arguments", "broadcast", "bucket", "buffer_sync", "delayed"}
-    | {"inputs", "join", "layout", "logging_data", "mixed_precision", "reducer", "torch_internals"},
+    | {"inputs", "join", "layout", "logging_data", "mixed_precision", "name_alone", "reducer"}
+    | {"torch_internals"},
 }
 
 
