@@ -9,6 +9,13 @@ import torch.distributed as dist
 
 from .sparse import sparse_parameters
 
+NOT_LAZY = (
+    "lazy_bucket_allocation=True is not supported: it frees buckets after each backward pass, and "
+    "here they keep their memory: in it .grad lies (gradient_as_bucket_view=True), ddp.SGD steps "
+    "and the ranks of a machine meet (mpi). Leave it False; gradient_as_bucket_view=True saves the "
+    "memory that gradients take beside their buckets"
+)
+
 
 def chosen_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
     """The process group, that of a mesh of one dimension, or the default one.

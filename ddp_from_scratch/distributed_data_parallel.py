@@ -63,8 +63,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             keep theirs.
         device_mesh: of one dimension, in place of `process_group`.
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
-        batched_grad_copy: gradients are always copied in one kernel for each bucket.
-        lazy_bucket_allocation: only False: buckets keep their memory.
+        batched_grad_copy: makes no difference. The gradients of a bucket are always copied in one
+            call, but for large ones on a CPU, each of which is divided on the way.
+        lazy_bucket_allocation: only False: buckets keep their memory (`arguments.NOT_LAZY`).
         check_every, stall_after: not torch's; as `Reducer`.
 
     Attributes:
@@ -108,10 +109,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             module, delay_all_reduce_named_params, param_to_hook_all_reduce
         )
         if lazy_bucket_allocation:
-            raise ValueError(
-                "lazy_bucket_allocation=True is not supported: buckets keep their memory, which "
-                "gradient_as_bucket_view=True shares with .grad"
-            )
+            raise ValueError(arguments.NOT_LAZY)
         arguments.warn_of_deprecated(broadcast_buffers, check_reduction)
         if broadcast_buffers is None:
             broadcast_buffers = True

@@ -63,7 +63,8 @@ class Reducer:
             The buckets keep their first layout.
         static_graph: every backward pass is as the first: what is unused, and how many gradients a
             parameter gets. One that differs raises and names the parameter.
-        skip_unused: do not send buckets that no rank makes use of; all must know that alike.
+        skip_unused: do not send a bucket none of whose parameters this rank has used since the last
+            average. All ranks must use the same ones: otherwise they wait for each other.
         broadcast_buffers: at the end of each backward pass that averages all ranks get rank 0's
             buffers (batch norm's running statistics), so that each may evaluate at any time.
         ignore: names of parameters and buffers that are not synchronised.
