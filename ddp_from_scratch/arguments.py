@@ -33,6 +33,18 @@ def chosen_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
     return group
 
 
+def take_local(module: torch.nn.Module, device_mesh: Any) -> None:
+    """Lets the parameters of a module that other dimensions of the mesh shard be this rank's parts.
+
+    They are DTensors during forward alone (2-D parallelism): buckets hold plain tensors.
+    """
+    if device_mesh is not None and device_mesh._get_root_mesh() != device_mesh:
+        # Imported late: it takes a second, and most programs have no such mesh.
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
 def default_group() -> dist.ProcessGroup:
     """The group of all ranks.
 

@@ -61,7 +61,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         mixed_precision: `torch.nn.parallel.distributed._MixedPrecision`: the dtypes of parameters
             and inputs during forward, of what is sent, and of buffers. `.grad` and the parameters
             keep theirs.
-        device_mesh: of one dimension, in place of `process_group`.
+        device_mesh: of one dimension, in place of `process_group`; the other dimensions of a larger
+            one may shard the module's parameters (DTensors).
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
         batched_grad_copy: makes no difference. The gradients of a bucket are always copied in one
             call, but for large ones on a CPU, each of which is divided on the way.
@@ -116,6 +117,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.module = module
         self.process_group = arguments.chosen_group(process_group, device_mesh)
         self.device_mesh = device_mesh
+        arguments.take_local(module, device_mesh)
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self.dim, self.mixed_precision = dim, mixed_precision
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -217,3 +217,72 @@ def pipelined_as_torch(world, unused):
 @pytest.mark.parametrize("unused", [False, True])
 def test_a_stage_of_a_pipeline(ranks, unused):
     ranks("gloo", 2)(pipelined_as_torch, unused)
+
+
+# Optimizers inside a hook, and a mesh of two dimensions -------------------------------------------
+
+
+def zero_in_a_hook(world, class_, make):
+    """ZeRO's step inside the comm hook, bucket by bucket or behind the last one."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model = class_(net, bucket_cap_mb=2e-4)
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+    )
+    model.register_comm_hook(None, make(allreduce_hook, model, zero))
+    torch.manual_seed(world.rank)
+    for _ in range(5):
+        zero.zero_grad()
+        model(torch.randn(4, 4)).square().mean().backward()
+    assert model._has_rebuilt_buckets
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def zero_as_torch(world):
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+
+    theirs = zero_in_a_hook(world, Theirs, ddp_zero_hook.hook_with_zero_step)
+    for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+        assert torch.equal(zero_in_a_hook(world, Ours, make), theirs)
+
+
+def test_zero_steps_inside_the_comm_hook(ranks):
+    ranks("mpi", 2)(zero_as_torch)
+
+
+def in_a_mesh(world, class_, by_hand):
+    """Layers that are sharded over one dimension of a mesh, and averaged over the other."""
+    from torch.distributed.tensor import parallel
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    mesh = dist.init_device_mesh("cpu", (world.world_size, 1), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 2))
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    parallel.parallelize_module(net, mesh["tp"], plan)
+    if by_hand:
+        _pre_dp_module_transform(net)
+        model = class_(net, process_group=mesh["dp"].get_group())
+    else:
+        model = class_(net, device_mesh=mesh["dp"])
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    torch.manual_seed(world.rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+def in_a_mesh_as_torch(world):
+    for by_hand in (False, True):
+        assert torch.equal(in_a_mesh(world, Ours, by_hand), in_a_mesh(world, Theirs, by_hand))
+
+
+def test_a_mesh_of_two_dimensions(ranks):
+    ranks("gloo", 2)(in_a_mesh_as_torch)
