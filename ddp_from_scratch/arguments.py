@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .group import check_group
 from .sparse import sparse_parameters
 
 NOT_LAZY = (
@@ -22,9 +23,10 @@ def chosen_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
 
     Raises:
         RuntimeError: both are given, or the mesh has more dimensions.
+        RuntimeError, TypeError, ValueError: as `check_group`.
     """
     if device_mesh is None:
-        return process_group or default_group()
+        return check_group(process_group)
     if process_group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh.ndim != 1:
@@ -43,21 +45,6 @@ def take_local(module: torch.nn.Module, device_mesh: Any) -> None:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         _pre_dp_module_transform(module)
-
-
-def default_group() -> dist.ProcessGroup:
-    """The group of all ranks.
-
-    Raises:
-        RuntimeError: there is none yet, or none any more.
-    """
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError(
-            "there is no process group: open one before, `with ddp.process_group(backend):` or "
-            "torch.distributed.init_process_group(backend)"
-        )
-    return group
 
 
 def checked_parameters(

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from .group import check_group
 from .layout import Gradient, assign_buckets
 from .sparse import sparse_parameters
 
@@ -139,6 +140,7 @@ def _first_difference(zero: list[str], other: list[str], rank: int) -> str:
 
 
 def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
+    check_group(process_group)
     world_size = dist.get_world_size(process_group)
     if not 0 <= src < world_size:
         raise ValueError(f"src must be a rank of the group, 0 to {world_size - 1}, got {src}")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
 from .broadcast import messages, send_tensors
+from .group import of_member
 
 
 class BufferHook(NamedTuple):
@@ -93,8 +94,7 @@ class BufferSync:
             flat = buffers[0].new_empty(sum(buffer.numel() for buffer in buffers))
         wire = flat.view(torch.uint8)  # bytes, which every backend can send, whatever the dtype
         work = dist.broadcast(wire, group=self._process_group, group_src=self._src, async_op=True)
-        assert work is not None, "this rank is not a member of the process group"
-        return _Message(buffers, flat, work)
+        return _Message(buffers, flat, of_member(work))
 
     def finish(self) -> None:
         """Waits for what has been launched, and for what hooks have begun. Idempotent."""

@@ -18,6 +18,7 @@ from .buckets import Buckets
 from .buffer_sync import BufferSync
 from .cap_search import CapSearch
 from .check_sync import DriftCheck
+from .group import check_group
 from .guard import Guard
 from .hooks import Hooks
 from .layout import Caps, bucket_caps
@@ -85,8 +86,10 @@ class Reducer:
     Raises:
         ValueError: no parameter requires a gradient, this rank is not in the group, or an argument
             is out of its range.
-        RuntimeError: from a forward pass, an optimizer's step or `backward()`: what `guard.py`
-            names; from `backward()` on every rank: what has drifted apart (`check_every`).
+        TypeError: `process_group` is none.
+        RuntimeError: no process group is open; from a forward pass, an optimizer's step or
+            `backward()`: what `guard.py` names; from `backward()` on every rank: what has drifted
+            apart (`check_every`).
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -111,9 +114,9 @@ class Reducer:
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
         snapshot = Snapshot(module, ignore)
-        self._buckets = Buckets(
-            module, snapshot.trainable(), process_group, caps, gradient_as_bucket_view
-        )
+        trainable = snapshot.trainable()
+        check_group(process_group)
+        self._buckets = Buckets(module, trainable, process_group, caps, gradient_as_bucket_view)
         self._search = CapSearch(bucket_cap_mb, overlap, self._buckets, process_group)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
