@@ -7,25 +7,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .group import check_group
 from .sparse import sparse_parameters
 
+NOT_LAZY = (
+    "lazy_bucket_allocation=True is not supported: it frees buckets after each backward pass, and "
+    "here they keep their memory: in it .grad lies (gradient_as_bucket_view=True), ddp.SGD steps "
+    "and the ranks of a machine meet (mpi). Leave it False; gradient_as_bucket_view=True saves the "
+    "memory that gradients take beside their buckets"
+)
 
-def chosen_group(
-    process_group: dist.ProcessGroup | None, device_mesh: Any
-) -> dist.ProcessGroup | None:
-    """The process group, or that of a mesh of one dimension.
+
+def chosen_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    """The process group, that of a mesh of one dimension, or the default one.
 
     Raises:
         RuntimeError: both are given, or the mesh has more dimensions.
+        RuntimeError, TypeError, ValueError: as `check_group`.
     """
     if device_mesh is None:
-        return process_group
+        return check_group(process_group)
     if process_group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return group
+
+
+def take_local(module: torch.nn.Module, device_mesh: Any) -> None:
+    """Lets the parameters of a module that other dimensions of the mesh shard be this rank's parts.
+
+    They are DTensors during forward alone (2-D parallelism): buckets hold plain tensors.
+    """
+    if device_mesh is not None and device_mesh._get_root_mesh() != device_mesh:
+        # Imported late: it takes a second, and most programs have no such mesh.
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
 
 
 def checked_parameters(

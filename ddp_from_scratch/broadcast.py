@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from .group import check_group
 from .layout import Gradient, assign_buckets
 from .sparse import sparse_parameters
 
@@ -57,9 +58,8 @@ def broadcast_buffers(
 ) -> None:
     """Gives every rank the buffers of rank `src`, such as batch norm's running statistics.
 
-    A training step never reads those, so unlike torch's DDP, which sends them before every
-    forward pass, this is called where they are read: before an evaluation or a checkpoint. What
-    rank `src` holds is the same either way.
+    For a Reducer without `broadcast_buffers=True`: called where they are read, before an evaluation
+    or a checkpoint. What rank `src` holds is the same either way.
 
     Args: as `broadcast_parameters`.
 
@@ -140,6 +140,7 @@ def _first_difference(zero: list[str], other: list[str], rank: int) -> str:
 
 
 def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
+    check_group(process_group)
     world_size = dist.get_world_size(process_group)
     if not 0 <= src < world_size:
         raise ValueError(f"src must be a rank of the group, 0 to {world_size - 1}, got {src}")
@@ -175,7 +176,7 @@ def send_tensors(
     """Gives every rank the values of rank `src`, along the tree. Same shapes on every rank."""
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     parent, children = tree_neighbours(rank, world_size, src)
-    for members in _messages(tensors):
+    for members in messages(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in members])
         wire = flat.view(torch.uint8)  # bytes, which every backend can send, whatever the dtype
         if parent is not None:
@@ -188,7 +189,7 @@ def send_tensors(
                 tensor.copy_(values.view(tensor.shape))
 
 
-def _messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """The tensors of each message: one dtype and device, about `_MESSAGE_BYTES` together."""
     sizes = [Gradient(t.numel(), t.nbytes, (t.dtype, t.device)) for t in tensors]
     for layout in assign_buckets(sizes, range(len(tensors)), [_MESSAGE_BYTES]):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .checksum import checksums
+from .group import check_group
 
 _EVERY = 100  # averages between checks that forward passes which write to parameters bring about
 _WRITTEN = (
@@ -48,6 +49,7 @@ def check_sync(
             first part of a state, with the ranks that differ from rank 0 and the largest absolute
             difference, and is the same on every rank.
     """
+    check_group(process_group)
     return _compare(_Held(module, optimizers, ignore), process_group, "")
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .bucket import Bucket, CommHook
+from .group import of_member
 
 Future = torch.futures.Future[Any]
 
@@ -134,8 +135,7 @@ def _all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Future:
     work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
-    assert work is not None, "this rank is not a member of the process group"
-    return work.get_future()
+    return of_member(work).get_future()
 
 
 def _first(future: Future) -> torch.Tensor:

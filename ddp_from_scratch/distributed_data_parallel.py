@@ -4,7 +4,10 @@
     model = DistributedDataParallel(model)
 
 A program written for torch's class goes on as it is. What the class does is done by parts that
-work without it: `broadcast_parameters`, `Reducer`, `broadcast_buffers`, `join`.
+work without it: `broadcast_parameters`, `Reducer`, `join`.
+
+It derives from torch's class so that `isinstance` says yes to those who ask for torch's (Lightning,
+accelerate, `torch.distributed.checkpoint`, pipelines), and inherits nothing from it.
 """
 
 import weakref
@@ -26,16 +29,18 @@ from .join import JoinableReducer
 from .layout import Caps
 from .logging_data import facts_of_wrapper
 from .mixed_precision import call_in, cast_buffers, check_castable, hook_for
-from .reducer import Reducer
-from .torch_internals import TorchInternals
+from .name_alone import derives_in_name_alone
+from .torch_internals import TorchInternals, WrappedReducer
 
 
-class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
+class DistributedDataParallel(  # type: ignore[misc, override]
+    TorchInternals, torch.nn.parallel.DistributedDataParallel
+):
     """Wraps a module so that its gradients are averaged over ranks during backward.
 
     Construction compares the module on all ranks and sends rank 0's parameters and buffers to the
-    others. Each forward pass that trains first sends rank 0's buffers (an evaluation does not, so
-    one rank may evaluate alone). Each backward pass averages, unless it runs under `no_sync()`.
+    others. Each backward pass averages, unless it runs under `no_sync()`, and gives all ranks rank
+    0's buffers when it ends: forward passes send nothing, so that one rank may evaluate alone.
 
     Unlike torch's class it decides in backward, not in forward, whether to synchronise; averages
     also the second of two backward passes through one graph; and calls through `.module`
@@ -47,7 +52,7 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         output_device: only together with `device_ids`; outputs stay where they are, as torch's do.
         dim: of `scatter` and `gather`, which nothing here does.
         broadcast_buffers: False sends no buffers, at construction neither.
-        forward_sync_buffers: whether forward sends buffers; construction always does.
+        forward_sync_buffers: whether forward passes find rank 0's buffers; they do in the first.
         init_sync: False trusts that all ranks hold the same module.
         bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` takes its place, if given.
         check_reduction: deprecated, without effect.
@@ -56,10 +61,12 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         mixed_precision: `torch.nn.parallel.distributed._MixedPrecision`: the dtypes of parameters
             and inputs during forward, of what is sent, and of buffers. `.grad` and the parameters
             keep theirs.
-        device_mesh: of one dimension, in place of `process_group`.
+        device_mesh: of one dimension, in place of `process_group`; the other dimensions of a larger
+            one may shard the module's parameters (DTensors).
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
-        batched_grad_copy: gradients are always copied in one kernel for each bucket.
-        lazy_bucket_allocation: only False: buckets keep their memory.
+        batched_grad_copy: makes no difference. The gradients of a bucket are always copied in one
+            call, but for large ones on a CPU, each of which is divided on the way.
+        lazy_bucket_allocation: only False: buckets keep their memory (`arguments.NOT_LAZY`).
         check_every, stall_after: not torch's; as `Reducer`.
 
     Attributes:
@@ -97,26 +104,22 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         check_every: int | None = None,
         stall_after: float | None = None,
     ) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
         delayed = arguments.checked_delayed(
             module, delay_all_reduce_named_params, param_to_hook_all_reduce
         )
         if lazy_bucket_allocation:
-            raise ValueError(
-                "lazy_bucket_allocation=True is not supported: buckets keep their memory, which "
-                "gradient_as_bucket_view=True shares with .grad"
-            )
+            raise ValueError(arguments.NOT_LAZY)
         arguments.warn_of_deprecated(broadcast_buffers, check_reduction)
         if broadcast_buffers is None:
             broadcast_buffers = True
         self.module = module
         self.process_group = arguments.chosen_group(process_group, device_mesh)
         self.device_mesh = device_mesh
+        arguments.take_local(module, device_mesh)
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self.dim, self.mixed_precision = dim, mixed_precision
-        self.forward_sync_buffers = (
-            broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        )
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignore | {name for name, _ in delayed}
         parameters = arguments.checked_parameters(module, self.parameters_to_ignore)
@@ -130,6 +133,9 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "skip_unused": skip_all_reduce_unused_params,
+            "broadcast_buffers": (
+                broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+            ),
             "check_every": check_every,
             "stall_after": stall_after,
         }
@@ -154,16 +160,14 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
 
     def _build(self, buffer_hook: BufferHook | None = None) -> None:
         """The parts that know the process group: a copy of this module makes its own."""
-        self.reducer = Reducer(
+        self.reducer = WrappedReducer(
             self.module, self.process_group, ignore=self.parameters_to_ignore, **self._settings
         )
         # The module may be wrapped anew, or live on: this wrapper's hooks go with it. So nothing
         # here may keep the wrapper alive.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
-        self.buffer_sync = BufferSync(
-            self.reducer, self.forward_sync_buffers, self.parameters_to_ignore, buffer_hook
-        )
-        self._joinable = JoinableReducer(self.reducer, self.buffer_sync.before_forward)
+        self.buffer_sync.hook = buffer_hook
+        self._joinable = JoinableReducer(self.reducer)
         self._joinable.ignore = frozenset(self.parameters_to_ignore)
         if self.mixed_precision is not None:
             hook = hook_for(self.mixed_precision)
@@ -173,12 +177,14 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
     # Forward ------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Calls the module, with inputs on its device; sends buffers first if this trains."""
+        """Calls the module, with inputs on its device."""
         trains = torch.is_grad_enabled() and self.module.training
         if torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
                 self.reducer.check_forward()  # before this rank waits for others that do not come
             self._joinable.notify()
+        if trains and not self._join_config.enable:
+            self.buffer_sync.before_forward()
         if self.device_ids:
             device = torch.device("cuda", self.device_ids[0])
             inputs, kwargs = moved(inputs, device), moved(kwargs, device)
@@ -188,11 +194,11 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         else:
             output = call_in(dtype, self.module, inputs, kwargs, self.parameters_to_ignore)
         if trains:
-            self.buffer_sync.after_forward()
+            self.buffer_sync.after_forward(self.reducer.sync)
         return output
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether forward passes that train send buffers."""
+        """Whether buffers are sent."""
         return self.buffer_sync.will_send()
 
     # What torch's class offers ------------------------------------------------------------------
@@ -207,11 +213,22 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
         self.reducer.sync = value
 
     @property
-    def broadcast_buffers(self) -> bool:
-        """The older name of `forward_sync_buffers`."""
-        return self.forward_sync_buffers
+    def buffer_sync(self) -> BufferSync:
+        """What sends the buffers."""
+        return self.reducer.buffer_sync
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether forward passes find rank 0's buffers; may be set, on all ranks alike."""
+        return self.buffer_sync.enabled
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self.buffer_sync.enabled = self._settings["broadcast_buffers"] = value
+
+    broadcast_buffers = forward_sync_buffers  # its older name
+
+    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Inside, gradients are accumulated locally; the next backward outside averages the sum."""
         return self.reducer.no_sync()
 
@@ -272,24 +289,27 @@ class DistributedDataParallel(TorchInternals, torch.nn.Module, Joinable):
     # Copies -------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group not in (None, dist.group.WORLD):
+        if self.process_group is not dist.group.WORLD:
             raise RuntimeError("only a wrapper on the default process group can be copied")
         if self.delayed is not None:
             raise RuntimeError("a wrapper with delay_all_reduce_named_params cannot be copied")
         state = self.__dict__.copy()
         state["buffer_hook"] = self.buffer_sync.hook
         state["_comm_hook"] = None
-        for name in ("process_group", "reducer", "buffer_sync", "_joinable", "_finalizer"):
+        for name in ("process_group", "reducer", "_joinable", "_finalizer"):
             del state[name]
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         buffer_hook = state.pop("buffer_hook")
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = None
+        torch.nn.Module.__setstate__(self, state)
+        self.process_group = arguments.chosen_group(None, None)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build(buffer_hook)
+
+
+derives_in_name_alone(torch.nn.parallel.DistributedDataParallel, DistributedDataParallel)
 
 
 def _add_prefix(

@@ -8,7 +8,7 @@ Built on torch's own protocol (`torch.distributed.algorithms.join`), so that oth
 communicate in every step, such as ZeroRedundancyOptimizer, may join in one context.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,34 +27,33 @@ class JoinableReducer(Joinable):
 
     What a rank with data does in each step, and what one without does at the same time:
 
-    1. `notify`, before its forward pass: it is there (torch's protocol), and whether it averages
-       in this step. The sum over ranks is the number of those that do.
+    1. `notify`, before its forward pass: it is there (torch's protocol).
+    2. `send_buffers`, where the last step has averaged: both. They come from the highest of the
+       ranks that have data.
+    3. Whether it averages in this step. The sum over ranks is the number of those that do.
        `_Hook.main_hook` asks for that number.
-    2. `before_forward`, where there is something to do: both.
-    3. backward: the buckets' all-reduces. `main_hook`: the same, with a share of zero.
+    4. backward: the buckets' all-reduces. `main_hook`: the same, with a share of zero.
 
     When no rank has data left, the one with the highest rank among those that ended last gives
     its parameters and buffers to all.
 
     Args:
         reducer: what averages the gradients.
-        before_forward: called on every rank with the rank to take things from, one that has data.
     """
 
-    def __init__(
-        self, reducer: Reducer, before_forward: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         super().__init__()
         self.reducer = reducer
-        self.before_forward = before_forward
         self.ignore: frozenset[str] = frozenset()  # names of what is not synchronised
         self.by_initial_world_size = True
         self.last_rank: int | None = None  # whose parameters all have, after a context has ended
         self._outside = self._join_config  # disabled
+        self._averaged = True  # the last step, so that ranks' buffers are not the same any more
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank without data does; torch's `Join` calls this."""
         self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._averaged = True
         return _Hook(self)
 
     @property
@@ -74,19 +73,26 @@ class JoinableReducer(Joinable):
             RuntimeError: some rank has no data left, with `throw_on_early_termination`, or where
                 the module has synchronised batch norm.
         """
+        if not self._join_config.enable:
+            return
         sync = self.reducer.sync
-        if self._join_config.enable:
-            self.reducer.sending.joining = True
-            Join.notify_join_context(self)
-            self.check_norms(1.0)
-            share = self.agree(1.0 if sync else 0.0)
-            if not sync:
-                return
+        self.reducer.sending.joining = True
+        Join.notify_join_context(self)
+        self.check_norms(1.0)
+        self.send_buffers(has_data=True)
+        share = self.agree(1.0 if sync else 0.0)
+        self.step(sync)
+        if sync:
             self.reducer.sending.count_by(None if self.by_initial_world_size else share)
-            if self.before_forward is not None:
-                self.before_forward(self.agree_on_rank(True))
-        elif sync and self.before_forward is not None:
-            self.before_forward(0)
+
+    def send_buffers(self, has_data: bool) -> None:
+        """Before a step that follows an average: the buffers of a rank that has data to all."""
+        if self._averaged and self.reducer.buffer_sync.will_send():
+            self.reducer.buffer_sync.in_join(self.agree_on_rank(has_data))
+
+    def step(self, averages: bool) -> None:
+        """Whether the step that begins averages, on any rank."""
+        self._averaged = averages
 
     def end(self) -> None:
         """No rank is in the context any longer; torch's `Join` leaves that unsaid. Idempotent.
@@ -130,12 +136,13 @@ class _Hook(JoinHook):
     def main_hook(self) -> None:
         """One step of the others."""
         self.joinable.check_norms(0.0)
+        self.joinable.send_buffers(has_data=False)
         nothing = self.joinable.agree(0.0)
-        if nothing.total() == 0:  # they accumulate
-            return
-        if self.joinable.before_forward is not None:
-            self.joinable.before_forward(self.joinable.agree_on_rank(False))
-        self.joinable.reducer.contribute_nothing(nothing)
+        averages = nothing.total() != 0  # else they accumulate
+        self.joinable.step(averages)
+        if averages:
+            self.joinable.reducer.sending.joining = True
+            self.joinable.reducer.contribute_nothing(nothing)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Nobody has data left."""

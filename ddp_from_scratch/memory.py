@@ -8,6 +8,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from .group import check_group
+
 Memory: TypeAlias = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 # Elements that a bucket begins at a multiple of: cache lines, and vectors of any instruction set.
@@ -35,9 +37,7 @@ def _zeros(
 ) -> torch.Tensor:
     # Not nccl's, which nobody has measured here.
     if device.type == "cpu":
-        group = process_group or dist.group.WORLD
-        assert group is not None, "there is no process group"
-        backend = group._get_backend(device)
+        backend = check_group(process_group)._get_backend(device)
         if backend.supports_tensor_alloc(device):
             return backend.allocate_tensor(numel, dtype=dtype, device=device).zero_()
     return in_huge_pages(torch.empty(numel, dtype=dtype, device=device)).zero_()

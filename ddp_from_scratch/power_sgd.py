@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .bucket import Bucket
 from .comm_hooks import Future, allreduce_hook
+from .group import of_member
 
 
 @dataclass
@@ -201,9 +202,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
 
 def _all_reduce(tensor: torch.Tensor, state: PowerSGDState) -> dist.Work:
     state.sent += tensor.numel()
-    work = dist.all_reduce(tensor, group=state.process_group, async_op=True)
-    assert work is not None, "this rank is not a member of the process group"
-    return work
+    return of_member(dist.all_reduce(tensor, group=state.process_group, async_op=True))
 
 
 def _flat(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

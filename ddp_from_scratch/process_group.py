@@ -53,7 +53,8 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
     Works under mpirun, torchrun and srun alike; without a launcher the world is this process
     alone. On one machine the ranks meet through a private file or the loopback interface, and
     gloo and nccl are kept on the loopback interface. After an exception the group is left as it
-    is, since peers may be waiting in it: let the process end.
+    is, since peers may be waiting in it: let the process end. In a world of one (a notebook's) it
+    is closed, and the next attempt opens another.
 
     Args:
         backend: "gloo" (CPU), "nccl" (one GPU per process) or "mpi" (CPU).
@@ -78,15 +79,20 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
         device = torch.device("cpu")
     else:
         placement, device = _open(backend, limit)
-    yield World(
-        placement.rank,
-        placement.world_size,
-        placement.local_rank,
-        placement.local_world_size,
-        placement.node_rank,
-        backend,
-        device,
-    )
+    try:
+        yield World(
+            placement.rank,
+            placement.world_size,
+            placement.local_rank,
+            placement.local_world_size,
+            placement.node_rank,
+            backend,
+            device,
+        )
+    except BaseException:
+        if placement.world_size == 1 and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 

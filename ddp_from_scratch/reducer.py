@@ -15,9 +15,11 @@ import torch.distributed as dist
 from .backward_pass import BackwardPass
 from .bucket import Bucket, CommHook
 from .buckets import Buckets
+from .buffer_sync import BufferSync
 from .cap_search import CapSearch
 from .check_sync import DriftCheck
 from .forward_writes import ForwardWrites, check_rescaling
+from .group import check_group
 from .guard import Guard, trains
 from .hooks import Hooks
 from .layout import Caps, bucket_caps
@@ -64,8 +66,11 @@ class Reducer:
             The buckets keep their first layout.
         static_graph: every backward pass is as the first: what is unused, and how many gradients a
             parameter gets. One that differs raises and names the parameter.
-        skip_unused: do not send buckets that no rank makes use of; all must know that alike.
-        ignore: names of parameters that are not synchronised.
+        skip_unused: do not send a bucket none of whose parameters this rank has used since the last
+            average. All ranks must use the same ones: otherwise they wait for each other.
+        broadcast_buffers: at the end of each backward pass that averages all ranks get rank 0's
+            buffers (batch norm's running statistics), so that each may evaluate at any time.
+        ignore: names of parameters and buffers that are not synchronised.
         check_every: `check_sync` in every so many averages, for the state of optimizers that step
             these parameters, too. None means never.
         stall_after: seconds that a step waits before it is reported what for and for which ranks
@@ -76,15 +81,17 @@ class Reducer:
     Attributes:
         sync: whether backward passes average. `no_sync()` sets it to False and back.
         sending: the comm hook, and how much this rank counts.
-        futures: what else the end of the next backward pass that averages waits for.
+        buffer_sync: sends the buffers.
         on_landed: called with each flat bucket as soon as its averages are in `.grad`.
         iteration: the number of averages so far.
 
     Raises:
         ValueError: no parameter requires a gradient, this rank is not in the group, or an argument
             is out of its range.
-        RuntimeError: from a forward pass, an optimizer's step or `backward()`: what `guard.py`
-            names; from `backward()` on every rank: what has drifted apart (`check_every`).
+        TypeError: `process_group` is none.
+        RuntimeError: no process group is open; from a forward pass, an optimizer's step or
+            `backward()`: what `guard.py` names; from `backward()` on every rank: what has drifted
+            apart (`check_every`).
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -101,6 +108,7 @@ class Reducer:
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         skip_unused: bool = False,
+        broadcast_buffers: bool = False,
         check_every: int | None = None,
         stall_after: float | None = None,
         ignore: Collection[str] = (),
@@ -108,15 +116,15 @@ class Reducer:
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
         snapshot = Snapshot(module, ignore)
-        self._buckets = Buckets(
-            module, snapshot.trainable(), process_group, caps, gradient_as_bucket_view
-        )
+        trainable = snapshot.trainable()
+        check_group(process_group)
+        self._buckets = Buckets(module, trainable, process_group, caps, gradient_as_bucket_view)
         self._search = CapSearch(bucket_cap_mb, overlap, self._buckets, process_group)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
         self.sync, self.iteration = True, 0
         self.sending = Sending(process_group, self.device)
-        self.futures: list[torch.futures.Future[Any]] = []
+        self.buffer_sync = BufferSync(module, process_group, broadcast_buffers, ignore)
         self.on_landed: Callable[[Bucket], None] | None = None
 
         self._skip_unused = skip_unused
@@ -322,15 +330,15 @@ class Reducer:
         self._guard.check_static(self._usage.end_pass())
 
     def _finish(self, unpack: bool = True) -> None:
+        if not self.sending.joining:  # which has sent them before forward
+            self.buffer_sync.launch()
         used = self._usage.agree()
         for bucket in self._buckets:
             bucket.finish(used if unpack else ())
             self._stall.on_finish(self.iteration, bucket)
             if unpack and self.on_landed is not None and isinstance(bucket, Bucket):
                 self.on_landed(bucket)
-        for future in self.futures:
-            future.wait()
-        self.futures.clear()
+        self.buffer_sync.finish()
         self._next_bucket = 0
         self.sending.end()
         self.iteration += 1

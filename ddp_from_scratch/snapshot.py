@@ -58,6 +58,8 @@ class Snapshot:
             now = self._parameters_of(module)
             for name in self.parameters | now:
                 then, this = self.parameters.get(name), now.get(name)
+                if this is None and hasattr(then, "_st_info"):
+                    continue  # inside a DTensor from the first forward on: `arguments.take_local`
                 # What is no Parameter is there for one call only (torch.func.functional_call).
                 if then is not this and not (then is not None and _is_substitute(this)):
                     verb = "removed" if this is None else "added" if then is None else "replaced"

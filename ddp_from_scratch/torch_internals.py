@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from . import comm_hooks
 from .bucket import CommHook
-from .buffer_sync import BufferHook, BufferSync
+from .buffer_sync import BufferHook
 from .delayed import DelayedReduction
 from .reducer import Reducer
 
@@ -18,12 +18,23 @@ _BUILTIN = {
 }
 
 
+class WrappedReducer(Reducer):
+    """A Reducer that offers what pipelines and Lightning call of torch's between its passes."""
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Backward will begin at these, whatever forward has returned."""
+        self._after_forward(outputs)
+
+    def _rebuild_buckets(self) -> bool:
+        """Whether it has laid its buckets out anew; never here, but at the end of an average."""
+        return False
+
+
 class TorchInternals:
     """The part of `DistributedDataParallel` that torch does not document."""
 
-    process_group: dist.ProcessGroup | None
-    reducer: Reducer
-    buffer_sync: BufferSync
+    process_group: dist.ProcessGroup
+    reducer: WrappedReducer
     delayed: DelayedReduction | None
     _settings: dict[str, Any]
     _comm_hook: tuple[Any, CommHook] | None
@@ -31,6 +42,26 @@ class TorchInternals:
     _finalizer: Callable[[], Any]
     _build: Callable[[BufferHook | None], None]
     register_comm_hook: Callable[[Any, CommHook], None]
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """As given."""
+        return bool(self._settings["find_unused_parameters"])
+
+    @property
+    def static_graph(self) -> bool:
+        """As given, or as `_set_static_graph` has made it."""
+        return bool(self._settings["static_graph"])
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """As given."""
+        return bool(self._settings["gradient_as_bucket_view"])
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets have been laid out anew, so that they stay as they are."""
+        return self.reducer.ready_order is not None
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """As `register_comm_hook`, by a name of `dist.BuiltinCommHookType`."""
@@ -75,7 +106,7 @@ class TorchInternals:
             self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
             self._settings["overlap"] = self.reducer.overlap
         self._finalizer()
-        self._build(self.buffer_sync.hook)
+        self._build(self.reducer.buffer_sync.hook)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
             self.reducer.register_comm_hook(new_process_group if state is old else state, hook)
@@ -91,7 +122,7 @@ class TorchInternals:
             comm_hook_location: torch's `_BufferCommHookLocation`; after forward if None.
         """
         before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
-        self.buffer_sync.hook = BufferHook(state, hook, before)
+        self.reducer.buffer_sync.hook = BufferHook(state, hook, before)
 
     def _default_broadcast_coalesced(
         self,
@@ -100,7 +131,7 @@ class TorchInternals:
         authoritative_rank: int = 0,
     ) -> None:
         """Sends one rank's buffers, or these tensors, to all; for buffer hooks."""
-        self.buffer_sync.send(authoritative_rank, bufs)
+        self.reducer.buffer_sync.send(authoritative_rank, bufs)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

@@ -111,11 +111,7 @@ class Oracle:
         """None for an operation that makes no sense here."""
         if isinstance(op, Forward):
             must = self._changed() or self._incomplete()
-            sends = self._whole.wrapped and self._whole.buffers and not op.no_sync
-            if 0 < len(must) < self._whole.world_size and sends:
-                return None  # the others would send buffers to ranks that do not come
             if not must:
-                self._send_buffers(op)
                 self._all_play(number, op)
             return Expected(must)
         if isinstance(op, Backward):
@@ -144,10 +140,6 @@ class Oracle:
         self._number = number
         for player in self._players:
             player.play(number, op)
-
-    def _send_buffers(self, op: Forward) -> None:
-        if self._whole.wrapped and not op.no_sync:
-            self._send(0, buffers_alone=True)
 
     @torch.no_grad()
     def _send(self, src: int, buffers_alone: bool = False) -> None:
@@ -257,15 +249,15 @@ class Oracle:
         if op.no_sync:
             return Expected(may=may)
         if self._varies:
-            self._average(set.union(*self._used))
+            self._average_all(set.union(*self._used))
         elif self._whole.static_graph:
             if self._first is None:
                 self._first, self._used_by_any = times, set.union(*self._used)
-            self._average(self._used_by_any)
+            self._average_all(self._used_by_any)
             errors = f"({NOT_STATIC}|{SECOND})"
             return Expected({rank: (errors.format(rank=rank), set[str]()) for rank in wrong})
         elif all(complete):
-            self._average(self._trainable)
+            self._average_all(self._trainable)
             self._counted = [set() for _ in self._players]
         else:
             must = {rank: (ANY_ERROR, set[str]()) for rank, done in enumerate(complete) if done}
@@ -305,6 +297,11 @@ class Oracle:
         times = Counter(i for branch in branches for i in set(branch) & self._trainable)
         return any(count > 1 for count in times.values())
 
+    def _average_all(self, indices: set[int]) -> None:
+        self._average(indices)
+        if self._whole.wrapped:
+            self._send(0, buffers_alone=True)
+
     @torch.no_grad()
     def _average(
         self,
@@ -342,7 +339,7 @@ class Oracle:
         for op in case.operations:
             if isinstance(op, Forward):
                 alive, before = alive + 1, op
-                if alive > 1 or (op.no_sync and (buffers or case.static_graph)):
+                if alive > 1 or (op.no_sync and case.static_graph):
                     return False
             elif isinstance(op, Backward):
                 every = op.outputs == "all" or case.branches[1:] == ()
@@ -351,6 +348,8 @@ class Oracle:
                     return False
                 alive = 0
             elif isinstance(op, Step):
+                if alive and buffers:  # torch sends them before the next forward pass all the same
+                    return False
                 alive = 0
             elif isinstance(op, Freeze | Weigh | Join) or (isinstance(op, Evaluate) and buffers):
                 return False

@@ -15,10 +15,11 @@ OUTSIDE = {"run", "tests", "benchmarks", "tools", "conftest", "ranks"}
 # What each module of the chain may import of the package: only what is below it.
 CHAIN = {
     "layout": set(),
-    "memory": set(),
+    "group": set(),
+    "memory": {"group"},
     "packing": {"layout", "memory"},
     "bucket": {"layout", "memory", "packing"},
-    "comm_hooks": {"layout", "bucket"},
+    "comm_hooks": {"layout", "bucket", "group"},
     "snapshot": set(),
     "flat_run": {"bucket"},
     "sgd": {"bucket", "flat_run", "memory", "reducer"},
@@ -38,21 +39,24 @@ CHAIN = {
     "checksum": set(),
     "ready_order": set(),
     "stall": {"buckets"},
-    "check_sync": {"checksum"},
+    "check_sync": {"checksum", "group"},
     "reducer": {"layout", "bucket", "buckets", "sending", "snapshot", "share", "usage", "guard"}
     | {"backward_pass", "hooks", "unused_parameters", "check_sync", "stall", "ready_order"}
-    | {"cap_search"},
-    "power_sgd": {"bucket", "comm_hooks"},
+    | {"cap_search", "buffer_sync", "group"},
+    "power_sgd": {"bucket", "comm_hooks", "group"},
     "delayed": {"buckets", "comm_hooks"},
     "inputs": set(),
-    "arguments": {"sparse"},
+    "arguments": {"sparse", "group"},
     "mixed_precision": {"bucket", "comm_hooks", "inputs", "sparse"},
-    "buffer_sync": {"broadcast", "reducer"},
+    "broadcast": {"layout", "sparse", "group"},
+    "buffer_sync": {"broadcast", "group"},
     "torch_internals": {"bucket", "buffer_sync", "comm_hooks", "delayed", "reducer"},
+    "name_alone": set(),
     "logging_data": {"buckets", "comm_hooks", "reducer"},
     "join": {"broadcast", "hooks", "reducer", "share"},
     "distributed_data_parallel": {"arguments", "broadcast", "bucket", "buffer_sync", "delayed"}
-    | {"inputs", "join", "layout", "logging_data", "mixed_precision", "reducer", "torch_internals"},
+    | {"inputs", "join", "layout", "logging_data", "mixed_precision", "name_alone", "reducer"}
+    | {"torch_internals"},
 }
 
 

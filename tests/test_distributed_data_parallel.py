@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as Theirs
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
 from ddp_from_scratch import DistributedDataParallel as Ours
+from ddp_from_scratch import packing
 
 
 @pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2"])
@@ -477,6 +479,28 @@ def test_logging_data(ranks):
     ranks("gloo", 2)(logs)
 
 
+def copies_in_one_call(world):
+    """With and without batched_grad_copy; and what skip_all_reduce_unused_params leaves out."""
+    for batched in (False, True):
+        with patch.object(packing, "_SMALL", 2**15):
+            model = Ours(Terms(1, 2, 3), batched_grad_copy=batched)
+            model(1.0).backward()
+        model.zero_grad()
+        with patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as copied:
+            model(own(world)).backward()
+        assert copied.call_count == 2  # into the bucket, and out of it
+        assert model.module.p2.grad.tolist() == [3 * mean(world)] * 3
+    unused = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    model = Ours(Terms(1, 2, 4), bucket_cap_mb=0, **unused)
+    with recorded("all_reduce") as sent:
+        model(own(world), (0, 2)).backward()
+    assert sent == [4, 1, 3]  # p2, p0, and who has used what
+
+
+def test_options_about_copies_and_unused_buckets(pair):
+    pair(copies_in_one_call)
+
+
 # Refused ----------------------------------------------------------------------------------------
 
 
@@ -486,7 +510,11 @@ def refuses(world):
         (RuntimeError, "uninitialized parameters", lambda: Ours(nn.LazyLinear(1))),
         (ValueError, "only be None or contain", lambda: Ours(Terms(1), device_ids=[0, 1])),
         (ValueError, "modules on a single GPU, got", lambda: Ours(Terms(1), device_ids=[0])),
-        (ValueError, "lazy_bucket", lambda: Ours(Terms(1), lazy_bucket_allocation=True)),
+        (
+            ValueError,
+            "lazy_bucket_allocation=True is .*True saves",
+            lambda: Ours(Terms(1), lazy_bucket_allocation=True),
+        ),
         (
             ValueError,
             "same time",

@@ -1,5 +1,6 @@
 """The README's and the guide's code and commands are those of the project."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import MPIRUN, ROOT
 
+import ddp_from_scratch
 from ddp_from_scratch import __all__ as public_names
 from ddp_from_scratch.training.options import make_parser
 
@@ -43,6 +45,41 @@ def test_the_example_runs_as_it_stands(tmp_path, launcher):
     assert sorted(rank for rank, _, _ in printed) == [str(rank) for rank in range(world_size)]
     assert {size for _, size, _ in printed} == {str(world_size)}
     assert len({checksum for _, _, checksum in printed}) == 1
+
+
+SIGNATURES = re.findall(r"^\| `(\w+)\((.*?)\)` \|", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "shown"), SIGNATURES, ids=[name for name, _ in SIGNATURES])
+def test_signatures_in_the_table_are_those_of_the_code(name, shown):
+    """Names, order, defaults and what is given by name; `...` stands for others."""
+    arguments = inspect.signature(getattr(ddp_from_scratch, name)).parameters
+    kinds = inspect.Parameter
+    by_position, by_name = [], []
+    for parameter in arguments.values():
+        default = "" if parameter.default is kinds.empty else f"={_short(parameter.default)}"
+        of_kind = by_name if parameter.kind is kinds.KEYWORD_ONLY else by_position
+        of_kind.append(parameter.name + default)
+    parts = shown.split(", ")
+    if "..." not in parts:
+        assert parts == by_position + ["*"] * bool(by_name) + by_name
+        return
+    before, behind = parts[: parts.index("...")], parts[parts.index("...") + 1 :]
+    if "*" in before:
+        assert before[: before.index("*")] == by_position
+        positions = [by_name.index(part) for part in before[before.index("*") + 1 :]]
+        assert positions == sorted(positions)
+    elif "args" not in by_position:
+        assert before == by_position[: len(before)]
+    assert {part.split("=")[0] for part in behind} <= {name.split("=")[0] for name in by_name}
+
+
+def _short(default):
+    return f"{default:g}" if isinstance(default, float) else repr(default)
+
+
+def test_the_table_has_signatures():
+    assert {"process_group", "Reducer", "check_sync", "SGD"} <= {name for name, _ in SIGNATURES}
 
 
 def test_every_public_name_is_in_the_readme():

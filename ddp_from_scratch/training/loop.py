@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from ddp_from_scratch.broadcast import broadcast_buffers, broadcast_parameters
+from ddp_from_scratch.broadcast import broadcast_parameters
 from ddp_from_scratch.check_sync import check_sync
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.process_group import World
@@ -117,6 +117,7 @@ class Trainer:
             self.model,
             **bucket_choice.to_begin_with(settings, state, world.world_size),
             gradient_as_bucket_view=True,
+            broadcast_buffers=True,  # every shard is judged by rank 0's running statistics
             check_every=settings.check_sync or None,
             stall_after=settings.stall_after if settings.stall_after < math.inf else None,
             ready_order=None if state is None else state["ready_order"],
@@ -241,7 +242,6 @@ class Trainer:
         return test_accuracy
 
     def _evaluate(self) -> float:
-        broadcast_buffers(self.model)  # every shard is judged by rank 0's running statistics
         return accuracy(self.model, self.test_loader, self.world, self.settings.precision)
 
     def _reduce(self, totals: torch.Tensor) -> tuple[float, float]:
@@ -262,7 +262,6 @@ class Trainer:
         compressed = self.compression.state()
         totals = self.totals.clone()
         dist.all_reduce(totals)
-        broadcast_buffers(self.model)
         with together(self.group):
             if self.world.rank == 0:
                 state = {

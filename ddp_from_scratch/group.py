@@ -1,0 +1,45 @@
+"""The process group that a call is for, looked at before anything is sent."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+_NOT_A_MEMBER = "this rank is not a member of the process group"
+
+
+def check_group(process_group: Any) -> dist.ProcessGroup:
+    """The group itself, or that of all ranks for None.
+
+    Raises:
+        RuntimeError: None is given, and no process group is open.
+        TypeError: it is something else.
+        ValueError: this rank is not in it.
+    """
+    if process_group is None:
+        process_group = dist.group.WORLD
+        if process_group is None:
+            raise RuntimeError(
+                "no process group is open: open one before, with ddp.process_group(backend) or "
+                "torch.distributed.init_process_group(backend)"
+            )
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(_NOT_A_MEMBER)
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup or None, got "
+            f"{type(process_group).__name__}; what comes behind it is given by name"
+        )
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(_NOT_A_MEMBER)
+    return process_group
+
+
+def of_member(work: dist.Work | None) -> dist.Work:
+    """What a collective returned.
+
+    Raises:
+        ValueError: None, as on a rank that is not in the group.
+    """
+    if work is None:
+        raise ValueError(_NOT_A_MEMBER)
+    return work
