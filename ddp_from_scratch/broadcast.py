@@ -4,12 +4,13 @@ It comes before a gradient's way: averages of gradients keep ranks equal only if
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .group import check_group
+from .group import check_group, on_gpu_of
 from .layout import Gradient, assign_buckets
 from .sparse import sparse_parameters
 
@@ -89,7 +90,8 @@ def check_same_model(
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     world_size = dist.get_world_size(process_group)
     digests: list[bytes] = [b""] * world_size
-    dist.all_gather_object(digests, digest, group=process_group)
+    with on_gpu_of(module):
+        dist.all_gather_object(digests, digest, group=process_group)
     if len(set(digests)) == 1:
         if lazy is not None:
             raise ValueError(
@@ -97,7 +99,8 @@ def check_same_model(
             )
         return
     descriptions: list[list[str]] = [[]] * world_size
-    dist.all_gather_object(descriptions, mine, group=process_group)
+    with on_gpu_of(module):
+        dist.all_gather_object(descriptions, mine, group=process_group)
     other = next(rank for rank in range(world_size) if digests[rank] != digests[0])
     raise RuntimeError(_first_difference(descriptions[0], descriptions[other], other))
 
@@ -180,13 +183,27 @@ def send_tensors(
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in members])
         wire = flat.view(torch.uint8)  # bytes, which every backend can send, whatever the dtype
         if parent is not None:
-            dist.recv(wire, group=process_group, group_src=parent)
-        for child in children:
-            dist.send(wire, group=process_group, group_dst=child)
+            _pass_on(wire, dist.irecv, [parent], process_group)
+        _pass_on(wire, dist.isend, children, process_group)
         if parent is not None:
             sizes = [tensor.numel() for tensor in members]
             for tensor, values in zip(members, flat.split(sizes), strict=True):
                 tensor.copy_(values.view(tensor.shape))
+
+
+def _pass_on(
+    wire: torch.Tensor,
+    way: Callable[..., Any],
+    peers: Sequence[int],
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    """Sends to these ranks, or receives from them, and waits.
+
+    In a batch, as nccl would otherwise open a communicator of its own for each pair of ranks.
+    """
+    operations = [dist.P2POp(way, wire, group=process_group, group_peer=peer) for peer in peers]
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
 
 
 def messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

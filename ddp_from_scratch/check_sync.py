@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .checksum import checksums
-from .group import check_group
+from .group import check_group, on_gpu_of
 
 _EVERY = 100  # averages between checks that forward passes which write to parameters bring about
 _WRITTEN = (
@@ -50,7 +50,8 @@ def check_sync(
             difference, and is the same on every rank.
     """
     check_group(process_group)
-    return _compare(_Held(module, optimizers, ignore), process_group, "")
+    with on_gpu_of(module):
+        return _compare(_Held(module, optimizers, ignore), process_group, "")
 
 
 class DriftCheck:
@@ -107,6 +108,10 @@ class DriftCheck:
         Raises:
             RuntimeError: on every rank, as `check_sync`.
         """
+        with on_gpu_of(self._module):
+            self._on_average(number, is_current, written)
+
+    def _on_average(self, number: int, is_current: bool, written: bool) -> None:
         if number == 1 and self._every is None and self._any(written):
             self._every, self._written = _EVERY, True
             is_time = True

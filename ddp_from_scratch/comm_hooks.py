@@ -61,10 +61,11 @@ def _backend_divides(process_group: dist.ProcessGroup | None) -> bool:
     if not dist.is_initialized():
         return False
     backend, ranks = dist.get_backend(process_group), dist.get_world_size(process_group)
-    # ddp_from_scratch.mpi divides first where 1/n is exact, else the sum, which has other bits. A
-    # torch that was built with MPI cannot divide.
-    ours = backend == "mpi4py" or (backend == "mpi" and not dist.is_mpi_available())
-    return backend == "nccl" or (ours and ranks & (ranks - 1) == 0)
+    # ddp_from_scratch.mpi divides first where 1/n is exact, else the sum, which has other bits.
+    if getattr(process_group or dist.group.WORLD, "divides_first_where_exact", False):
+        return ranks & (ranks - 1) == 0
+    # One rank has nothing to divide, and for nccl that would be a pass over the whole bucket.
+    return backend == "nccl" and ranks > 1
 
 
 def _sum(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:

@@ -1,7 +1,9 @@
 """The process group that a call is for, looked at before anything is sent."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _NOT_A_MEMBER = "this rank is not a member of the process group"
@@ -32,6 +34,17 @@ def check_group(process_group: Any) -> dist.ProcessGroup:
     if dist.get_rank(process_group) < 0:
         raise ValueError(_NOT_A_MEMBER)
     return process_group
+
+
+def on_gpu_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Makes the module's GPU the current one, where object collectives of nccl put their bytes.
+
+    A program that has not chosen one would meet the others on the machine's first GPU.
+    """
+    first = next(module.parameters(), None)
+    if first is None or first.device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.device(first.device)
 
 
 def of_member(work: dist.Work | None) -> dist.Work:

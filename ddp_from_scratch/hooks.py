@@ -43,6 +43,10 @@ class Hooks:
     ) -> None:
         # Not a WeakMethod, which is made in Python: this is called with every gradient.
         bound = cast(MethodType, on_gradient)
+        # The node that accumulates a gradient runs on the stream that was current when the node was
+        # made. Made now and kept, all of them, and so our hooks, run on one stream, and a bucket is
+        # packed when all its gradients are there, on whatever streams forward runs. As torch's DDP.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
         reducer, function = weakref.ref(bound.__self__), bound.__func__
         self._handles: list[Handle] = [
             parameter.register_post_accumulate_grad_hook(partial(_call, reducer, function, index))

@@ -105,7 +105,7 @@ class JoinableReducer(Joinable):
 
     def agree(self, amount: float) -> Share:
         """This rank's part among those that average in this step."""
-        return Share.of(amount, self.join_device, self.reducer.process_group)
+        return self.reducer.sending.agree(amount)
 
     def check_norms(self, amount: float) -> None:
         """Raises, on every rank, where layers wait for a rank that has no data left. Collective.

@@ -1,10 +1,11 @@
 """Opens and closes the process group that everything else communicates through."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from .launch import Placement
 from .parent import die_with_parent, write_to_terminal
 
 BACKENDS = ("gloo", "nccl", "mpi")
+_opened = count()  # groups so far; all ranks open the same
 MAX_TIMEOUT = 1e6  # seconds; the backends count in milliseconds and overflow far beyond
 
 
@@ -57,7 +59,8 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
     is closed, and the next attempt opens another.
 
     Args:
-        backend: "gloo" (CPU), "nccl" (one GPU per process) or "mpi" (CPU).
+        backend: "gloo" (CPU), "nccl" (one GPU per process; a module on several of them needs a
+            group of `torch.distributed.init_process_group` without `device_id`) or "mpi" (CPU).
         timeout: seconds that a collective, or the meeting at the start, may take.
 
     Yields:
@@ -114,11 +117,44 @@ def _meet_in_mpi(backend: str) -> Placement:
     return place
 
 
-def _meet_in_store(store: dist.Store, backend: str, rank: int, timeout: timedelta) -> None:
-    store.set_timeout(timeout)
-    if rank == 0:
-        store.set("backend", backend)
-    _require_same(backend, store.get("backend").decode(), rank)
+def _meet_in_store(
+    store: dist.Store, backend: str, placement: Placement, device: torch.device, timeout: timedelta
+) -> None:
+    """Before any group is opened: nccl would wait without end for a rank that never comes.
+
+    Raises:
+        UsageError: not all ranks come in time, they want different backends, or share a GPU.
+    """
+    keys = [f"came {rank}" for rank in range(placement.world_size)]
+    store.set(keys[placement.rank], f"{backend} {_gpu(device)}")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise UsageError(
+            f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
+            f"{placement.world_size} ranks: not all have started, {missing} have not come"
+        ) from error
+    came = [store.get(key).decode().partition(" ") for key in keys]
+    _require_same(backend, came[0][0], placement.rank)
+    _check_gpus([gpu for _, _, gpu in came])
+
+
+def _gpu(device: torch.device) -> str:
+    """A name that no other GPU has; empty for a CPU, or where GPUs may be shared."""
+    if device.type != "cuda" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _check_gpus(of_ranks: Sequence[str]) -> None:
+    for rank, gpu in enumerate(of_ranks):
+        first = of_ranks.index(gpu)
+        if gpu and first < rank:
+            raise UsageError(
+                f"ranks {first} and {rank} have the same GPU {gpu}: the nccl backend needs one for "
+                f"each process"
+            )
 
 
 def _require_same(backend: str, of_rank_0: str, rank: int) -> None:
@@ -137,9 +173,11 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
         _meet_in_mpi(backend)
     try:
         placement, store = rendezvous.meet(timeout)
-        if store is not None:
-            _meet_in_store(store, backend, placement.rank, timeout)
         device = _device(backend, placement)
+        if store is not None:
+            # What an earlier group of the same processes has left there must not be read again.
+            store = dist.PrefixStore(f"group {next(_opened)}", store)
+            _meet_in_store(store, backend, placement, device, timeout)
         rendezvous.choose_interface(placement)
         dist.init_process_group(
             backend,
@@ -168,11 +206,12 @@ def _device(backend: str, placement: Placement) -> torch.device:
     if backend != "nccl":
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    if placement.local_world_size > visible:
+    if placement.local_world_size > visible != 1:
         raise UsageError(
             f"the nccl backend needs a GPU for each process: {placement.local_world_size} "
             f"processes on this machine, {visible} visible GPUs"
         )
-    device = torch.device("cuda", placement.local_rank)
+    # A launcher may show each process its own GPU alone (srun --gpus-per-task=1).
+    device = torch.device("cuda", 0 if visible == 1 else placement.local_rank)
     torch.cuda.set_device(device)
     return device

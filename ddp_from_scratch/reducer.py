@@ -123,7 +123,7 @@ class Reducer:
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
         self.sync, self.iteration = True, 0
-        self.sending = Sending(process_group, self.device)
+        self.sending = Sending(process_group)
         self.buffer_sync = BufferSync(module, process_group, broadcast_buffers, ignore)
         self.on_landed: Callable[[Bucket], None] | None = None
 

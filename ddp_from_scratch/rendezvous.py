@@ -9,6 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,17 +35,23 @@ def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":
     if placement.launcher == "none":
         return placement, dist.HashStore()
     if RENDEZVOUS_FILE in os.environ:
-        return placement, dist.FileStore(os.environ[RENDEZVOUS_FILE], placement.world_size)
+        return placement, _file_store(os.environ[RENDEZVOUS_FILE], placement.world_size)
     if placement.launcher == "torchrun":
         return placement, _torchrun_store(placement, timeout)
     if placement.launcher == "srun" and placement.one_machine:
-        return placement, dist.FileStore(str(_slurm_file()), placement.world_size)
+        return placement, _file_store(str(_slurm_file()), placement.world_size)
     if placement.launcher == "srun":
         nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", ""))
         job, step = (launch.number(os.environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
         os.environ.setdefault("MASTER_ADDR", launch.slurm_first_host(nodes))
         os.environ.setdefault("MASTER_PORT", str(20000 + (31 * job + step) % 20000))
     return placement, None
+
+
+@cache
+def _file_store(file: str, world_size: int) -> dist.Store:
+    """One for each process: the last one to go removes the file, under those that come again."""
+    return dist.FileStore(file, world_size)
 
 
 def _torchrun_store(placement: Placement, timeout: timedelta) -> "dist.Store | None":
@@ -94,8 +101,8 @@ def _private_folder() -> Path:
         or (around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX)
     ):
         raise UsageError(
-            f"{folder} is a link, belongs to somebody else, or it or the folder around it is open to "
-            f"others: remove it, or set TMPDIR to a folder of your own"
+            f"{folder} is a link, belongs to somebody else, or it or the folder around it is open "
+            f"to others: remove it, or set TMPDIR to a folder of your own"
         )
     return folder
 

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from . import comm_hooks
 from .bucket import CommHook
-from .share import Share
+from .share import Share, host_group
 
 
 class Way(NamedTuple):
@@ -26,18 +25,18 @@ class Sending:
 
     Args:
         process_group: the ranks that take part.
-        device: where small tensors that ranks exchange lie.
 
     Attributes:
         hook, state: the comm hook, and what it is handed.
         joining: whether `join()` is in charge of the shares.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.hook: CommHook = comm_hooks.average
         self.state: Any = process_group
         self.joining = False
-        self._process_group, self._device = process_group, device
+        self._process_group = process_group
+        self._host_group: dist.ProcessGroup | None = None
         self._share: Share | None = None
         self._way: Way | None = None
         self._multiplier = 1.0
@@ -56,9 +55,19 @@ class Sending:
         """As `Reducer.weight`; returns what ranks are agreeing on."""
         if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
-        share = Share.of(amount, self._device, self._process_group)
+        share = self.agree(amount)
         self.count_by(share)
         return share
+
+    def agree(self, amount: float) -> Share:
+        """Starts to agree on the sum of all ranks' amounts. Collective.
+
+        Raises:
+            ValueError: `amount` is negative or not finite.
+        """
+        if self._host_group is None:
+            self._host_group = host_group(self._process_group)
+        return Share.of(amount, self._host_group)
 
     def count_by(self, share: Share | None) -> None:
         """What this rank's gradients are multiplied by before the next average; None means 1."""

@@ -4,6 +4,18 @@ import torch
 import torch.distributed as dist
 
 
+def host_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself if it takes tensors on a CPU, or one of gloo beside it. Collective."""
+    group = process_group or dist.group.WORLD
+    assert group is not None, "the Reducer has looked at its group"
+    if any(device.type == "cpu" for device in group._device_types):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    beside = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(beside, dist.ProcessGroup), "this rank is among them"
+    return beside
+
+
 class Share:
     """This rank's amount out of that of all ranks, agreed while the forward pass runs.
 
@@ -30,19 +42,20 @@ class Share:
         self._agreed: tuple[float, float] | None = None
 
     @classmethod
-    def of(
-        cls, amount: float, device: torch.device, process_group: dist.ProcessGroup | None
-    ) -> "Share":
+    def of(cls, amount: float, process_group: dist.ProcessGroup) -> "Share":
         """Starts to agree on the total. Collective: every rank gives its own amount.
+
+        Args:
+            amount: this rank's.
+            process_group: takes tensors on a CPU (`host_group`): to wait there for a number does
+                not wait for what a GPU has to do before.
 
         Raises:
             ValueError: `amount` is negative or not finite.
         """
         if not 0 <= amount < float("inf"):
             raise ValueError(f"a weight must be 0 or more, and finite, got {amount}")
-        # Filled where it is: a number that is copied to a GPU waits for what that has to do before.
-        sums = torch.full((2,), amount, dtype=torch.float64, device=device)
-        sums[1:].mul_(amount)
+        sums = torch.tensor([amount, amount**2], dtype=torch.float64)
         work = dist.all_reduce(sums, group=process_group, async_op=True)
         assert work is not None, "this rank is not a member of the process group"
         return cls(amount, sums, work, process_group)

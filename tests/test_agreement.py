@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
-from ddp_from_scratch.process_group import _meet_in_store
+from ddp_from_scratch.launch import Placement
+from ddp_from_scratch.process_group import _check_gpus, _device, _meet_in_store
 from ddp_from_scratch.training import evaluate, setup
 from ddp_from_scratch.training.agreement import differences
 from ddp_from_scratch.training.loop import Trainer
@@ -175,10 +176,38 @@ def test_the_images_are_compared(ranks):
 
 def test_another_backend_is_known_before_the_group_is_opened():
     """Ranks that open groups of different backends would wait for each other."""
-    store, limit = dist.HashStore(), timedelta(seconds=1)
-    for rank in (0, 1):
-        _meet_in_store(store, "gloo", rank, limit)
+    store, limit = dist.HashStore(), timedelta(seconds=0.1)
+    cpu, places = torch.device("cpu"), [Placement(r, 3, r, 3, 0, "torchrun") for r in range(3)]
+    with pytest.raises(UsageError, match=r"rank 1 waited 0.1 s for all 3 ranks: .* \[0, 2\] have"):
+        _meet_in_store(store, "gloo", places[1], cpu, limit)
+    with pytest.raises(UsageError, match=r"\[2\] have not come"):
+        _meet_in_store(store, "gloo", places[0], cpu, limit)
     with pytest.raises(UsageError, match="backend is gloo on rank 0 and nccl on rank 2: it must"):
-        _meet_in_store(store, "nccl", 2, limit)
-    with pytest.raises(dist.DistStoreError):  # as where rank 0 has not started
-        _meet_in_store(dist.HashStore(), "gloo", 1, limit)
+        _meet_in_store(store, "nccl", places[2], cpu, limit)
+    for place in places[:2]:
+        _meet_in_store(store, "gloo", place, cpu, limit)
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    _check_gpus(["", "", ""])
+    _check_gpus(["GPU-a", "GPU-b", "GPU-c"])
+    with pytest.raises(UsageError, match="ranks 1 and 3 have the same GPU GPU-b"):
+        _check_gpus(["GPU-a", "GPU-b", "GPU-c", "GPU-b"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "local_world_size", "index"),
+    [(8, 3, 8, 3), (1, 3, 8, 0), (1, 0, 1, 0), (4, 0, 1, 0), (0, 0, 1, None), (4, 0, 8, None)],
+)
+def test_the_gpu_of_a_process(monkeypatch, visible, local_rank, local_world_size, index):
+    """srun --gpus-per-task=1 and wrappers show each process its own alone."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    placement = Placement(local_rank, local_world_size, local_rank, local_world_size, 0, "srun")
+    if index is None:
+        with pytest.raises(UsageError, match=f"{visible} visible GPUs"):
+            _device("nccl", placement)
+    else:
+        assert _device("nccl", placement) == torch.device("cuda", index)
+    assert chosen == [torch.device("cuda", index)] * (index is not None)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -141,15 +142,14 @@ def broadcast_large(world):
     """40 MiB in tensors that do not end where messages do: three messages."""
     model = nn.ParameterList(torch.full((3 * 2**18,), 10.0 * world.rank + i) for i in range(14))
     sizes = []
-    send = dist.send
-    dist.send = lambda tensor, *args, **options: (
-        sizes.append(tensor.nbytes),
-        send(tensor, *args, **options),
-    )
-    try:
+    batch = dist.batch_isend_irecv
+
+    def record(operations):
+        sizes.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
+        return batch(operations)
+
+    with patch.object(dist, "batch_isend_irecv", record):
         broadcast_parameters(model)
-    finally:
-        dist.send = send
     assert [p.unique().tolist() for p in model] == [[i] for i in range(14)]
     _, children = tree_neighbours(world.rank, world.world_size)
     assert len(sizes) == 3 * len(children)

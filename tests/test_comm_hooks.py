@@ -406,6 +406,28 @@ def test_torchs_enum_registers_on_a_reducer(ranks):
     ranks("gloo", 2)(registered_by_torchs_enum)
 
 
+def divided_by_backend(world):
+    hook, factor = comm_hooks.while_packing(comm_hooks.average, None)
+    return hook is comm_hooks._average_by_backend, factor
+
+
+def test_the_backend_divides_where_it_is_exact(ranks):
+    """On mpi in the processor's cache, elsewhere as gradients are packed."""
+    assert ranks("mpi", 2)(divided_by_backend) == [(True, 1.0)] * 2
+    assert ranks("mpi", 3)(divided_by_backend) == [(False, 1 / 3)] * 3
+    assert ranks("gloo", 2)(divided_by_backend) == [(False, 1 / 2)] * 2
+
+
+@pytest.mark.parametrize(("world_size", "divides"), [(1, False), (2, True), (3, True)])
+def test_nccl_divides_unless_it_has_one_rank(monkeypatch, world_size, divides):
+    """ReduceOp.AVG over one rank would be a pass over the whole bucket."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
+    hook, factor = comm_hooks.while_packing(comm_hooks.average, None)
+    assert (hook is comm_hooks._average_by_backend, factor) == (divides, 1.0)
+
+
 @pytest.mark.parametrize(
     ("dtype", "ranks", "sent"),
     [

@@ -3,11 +3,13 @@
 A thread that lets go of a tensor while Python ends aborts the process, after its work was done.
 """
 
+import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from ranks import MPIRUN
 
 TRAIN = """
     import glob
@@ -48,6 +50,50 @@ OPENED = {
     dist.destroy_process_group()
     """,
 }
+
+
+AGAIN = """
+    import sys
+
+    import torch
+    import torch.distributed as dist
+
+    import ddp_from_scratch as ddp
+
+    for number in range(3):
+        with ddp.process_group(sys.argv[1]) as world:
+            total = torch.full((1,), world.rank + 1.0)
+            dist.all_reduce(total)
+            assert total == 3
+    if world.rank == 0:
+        print("clean")
+"""
+START = (
+    "import sys, ddp_from_scratch as ddp; "
+    "sys.exit(ddp.start_ranks([sys.executable, *sys.argv[1:]], (2,)))"
+)
+LAUNCHERS = {
+    "start_ranks": [sys.executable, "-c", START],
+    "torchrun": ["torchrun", "--nproc-per-node", "2"],
+    "mpirun": ["mpirun", "-n", "2", sys.executable],
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [("start_ranks", "gloo"), ("torchrun", "gloo"), ("mpirun", "gloo"), ("mpirun", "mpi")],
+)
+def test_a_group_may_be_opened_again(launcher, backend, tmp_path):
+    file = tmp_path / "again.py"
+    file.write_text(textwrap.dedent(AGAIN))
+    done = subprocess.run(
+        [*LAUNCHERS[launcher], str(file), backend],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | MPIRUN,
+    )
+    assert (done.stdout, done.returncode) == ("clean\n", 0), done.stderr
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

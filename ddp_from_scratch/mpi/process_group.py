@@ -62,6 +62,9 @@ class ProcessGroupMPI(dist.ProcessGroup):
         self._worker = Worker(f"mpi-group-{communicator.size}")
         self._store = store
 
+    # What ReduceOp.AVG does, for who would otherwise divide: a torch built with MPI has none.
+    divides_first_where_exact = True
+
     def getBackendName(self) -> str:
         return "mpi"
 
