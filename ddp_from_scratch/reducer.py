@@ -233,6 +233,7 @@ class Reducer:
     def remove(self) -> None:
         """Takes every hook off the module, whose gradients are local from then on. Idempotent."""
         self._hooks.remove()
+        self._graphs.stop()
 
     # 1. mark ready ------------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ class GraphWatch:
         # A graph owns its record: what was never entered goes when the graph does.
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._last: _Forward | None = None
+        self._stopped = False
 
     def on_forward(self, outputs: object, as_before: bool = False) -> None:
         """Walks from all tensors in `outputs`; not again where all is as it was before."""
@@ -105,10 +106,15 @@ class GraphWatch:
         for node in nodes:
             node.register_prehook(partial(_enter, weakref.ref(self), forward))
 
+    def stop(self) -> None:
+        """Calls nothing from now on, whatever graphs are still alive. Idempotent."""
+        self._forwards.clear()
+        self._stopped = True
+
     def enter(self, forward: _Forward) -> None:
         """Called by autograd: a backward pass has come to an output of this forward pass."""
         on_enter = self._on_enter()
-        if on_enter is None:
+        if on_enter is None or self._stopped:
             return
         if any(other.reached is None for other in self._forwards):
             on_enter(set())

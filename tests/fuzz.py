@@ -5,7 +5,9 @@
 hypothesis makes the programs (`fuzz_case.py`): models with branches, shared and unused parameters,
 several dtypes, outputs and buffers, activation checkpointing, batch norm over all ranks;
 accumulation, several forward passes for one backward and the other way round, retained graphs,
-losses in parts, freezing, weights of ranks, unequal numbers of steps; comm hooks and flat SGD.
+losses in parts, freezing, weights of ranks, unequal numbers of steps; comm hooks and flat SGD;
+parameters and gradients that are moved, Reducers that follow one another, transforms of torch.func,
+forward passes that write to parameters.
 Each is played on the ranks by a
 `Reducer` or a `DistributedDataParallel`, and in one process (`fuzz_oracle.py`), which knows the
 gradients, parameters and buffers after each operation, or the error that must be raised; and where
@@ -28,16 +30,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import hypothesis
 import numpy as np
 from fuzz_case import (
+    Again,
     Backward,
     Case,
     Evaluate,
     Forward,
     Freeze,
     Join,
+    Move,
     Operation,
     Parameter,
     State,
     Step,
+    Transform,
     Weigh,
     Zero,
 )
@@ -185,7 +190,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     divided = kind == "plain" and not regular and draw(st.integers(0, 3)) == 0
     use = st.just(usual) if regular else uses
     momentum = draw(st.sampled_from([0.0, 0.0, 0.9]))
-    batch_norm = regular and draw(st.integers(0, 3)) == 0
+    batch_norm = (regular or kind == "unused") and draw(st.integers(0, 3)) == 0
     again = [None, None, "not reentrant", *(["reentrant"] if regular else [])]
     view = draw(st.booleans())
     blocks = st.one_of(*(_block(use, regular, len(parameters), world_size)))
@@ -209,6 +214,8 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         batch_norm=batch_norm,
         flat_sgd=view and draw(st.booleans()),
         momentum=momentum,
+        writes=None if batch_norm else draw(st.sampled_from([None] * 8 + ["own", "alike"])),
+        broadcast_buffers=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -263,6 +270,10 @@ def _block(
         st.builds(lambda f, b, e: [f, *b, *e], forward, again, end),
         st.builds(lambda w, f, e: [f, w, Backward(), *e], weigh, forward, end),
         st.integers(0, world_size - 1).map(lambda rank: [Evaluate(rank)]),
+        st.integers(0, world_size - 1).map(lambda rank: [Transform(rank)]),
+        st.sampled_from([[Move()], [Again()]]),
+        # What another Reducer has accumulated, and a pass that may not use it.
+        st.builds(lambda a, f, e: [*a, Again(), f, Backward(), *e], accumulated, forward, end),
         st.builds(Join, steps, st.booleans()).map(lambda op: [op]),
     ]
     if not regular:

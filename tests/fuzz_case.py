@@ -79,7 +79,26 @@ class Join:
     initial: bool = True  # divide by the number of all ranks
 
 
-Operation = Forward | Backward | Zero | Step | Freeze | Evaluate | Weigh | Join
+@dataclass(frozen=True)
+class Move:
+    """Puts all parameters and gradients elsewhere in memory, as `module.to(...)` does."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """Takes the Reducer off and makes a new one."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One rank alone: torch.func.grad with respect to the input."""
+
+    rank: int
+
+
+Operation = (
+    Move | Again | Transform | Forward | Backward | Zero | Step | Freeze | Evaluate | Weigh | Join
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +118,10 @@ class Case:
         divided: ranks may fail to meet: a group of their own with a short timeout.
         hook: a name of `fuzz_play.HOOKS`.
         checkpoint: "reentrant" or "not reentrant": each branch is computed again in backward.
-        batch_norm: of the inputs, over the batches of all ranks, between parameters.
+        batch_norm: of the inputs, over the batches of all ranks, between parameters. Below it is a
+            parameter that only ranks use which use branch 0.
+        writes: forward passes write to a parameter, on each rank its "own", or on all "alike".
+        broadcast_buffers: of a bare Reducer.
         flat_sgd: `ddp.SGD` in place of torch's.
     """
 
@@ -120,7 +142,14 @@ class Case:
     batch_norm: bool = False
     flat_sgd: bool = False
     momentum: float = 0.0
+    writes: str | None = None
+    broadcast_buffers: bool = False
     seed: int = 0
+
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether buffers are rank 0's after each average."""
+        return self.wrapped or self.broadcast_buffers
 
     def __str__(self) -> str:
         """The program in a few lines."""
@@ -137,6 +166,8 @@ class Case:
                 ("batch_norm", False),
                 ("flat_sgd", False),
                 ("momentum", 0.0),
+                ("writes", None),
+                ("broadcast_buffers", False),
             )
             if getattr(self, name) != default
         ]
@@ -175,8 +206,11 @@ class First(nn.Module):
         self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 2.0]))
         self.norm = nn.BatchNorm1d(WIDTH)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.norm(x * self.scale)
+    def forward(self, x: torch.Tensor, side: torch.Tensor | None) -> Any:
+        return self.norm(self.below(x, side))
+
+    def below(self, x: torch.Tensor, side: torch.Tensor | None) -> torch.Tensor:
+        return x * self.scale if side is None else x * self.scale + x.flip(0) * side
 
 
 class Net(nn.Module):
@@ -184,6 +218,7 @@ class Net(nn.Module):
 
     def __init__(self, case: Case, rank: int) -> None:
         super().__init__()
+        self.first = First() if case.batch_norm else None
         generator = torch.Generator().manual_seed(1000 * case.seed + rank)
         weights = [
             nn.Parameter(
@@ -197,7 +232,11 @@ class Net(nn.Module):
         )
         self.weights = nn.ParameterList(weights)
         self.checkpoint = case.checkpoint
-        self.first = First() if case.batch_norm else None
+        # In the first bucket, as the last to be registered, and the last to get its gradient.
+        self.side = nn.Parameter(torch.tensor([0.1, 0.2, 0.3])) if case.batch_norm else None
+        self.writes, self.written = case.writes, None
+        if case.writes:
+            self.written = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
         if case.buffers:
             self.register_buffer("mean", torch.zeros(WIDTH))
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -209,8 +248,13 @@ class Net(nn.Module):
                     self.mean.mul_(0.5).add_(x.mean(0))
                     self.count += 1
             x = x - self.mean
+        if self.written is not None:
+            if self.training:
+                with torch.no_grad():
+                    self.written.add_(x.mean(0) if self.writes == "own" else 0.5)
+            x = x - self.written
         if self.first is not None:
-            x = self.first(x)
+            x = self.first(x, self.side if 0 in use else None)
         again = self.checkpoint if torch.is_grad_enabled() else None
         if again == "reentrant":
             x = x if x.requires_grad else x.detach().requires_grad_()
@@ -246,6 +290,7 @@ class Player:
         no_sync: makes a context for what is accumulated locally.
         weigh: takes this rank's amount.
         join: makes a context for unequal numbers of steps; takes whom to divide by.
+        again: takes a Reducer off and makes a new one.
         optimizer: makes one of parameters, lr and momentum.
     """
 
@@ -259,13 +304,17 @@ class Player:
         weigh: Callable[[float], None] | None = None,
         join: Callable[[bool], Any] | None = None,
         optimizer: Callable[..., Any] = torch.optim.SGD,
+        again: Callable[["Player"], None] | None = None,
     ) -> None:
         self.case, self.rank, self.model = case, rank, model
         self.called, self.no_sync = called or model, no_sync
-        self.weigh, self.join = weigh, join
+        self.weigh, self.join, self.again = weigh, join, again
         self.parameters = list(model.weights)
         if model.first is not None:
-            self.parameters += model.first.parameters()
+            assert model.side is not None
+            self.parameters += [*model.first.parameters(), model.side]
+        if model.written is not None:
+            self.parameters.append(model.written)
         self.retain = False  # every graph
         self.graphs: list[dict[int, Any]] = []
         self.optimizer = optimizer(self.parameters, lr=LR, momentum=case.momentum)
@@ -300,10 +349,22 @@ class Player:
                     self.forward_backward(number, batch)
                     self.update()
             self.graphs = []
+        elif isinstance(op, Move):
+            self.model._apply(torch.clone)
+        elif isinstance(op, Again):
+            if self.again is not None:
+                self.again(self)
+        elif op.rank == self.rank and isinstance(op, Transform):
+            self.called.eval()
+            torch.func.grad(lambda x: self._loss_of_all(x))(self.input(number))
+            self.called.train()
         elif op.rank == self.rank:
             with torch.no_grad():
                 self.called.eval()(self.input(number), range(len(self.case.branches)))
                 self.called.train()
+
+    def _loss_of_all(self, x: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.called(x, range(len(self.case.branches))), "all")
 
     def forward_backward(self, number: int, batch: int) -> None:
         """A step within a `Join`, up to the averages."""

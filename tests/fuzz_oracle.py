@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from fuzz_case import (
+    Again,
     Backward,
     Case,
     Evaluate,
@@ -22,6 +23,7 @@ from fuzz_case import (
     Player,
     State,
     Step,
+    Transform,
     Weigh,
     Zero,
     loss_of,
@@ -31,6 +33,9 @@ from torch.nn.functional import batch_norm
 ANY_ERROR = r"(?s)."  # a rank that others have left alone: its backend's words
 UNUSED = r"no gradient in the last backward pass on rank {rank} for: "
 CHANGED = r"became .* on rank {rank} after the Reducer was made"
+UNEQUAL = r"the weights of ranks differ, and the module has synchronised batch norm"
+LATE = r"a forward pass on rank {rank} has written to written"
+DRIFTED = r"average 1: parameter written is not the same on all ranks"
 SECOND = r"got a second gradient on rank {rank} "
 NOT_STATIC = r"static_graph=True, but .* on rank {rank} "
 
@@ -68,6 +73,11 @@ class Oracle:
         self._trainable = {i for i, p in enumerate(self._players[0].parameters) if p.requires_grad}
         self._number = 0  # of the operation that is being played
         self._amounts: tuple[float, ...] | None = None  # of the next average
+        self._use: tuple[tuple[int, ...], ...] = ()  # of the forward pass that is being played
+        # By this Reducer, in its forward passes; and whether it compares ranks for that reason.
+        self._averaged = self._wrote = self._watched = False
+        # Since a Reducer was made: what had a gradient then, each rank its own.
+        self._inherited: list[set[int]] = [set() for _ in range(case.world_size)]
         if case.batch_norm:
             for rank, player in enumerate(self._players):
                 assert player.model.first is not None
@@ -111,8 +121,16 @@ class Oracle:
         """None for an operation that makes no sense here."""
         if isinstance(op, Forward):
             must = self._changed() or self._incomplete()
+            if 0 < len(must) < self._whole.world_size and self._whole.batch_norm:
+                return None  # the others would wait in the layer for ranks that do not come
             if not must:
                 self._all_play(number, op)
+                self._wrote |= self._whole.writes is not None
+                if self._wrote and self._averaged and not self._watched:
+                    must = {
+                        rank: (LATE.format(rank=rank), set[str]())
+                        for rank in range(len(self._used))
+                    }
             return Expected(must)
         if isinstance(op, Backward):
             return self._backward(number, op)
@@ -120,7 +138,7 @@ class Oracle:
             return None  # gradients are under way
         if isinstance(op, Step) and any(self._counted):
             return Expected(self._incomplete())
-        if isinstance(op, Step) and self._whole.batch_norm and any(self._used):
+        if isinstance(op, Step) and self._whole.batch_norm and any(self._used + self._inherited):
             return None  # with local gradients: ranks must have the same weights of batch norm
         if isinstance(op, Evaluate) and not op.rank < self._whole.world_size:
             return None
@@ -129,15 +147,51 @@ class Oracle:
         if isinstance(op, Weigh):
             if any(self._counted) or self._whole.divided:
                 return None  # all must come to it before any bucket
+            if self._whole.batch_norm and len(set(op.amounts)) > 1:
+                everyone = range(self._whole.world_size)
+                return Expected({rank: (UNEQUAL, set[str]()) for rank in everyone})
             self._amounts = op.amounts
             return Expected()
+        if isinstance(op, Again):
+            return Expected() if self._make_again() else None
+        if isinstance(op, Transform):
+            collective = self._whole.batch_norm or self._whole.checkpoint
+            if collective or self._changed() or self._incomplete():
+                return None
+            if not op.rank < self._whole.world_size:
+                return None
         if isinstance(op, Join):
             return Expected() if self._join(number, op) else None
         self._all_play(number, op)
         return Expected()
 
+    def _make_again(self) -> bool:
+        """Whether it makes sense here."""
+        trains = [
+            {i for i, p in enumerate(player.parameters) if p.requires_grad}
+            for player in self._players
+        ]
+        if self._whole.divided or any(t != trains[0] for t in trains) or not trains[0]:
+            return False
+        if self._whole.wrapped:
+            if self._players[0].graphs:
+                return False  # parameters are sent, and with them graphs end
+            self._send(0)
+        self._trainable = trains[0]
+        self._counted = [set() for _ in self._players]
+        self._inherited = [
+            {i for i in self._trainable if player.parameters[i].grad is not None}
+            for player in self._players
+        ]
+        self._used = [set() for _ in self._players]
+        self._first, self._used_by_any, self._amounts = None, set(), None
+        self._averaged = self._wrote = self._watched = False
+        return True
+
     def _all_play(self, number: int, op: Operation) -> None:
         self._number = number
+        if isinstance(op, Forward):
+            self._use = op.use
         for player in self._players:
             player.play(number, op)
 
@@ -152,14 +206,19 @@ class Oracle:
                 for p, q in zip(player.parameters, self._players[src].parameters, strict=True):
                     p.copy_(q)
 
-    def _whole_batch(self, rank: int, x: torch.Tensor) -> torch.Tensor:
+    def _whole_batch(self, rank: int, x: torch.Tensor, side: torch.Tensor | None) -> torch.Tensor:
         """`First` of a rank, with the batches of all."""
         first = self._players[rank].model.first
         assert first is not None
         norm = first.norm
         if not first.training:
-            return norm(x * first.scale)
-        whole = torch.cat([p.input(self._number) * p.model.first.scale for p in self._players])
+            return norm(first.below(x, side))
+        whole = torch.cat(
+            [
+                p.model.first.below(p.input(self._number), p.model.side if 0 in use else None)
+                for p, use in zip(self._players, self._use, strict=True)
+            ]
+        )
         with torch.no_grad():
             norm.running_mean.lerp_(whole.mean(0), norm.momentum)
             norm.running_var.lerp_(whole.var(0), norm.momentum)
@@ -171,7 +230,15 @@ class Oracle:
         """Whether it makes sense here."""
         case, players = self._whole, self._players
         static = case.static_graph or case.divided or case.batch_norm or case.momentum
-        if static or players[0].graphs or any(self._counted) or any(self._used) or self._changed():
+        if (
+            case.writes
+            or any(self._inherited)
+            or static
+            or players[0].graphs
+            or any(self._counted)
+            or any(self._used)
+            or self._changed()
+        ):
             return False
         everything = {i for branch in case.branches for i in branch} & self._trainable
         trains = [
@@ -186,7 +253,7 @@ class Oracle:
         self._amounts = None
         for batch in range(max(op.batches)):
             active = [rank for rank, count in enumerate(op.batches) if count > batch]
-            if case.wrapped:
+            if case.sends_buffers:
                 self._send(active[-1], buffers_alone=True)
             for rank in active:
                 players[rank].forward_backward(number, batch)
@@ -248,12 +315,19 @@ class Oracle:
         may = (SECOND,) if overlapping else ()
         if op.no_sync:
             return Expected(may=may)
+        averages = self._varies or self._whole.static_graph or all(complete)
+        if averages and not self._averaged:
+            self._averaged, self._watched = True, self._wrote
+            if self._wrote and self._whole.writes == "own":
+                everyone = range(self._whole.world_size)
+                return Expected({rank: (DRIFTED, set[str]()) for rank in everyone}, may=may)
+        inherited = self._take_inherited() if averages else set()
         if self._varies:
-            self._average_all(set.union(*self._used))
+            self._average_all(set.union(*self._used) | inherited)
         elif self._whole.static_graph:
             if self._first is None:
                 self._first, self._used_by_any = times, set.union(*self._used)
-            self._average_all(self._used_by_any)
+            self._average_all(self._used_by_any | inherited)
             errors = f"({NOT_STATIC}|{SECOND})"
             return Expected({rank: (errors.format(rank=rank), set[str]()) for rank in wrong})
         elif all(complete):
@@ -297,9 +371,20 @@ class Oracle:
         times = Counter(i for branch in branches for i in set(branch) & self._trainable)
         return any(count > 1 for count in times.values())
 
+    def _take_inherited(self) -> set[int]:
+        """What had a gradient when the Reducer was made, and has not been dropped since."""
+        found = {
+            i
+            for player, inherited in zip(self._players, self._inherited, strict=True)
+            for i in inherited
+            if player.parameters[i].grad is not None
+        }
+        self._inherited = [set() for _ in self._players]
+        return found
+
     def _average_all(self, indices: set[int]) -> None:
         self._average(indices)
-        if self._whole.wrapped:
+        if self._whole.sends_buffers:
             self._send(0, buffers_alone=True)
 
     @torch.no_grad()
@@ -330,7 +415,7 @@ class Oracle:
     def _is_torch_right(self) -> bool:
         """Forward and backward in turn, and none of what torch is silent about or refuses."""
         case, alive = self.case, 0
-        buffers = case.buffers and case.wrapped
+        buffers = case.buffers and case.sends_buffers
         if any(expected.must or expected.may for expected in self.expected):
             return False
         if case.batch_norm or case.checkpoint == "reentrant":
@@ -351,7 +436,10 @@ class Oracle:
                 if alive and buffers:  # torch sends them before the next forward pass all the same
                     return False
                 alive = 0
-            elif isinstance(op, Freeze | Weigh | Join) or (isinstance(op, Evaluate) and buffers):
+            elif isinstance(op, Evaluate):
+                if buffers:
+                    return False
+            elif not isinstance(op, Zero):
                 return False
         return True
 

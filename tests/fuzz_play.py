@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fuzz_case import Backward, Case, Forward, Net, Player, State, Zero
+from fuzz_case import LR, Backward, Case, Forward, Net, Player, State, Zero
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp_from_scratch as ddp
@@ -31,10 +31,10 @@ def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played
     """
     group = dist.new_group(timeout=timedelta(seconds=DIVIDED_LIMIT_S)) if case.divided else None
     model = Net(case, world.rank)
-    player, reducer = _with_ours(world, case, model, group)
+    player, reducers = _with_ours(world, case, model, group)
     played = _play(player)
     if played.error is not None and together:
-        reducer.remove()
+        reducers[-1].remove()
         played.recovered = _trains_on(world, case, model)
     dist.barrier()
     if group is not None:
@@ -44,7 +44,7 @@ def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played
 
 def _with_ours(
     world: Any, case: Case, model: Net, group: dist.ProcessGroup | None
-) -> tuple[Player, ddp.Reducer]:
+) -> tuple[Player, list[ddp.Reducer]]:
     options: dict[str, Any] = {
         "bucket_cap_mb": case.bucket_cap_mb,
         "gradient_as_bucket_view": case.gradient_as_bucket_view,
@@ -53,28 +53,50 @@ def _with_ours(
     }
     if case.batch_norm:
         ddp.convert_sync_batchnorm(model)
-    called: Any = model
-    join: Any
-    if case.wrapped:
-        called = ddp.DistributedDataParallel(model, process_group=group, **options)
-        reducer, join = called.reducer, called.join
-    else:
-        ddp.broadcast_parameters(model, process_group=group)
-        reducer = ddp.Reducer(model, group, overlap=case.overlap, **options)
-        join = partial(ddp.join, reducer)
-    if case.hook is not None:
-        reducer.register_comm_hook(group, HOOKS[case.hook])
-    player = Player(
-        case,
-        world.rank,
-        model,
-        called,
-        called.no_sync if case.wrapped else reducer.no_sync,
-        reducer.weight,
-        lambda initial: join(divide_by_initial_world_size=initial),
-        partial(ddp.SGD, reducer=reducer) if case.flat_sgd else torch.optim.SGD,
-    )
-    return player, reducer
+    reducers: list[ddp.Reducer] = []
+
+    def wrap() -> dict[str, Any]:
+        called: Any = model
+        join: Any
+        if case.wrapped:
+            called = ddp.DistributedDataParallel(model, process_group=group, **options)
+            reducer, join = called.reducer, called.join
+        else:
+            if not reducers:  # later they are equal, and graphs may be alive
+                ddp.broadcast_parameters(model, process_group=group)
+            reducer = ddp.Reducer(
+                model,
+                group,
+                overlap=case.overlap,
+                broadcast_buffers=case.broadcast_buffers,
+                **options,
+            )
+            join = partial(ddp.join, reducer)
+        if case.hook is not None:
+            reducer.register_comm_hook(group, HOOKS[case.hook])
+        reducers.append(reducer)  # and keeps it alive
+        return {
+            "called": called,
+            "no_sync": called.no_sync if case.wrapped else reducer.no_sync,
+            "weigh": reducer.weight,
+            "join": lambda initial: join(divide_by_initial_world_size=initial),
+        }
+
+    def optimizer(*arguments: Any, **options: Any) -> Any:
+        if case.flat_sgd:
+            return ddp.SGD(*arguments, reducer=reducers[-1], **options)
+        return torch.optim.SGD(*arguments, **options)
+
+    def again(player: Player) -> None:
+        reducers[-1].remove()
+        for name, value in wrap().items():
+            setattr(player, name, value)
+        if case.flat_sgd:
+            state = player.optimizer.state_dict()
+            player.optimizer = optimizer(player.parameters, lr=LR, momentum=case.momentum)
+            player.optimizer.load_state_dict(state)
+
+    return Player(case, world.rank, model, **wrap(), optimizer=optimizer, again=again), reducers
 
 
 def in_halves(group: Any, bucket: Any) -> Any:
@@ -121,7 +143,7 @@ def _with_torchs(world: Any, case: Case) -> Player:
         find_unused_parameters=case.find_unused_parameters,
         static_graph=case.static_graph,
     )
-    wrapper.broadcast_buffers = wrapper.forward_sync_buffers = case.wrapped
+    wrapper.broadcast_buffers = wrapper.forward_sync_buffers = case.sends_buffers
     return Player(case, world.rank, model, wrapper, wrapper.no_sync)
 
 
