@@ -2,6 +2,8 @@
 
 import math
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 from ddp_from_scratch import broadcast_buffers, broadcast_parameters
 from ddp_from_scratch.broadcast import check_same_model, tree_neighbours
+from ddp_from_scratch.group import on_gpu_of
 
 
 @pytest.fixture(params=[f"{backend}-{n}" for backend in ("gloo", "mpi") for n in (2, 3, 4)])
@@ -348,3 +351,16 @@ def refuse_lazy_buffer(world):
 
 def test_lazy_buffers_are_refused(trio):
     trio(refuse_lazy_buffer)
+
+
+def test_objects_go_through_the_modules_own_gpu(monkeypatch):
+    """Not the current one, which is the machine's first where a program has chosen none."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: chosen.append(device) or nullcontext())
+    with on_gpu_of(nn.Linear(2, 2)), on_gpu_of(nn.Module()):
+        assert not chosen
+    module = nn.Module()
+    on_second = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(module, "parameters", lambda: iter([on_second]))
+    with on_gpu_of(module):
+        assert chosen == [torch.device("cuda", 1)]

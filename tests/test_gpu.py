@@ -10,8 +10,13 @@ import copy
 import gc
 import io
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import ROOT, on_one_gpu
 from test_stall import AFTER_S, Layers, until_reported
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -206,6 +212,19 @@ def compressed(_: None) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
     return model, step
 
 
+def weighted(_: None) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    """Amounts are agreed on beside the GPU: the host waits for ranks, but not for kernels."""
+    model = network()
+    reducer = ddp.Reducer(model, bucket_cap_mb=CAP_MB)
+
+    def step(x: torch.Tensor) -> None:
+        model.zero_grad()
+        reducer.weight(1 + dist.get_rank())
+        loss_of(model, x).backward()
+
+    return model, step
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
     "copies": (plain, {}),
     "views": (plain, VIEWS),
@@ -218,6 +237,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
     "flat sgd": (flat, False),
     "flat sgd in one call": (flat, True),
     "bf16": (compressed, None),
+    "weights": (weighted, None),
 }
 
 
@@ -275,6 +295,78 @@ def on_another_stream(world, options, whole):
 @pytest.mark.parametrize("options", [{}, VIEWS, {"overlap": False}], ids=str)
 def test_a_step_on_another_stream(crew, options, whole):
     assert_alike(crew(on_another_stream, options, whole))
+
+
+class TwoStreams(nn.Module):
+    """Two layers, each on a stream of its own, of which the first to be registered is slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.slow, self.fast = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        self.to(DEVICE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for layer, stream in zip((self.slow, self.fast), self.streams, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                inner = x * 1.0
+                if layer is self.slow:
+                    inner.requires_grad_().register_hook(_delayed)
+                outputs.append(layer(inner).tanh())
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        return outputs[0] + outputs[1]
+
+
+def _delayed(gradient: torch.Tensor) -> torch.Tensor:
+    torch.cuda._sleep(20_000_000)  # some 10 ms, on the stream of this part of backward
+    return gradient
+
+
+def forward_on_two_streams(world, options):
+    """A bucket is packed when the gradients of both streams are there."""
+    ours, plain = TwoStreams(), TwoStreams()
+    ddp.broadcast_parameters(ours)
+    plain.load_state_dict(ours.state_dict())
+    reducer = ddp.Reducer(ours, **options)
+    for step in range(4):
+        x = batch(world.rank, step)
+        for model in (ours, plain):
+            model.zero_grad()
+            loss_of(model, x).backward()
+        for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            torch.testing.assert_close(p.grad, q.grad / world.world_size, msg=f"{name}, {step}")
+    reducer.remove()
+
+
+@pytest.mark.parametrize("options", [{}, VIEWS, {"overlap": False}], ids=str)
+def test_a_forward_pass_on_several_streams(crew, options):
+    crew(forward_on_two_streams, options)
+
+
+def captured_beside_a_stall_watch(world):
+    """The watch's thread looks at events of the GPU while another graph is captured."""
+    model = network()
+    reducer = ddp.Reducer(model, stall_after=0.3)
+    for step in range(3):
+        loss_of(model, batch(world.rank, step)).backward()
+    x = torch.ones(4, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+        time.sleep(1.0)  # the watch wakes ten times
+    graph.replay()
+    assert y.tolist() == [2.0] * 4
+    loss_of(model, batch(world.rank, 3)).backward()
+    reducer.remove()
+
+
+def test_a_graph_is_captured_beside_a_stall_watch(crew):
+    crew(captured_beside_a_stall_watch)
 
 
 def profiled_backward(model: nn.Module, inputs: list[torch.Tensor]) -> Any:
@@ -633,3 +725,81 @@ def test_memory_with_views_is_that_of_torch(ranks):
     ((ours, theirs),) = ranks(BACKEND, 1)(memory_beside_torch)
     assert theirs > 250e6  # parameters, gradients, momentum
     assert ours <= 1.1 * theirs
+
+
+# What can go wrong --------------------------------------------------------------------------------
+
+
+def started(program: list[str], **variables: str) -> "subprocess.Popen[str]":
+    """Rank 0 of 2, or what `variables` say, on the one GPU."""
+    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    return subprocess.Popen(
+        [sys.executable, *program],
+        env=environ | {"RANK": "0", "WORLD_SIZE": "2"} | variables,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_rank_that_never_comes():
+    run = started(
+        ["run.py", "--backend", "nccl", "--timeout", "10"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
+    )
+    _, error = run.communicate(timeout=90)
+    assert run.returncode == 2
+    assert "not all have started" in error
+    assert "Traceback" not in error
+
+
+def test_two_ranks_on_one_gpu_are_refused():
+    """As where a launcher has shown both the same one."""
+    command = "import sys, ddp_from_scratch as ddp; sys.exit(ddp.start_ranks(sys.argv[1:], (2,)))"
+    program = [sys.executable, "run.py", "--backend", "nccl"]
+    done = subprocess.run(
+        [sys.executable, "-c", command, *program],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 2
+    assert "ranks 0 and 1 have the same GPU" in done.stderr
+
+
+DYING = """
+import os
+import signal
+
+import torch
+
+import ddp_from_scratch as ddp
+
+with ddp.process_group("nccl", timeout=15) as world:
+    model = torch.nn.Linear(4, 4).to(world.device)
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model)
+    for step in range(100):
+        if step == 3 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(2, 4, device=world.device)).sum().backward()
+        torch.cuda.synchronize()
+"""
+
+
+def test_a_rank_that_is_killed_ends_the_other(tmp_path):
+    """After the timeout at the latest, by an error or by torch's watchdog, which aborts."""
+    ranks = [
+        started(
+            ["-c", DYING],
+            **on_one_gpu(rank),
+            RANK=str(rank),
+            DDP_RENDEZVOUS_FILE=str(tmp_path / "meet"),
+        )
+        for rank in range(2)
+    ]
+    codes = [rank.wait(timeout=60) for rank in ranks]
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] != 0

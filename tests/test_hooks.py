@@ -38,3 +38,15 @@ def test_a_reducer_that_goes_while_an_optimizer_steps_disturbs_nobody():
             handle.remove()
     assert reducer() is None
     assert other.item() == 0.0
+
+
+def test_the_nodes_that_accumulate_gradients_are_those_of_the_time_of_construction():
+    """On a GPU a node runs on the stream of the time when it was made."""
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model)
+    for p in model.parameters():
+        torch.autograd.graph.get_gradient_edge(p).node.metadata["made"] = "early"
+    gc.collect()
+    for p in model.parameters():
+        assert torch.autograd.graph.get_gradient_edge(p).node.metadata == {"made": "early"}
+    assert len(reducer.buckets) == 1

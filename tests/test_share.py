@@ -1,15 +1,18 @@
 """Ranks that count by their number of samples: exactly the gradient of the whole batch."""
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_reducer import BYTES, Terms
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import Reducer
+from ddp_from_scratch.share import Share, host_group
 
 
 @pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
@@ -85,3 +88,27 @@ def refused(world):
 
 def test_what_is_no_weight_is_refused(ranks):
     ranks("gloo", 2)(refused)
+
+
+class OnGpus:
+    """A group that takes no tensors on a CPU, as nccl's."""
+
+    _device_types = (torch.device("cuda"),)
+
+
+def agreed_beside_gpus(world):
+    """On the host, which need not wait for the GPU, over a group of gloo."""
+    assert host_group(None) is dist.group.WORLD
+    everyone = list(range(world.world_size))
+    with patch.object(dist, "get_process_group_ranks", lambda group: everyone):
+        beside = host_group(OnGpus())
+    assert dist.get_backend(beside) == "gloo"
+    shares = [Share.of(world.rank + 1.0, beside), Share.of(0.1, beside)]
+    total = world.world_size * (world.world_size + 1) / 2
+    assert [share.total() for share in shares] == [total, pytest.approx(0.1 * world.world_size)]
+    assert [share.all_equal() for share in shares] == [False, True]
+    assert shares[0].value() == (world.rank + 1) * world.world_size / total
+
+
+def test_weights_are_agreed_on_beside_the_gpu(crew):
+    crew(agreed_beside_gpus)
