@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from . import output
 from .launch import STARTED_HERE, mpirun_command, rank_environments
 from .machines import Machines
 from .parent import PARENT, PR_SET_PDEATHSIG, RENDEZVOUS_FILE, TERMINAL
+from .rendezvous import require_loopback
 
 _POLL_S = 0.05
 _GRACE_S = 5.0  # between asking the ranks to stop, after one failed, and killing them
@@ -77,13 +79,14 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
         mpirun's exit code, which is that of the first rank that failed; 128 + N after signal N.
 
     Raises:
-        UsageError: there is no mpirun.
+        UsageError: there is no mpirun, or no interface that it could use.
     """
+    require_loopback()
     full, defaults = mpirun_command(nproc, command)
     defaults[STARTED_HERE] = "1"
-    for output in (1, 2):
-        if os.isatty(output):
-            defaults[f"{TERMINAL}{output}"] = os.ttyname(output)
+    for stream in (1, 2):
+        if os.isatty(stream):
+            defaults[f"{TERMINAL}{stream}"] = os.ttyname(stream)
     _say(f"starting: {shlex.join(full)}")
     return _Mpirun(full, [defaults | os.environ]).run()
 
@@ -215,4 +218,4 @@ class _Mpirun(_Watch):
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    output.write(text, sys.stderr)
