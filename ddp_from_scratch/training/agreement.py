@@ -64,7 +64,7 @@ def differences(asked: Sequence[Mapping[str, str]]) -> str | None:
 
 
 class StopSignal:
-    """SIGINT, SIGTERM and SIGUSR1, acted on by all ranks after the same step.
+    """SIGINT, SIGTERM, SIGUSR1 and SIGHUP, acted on by all ranks after the same step.
 
     A launcher's signal reaches ranks at different steps. So each step's ranks tell each other
     whether one has come: `ask` starts that exchange before the step, `answer` ends it after, and
@@ -86,7 +86,8 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         self._previous = {
             number: signal.signal(number, self._remember)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # nohup
         }
         return self
 
