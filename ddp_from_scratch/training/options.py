@@ -182,7 +182,7 @@ def make_parser(about: str) -> Parser:
     option(
         group,
         "--checkpoint-dir",
-        "save after each epoch, and on Ctrl-C or SIGTERM; the newest two stay",
+        "save after each epoch, and on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1; the newest two stay",
         type=Path,
         metavar="DIR",
     )
