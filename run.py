@@ -19,6 +19,13 @@ import sys
 from collections.abc import Sequence
 
 if __name__ == "__main__":
+    # A stream that is closed (`>&-`) becomes /dev/null, before a socket gets its number and with it
+    # what is printed.
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "r+")  # noqa: SIM115  # has the lowest number that is free
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
     # Ctrl-C ends the process without a traceback, also during the seconds that the imports below
     # take, until somebody has something to save or to stop.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

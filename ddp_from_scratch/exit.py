@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from . import output
 from .errors import CommunicationError, PeerError, UsageError
 from .launch import speaks
 
@@ -39,7 +40,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         # others. One that is not stopped has a mistake of its own.
         if not dist.is_initialized() and not speaks():
             time.sleep(5.0)
-        _say(f"error: {error}")
+        _say(f"error: {_printable(str(error))}")
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -52,7 +53,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         else:
             _say("".join(f"[rank {_rank()}] {line}" for line in _traceback_lines(error)))
         code = 1
-    sys.stdout.flush()
+    output.flush(sys.stdout)
     if code:
         os._exit(code)
     sys.exit(0)
@@ -87,8 +88,13 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+def _printable(text: str) -> str:
+    """One line, whatever the user's words have in them."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _say(text: str) -> None:
     """Prints to standard error, in red where that is a terminal."""
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     text = text.rstrip("\n")
-    print(f"\033[31m{text}\033[0m" if colour else text, file=sys.stderr, flush=True)
+    output.write(f"\033[31m{text}\033[0m" if colour else text, sys.stderr)

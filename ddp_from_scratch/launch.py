@@ -18,6 +18,9 @@ from pathlib import Path
 from .errors import UsageError
 
 STARTED_HERE = "DDP_STARTED_HERE"
+# Processes or threads that one machine is asked for: beyond this it is a slip of the finger, which
+# would take the machine down.
+MOST_HERE = 1024
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,9 @@ def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
             f"--nproc must be a number of processes, or one for each machine such as 8,2; "
             f"got {text!r}"
         )
-    counts = tuple(int(part) for part in text.split(","))
+    counts = tuple(int(part[:9]) for part in text.split(","))  # enough digits to be too many
+    if max(counts) > MOST_HERE:
+        raise UsageError(f"--nproc must be at most {MOST_HERE:,} for a machine, got {text[:40]}")
     if not 0 <= node_rank < len(counts):
         raise UsageError(
             f"--node-rank must be 0 to {len(counts) - 1} with --nproc {text}, got {node_rank}"

@@ -124,8 +124,10 @@ def choose_interface(placement: Placement) -> None:
     """
     names = [name for _, name in socket.if_nameindex()]
     if placement.one_machine:
-        loopback = next((name for name in names if name.startswith("lo")), None)
+        loopback = _loopback(names)
         if loopback is not None:
+            if "GLOO_SOCKET_IFNAME" not in os.environ:
+                require_loopback()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
@@ -138,6 +140,29 @@ def choose_interface(placement: Placement) -> None:
         found = next((name for name in names if _address(name) == address), None)
         if found is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+
+
+def _loopback(names: list[str]) -> str | None:
+    return next((name for name in names if name.startswith("lo")), None)
+
+
+def require_loopback() -> None:
+    """Raises where a machine's own interface is down, as in a new network namespace. Linux only.
+
+    Raises:
+        UsageError: it is; ranks of one machine, and mpirun, speak through it.
+    """
+    siocgifflags, iff_up = 0x8913, 1
+    name = _loopback([name for _, name in socket.if_nameindex()])
+    if name is None or not sys.platform.startswith("linux"):
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        reply = fcntl.ioctl(probe.fileno(), siocgifflags, struct.pack("256s", name.encode()[:15]))
+    if not struct.unpack_from("16xH", reply)[0] & iff_up:
+        raise UsageError(
+            f"the loopback interface {name} is down, and ranks of one machine need it: "
+            f"ip link set {name} up"
+        )
 
 
 def _address(interface: str) -> str | None:

@@ -15,10 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from . import output
 from .launch import STARTED_HERE, mpirun_command, rank_environments
 from .machines import Machines
 from .parent import PARENT, PR_SET_PDEATHSIG, RENDEZVOUS_FILE, TERMINAL
+from .rendezvous import require_loopback
 
+# Ranks stop after a step, with a checkpoint.
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Ranks are ended.
+_ENDS = (signal.SIGQUIT, signal.SIGUSR2)
 _POLL_S = 0.05
 _GRACE_S = 5.0  # between asking the ranks to stop, after one failed, and killing them
 
@@ -36,9 +42,10 @@ def start_ranks(
     On one machine the ranks meet through a file that only this user can read, in a folder that is
     removed at the end: no port is opened. On several, machine 0 listens on `master_port`.
 
-    The first rank that fails ends all others, on every machine. Ctrl-C and SIGTERM reach the ranks
-    as SIGTERM (a Python that is still importing would answer SIGINT with a traceback), and they
-    stop together; a second one kills them.
+    The first rank that fails ends all others, on every machine. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP
+    reach the ranks as SIGTERM (a Python that is still importing would answer SIGINT with a
+    traceback), and they stop together; a second Ctrl-C or SIGTERM kills them. SIGQUIT and SIGUSR2
+    end all ranks. SIGHUP that was ignored before (nohup) stays so.
 
     Args:
         command: program and arguments; each rank gets torchrun's variables in its environment.
@@ -69,7 +76,8 @@ def start_ranks(
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     """Runs `mpirun -n NPROC COMMAND` on this machine and waits for it.
 
-    Ctrl-C and SIGTERM reach the ranks as SIGUSR1, which mpirun hands on and otherwise ignores.
+    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach the ranks as SIGUSR1, which mpirun hands on and
+    otherwise ignores. SIGQUIT and SIGUSR2 end all ranks.
     Told to stop by anything else, Open MPI kills its ranks after 0.2 s, too early for them to have
     written a checkpoint, and has no setting for that. A second one is such a SIGTERM.
 
@@ -77,13 +85,14 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
         mpirun's exit code, which is that of the first rank that failed; 128 + N after signal N.
 
     Raises:
-        UsageError: there is no mpirun.
+        UsageError: there is no mpirun, or no interface that it could use.
     """
+    require_loopback()
     full, defaults = mpirun_command(nproc, command)
     defaults[STARTED_HERE] = "1"
-    for output in (1, 2):
-        if os.isatty(output):
-            defaults[f"{TERMINAL}{output}"] = os.ttyname(output)
+    for stream in (1, 2):
+        if os.isatty(stream):
+            defaults[f"{TERMINAL}{stream}"] = os.ttyname(stream)
     _say(f"starting: {shlex.join(full)}")
     return _Mpirun(full, [defaults | os.environ]).run()
 
@@ -91,7 +100,7 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
 class _Watch:
     """The ranks of this machine as child processes that end together."""
 
-    # What they are sent on the first Ctrl-C or SIGTERM, on the second, and so on.
+    # What they are sent on the first signal that stops them, on the second, and so on.
     ladder: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
 
     def __init__(
@@ -106,9 +115,13 @@ class _Watch:
         self._children: list[subprocess.Popen[bytes]] = []
         self._received: list[int] = []
         self._passed_on = 0
+        self._ended_by = 0
 
     def run(self) -> int:
-        handlers = {s: signal.signal(s, self._remember) for s in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [*_STOPS, *_ENDS]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            numbers.remove(signal.SIGHUP)
+        handlers = {number: signal.signal(number, self._remember) for number in numbers}
         try:
             for environment in self._environments:
                 self._children.append(self._start(os.environ | environment))
@@ -125,8 +138,12 @@ class _Watch:
         )
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        # Passed on by `_wait`, when all children are there: a signal may come between two starts.
-        self._received.append(number)
+        # Acted on by `_wait`, when all children are there: a signal may come between two starts.
+        if number in _ENDS:
+            self._ended_by = number
+        # A session that ends sends SIGHUP beside SIGTERM: that is no second wish.
+        elif number in (signal.SIGINT, signal.SIGTERM) or not self._received:
+            self._received.append(number)
 
     def _pass_on(self) -> None:
         """Acts on the signals that have come since the last call."""
@@ -141,6 +158,8 @@ class _Watch:
         polls = 0
         while True:
             self._pass_on()
+            if self._ended_by:
+                return self._ended()
             codes = [child.poll() for child in self._children]
             if all(code == 0 for code in codes):
                 if self._machines is None or self._machines.may_leave() or self._received:
@@ -156,8 +175,7 @@ class _Watch:
             if self._machines is not None and polls % 10 == 0:
                 elsewhere = self._machines.failure()
                 if elsewhere is not None:
-                    _say(f"stopped: {elsewhere}")
-                    return 1
+                    return self._stopped_elsewhere(elsewhere)
             time.sleep(_POLL_S)
 
     def _stopped(self) -> int:
@@ -165,6 +183,22 @@ class _Watch:
         if self._machines is not None:
             self._machines.tell_failure(f"stopped by {name}")
         return 128 + self._received[0]
+
+    def _stopped_elsewhere(self, told: str) -> int:
+        # A rank here that all ranks agreed with has the same code, and somebody has said why.
+        self._await_end(1.0)
+        codes = [child.poll() for child in self._children]
+        code = next((code for code in codes if code is not None and code > 1), None)
+        if code is None:
+            _say(f"stopped: {told}")
+        return code or 1
+
+    def _ended(self) -> int:
+        name = signal.Signals(self._ended_by).name
+        _say(f"ending all ranks ({name})")
+        if self._machines is not None:
+            self._machines.tell_failure(f"ended by {name}")
+        return 128 + self._ended_by
 
     def _failed(self, index: int, code: int) -> int:
         rank = self._environments[index].get("RANK")
@@ -215,4 +249,4 @@ class _Mpirun(_Watch):
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    output.write(text, sys.stderr)

@@ -37,6 +37,7 @@ DIFFERENT = {
     "precision": ("fp32", "bf16"),
     "seed": (0, 1),
     "deterministic": (False, True),
+    "stop_on_nan": (False, True),
     "timeout": (600.0, 60.0),
     "stall_after": (60.0, 6.0),
     "checkpoint_dir": (None, Path("/nowhere")),

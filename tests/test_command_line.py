@@ -258,8 +258,35 @@ def test_a_terminal_shows_a_mistake_in_red() -> None:
     code, written = on_a_terminal(sys.executable, RUN_PY, "--lr", "-1")
     assert (code, written) == (
         2,
-        "\033[31merror: --lr must be a positive number, got -1.0\033[0m\r\n",
+        "\033[31merror: --lr must be a positive number, at most 1e+30, got -1.0\033[0m\r\n",
     )
+
+
+# Nobody reads what is printed ---------------------------------------------------------------------
+
+
+def in_a_shell(command: str) -> Run:
+    return Run("bash", "-c", f"set -o pipefail; {command}")
+
+
+@pytest.mark.parametrize(
+    ("where", "nproc"), [("| head -1", 2), (">/dev/full", 1), ("<&- >&- 2>&-", 2)]
+)
+def test_a_run_goes_on_when_it_cannot_print(where: str, nproc: int, tmp_path: Path) -> None:
+    run_py = f"{sys.executable} {RUN_PY} --nproc {nproc} --epochs 2 --checkpoint-dir {tmp_path}"
+    with in_a_shell(f"{run_py} {where}") as run:
+        assert run.wait() == 0, run.text
+        run.assert_nobody_left()
+        reason = {"| head -1": "Broken pipe", ">/dev/full": "No space left on device"}.get(where)
+        told = f"warning: standard output cannot be written to ({reason}): going on without\n"
+        assert run.err == (told if reason else ""), run.text
+    assert (tmp_path / "checkpoint-000002.pt").exists()
+
+
+def test_help_that_is_cut_off() -> None:
+    with in_a_shell(f"{sys.executable} {RUN_PY} --help | head -1") as run:
+        assert run.wait() == 0, run.text
+        assert run.err == ""
 
 
 # Mistakes -----------------------------------------------------------------------------------------
@@ -327,6 +354,19 @@ def test_starting_ranks_is_the_launchers_part() -> None:
         assert_one_line(run, "MASTER_PORT=None, expected a number")
     with run_py("--backend", "mpi", PMI_RANK="0", PMI_SIZE="4") as run:
         assert_one_line(run, "mpirun started 4 processes but MPI sees 1")
+
+
+def test_control_characters_of_the_users_are_printed_as_such() -> None:
+    with run_py("--foo\nbar\033[31m") as run:
+        assert_one_line(run, r"unrecognized arguments: --foo\nbar\x1b[31m; see --help")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, for a network namespace")
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_without_a_network(backend: str) -> None:
+    with Run("unshare", "-n", sys.executable, RUN_PY, "--backend", backend) as run:
+        assert_one_line(run, "the loopback interface lo is down", "ip link set lo up")
 
 
 def test_a_rank_that_is_missing(tmp_path: Path) -> None:

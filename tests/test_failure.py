@@ -82,13 +82,19 @@ def test_a_rank_that_hangs_is_named_before_the_timeout(launcher: str, backend: s
         run.assert_nobody_left(END_S)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_ctrl_c_and_sigterm_leave_a_checkpoint_that_can_be_resumed(
-    backend: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("backend", "numbers"),
+    [
+        ("gloo", (signal.SIGINT, signal.SIGHUP)),
+        ("mpi", (signal.SIGTERM, signal.SIGUSR1)),
+    ],
+)
+def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(
+    backend: str, numbers: tuple[int, int], tmp_path: Path
 ) -> None:
     arguments = ["--backend", backend, "--checkpoint-dir", str(tmp_path), "--resume", "auto"]
     step = 0
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         with Run(sys.executable, *LONG, *arguments) as run:
             run.wait_for("epoch ")
             if step:
@@ -125,6 +131,17 @@ def test_a_launchers_signal_leaves_a_checkpoint(
         saved = re.search(r"stopped in epoch .*; saved (\S+): --resume auto goes on", run.out)
         assert saved, run.text
         assert Path(saved[1]).exists()
+
+
+@pytest.mark.parametrize(("backend", "number"), [("gloo", signal.SIGQUIT), ("mpi", signal.SIGUSR2)])
+def test_other_signals_end_all_ranks(backend: str, number: int, tmp_path: Path) -> None:
+    with Run(sys.executable, *LONG, "--backend", backend, TMPDIR=str(tmp_path)) as run:
+        run.wait_for("epoch ")
+        run.signal(number)
+        assert assert_ends(run) == 128 + number
+        assert f"ending all ranks ({signal.Signals(number).name})\n" in run.err
+        assert "[rank" not in run.text
+        assert list(tmp_path.glob("ddp-*")) == []
 
 
 def test_ctrl_c_on_mpirun_ends_all_ranks() -> None:

@@ -127,6 +127,9 @@ def test_parse_counts() -> None:
     for text in ("", "0", "-2", "two", "2,", ",2", "2,0", "2 ,2", "1.5", "02", "2\n"):
         with pytest.raises(UsageError, match="--nproc must be"):
             launch.parse_counts(text, 0)
+    for text in ("1000000", "2,1025", "9" * 5000):
+        with pytest.raises(UsageError, match="--nproc must be at most 1,024 for a machine, got "):
+            launch.parse_counts(text, 0)
     for node_rank in (-1, 2):
         with pytest.raises(UsageError, match=f"--node-rank must be 0 to 1.*got {node_rank}"):
             launch.parse_counts("8,2", node_rank)

@@ -93,3 +93,12 @@ def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     with pytest.raises(UsageError, match="install tensorboard, or leave out --log-dir"):
         MetricsWriter(tmp_path)
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    writer = MetricsWriter(tmp_path)
+    with pytest.raises(UsageError, match=r"cannot write metrics to .*: No space left on device"):
+        writer.log(1, loss=0.5)
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()

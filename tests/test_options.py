@@ -25,21 +25,21 @@ def error_of(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("--lr -0.1", "--lr must be a positive number, got -0.1"),
-        ("--lr 0", "--lr must be a positive number, got 0.0"),
-        ("--lr nan", "--lr must be a positive number, got nan"),
-        ("--lr inf", "--lr must be a positive number, got inf"),
+        ("--lr -0.1", "--lr must be a positive number, at most 1e+30, got -0.1"),
+        ("--lr 0", "--lr must be a positive number, at most 1e+30, got 0.0"),
+        ("--lr nan", "--lr must be a positive number, at most 1e+30, got nan"),
+        ("--lr inf", "--lr must be a positive number, at most 1e+30, got inf"),
         ("--lr fast", "argument --lr: invalid float value: 'fast'; see --help"),
-        ("--epochs 0", "--epochs must be 1 or more, got 0"),
+        ("--epochs 0", "--epochs must be 1 to 1,000,000,000, got 0"),
         ("--epochs 1.5", "argument --epochs: invalid int value: '1.5'; see --help"),
-        ("--batch-size 0", "--batch-size must be 1 or more, got 0"),
-        ("--global-batch-size -8", "--global-batch-size must be 1 or more, got -8"),
-        ("--accumulate 0", "--accumulate must be 1 or more, got 0"),
-        ("--threads 0", "--threads must be 1 or more, got 0"),
-        ("--workers -1", "--workers must be 0 or more, got -1"),
-        ("--momentum -0.5", "--momentum must be 0 or more, got -0.5"),
-        ("--momentum nan", "--momentum must be 0 or more, got nan"),
-        ("--weight-decay inf", "--weight-decay must be 0 or more, got inf"),
+        ("--batch-size 0", "--batch-size must be 1 to 1,000,000,000, got 0"),
+        ("--global-batch-size -8", "--global-batch-size must be 1 to 1,000,000,000, got -8"),
+        ("--accumulate 0", "--accumulate must be 1 to 1,000,000,000, got 0"),
+        ("--threads 0", "--threads must be 1 to 1,024, got 0"),
+        ("--workers -1", "--workers must be 0 to 1,024, got -1"),
+        ("--momentum -0.5", "--momentum must be 0 to 1e+30, got -0.5"),
+        ("--momentum nan", "--momentum must be 0 to 1e+30, got nan"),
+        ("--weight-decay inf", "--weight-decay must be 0 to 1e+30, got inf"),
         (
             "--timeout 0",
             "--timeout must be a positive number of seconds, at most 1,000,000, got 0.0",
@@ -59,8 +59,19 @@ def error_of(*arguments: str) -> str:
             "--bucket-cap-mb auto goes by the clock, which --deterministic rules out: give a "
             "size, such as an earlier run's",
         ),
-        ("--stall-after 0", "--stall-after must be a positive number of seconds, got 0.0"),
-        ("--stall-after nan", "--stall-after must be a positive number of seconds, got nan"),
+        *(
+            (
+                f"--stall-after {value}",
+                "--stall-after must be a positive number of seconds, at most 1,000,000, or inf, "
+                f"got {float(value)}",
+            )
+            for value in ("0", "nan", "1e300")
+        ),
+        ("--lr 1e308", "--lr must be a positive number, at most 1e+30, got 1e+308"),
+        ("--epochs=--", "argument --epochs: expected one argument; see --help"),
+        ("--checkpoint-dir=--", "argument --checkpoint-dir: expected one argument; see --help"),
+        ("--workers 100000", "--workers must be 0 to 1,024, got 100000"),
+        ("--threads 100000", "--threads must be 1 to 1,024, got 100000"),
         ("--check-sync -1", "--check-sync must be 0 or more, got -1"),
         ("--powersgd-rank 2", "--powersgd-rank is for --compress powersgd, which is not given"),
         (
@@ -121,7 +132,8 @@ def test_every_option_reaches_its_setting() -> None:
         "--global-batch-size 64 --lr 0.5 --scale-lr --momentum 0.8 --weight-decay 0.01 "
         "--bucket-cap-mb inf --no-overlap --accumulate 2 --precision bf16 --seed 7 "
         "--compress powersgd --powersgd-rank 3 "
-        "--sync-batch-norm --deterministic --workers 1 --threads 2 --timeout 9 --stall-after 3 "
+        "--sync-batch-norm --deterministic --no-stop-on-nan --workers 1 --threads 2 "
+        "--timeout 9 --stall-after 3 "
         "--checkpoint-dir c "
         "--resume auto --log-dir l --check-sync 5 --quiet --nproc 8,2 --node-rank 1 "
         "--master-addr h --master-port 1"
@@ -148,6 +160,7 @@ def test_every_option_reaches_its_setting() -> None:
         precision="bf16",
         seed=7,
         deterministic=True,
+        stop_on_nan=False,
         workers=1,
         threads=2,
         timeout=9.0,

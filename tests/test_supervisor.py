@@ -67,18 +67,50 @@ def test_ranks_may_clean_up_before_they_are_killed(
     assert time.monotonic() - began < SOON_S
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
+ENDS = [signal.SIGQUIT, signal.SIGUSR2]
+
+
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_is_passed_on_once_and_the_ranks_take_their_time(
     number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(s) for s in STOPS + ENDS]
     save = 'trap "sleep 1; echo >> $1/saved$RANK; exit 143" TERM; touch $1/ready$RANK'
     tell = f"{wait_until_there('$1/ready1')}; kill -{int(number)} $PPID"
     script = f'{save}; if [ "$RANK" = 0 ]; then {tell}; fi; sleep 60 & wait'
     assert start_ranks(shell(script, tmp_path), [2]) == 128 + number
     assert [(tmp_path / f"saved{rank}").read_text() for rank in range(2)] == ["\n", "\n"]
     assert capfd.readouterr().err == "stopping all ranks; once more ends them at once\n"
-    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(s) for s in STOPS + ENDS] == handlers
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_other_signals_end_all_ranks_and_leave_nothing(
+    number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = f'echo "$DDP_RENDEZVOUS_FILE" > $1/$RANK; {wait_until_there("$1/1")}; '
+    script += f'[ "$RANK" = 0 ] && kill -{int(number)} $PPID; exec sleep 60'
+    assert start_ranks(shell(script, tmp_path), [2]) == 128 + number
+    assert capfd.readouterr().err == f"ending all ranks ({number.name})\n"
+    assert not Path((tmp_path / "0").read_text().strip()).parent.exists()
+
+
+def test_the_end_of_a_session_is_one_signal(tmp_path: Path) -> None:
+    """SIGTERM and SIGHUP come together: the ranks still have their time."""
+    save = 'trap "sleep 1; touch $1/saved; exit 143" TERM; touch $1/ready$RANK'
+    tell = f"{wait_until_there('$1/ready1')}; kill -TERM $PPID; sleep 0.3; kill -HUP $PPID"
+    script = f'{save}; if [ "$RANK" = 0 ]; then {tell}; fi; sleep 60 & wait'
+    assert start_ranks(shell(script, tmp_path), [2]) == 143
+    assert (tmp_path / "saved").exists()
+
+
+def test_nohup_stays_in_force(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert start_ranks(shell("kill -HUP $PPID; sleep 0.3"), [2]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_ends_them_at_once(tmp_path: Path) -> None:

@@ -64,13 +64,14 @@ def differences(asked: Sequence[Mapping[str, str]]) -> str | None:
 
 
 class StopSignal:
-    """SIGINT, SIGTERM and SIGUSR1, acted on by all ranks after the same step.
+    """SIGINT, SIGTERM, SIGUSR1 and SIGHUP, acted on by all ranks after the same step.
 
     A launcher's signal reaches ranks at different steps. So each step's ranks tell each other
     whether one has come: `ask` starts that exchange before the step, `answer` ends it after, and
-    the step hides it. Inside the `with` block a first signal is remembered, a second one ends
-    the process at once. SIGUSR1 is what mpirun hands on without killing the ranks soon after, and
-    what Slurm is commonly told to send before a job's time is up.
+    the step hides it. A second number travels along, for what else all ranks must know.
+    Inside the `with` block a first signal is remembered, a second one ends the process at once.
+    SIGUSR1 is what mpirun hands on without killing the ranks soon after, and what Slurm is commonly
+    told to send before a job's time is up.
 
     Args:
         group: a group for CPU tensors.
@@ -79,13 +80,14 @@ class StopSignal:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._received = 0
-        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._flags = torch.zeros(2, dtype=torch.int64)
         self._handle: dist.Work | None = None
 
     def __enter__(self) -> StopSignal:
         self._previous = {
             number: signal.signal(number, self._remember)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # nohup
         }
         return self
 
@@ -106,15 +108,16 @@ class StopSignal:
         self._received = number
         signal.signal(number, signal.SIG_DFL)
 
-    def ask(self) -> None:
+    def ask(self, also: int = 0) -> None:
         """Starts the exchange of this step."""
-        self._flag.fill_(self._received)
+        self._flags[0], self._flags[1] = self._received, also
         self._handle = dist.all_reduce(
-            self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True
+            self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True
         )
 
-    def answer(self) -> int:
-        """The number of a signal that some rank had received when it asked; 0 for none."""
+    def answer(self) -> tuple[int, int]:
+        """What ranks had when they asked: the number of a signal (0: none), the largest `also`."""
         assert self._handle is not None, "answer() without ask()"
         self._handle.wait()
-        return int(self._flag)
+        number, also = self._flags.tolist()
+        return number, also

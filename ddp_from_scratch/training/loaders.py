@@ -181,9 +181,9 @@ def _loader(
 def _start_fork_server() -> None:
     """Start the process that this rank's workers are forked from. A no-op when it runs already.
 
-    It ignores SIGTERM and SIGUSR1, as it ignores Ctrl-C anyway: a launcher sends them to all
-    processes of a rank, and workers end when their server does, but the rank finishes its step and
-    saves first.
+    It ignores SIGTERM, SIGUSR1 and SIGHUP, as it ignores Ctrl-C anyway: a launcher sends them to
+    all processes of a rank, and workers end when their server does, but the rank finishes its step
+    and saves first.
     """
     # Import torch once and not once a worker.
     forkserver.set_forkserver_preload(["torchvision.datasets"])
@@ -191,7 +191,7 @@ def _start_fork_server() -> None:
         forkserver.ensure_running()  # Only the main thread may change what a signal does.
         return
     # What is ignored here stays ignored in the server; its workers get torch's handler for it.
-    stops = (signal.SIGTERM, signal.SIGUSR1)
+    stops = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in stops}
     try:
         forkserver.ensure_running()

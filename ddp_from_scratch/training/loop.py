@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch.broadcast import broadcast_parameters
 from ddp_from_scratch.check_sync import check_sync
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.process_group import World
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sgd import SGD
@@ -26,6 +26,7 @@ from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
 from ddp_from_scratch.training.folder_lock import FolderLock
 from ddp_from_scratch.training.loaders import ShardSampler, test_loader, train_loader
+from ddp_from_scratch.training.loss_watch import LossWatch, from_number
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
@@ -135,6 +136,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
         self.epoch = self.step = self.global_step = 0
         self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self.losses = LossWatch(world.rank, world.device)
+        self.told_of_loss = False
         self.saved_as: Path | None = None
         self.images_per_second = 0.0
         if state is not None:
@@ -160,6 +163,7 @@ class Trainer:
         with StopSignal(self.group) as stop:
             while self.epoch < self.settings.epochs:
                 number = self._train_epoch(stop)
+                self._check_loss(stop)
                 if number:
                     self._report_stop(number)
                     return number
@@ -183,11 +187,13 @@ class Trainer:
             title=f"epoch {self.epoch + 1}/{self.settings.epochs}",
         )
         for _ in steps:
-            stop.ask()
+            stop.ask(self.losses.known())
             self._step(batches)
             self.step += 1
             self.global_step += 1
-            number = stop.answer()
+            number, not_finite = stop.answer()
+            if not_finite:
+                self._tell_of_loss(not_finite)
             if number:
                 return number
         images = (self.step - first) * self.global_batch_size
@@ -213,9 +219,36 @@ class Trainer:
                     loss = cross_entropy(outputs, labels)
                 self.scaler.scale(loss / settings.accumulate).backward()
             self.totals += _count(loss, outputs, labels)
+            self.losses.see(loss, self.global_step)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.compression.follow(self.scaler)
+
+    def _check_loss(self, stop: StopSignal) -> None:
+        """Before a checkpoint: tells of the last steps' losses, which no exchange has had yet."""
+        stop.ask(self.losses.settled())
+        _, not_finite = stop.answer()
+        if not_finite:
+            self._tell_of_loss(not_finite)
+
+    def _tell_of_loss(self, not_finite: int) -> None:
+        """Says once where a loss was not finite, and ends all ranks if that was asked for."""
+        if self.told_of_loss:
+            return
+        self.told_of_loss = True
+        step, rank = from_number(not_finite)
+        epoch, step = divmod(step, self.steps_per_epoch)
+        told = (
+            f"the loss is not finite in epoch {epoch + 1}, step {step + 1}/{self.steps_per_epoch}, "
+            f"on rank {rank}"
+        )
+        if not self.settings.stop_on_nan:
+            self.report.warning(f"{told}; going on, as --no-stop-on-nan says")
+            return
+        self.metrics.close()
+        advice = "a smaller --lr may help; --resume auto goes on from the last checkpoint, "
+        error = UsageError if self.world.rank == 0 else PeerError
+        raise error(f"{told}: {advice}--no-stop-on-nan goes on all the same")
 
     def _end_epoch(self) -> float:
         loss, accuracy = self._reduce(self.totals)

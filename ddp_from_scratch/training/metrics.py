@@ -61,14 +61,22 @@ class MetricsWriter:
         """Write the values at `step`, which counts optimizer steps from the run's first one.
 
         A value that is not finite is null in the file, as JSON has no such numbers.
+
+        Raises:
+            UsageError: the disk is full, or the folder is gone.
         """
         if self._lines is None or self._events is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-        self._lines.flush()
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+        try:
+            self._lines.write(json.dumps({"step": step, **finite}) + "\n")
+            self._lines.flush()
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write metrics to {self._lines.name}: {error.strerror}"
+            ) from error
 
     def close(self) -> None:
         """Write out the events and close both files. A no-op when closed already."""

@@ -123,6 +123,13 @@ def make_parser(about: str) -> Parser:
     )
     option(group, "--deterministic", "only algorithms that repeat exactly", action="store_true")
 
+    option(
+        group,
+        "--stop-on-nan",
+        "end all ranks where a loss is not finite, and save nothing of it; else it is only said",
+        action=argparse.BooleanOptionalAction,
+    )
+
     group = parser.add_argument_group("synchronisation")
     option(
         group,
@@ -175,7 +182,7 @@ def make_parser(about: str) -> Parser:
     option(
         group,
         "--checkpoint-dir",
-        "save after each epoch, and on Ctrl-C or SIGTERM; the newest two stay",
+        "save after each epoch, and on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1; the newest two stay",
         type=Path,
         metavar="DIR",
     )
@@ -209,6 +216,11 @@ def parse(arguments: Sequence[str], about: str) -> tuple[Settings, argparse.Name
         UsageError: an unknown option, a value out of range, options that do not go together.
     """
     options = make_parser(about).parse_args(arguments)
+    for name, value in vars(options).items():
+        if value == []:  # argparse's own reading of --epochs=--
+            raise UsageError(
+                f"argument --{name.replace('_', '-')}: expected one argument; see --help"
+            )
     if options.command not in ("train", "test"):
         raise UsageError(f"the command must be train or test, got {options.command!r}; see --help")
     if options.master_port is not None and not 1 <= options.master_port <= 65535:

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from ddp_from_scratch import output
+
 T = TypeVar("T")
 
 
@@ -45,15 +47,15 @@ class Report:
     def line(self, text: str) -> None:
         """Prints a line of a run's course."""
         if self._verbose:
-            tqdm.write(text)
-            sys.stdout.flush()
+            with tqdm.external_write_mode(file=sys.stdout):  # takes the bar away meanwhile
+                output.write(text, sys.stdout)
 
     def warning(self, text: str) -> None:
         """Prints a line about something that the user should know, also when quiet."""
         if self._speaks:
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            output.write(f"warning: {text}", sys.stderr)
 
     def result(self, text: str) -> None:
         """Prints what the run was for, also when quiet."""
         if self._speaks:
-            print(text, flush=True)
+            output.write(text, sys.stdout)

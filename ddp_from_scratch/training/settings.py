@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch import MOST_HERE
 from ddp_from_scratch.layout import AUTO
 from ddp_from_scratch.process_group import MAX_TIMEOUT
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
 POWERSGD_RANK = 2
+_MOST = 10**9
+_LARGEST = 1e30  # float32 ends at 3e38
 # What concerns a rank's machine, or what rank 0 alone prints and writes.
 _OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
 _TIMEOUT_RANGE = f"a positive number of seconds, at most {MAX_TIMEOUT:,.0f}"
@@ -49,6 +52,7 @@ class Settings:
     precision: str = "fp32"
     seed: int = 0
     deterministic: bool = False
+    stop_on_nan: bool = True
     workers: int = 0
     threads: int = 1
     timeout: float = 600.0
@@ -60,13 +64,22 @@ class Settings:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "global_batch_size", "accumulate", "threads"):
-            self._require(name, lambda value: value is None or value >= 1, "1 or more")
-        self._require("lr", lambda value: 0 < value < math.inf, "a positive number")
+        for name in ("epochs", "batch_size", "global_batch_size", "accumulate"):
+            self._require(
+                name, lambda value: value is None or 1 <= value <= _MOST, f"1 to {_MOST:,}"
+            )
+        self._require("threads", lambda value: 1 <= value <= MOST_HERE, f"1 to {MOST_HERE:,}")
+        self._require(
+            "lr", lambda value: 0 < value <= _LARGEST, f"a positive number, at most {_LARGEST:g}"
+        )
         self._require("timeout", lambda value: 0 < value <= MAX_TIMEOUT, _TIMEOUT_RANGE)
-        self._require("stall_after", lambda value: value > 0, "a positive number of seconds")
+        self._require(
+            "stall_after",
+            lambda value: 0 < value <= MAX_TIMEOUT or value == math.inf,
+            f"{_TIMEOUT_RANGE}, or inf",
+        )
         for name in ("momentum", "weight_decay"):
-            self._require(name, lambda value: 0 <= value < math.inf, "0 or more")
+            self._require(name, lambda value: 0 <= value <= _LARGEST, f"0 to {_LARGEST:g}")
         self._require(
             "bucket_cap_mb",
             lambda value: value is None or value == AUTO or value >= 0,
@@ -77,7 +90,7 @@ class Settings:
                 "--bucket-cap-mb auto goes by the clock, which --deterministic rules out: give a "
                 "size, such as an earlier run's"
             )
-        self._require("workers", lambda value: value >= 0, "0 or more")
+        self._require("workers", lambda value: 0 <= value <= MOST_HERE, f"0 to {MOST_HERE:,}")
         self._require("check_sync", lambda value: value is None or value >= 0, "0 or more")
         self._require("seed", lambda value: 0 <= value < 2**62, "0 to 2**62 - 1")
         self._require(
@@ -153,7 +166,7 @@ class Settings:
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
         """What differs from a checkpoint's settings and matters, as "lr 0.1 -> 0.2"."""
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
-        indifferent |= {"log_dir", "check_sync", "stall_after", "quiet"}
+        indifferent |= {"log_dir", "check_sync", "stall_after", "stop_on_nan", "quiet"}
         if not self.scale_lr:  # with it, the length of the run decides that of the warm-up
             indifferent.add("epochs")
         now = self.as_saved()

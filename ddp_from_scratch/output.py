@@ -1,0 +1,34 @@
+"""Standard output and error, which may be full, or a pipe that nobody reads any more.
+
+What a run prints is not worth its end: it goes on, and says once that it cannot be heard.
+"""
+
+import os
+import sys
+from typing import TextIO
+
+
+def write(text: str, stream: TextIO) -> None:
+    """Prints a line at once, or nothing where that fails."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        give_up(stream, error)
+
+
+def flush(stream: TextIO) -> None:
+    """Writes out what is buffered, or drops it where that fails."""
+    try:
+        stream.flush()
+    except OSError as error:
+        give_up(stream, error)
+
+
+def give_up(stream: TextIO, error: OSError) -> None:
+    """Sends what is still buffered, and all that follows, to /dev/null."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+    if stream is sys.stdout:
+        told = f"warning: standard output cannot be written to ({error.strerror}): going on without"
+        write(told, sys.stderr)

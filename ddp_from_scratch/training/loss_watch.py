@@ -1,0 +1,57 @@
+"""The first loss that is not finite: noticed without a step waiting for its GPU."""
+
+from __future__ import annotations
+
+import torch
+
+# An event as one number, so that a MAX over ranks leaves the earliest step, and of that the lowest
+# rank; 0 is none.
+_STEPS, _RANKS = 2**42, 2**20
+
+
+def as_number(step: int, rank: int) -> int:
+    """The event "at this step on this rank"."""
+    return (_STEPS - step) * _RANKS - rank
+
+
+def from_number(number: int) -> tuple[int, int]:
+    """The step and the rank that `as_number` was given."""
+    steps, rank = divmod(-number, _RANKS)
+    return _STEPS + steps, rank
+
+
+class LossWatch:
+    """Remembers the first step whose loss was not finite.
+
+    On a GPU what it has found is copied beside the computation: `known` answers with what has
+    arrived so far, a step or two behind, and `settled` waits for it.
+
+    Args:
+        rank: this one.
+        device: of the losses.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._first = torch.zeros((), dtype=torch.int64, device=device)
+        self._arrived: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._arrived = torch.zeros((), dtype=torch.int64, pin_memory=True)
+            self._event = torch.cuda.Event()
+
+    def see(self, loss: torch.Tensor, step: int) -> None:
+        """Looks at a loss of this step, a tensor without dimensions."""
+        here = as_number(step, self._rank) * loss.detach().isfinite().logical_not()
+        self._first = torch.maximum(self._first, here)
+        if self._arrived is not None and self._event is not None and self._event.query():
+            self._arrived.copy_(self._first, non_blocking=True)
+            self._event.record()
+
+    def known(self) -> int:
+        """`as_number` of the first such step, as far as it is known here without waiting, or 0."""
+        return int(self._first if self._arrived is None else self._arrived)
+
+    def settled(self) -> int:
+        """The same, of all losses seen."""
+        return int(self._first)

@@ -1,0 +1,102 @@
+"""A loss that is not finite: told once, with its step and rank, and nothing of it is saved."""
+
+import math
+
+import pytest
+import torch
+
+from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.training import checkpoint, loop
+from ddp_from_scratch.training.loss_watch import LossWatch, as_number, from_number
+from ddp_from_scratch.training.settings import Settings
+
+CPU = torch.device("cpu")
+STEPS = 22  # of an epoch: 1,437 images on 2 ranks in batches of 32
+
+
+def test_the_largest_number_is_the_earliest_step_and_its_lowest_rank():
+    events = [(step, rank) for step in (0, 1, 7, 10**9) for rank in (0, 1, 2, 10**6 - 1)]
+    numbers = [as_number(*event) for event in events]
+    assert [from_number(number) for number in numbers] == events
+    assert numbers == sorted(numbers, reverse=True)
+    assert 0 < numbers[-1] < numbers[0] < 2**63
+
+
+def test_the_first_one_is_remembered():
+    watch = LossWatch(3, CPU)
+    watch.see(torch.tensor(1e30), 0)
+    assert (watch.known(), watch.settled()) == (0, 0)
+    for step, loss in ((1, math.inf), (2, 0.0), (3, math.nan)):
+        watch.see(torch.tensor(loss), step)
+    assert from_number(watch.known()) == (1, 3)
+    assert watch.settled() == watch.known()
+
+
+def trained(world, folder, step, loss, changes):
+    """What is said, how it ends, and the newest checkpoint; with a loss that some steps have."""
+    settings = Settings(backend=world.backend, model="mlp", epochs=2, checkpoint_dir=folder)
+    trainer = loop.Trainer(Settings(**vars(settings) | changes), world)
+    said = []
+    trainer.report.warning = said.append
+    compute = loop.cross_entropy
+
+    def computed(outputs, labels):
+        bad = world.rank == 1 and trainer.global_step >= step
+        return compute(outputs, labels) * (loss if bad else 1.0)
+
+    loop.cross_entropy = computed
+    try:
+        ended = trainer.run()
+    except UsageError as error:
+        ended = str(error)
+        if type(error) is not (PeerError if world.rank else UsageError):
+            ended += ", told twice"
+    finally:
+        loop.cross_entropy = compute
+    return said, ended, [path.name for path in checkpoint.files(folder)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize(
+    ("step", "loss", "kept"),
+    [(0, math.nan, 0), (7, math.inf, 0), (STEPS - 1, math.nan, 0), (STEPS + 3, math.nan, 1)],
+)
+def test_it_ends_all_ranks_and_no_checkpoint_has_it(ranks, tmp_path, backend, step, loss, kept):
+    zero, one = ranks(backend, 2)(trained, tmp_path, step, loss, {})
+    assert zero == one
+    said, ended, files = zero
+    assert said == []
+    epoch, of_epoch = divmod(step, STEPS)
+    assert ended == (
+        f"the loss is not finite in epoch {epoch + 1}, step {of_epoch + 1}/22, on rank 1: a "
+        f"smaller --lr may help; --resume auto goes on from the last checkpoint, --no-stop-on-nan "
+        f"goes on all the same"
+    )
+    assert files == ["checkpoint-000001.pt"] * kept
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_or_it_is_said_once(ranks, tmp_path, precision):
+    changes = {"stop_on_nan": False, "precision": precision}
+    zero, _ = ranks("gloo", 2)(trained, tmp_path, 7, math.inf, changes)
+    said, ended, files = zero
+    assert ended == 0
+    assert said == [
+        "the loss is not finite in epoch 1, step 8/22, on rank 1; going on, as --no-stop-on-nan "
+        "says"
+    ]
+    assert len(files) == 2
+
+
+def overflowing(world):
+    """The loss scale before and after an epoch."""
+    settings = Settings(backend=world.backend, model="mlp", epochs=1, precision="fp16")
+    trainer = loop.Trainer(settings, world)
+    trainer.scaler.load_state_dict(trainer.scaler.state_dict() | {"scale": 2.0**40})
+    assert trainer.run() == 0
+    return trainer.scaler.get_scale()
+
+
+def test_gradients_that_overflow_are_the_scalers_matter(ranks):
+    """They are infinite in the first steps, which are left out; the losses are not."""
+    assert ranks("gloo", 2)(overflowing)[0] <= 2.0**30
