@@ -8,7 +8,8 @@ Examples:
     python run.py --backend nccl                 one process for each visible GPU
     python run.py --nproc 8,2 --node-rank 0 --master-addr HOST
                                                  two machines without a launcher: the same on the
-                                                 other one, with --node-rank 1
+                                                 other one, with --node-rank 1 and the DDP_SECRET
+                                                 that this one prints
     python run.py test --checkpoint FILE         the test accuracy of a saved model
 """
 

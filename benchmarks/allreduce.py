@@ -11,14 +11,15 @@ megabyte at a time, and with the allocator told to keep its pages (glibc). "mpi,
 call in a group of one rank, which has nobody to meet: for small tensors what torch's and this
 library's Python take. With a GPU for each rank nccl is measured, too. A turn is a single call from
 1 MB on, and up to 50 in a row below. Bus bandwidth is 2 (n - 1) / n x bytes / time, as in
-nccl-tests; for the copy of the same buffer it is bytes / time. The slowest rank counts.
+nccl-tests; for the copy of the same buffer it is bytes / time; a group of one has none. The slowest
+rank counts.
 """
 
 import argparse
 import ctypes
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ SIZES = [4**k for k in range(4, 14)]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 COPY = "memory copy"
 PLAIN = "mpi4py"
+ALONE = "mpi, alone"
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def contenders_on_cpu(
         "mpi": Contender(lambda: dist.all_reduce(tensor)),
         "mpi, async": Contender(lambda: dist.all_reduce(tensor, async_op=True).wait()),
         "mpi, window": Contender(lambda: dist.all_reduce(window)),
-        "mpi, alone": Contender(lambda: dist.all_reduce(tensor, group=_groups["alone"])),
+        ALONE: Contender(lambda: dist.all_reduce(tensor, group=_groups["alone"])),
         COPY: Contender(lambda: other.copy_(tensor)),
     }
     if dtype in datatypes.DATATYPES:  # MPI itself has no 16-bit floats
@@ -216,26 +218,43 @@ def tell(
     backend: str, dtype: str, ranks: int, times: dict[int, dict[str, list[float]]], folder: Path
 ) -> None:
     """Prints the medians, writes all samples, draws bus bandwidth by size."""
-    title = f"{ranks} ranks, {dtype}"
     names = list(next(iter(times.values())))
-    bandwidths: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     rows = []
     for nbytes, of_size in times.items():
         row = [f"{nbytes:,}"]
         for name in names:
-            median = float(np.median(of_size[name]))
-            factor = 1.0 if name == COPY else 2 * (ranks - 1) / ranks
-            bandwidths[name].append((nbytes, factor * nbytes / median / 1e9))
-            row.append(f"{1e6 * median:,.0f} us {bandwidths[name][-1][1]:6.2f}")
+            bandwidth = bus_bandwidth(name, ranks, nbytes, of_size[name])
+            told = "" if bandwidth is None else f" {bandwidth:6.2f}"
+            row.append(f"{1e6 * float(np.median(of_size[name])):,.0f} us{told}")
         rows.append(row)
-    print(f"\nall-reduce, {title}: median time, and bus bandwidth in GB/s")
+    title = f"all-reduce, {ranks} ranks, {dtype}"
+    print(f"\n{title}: median time, and bus bandwidth in GB/s")
     print(text_table(["bytes", *names], rows), flush=True)
     name = f"allreduce-{backend}-{dtype}-{ranks}"
     settings = {"benchmark": "allreduce", "backend": backend, "dtype": dtype, "nproc": ranks}
-    told = f"all-reduce, {title}; seconds by bytes and contender"
-    write(name, told, times, settings=settings, folder=folder)
-    axes = ("bytes", "bus bandwidth, GB/s")
-    draw_lines(name, f"all-reduce, {title}", axes, bandwidths, folder=folder)
+    write(name, f"{title}; seconds by bytes and contender", times, settings=settings, folder=folder)
+    draw(name, title, ranks, times, folder)
+
+
+def bus_bandwidth(name: str, ranks: int, nbytes: int, seconds: Sequence[float]) -> float | None:
+    """GB/s, of the median; None for a group of one rank, which has no bus."""
+    if name == ALONE:
+        return None
+    factor = 1.0 if name == COPY else 2 * (ranks - 1) / ranks
+    return factor * nbytes / float(np.median(seconds)) / 1e9
+
+
+def draw(
+    name: str, title: str, ranks: int, times: Mapping[int, Mapping[str, list[float]]], folder: Path
+) -> None:
+    """Bus bandwidth by size, one line for each contender that has one."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for nbytes, of_size in times.items():
+        for contender, seconds in of_size.items():
+            bandwidth = bus_bandwidth(contender, ranks, nbytes, seconds)
+            if bandwidth is not None:
+                lines.setdefault(contender, []).append((nbytes, bandwidth))
+    draw_lines(name, title, ("bytes", "bus bandwidth, GB/s"), lines, folder=folder)
 
 
 if __name__ == "__main__":

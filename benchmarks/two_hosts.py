@@ -12,9 +12,10 @@ are removed at the end, after Ctrl-C and after a failure. The contenders take tu
 group. How to read the table:
 
     bound      the time until the first bucket is ready, plus the wire's limit: the bytes that must
-               cross over its speed. Overlapping cannot do better. Two hosts that sum N bytes send
-               N each: half of the summands, and the sums of the other half. With compression N is
-               what is left of the gradients; torch's PowerSGD does not tell.
+               cross over its speed; but no less than a step takes without communication, which is
+               more where the wire is fast. Overlapping cannot do better. Two hosts that sum N bytes
+               send N each: half of the summands, and the sums of the other half. With compression N
+               is what is left of the gradients; torch's PowerSGD does not tell.
     MB sent    by the host that sent more, in a step, by its interface's counter, headers and all;
                x is that as a multiple of what must cross. A flat ring of 2 ranks on each of 2 hosts
                (gloo) sends 1.5 N over the wire, sums taken in each host first (mpi) send N.
@@ -41,7 +42,14 @@ from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks import network
-from benchmarks.crossing import Meter, Result, check_crossed, gather_sent, limit_ms
+from benchmarks.crossing import (
+    Meter,
+    Result,
+    check_crossed,
+    gather_sent,
+    limit_ms,
+    with_computing,
+)
 from benchmarks.measure import WARM_UP, Samples, interleave
 from benchmarks.report import draw_lines, on_terminal, write
 from benchmarks.start import add_results_option, backend_of_job
@@ -192,6 +200,7 @@ def measure(options: argparse.Namespace) -> None:
                 bound = None if must_cross is None else ready + limit_ms(must_cross, gbit)
                 results.append(Result(s.name, s.milliseconds, must_cross, sent[s.name], bound))
             check_crossed(results, gbit)
+            results = with_computing(results)
             title = (
                 f"{workload.name}; {backend}, {world.world_size} ranks on 2 hosts, {gbit:g} Gbit/s"
             )
@@ -251,11 +260,11 @@ def draw(
 ) -> None:
     """Milliseconds by the wire's speed, one line for each contender and one for the bound."""
     lines: dict[str, list[tuple[float, float]]] = {}
-    for gbit, results in sorted(by_speed.items()):
-        for r in results:
-            lines.setdefault(r["name"], []).append((gbit, float(np.median(r["milliseconds"]))))
-            if r["name"] == REDUCER:
-                lines.setdefault("bound, full precision", []).append((gbit, r["bound"]))
+    for gbit, samples in sorted(by_speed.items()):
+        for r in with_computing([Result(**sample) for sample in samples]):
+            lines.setdefault(r.name, []).append((gbit, float(np.median(r.milliseconds))))
+            if r.name == REDUCER and r.bound is not None:
+                lines.setdefault("bound, full precision", []).append((gbit, r.bound))
     title = f"{model}, {backend}, {ranks} ranks on 2 hosts"
     name = f"two_hosts-{model}-{backend}-{ranks}"
     draw_lines(name, title, ("Gbit/s", "ms a step"), lines, folder=folder)

@@ -62,9 +62,11 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
 def is_communication_error(error: Exception) -> bool:
     """Whether it says only that some peer is gone, who will have said why.
 
-    gloo's errors are plain RuntimeErrors that begin with the place in its source.
+    gloo's errors are plain RuntimeErrors that begin with the place in its source, but for one that
+    follows a timeout.
     """
-    gloo = isinstance(error, RuntimeError) and re.match(r"\[[^]]*/gloo/|Gloo ", str(error))
+    said_by_gloo = r"\[[^]]*/gloo/|Gloo |Application timeout caused pair closure"
+    gloo = isinstance(error, RuntimeError) and re.match(said_by_gloo, str(error))
     return isinstance(error, (dist.DistError, CommunicationError)) or bool(gloo)
 
 

@@ -9,8 +9,10 @@ from contextlib import suppress
 from .launch import launcher
 
 # Variables that `supervisor` leaves to its ranks: a file where they meet, if they are all on one
-# machine; its process id; and the terminal behind standard output (1) and standard error (2).
+# machine, or else machine 0's address (MASTER_ADDR is the way through this parent); its process id;
+# and the terminal behind standard output (1) and standard error (2).
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"
+MACHINE_0 = "DDP_MACHINE_0"
 PARENT = "DDP_PARENT_PID"
 TERMINAL = "DDP_TERMINAL_"
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import launch
 from .errors import UsageError
 from .launch import Placement
-from .parent import RENDEZVOUS_FILE
+from .parent import MACHINE_0, RENDEZVOUS_FILE
 
 
 def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":
@@ -131,9 +131,10 @@ def choose_interface(placement: Placement) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
+        master = os.environ.get(MACHINE_0, os.environ["MASTER_ADDR"])
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, asks for the route
+                probe.connect((master, 1))  # sends nothing, asks for the route
                 address = probe.getsockname()[0]
         except OSError:  # an IPv6 address or a wrong name: left to the connection itself
             return

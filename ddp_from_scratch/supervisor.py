@@ -40,7 +40,9 @@ def start_ranks(
     """Runs `command` once for each rank of this machine and waits for all of them.
 
     On one machine the ranks meet through a file that only this user can read, in a folder that is
-    removed at the end: no port is opened. On several, machine 0 listens on `master_port`.
+    removed at the end: no port is opened. On several, machine 0 listens on `master_port` of
+    `master_addr` and nowhere else, and talks to machines that know the job's secret: DDP_SECRET in
+    the environment of all, or what machine 0 prints for the others where it has none.
 
     The first rank that fails ends all others, on every machine. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP
     reach the ranks as SIGTERM (a Python that is still importing would answer SIGINT with a
@@ -53,7 +55,7 @@ def start_ranks(
         node_rank: this machine's position in `counts`.
         master_addr: where machine 0 can be reached.
         master_port: the port that machine 0 listens on.
-        timeout: seconds to wait for the other machines.
+        timeout: seconds to wait for the other machines, and for a sign of life from them later.
 
     Returns:
         0 when every rank ended with 0, 128 + N after signal N, else the exit code of the first rank
@@ -61,13 +63,17 @@ def start_ranks(
 
     Raises:
         UsageError: the port is taken, machine 0 does not answer, or the machines were given
-            different counts.
+            different counts or secrets.
     """
     ranks = rank_environments(counts, node_rank)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
     if len(counts) > 1:
         machines = Machines(counts, node_rank, master_addr, master_port, timeout)
-        return _Watch(command, [common | machines.environment | r for r in ranks], machines).run()
+        try:
+            environments = [common | machines.environment | rank for rank in ranks]
+            return _Watch(command, environments, machines).run()
+        finally:
+            machines.close()
     with tempfile.TemporaryDirectory(prefix="ddp-") as folder:  # mode 0700
         common[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")
         return _Watch(command, [common | rank for rank in ranks]).run()

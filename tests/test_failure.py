@@ -201,6 +201,11 @@ class Ended(BaseException):
             "by peer\n",
         ),
         (
+            RuntimeError("Application timeout caused pair closure"),
+            1,
+            "error: rank 0 lost the other ranks: Application timeout caused pair closure\n",
+        ),
+        (
             dist.DistBackendError("NCCL watchdog"),
             1,
             "error: rank 0 lost the other ranks: NCCL watchdog\n",

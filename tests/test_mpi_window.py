@@ -3,8 +3,10 @@
 import errno
 import random
 import time
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -374,6 +376,36 @@ SIXTEEN_BIT_SIZES = (
     *(0, 1, 2, GATHERED // 6, GATHERED // 6 + 1, GATHERED // 4, GATHERED // 4 + 1),
     *(STAGED_FROM // 2 - 1, STAGED_FROM // 2, 5 * CHUNK + 7),
 )
+
+
+def a_machine_that_falls_silent(world, folder):
+    """It comes to the meeting, and then its cable is pulled: MPI itself would wait for it."""
+    communicator = mpi.runtime.MPI.COMM_WORLD
+    group = ProcessGroupMPI(communicator, timedelta(seconds=0.2), mpi.runtime.MPI.COMM_SELF)
+    options = dist.AllreduceOptions()
+    options.asyncOp = False  # as dist.all_reduce calls it where the caller waits
+    back = Path(folder) / "back"
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"did not end within 2\.2 s: ranks on other machin"):
+            group.allreduce([torch.ones(9)], options).wait()
+        back.touch()
+    else:
+        by_mpi = group._collectives._all_reduce._among_all
+
+        def later(*arguments):
+            while not back.exists():
+                time.sleep(0.01)
+            by_mpi(*arguments)
+
+        group._collectives._all_reduce._among_all = later
+        with suppress(RuntimeError):  # nor can it wait longer than that
+            group.allreduce([torch.ones(9)], options).wait()
+    group._worker.close(10.0)
+    dist.barrier()
+
+
+def test_a_call_that_waits_leaves_mpi_in_time(ranks, tmp_path):
+    ranks("mpi", 2)(a_machine_that_falls_silent, tmp_path)
 
 
 def all_reduce_in(group, tensor, op=dist.ReduceOp.SUM):

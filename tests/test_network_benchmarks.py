@@ -15,9 +15,9 @@ from failing_run import Run
 from ranks import ROOT
 
 from benchmarks import __main__ as run_set
-from benchmarks import network, scaling, start, two_hosts
+from benchmarks import allreduce, network, scaling, start, two_hosts
 from benchmarks.costs import Shape
-from benchmarks.crossing import Meter, Result, check_crossed, limit_ms
+from benchmarks.crossing import Meter, Result, check_crossed, limit_ms, with_computing
 from benchmarks.report import RESULTS, pyplot
 from benchmarks.strategies import NO_COMMUNICATION, Contender
 from benchmarks.wire_contenders import BF16, POWER_SGD, REDUCER, SGD, TORCH
@@ -323,9 +323,30 @@ def test_a_rank_that_fails_ends_all():
 
 
 def test_result_file_is_what_the_picture_reads(tmp_path):
-    by_speed = {
-        gbit: [{"name": REDUCER, "milliseconds": [1.0, 3.0], "bound": 1.5}] for gbit in (0.1, 1.0)
-    }
+    alone = asdict(Result(NO_COMMUNICATION, [1.0, 1.0], 0, [[9]], 1.0))
+    ours = asdict(Result(REDUCER, [1.0, 3.0], 8, [[9]], 1.5))
+    by_speed = {gbit: [alone, ours] for gbit in (0.1, 1.0)}
     two_hosts.draw("mlp", "gloo", 2, by_speed, tmp_path)
     if pyplot is not None:
         assert (tmp_path / "two_hosts-mlp-gloo-2.png").stat().st_size > 0
+
+
+def test_no_bound_is_below_the_step_without_communication():
+    alone = Result(NO_COMMUNICATION, [40.0, 50.0, 90.0], 0, [[9]], 20.0)
+    slow, fast = Result(SGD, [80.0], 8, [[9]], 70.0), Result(REDUCER, [80.0], 8, [[9]], 30.0)
+    unknown = Result(BF16, [80.0], None, [[9]], None)
+    bounds = [r.bound for r in with_computing([alone, slow, fast, unknown])]
+    assert bounds == [50.0, 70.0, 50.0, None]
+
+
+def test_a_group_of_one_rank_has_no_bus(tmp_path, monkeypatch, capsys):
+    drawn = {}
+    monkeypatch.setattr(allreduce, "draw_lines", lambda *_, **named: drawn.update(_[3]))
+    seconds = {"mpi": [1e-3], allreduce.ALONE: [1e-3], allreduce.COPY: [1e-3]}
+    allreduce.tell("mpi", "float32", 4, {10**6: seconds}, tmp_path)
+    assert drawn == {"mpi": [(10**6, 1.5)], allreduce.COPY: [(10**6, 1.0)]}
+    assert capsys.readouterr().out.splitlines()[-2].split()[1:] == [
+        *("1,000", "us", "1.50"),
+        *("1,000", "us"),
+        *("1,000", "us", "1.00"),
+    ]

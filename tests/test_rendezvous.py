@@ -140,7 +140,7 @@ def test_srun_on_one_machine_meets_in_a_private_file(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
     folder.chmod(0o755)  # somebody else could have put a file there
-    with pytest.raises(UsageError, match="is open to others: remove it"):
+    with pytest.raises(UsageError, match="open to others: remove it"):
         rendezvous.meet(LIMIT)
 
 

@@ -1,11 +1,15 @@
 """The parent of ranks: what it gives them, what it returns, and that they end together."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +159,8 @@ def test_a_signal_between_two_starts_reaches_the_later_rank_too(
     assert time.monotonic() - began < SOON_S
 
 
+SECRET = "known to all machines"
+
 # Several machines: each a parent of its own, on loopback ------------------------------------------
 
 PARENT = """
@@ -174,9 +180,15 @@ def port() -> int:
 
 
 def machine(
-    counts: list[int], node_rank: int, port: int, command: list[str], timeout: float = 60.0
+    counts: list[int],
+    node_rank: int,
+    port: int,
+    command: list[str],
+    timeout: float = 60.0,
+    secret: str | None = SECRET,
 ) -> Run:
-    return Run(sys.executable, "-c", PARENT, repr((counts, node_rank, port, timeout)), *command)
+    program = (sys.executable, "-c", PARENT, repr((counts, node_rank, port, timeout)), *command)
+    return Run(*program, **({} if secret is None else {"DDP_SECRET": secret}))
 
 
 def test_two_machines_of_unequal_size(port: int) -> None:
@@ -269,3 +281,75 @@ def test_an_absent_machine_0_is_one_line_in_time(port: int) -> None:
         stopped.signal(signal.SIGTERM)
         assert stopped.wait(SOON_S) == 143
         assert time.monotonic() - began < 60.0
+
+
+# What machine 0 lets in, and what the others take for machine 0 ----------------------------------
+
+
+def listening_at(port: int) -> list[str]:
+    """The addresses at which somebody listens on it."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, number = local.partition(":")
+            if state == "0A" and int(number, 16) == port:
+                found.append(address)
+    return found
+
+
+def test_machine_0_listens_on_its_address_alone_and_lets_no_stranger_in(port: int) -> None:
+    wait = shell("echo here; exec sleep 60")
+    with machine([1, 1], 0, port, wait) as first:
+        first.wait_for("here")
+        assert listening_at(port) == ["0100007F"]
+        with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(ConnectionError):
+            stranger.sendall(b"x" * 30)  # as many bytes as a greeting has
+            assert stranger.recv(1) == b""
+        with machine([1, 1], 1, port, wait, secret="not the secret of this job") as other:
+            assert other.wait() == 2
+            assert other.err == (
+                f"error: 127.0.0.1:{port} does not answer as machine 0 does: it does not have the "
+                f"same DDP_SECRET. Check DDP_SECRET, --master-addr and --master-port\n"
+            )
+        with machine([1, 1], 1, port, wait) as second:
+            second.wait_for("here")
+            second.signal(signal.SIGTERM)
+            assert [second.wait(), first.wait()] == [143, 1]
+
+
+def test_machine_0_prints_a_secret_where_it_has_none(port: int) -> None:
+    told = shell('echo "$RANK of $WORLD_SIZE"')
+    with machine([1, 1], 0, port, told, secret=None) as first:
+        with machine([1, 1], 1, port, told, secret=None) as second:
+            assert second.wait() == 2
+            assert second.err.startswith("error: DDP_SECRET is not set: machine 0 printed one")
+        first.wait_for("export DDP_SECRET=")
+        secret = first.err.strip().rpartition("=")[2]
+        assert len(secret) == 32
+        with machine([1, 1], 1, port, told, secret=secret) as second:
+            assert [second.wait(), first.wait()] == [0, 0]
+    with machine([1, 1], 0, port, told, secret="short") as first:
+        assert first.wait() == 2
+        assert first.err.startswith("error: DDP_SECRET must have 16 characters or more, got 5: ")
+
+
+def test_what_is_not_machine_0_is_one_line_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with machine([1, 1], 1, port, ["true"], timeout=1.0) as run:
+            assert run.wait() == 2
+            assert run.err == (
+                f"error: machine 0 did not answer at 127.0.0.1:{port} within 1 s (timed out): "
+                f"start the command with --node-rank 0 there, and check --master-addr, "
+                f"--master-port and the firewall\n"
+            )
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.handle_request).start()
+        with machine([1, 1], 1, server.server_port, ["true"]) as run:
+            assert run.wait() == 2
+            assert re.fullmatch(
+                rf"error: 127.0.0.1:{server.server_port} does not answer as machine 0 does: "
+                r"something else listens there \(it said '.*'\)\. Check DDP_SECRET, .*\n",
+                run.err,
+            )

@@ -56,7 +56,9 @@ class ProcessGroupMPI(dist.ProcessGroup):
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
         self._communicator = communicator.Dup()
-        self._collectives = Collectives(Nodes.of(self._communicator, node))
+        nodes = Nodes.of(self._communicator, node)
+        self._one_machine = nodes.count == 1
+        self._collectives = Collectives(nodes)
         self._timeout = timeout
         self._sequence = 0
         self._worker = Worker(f"mpi-group-{communicator.size}")
@@ -366,7 +368,8 @@ class ProcessGroupMPI(dist.ProcessGroup):
         """Gives the operations to the group's thread, under one handle.
 
         A caller that waits at once (`async_op=False`) runs them by itself, where none are waiting
-        before them: it saves the way to the thread and back.
+        before them: it saves the way to the thread and back. Not across machines: MPI waits for a
+        machine that is gone as long as TCP does, and only who waits for the thread can leave.
         """
         self._sequence += 1
         sequence = self._sequence
@@ -392,7 +395,8 @@ class ProcessGroupMPI(dist.ProcessGroup):
             return result
 
         pending = Pending(name, self._timeout, meeting)
-        return self._worker.submit(pending, run, at_once=not getattr(opts, "asyncOp", True))
+        at_once = self._one_machine and not getattr(opts, "asyncOp", True)
+        return self._worker.submit(pending, run, at_once)
 
 
 def _at_once() -> dist.AllreduceOptions:

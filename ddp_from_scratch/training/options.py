@@ -64,7 +64,13 @@ def make_parser(about: str) -> Parser:
     )
     option(group, "--node-rank", "this machine's place in --nproc 8,2, from 0", type=int)
     option(group, "--master-addr", "address of machine 0, as the others reach it", metavar="HOST")
-    option(group, "--master-port", "port of machine 0 (default: 29500)", type=int, metavar="P")
+    option(
+        group,
+        "--master-port",
+        "port of machine 0, for machines that have its DDP_SECRET (default: 29500)",
+        type=int,
+        metavar="P",
+    )
     option(group, "--timeout", "seconds to wait for other ranks", type=float, metavar="S")
     option(
         group,
