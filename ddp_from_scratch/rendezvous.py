@@ -119,8 +119,8 @@ def _meet_through_mpi(timeout: timedelta) -> "tuple[Placement, dist.Store]":
 def choose_interface(placement: Placement) -> None:
     """Keeps one machine's traffic on loopback, and several machines' on the way to the master.
 
-    gloo would take the interface that the host's name resolves to: on one machine a port open to
-    others, on several often the wrong one.
+    gloo would take the interface that the host's name resolves to, nccl the first: on one machine a
+    port open to others, on several often the wrong one.
     """
     names = [name for _, name in socket.if_nameindex()]
     if placement.one_machine:
@@ -141,6 +141,9 @@ def choose_interface(placement: Placement) -> None:
         found = next((name for name in names if _address(name) == address), None)
         if found is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+            # Where NCCL's ranks meet; data goes by InfiniBand all the same, where there is any. It
+            # takes a name for the beginning of one, unless it comes after "=".
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
 
 
 def _loopback(names: list[str]) -> str | None:

@@ -205,9 +205,11 @@ def test_the_interface_is_loopback_or_the_way_to_the_master(environ: Callable[..
         environ(MASTER_ADDR=wrong)
         rendezvous.choose_interface(SEVERAL)
         assert "GLOO_SOCKET_IFNAME" not in os.environ
+    del os.environ["NCCL_SOCKET_IFNAME"]
     environ(MASTER_ADDR="127.0.0.1")
     rendezvous.choose_interface(SEVERAL)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"  # and no other whose name begins so
 
 
 @pytest.mark.parametrize(
