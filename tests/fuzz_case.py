@@ -233,7 +233,8 @@ class Net(nn.Module):
         self.weights = nn.ParameterList(weights)
         self.checkpoint = case.checkpoint
         # In the first bucket, as the last to be registered, and the last to get its gradient.
-        self.side = nn.Parameter(torch.tensor([0.1, 0.2, 0.3])) if case.batch_norm else None
+        if case.batch_norm:
+            self.side = nn.ParameterList([torch.tensor([0.1, 0.2, 0.3])])
         self.writes, self.written = case.writes, None
         if case.writes:
             self.written = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
@@ -254,7 +255,7 @@ class Net(nn.Module):
                     self.written.add_(x.mean(0) if self.writes == "own" else 0.5)
             x = x - self.written
         if self.first is not None:
-            x = self.first(x, self.side if 0 in use else None)
+            x = self.first(x, self.side[0] if 0 in use else None)
         again = self.checkpoint if torch.is_grad_enabled() else None
         if again == "reentrant":
             x = x if x.requires_grad else x.detach().requires_grad_()
@@ -311,8 +312,7 @@ class Player:
         self.weigh, self.join, self.again = weigh, join, again
         self.parameters = list(model.weights)
         if model.first is not None:
-            assert model.side is not None
-            self.parameters += [*model.first.parameters(), model.side]
+            self.parameters += [*model.first.parameters(), *model.side]
         if model.written is not None:
             self.parameters.append(model.written)
         self.retain = False  # every graph

@@ -215,7 +215,7 @@ class Oracle:
             return norm(first.below(x, side))
         whole = torch.cat(
             [
-                p.model.first.below(p.input(self._number), p.model.side if 0 in use else None)
+                p.model.first.below(p.input(self._number), p.model.side[0] if 0 in use else None)
                 for p, use in zip(self._players, self._use, strict=True)
             ]
         )
