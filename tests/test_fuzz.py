@@ -2,7 +2,19 @@
 
 import pytest
 from fuzz import check, run
-from fuzz_case import Backward, Case, Forward, Join, Parameter, Weigh, Zero
+from fuzz_case import (
+    Again,
+    Backward,
+    Case,
+    Forward,
+    Join,
+    Move,
+    Parameter,
+    Step,
+    Transform,
+    Weigh,
+    Zero,
+)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +60,51 @@ AFTER_JOIN = {
 def test_after_a_join(ranks, name, wrapped):
     operations = (Join((1, 2)), *AFTER_JOIN[name])
     check(ranks("gloo", 2), Case(**TWO, operations=operations, wrapped=wrapped, buffers=True))
+
+
+ONE_USES_BOTH = Forward(((0, 1), (1,)))
+TOGETHER = {
+    "a branch below a batch norm over all ranks, on one rank": Case(
+        **TWO,
+        operations=(ONE_USES_BOTH, Backward(), Zero(), both(0, 1), Backward()),
+        find_unused_parameters=True,
+        batch_norm=True,
+        bucket_cap_mb=0,
+    ),
+    "gradients moved between passes, and back in their bucket": Case(
+        **TWO,
+        operations=(both(0, 1), Backward(), Move(), Step(), Zero(), both(0, 1), Backward(), Step()),
+        gradient_as_bucket_view=True,
+        flat_sgd=True,
+    ),
+    "a second Reducer, and a parameter that it never saw": Case(
+        **TWO,
+        operations=(both(0, 1), Backward(no_sync=True), Again(), both(1), Backward(), Step()),
+        find_unused_parameters=True,
+    ),
+    "a transform of torch.func in a static graph's model": Case(
+        **TWO,
+        operations=(both(0, 1), Backward(), Zero(), Transform(0), both(0, 1), Backward()),
+        static_graph=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_features_together(ranks, name, backend):
+    assert not check(ranks(backend, 2), TOGETHER[name])["raised"]
+
+
+@pytest.mark.parametrize("name", ["weights beside a batch norm over all ranks", "own writes"])
+def test_what_is_refused_on_every_rank(ranks, name):
+    case = {
+        "weights beside a batch norm over all ranks": Case(
+            **TWO, operations=(both(0, 1), Weigh((1, 3)), Backward()), batch_norm=True
+        ),
+        "own writes": Case(**TWO, operations=(both(0, 1), Backward()), writes="own"),
+    }[name]
+    assert check(ranks("gloo", 2), case)["raised"]
 
 
 @pytest.mark.parametrize("name", FOUND)
