@@ -1,6 +1,5 @@
 """The store through which groups of other backends meet, where MPI knows the ranks."""
 
-import atexit
 import os
 import socket
 import tempfile
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..exit import remove_at_exit
 from ..launch import Placement
 from .runtime import share
 
@@ -23,7 +23,7 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
         # whose folder is gone, and rank 0 may be gone first.
         file = share(_private_file() if placement.rank == 0 else None)
         if placement.rank == 0:
-            atexit.register(Path(file).unlink, missing_ok=True)
+            remove_at_exit(Path(file))
         return dist.FileStore(file, placement.world_size)
     if placement.rank == 0:
         server = dist.TCPStore(
