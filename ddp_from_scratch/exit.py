@@ -1,11 +1,14 @@
 """How a rank's process ends: at once, with an exit code, and with its message printed once."""
 
+import atexit
 import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -55,8 +58,25 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         code = 1
     output.flush(sys.stdout)
     if code:
+        _remove_files()
         os._exit(code)
     sys.exit(0)
+
+
+_files: list[Path] = []
+
+
+def remove_at_exit(file: Path) -> None:
+    """Has a file removed when the process ends, also where it ends without unwinding."""
+    if not _files:
+        atexit.register(_remove_files)
+    _files.append(file)
+
+
+def _remove_files() -> None:
+    for file in _files:
+        with suppress(OSError):
+            file.unlink()
 
 
 def is_communication_error(error: Exception) -> bool:

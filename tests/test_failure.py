@@ -123,7 +123,7 @@ def test_a_launchers_signal_leaves_a_checkpoint(
     launcher: str, backend: str, number: int, tmp_path: Path
 ) -> None:
     arguments = ["--backend", backend, "--checkpoint-dir", str(tmp_path), "--workers", "1"]
-    with Run(*LAUNCHERS[launcher], *LONG, *arguments) as run:
+    with Run(*LAUNCHERS[launcher], *LONG, *arguments, TMPDIR=str(tmp_path)) as run:
         run.wait_for("epoch ")
         run.signal(number)
         assert_ends(run)
@@ -131,6 +131,7 @@ def test_a_launchers_signal_leaves_a_checkpoint(
         saved = re.search(r"stopped in epoch .*; saved (\S+): --resume auto goes on", run.out)
         assert saved, run.text
         assert Path(saved[1]).exists()
+        assert list(tmp_path.glob("ddp-*")) == []
 
 
 @pytest.mark.parametrize(("backend", "number"), [("gloo", signal.SIGQUIT), ("mpi", signal.SIGUSR2)])

@@ -1,6 +1,5 @@
 """The store through which groups of other backends meet, where MPI knows the ranks."""
 
-import atexit
 import ctypes
 import os
 import socket
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..exit import remove_at_exit
 from ..launch import Placement
 from .runtime import share
 
@@ -24,7 +24,7 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
         # whose folder is gone, and rank 0 may be gone first.
         file = share(_private_file() if placement.rank == 0 else None)
         if placement.rank == 0:
-            atexit.register(Path(file).unlink, missing_ok=True)
+            remove_at_exit(Path(file))
         private = dist.FileStore(file, placement.world_size)
         # One reference that nobody drops: a store that ends writes to its file, and where rank 0
         # has just removed it, makes a new one, in which the next to end reads nonsense for minutes.
