@@ -177,6 +177,10 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     branches = draw(st.lists(st.lists(indices, min_size=1, max_size=3), min_size=1, max_size=3))
     if kind == "plain" and draw(st.integers(0, 9)):  # else a forgotten parameter
         branches[-1] += sorted(set(range(len(parameters))) - {i for b in branches for i in b})
+    # Ranks that differ in what is below a batch norm: nothing else may hide an order of collectives.
+    below = kind == "unused" and draw(st.integers(0, 4)) == 0
+    if below:
+        branches.append([0])
     every = tuple(range(len(branches)))
     uses = st.tuples(
         *[
@@ -190,7 +194,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     divided = kind == "plain" and not regular and draw(st.integers(0, 3)) == 0
     use = st.just(usual) if regular else uses
     momentum = draw(st.sampled_from([0.0, 0.0, 0.9]))
-    batch_norm = (regular or kind == "unused") and draw(st.integers(0, 3)) == 0
+    batch_norm = below or (regular and draw(st.integers(0, 3)) == 0)
     again = [None, None, "not reentrant", *(["reentrant"] if regular else [])]
     view = draw(st.booleans())
     blocks = st.one_of(*(_block(use, regular, len(parameters), world_size)))
@@ -203,13 +207,13 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         ),
         buffers=not batch_norm and draw(st.booleans()),
         wrapped=draw(st.booleans()),
-        bucket_cap_mb=draw(st.sampled_from(CAPS)),
-        overlap=draw(st.booleans()),
+        bucket_cap_mb=draw(st.sampled_from(CAPS[1:4] if below else CAPS)),
+        overlap=below or draw(st.booleans()),
         gradient_as_bucket_view=view,
         find_unused_parameters=kind == "unused" or (kind == "static" and draw(st.booleans())),
         static_graph=kind == "static",
         divided=divided,
-        hook=draw(st.sampled_from([None, None, *HOOKS])),
+        hook=None if below else draw(st.sampled_from([None, None, *HOOKS])),
         checkpoint=draw(st.sampled_from(again)),
         batch_norm=batch_norm,
         flat_sgd=view and draw(st.booleans()),
