@@ -133,9 +133,10 @@ class DriftCheck:
 
     def _any(self, written: bool) -> bool:
         """Whether it is so on any rank. Collective."""
-        flag = torch.tensor([int(written)], device=_device(self._process_group))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._process_group)
-        return bool(flag.item())
+        mine = torch.tensor([int(written)], device=_device(self._process_group))
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))]
+        dist.all_gather(gathered, mine, group=self._process_group)
+        return bool(torch.cat(gathered).any())
 
 
 class _Held:

@@ -177,7 +177,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     branches = draw(st.lists(st.lists(indices, min_size=1, max_size=3), min_size=1, max_size=3))
     if kind == "plain" and draw(st.integers(0, 9)):  # else a forgotten parameter
         branches[-1] += sorted(set(range(len(parameters))) - {i for b in branches for i in b})
-    # Ranks that differ in what is below a batch norm: nothing else may hide an order of collectives.
+    # Ranks that differ below a batch norm: nothing else may hide an order of collectives.
     below = kind == "unused" and draw(st.integers(0, 4)) == 0
     if below:
         branches.append([0])

@@ -21,9 +21,10 @@ CHAIN = {
     "bucket": {"layout", "memory", "packing"},
     "comm_hooks": {"layout", "bucket", "group"},
     "snapshot": set(),
-    "flat_run": {"bucket"},
+    "flat_run": {"bucket", "memory"},
     "sgd": {"bucket", "flat_run", "memory", "reducer"},
-    "node_shared": {"bucket", "check_sync", "flat_run", "reducer", "sgd"},
+    "node_shared": {"bucket", "check_sync", "flat_run", "memory", "reducer", "sgd"},
+    "forward_writes": set(),
     "sync_batch_norm": set(),
     "share": set(),
     "sending": {"bucket", "comm_hooks", "share"},
@@ -35,12 +36,13 @@ CHAIN = {
     "cap_search": {"bucket", "buckets", "comm_hooks", "layout"},
     "backward_pass": set(),
     "hooks": set(),
-    "guard": {"backward_pass", "bucket", "buckets", "snapshot", "usage"},
+    "guard": {"backward_pass", "bucket", "buckets", "share", "snapshot", "usage"},
     "checksum": set(),
     "ready_order": set(),
     "stall": {"buckets"},
     "check_sync": {"checksum", "group"},
     "reducer": {"layout", "bucket", "buckets", "sending", "snapshot", "share", "usage", "guard"}
+    | {"forward_writes"}
     | {"backward_pass", "hooks", "unused_parameters", "check_sync", "stall", "ready_order"}
     | {"cap_search", "buffer_sync", "group"},
     "power_sgd": {"bucket", "comm_hooks", "group"},
