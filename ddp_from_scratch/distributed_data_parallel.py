@@ -153,7 +153,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self.delayed = DelayedReduction(
                 [parameter for _, parameter in delayed],
                 param_to_hook_all_reduce,
-                self.process_group,
+                self._group,
             )
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build()
@@ -161,18 +161,17 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _build(self, buffer_hook: BufferHook | None = None) -> None:
         """The parts that know the process group: a copy of this module makes its own."""
         self.reducer = WrappedReducer(
-            self.module, self.process_group, ignore=self.parameters_to_ignore, **self._settings
+            self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
         )
         # The module may be wrapped anew, or live on: this wrapper's hooks go with it. So nothing
         # here may keep the wrapper alive.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
         self.buffer_sync.hook = buffer_hook
         self._joinable = JoinableReducer(self.reducer)
-        self._joinable.ignore = frozenset(self.parameters_to_ignore)
         if self.mixed_precision is not None:
             hook = hook_for(self.mixed_precision)
             if hook is not None:
-                self.reducer.register_comm_hook(self.process_group, hook)
+                self.reducer.register_comm_hook(self._group, hook)
 
     # Forward ------------------------------------------------------------------------------------
 
@@ -289,14 +288,14 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     # Copies -------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not dist.group.WORLD:
+        if self._group is not None:
             raise RuntimeError("only a wrapper on the default process group can be copied")
         if self.delayed is not None:
             raise RuntimeError("a wrapper with delay_all_reduce_named_params cannot be copied")
         state = self.__dict__.copy()
         state["buffer_hook"] = self.buffer_sync.hook
         state["_comm_hook"] = None
-        for name in ("process_group", "reducer", "_joinable", "_finalizer"):
+        for name in ("_group", "reducer", "_joinable", "_finalizer"):
             del state[name]
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         return state

@@ -25,9 +25,12 @@ class ForwardWrites:
         self._before: list[int] | None = None
         self.names: list[str] = []
 
-    def on_enter(self) -> None:
-        """A forward pass that trains begins."""
-        self._before = [parameter._version for parameter in self._parameters.values()]
+    def on_enter(self, trains: bool) -> None:
+        """A forward pass begins; only one that trains counts.
+
+        Whatever the one before has left when it ended with an exception is forgotten.
+        """
+        self._before = [p._version for p in self._parameters.values()] if trains else None
 
     def on_exit(self) -> list[str]:
         """It has ended; returns the names of the parameters that it has written to.

@@ -56,3 +56,18 @@ def of_member(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise ValueError(_NOT_A_MEMBER)
     return work
+
+
+def takes_cpu_tensors(process_group: dist.ProcessGroup | None) -> bool:
+    """Whether collectives of the group take tensors on a CPU; nccl's do not."""
+    return any(device.type == "cpu" for device in check_group(process_group)._device_types)
+
+
+def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of gloo with the same ranks and timeout. Collective."""
+    group = check_group(process_group)
+    timeout = group._get_backend(group._device_types[0]).options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    return check_group(
+        dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+    )

@@ -71,10 +71,10 @@ class Guard:
 
     def has_sync_batch_norm(self) -> bool:
         """Whether a layer that trains takes its moments over several ranks."""
-        self._snapshot.difference(self._module)  # layers may have been converted since
+        # Not as of the snapshot: layers may have been converted since.
         return any(
-            isinstance(layer, _BatchNorm) and layer.training
-            for layer in self._snapshot.communicating
+            isinstance(layer, _BatchNorm) and hasattr(layer, "process_group") and layer.training
+            for layer in self._module.modules()
         )
 
     def check_static(self, differences: Sequence[tuple[int, int, int]]) -> None:

@@ -44,7 +44,6 @@ class JoinableReducer(Joinable):
     def __init__(self, reducer: Reducer) -> None:
         super().__init__()
         self.reducer = reducer
-        self.ignore: frozenset[str] = frozenset()  # names of what is not synchronised
         self.by_initial_world_size = True
         self.last_rank: int | None = None  # whose parameters all have, after a context has ended
         self._outside = self._join_config  # disabled
@@ -148,7 +147,7 @@ class _Hook(JoinHook):
         """Nobody has data left."""
         src = self.joinable.last_rank = self.joinable.agree_on_rank(is_last_joiner)
         reducer = self.joinable.reducer
-        broadcast_parameters(reducer.module, src, reducer.process_group, self.joinable.ignore)
+        broadcast_parameters(reducer.module, src, reducer.process_group, reducer.ignore)
         self.joinable.end()
 
 

@@ -67,12 +67,14 @@ class Reducer:
         static_graph: every backward pass is as the first: what is unused, and how many gradients a
             parameter gets. One that differs raises and names the parameter.
         skip_unused: do not send a bucket none of whose parameters this rank has used since the last
-            average. All ranks must use the same ones: otherwise they wait for each other.
+            average; the first sends all. All ranks must use the same ones: otherwise they wait for
+            each other.
         broadcast_buffers: at the end of each backward pass that averages all ranks get rank 0's
             buffers (batch norm's running statistics), so that each may evaluate at any time.
         ignore: names of parameters and buffers that are not synchronised.
         check_every: `check_sync` in every so many averages, for the state of optimizers that step
-            these parameters, too. None means never.
+            these parameters, too. None means never, but for forward passes that write to
+            parameters: then in the first average, and in every hundredth.
         stall_after: seconds that a step waits before it is reported what for and for which ranks
             (`stall.py`). None means never.
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
@@ -82,6 +84,7 @@ class Reducer:
         sync: whether backward passes average. `no_sync()` sets it to False and back.
         sending: the comm hook, and how much this rank counts.
         buffer_sync: sends the buffers.
+        ignore: as given.
         on_landed: called with each flat bucket as soon as its averages are in `.grad`.
         iteration: the number of averages so far.
 
@@ -123,6 +126,7 @@ class Reducer:
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
         self.sync, self.iteration = True, 0
+        self.ignore = frozenset(ignore)
         self.sending = Sending(process_group)
         self.buffer_sync = BufferSync(module, process_group, broadcast_buffers, ignore)
         self.on_landed: Callable[[Bucket], None] | None = None
@@ -360,8 +364,8 @@ class Reducer:
 
     def _before_forward(self) -> None:
         self.check_forward()
-        if self._writes is not None and trains(self.module):
-            self._writes.on_enter()
+        if self._writes is not None:
+            self._writes.on_enter(trains(self.module))
 
     def _after_forward(self, outputs: object) -> None:
         if self._writes is not None:

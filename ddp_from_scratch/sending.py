@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from . import comm_hooks
 from .bucket import CommHook
-from .share import Share, host_group
+from .group import gloo_beside, takes_cpu_tensors
+from .share import Share
 
 
 class Way(NamedTuple):
@@ -36,7 +37,7 @@ class Sending:
         self.state: Any = process_group
         self.joining = False
         self._process_group = process_group
-        self._host_group: dist.ProcessGroup | None = None
+        self._beside: dist.ProcessGroup | None = None  # of gloo, where the group has no CPU
         self._share: Share | None = None
         self._way: Way | None = None
         self._multiplier = 1.0
@@ -65,9 +66,9 @@ class Sending:
         Raises:
             ValueError: `amount` is negative or not finite.
         """
-        if self._host_group is None:
-            self._host_group = host_group(self._process_group)
-        return Share.of(amount, self._host_group)
+        if self._beside is None and not takes_cpu_tensors(self._process_group):
+            self._beside = gloo_beside(self._process_group)
+        return Share.of(amount, self._beside or self._process_group)
 
     def count_by(self, share: Share | None) -> None:
         """What this rank's gradients are multiplied by before the next average; None means 1."""

@@ -1,19 +1,9 @@
 """How much a rank's gradients count in the next average."""
 
+import math
+
 import torch
 import torch.distributed as dist
-
-
-def host_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself if it takes tensors on a CPU, or one of gloo beside it. Collective."""
-    group = process_group or dist.group.WORLD
-    assert group is not None, "the Reducer has looked at its group"
-    if any(device.type == "cpu" for device in group._device_types):
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    beside = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(beside, dist.ProcessGroup), "this rank is among them"
-    return beside
 
 
 class Share:
@@ -42,21 +32,24 @@ class Share:
         self._agreed: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, amount: float, process_group: dist.ProcessGroup) -> "Share":
+    def of(cls, amount: float, process_group: dist.ProcessGroup | None) -> "Share":
         """Starts to agree on the total. Collective: every rank gives its own amount.
 
         Args:
             amount: this rank's.
-            process_group: takes tensors on a CPU (`host_group`): to wait there for a number does
-                not wait for what a GPU has to do before.
+            process_group: takes tensors on a CPU: to wait there for a number does not wait for what
+                a GPU has to do before.
 
         Raises:
             ValueError: `amount` is negative or not finite.
         """
-        if not 0 <= amount < float("inf"):
-            raise ValueError(f"a weight must be 0 or more, and finite, got {amount}")
-        sums = torch.tensor([amount, amount**2], dtype=torch.float64)
+        right = 0 <= amount < math.inf
+        # The other ranks hear of it, too: they would wait for this one's gradients.
+        mine = [amount, amount**2] if right else [math.nan] * 2
+        sums = torch.tensor(mine, dtype=torch.float64)
         work = dist.all_reduce(sums, group=process_group, async_op=True)
+        if not right:
+            raise ValueError(f"a weight must be 0 or more, and finite, got {amount}")
         assert work is not None, "this rank is not a member of the process group"
         return cls(amount, sums, work, process_group)
 
@@ -64,11 +57,17 @@ class Share:
         if self._agreed is None:
             self._work.wait()
             total, squares = self._sums.tolist()
+            if math.isnan(total):
+                raise ValueError("another rank's weight is negative or not finite")
             self._agreed = total, squares
         return self._agreed
 
     def total(self) -> float:
-        """The amounts of all ranks together. Waits, the first time, until all have given theirs."""
+        """The amounts of all ranks together. Waits, the first time, until all have given theirs.
+
+        Raises:
+            ValueError: one of them is negative or not finite.
+        """
         return self._agree()[0]
 
     def all_equal(self) -> bool:

@@ -117,11 +117,13 @@ class SyncBatchNorm(_BatchNorm):
         moments = _moments_of_all_ranks(input, self.process_group)
         if self.track_running_stats:
             self._update_running_statistics(moments)
+        anchor = None
         if moments.need_gradient and torch.is_grad_enabled():
-            # Other ranks have layers below this one that learn, and sum with this rank in backward.
-            input = input.detach().requires_grad_()
+            # Other ranks have layers below this one that learn, and sum with this rank in backward:
+            # it comes by here for this, if for nothing else.
+            anchor = torch.empty((), requires_grad=True, device=input.device)
         output: torch.Tensor = _Normalize.apply(
-            input, self.weight, self.bias, moments, self.eps, self.process_group
+            input, self.weight, self.bias, anchor, moments, self.eps, self.process_group
         )
         return output
 
@@ -248,6 +250,7 @@ class _Normalize(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
+        anchor: torch.Tensor | None,
         moments: _Moments,
         eps: float,
         process_group: dist.ProcessGroup | None,
@@ -278,15 +281,16 @@ class _Normalize(torch.autograd.Function):
             d_weight = sums[1] * inverse
         if ctx.needs_input_grad[2]:
             d_bias = sums[0].clone()  # this rank's, before the sum over all
-        # Where the input needs no gradient it needs none on any rank (`SyncBatchNorm.forward`).
-        if ctx.needs_input_grad[0]:
+        # Where neither needs a gradient the input needs none on any rank, and nothing is sent.
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
             dist.all_reduce(sums, group=ctx.process_group)
+        if ctx.needs_input_grad[0]:
             of_dy, of_product = sums / count
             dx = centred.mul_(_along_channels(-of_product * inverse.square(), x))
             dx.add_(dy).sub_(_along_channels(of_dy, x))
             dx.mul_(_along_channels(inverse if weight is None else inverse * weight, x))
             dx = dx.to(x.dtype)
-        return dx, d_weight, d_bias, None, None, None
+        return dx, d_weight, d_bias, None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,7 @@ from . import comm_hooks
 from .bucket import CommHook
 from .buffer_sync import BufferHook
 from .delayed import DelayedReduction
+from .group import check_group
 from .reducer import Reducer
 
 _BUILTIN = {
@@ -33,7 +34,7 @@ class WrappedReducer(Reducer):
 class TorchInternals:
     """The part of `DistributedDataParallel` that torch does not document."""
 
-    process_group: dist.ProcessGroup
+    _group: dist.ProcessGroup | None
     reducer: WrappedReducer
     delayed: DelayedReduction | None
     _settings: dict[str, Any]
@@ -42,6 +43,16 @@ class TorchInternals:
     _finalizer: Callable[[], Any]
     _build: Callable[[BufferHook | None], None]
     register_comm_hook: Callable[[Any, CommHook], None]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that take part."""
+        return check_group(self._group)
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup) -> None:
+        # The default one is not held: it is to be gone when it is closed, with gloo's threads.
+        self._group = None if group is dist.group.WORLD else group
 
     @property
     def find_unused_parameters(self) -> bool:
@@ -65,7 +76,7 @@ class TorchInternals:
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """As `register_comm_hook`, by a name of `dist.BuiltinCommHookType`."""
-        self.register_comm_hook(self.process_group, _BUILTIN[comm_hook_type.name])
+        self.register_comm_hook(self._group, _BUILTIN[comm_hook_type.name])
         self._builtin_hook = str(comm_hook_type)
 
     def _remove_autograd_hooks(self) -> None:
@@ -99,7 +110,7 @@ class TorchInternals:
         if dist.get_rank(new_process_group) < 0:
             return
         self.reducer.check_complete()
-        old, self.process_group = self.process_group, new_process_group
+        old, self.process_group = self._group, new_process_group
         if self.delayed is not None:
             self.delayed.process_group = new_process_group
         if self.reducer.bucket_cap_mb is not None:
@@ -109,7 +120,7 @@ class TorchInternals:
         self._build(self.reducer.buffer_sync.hook)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
-            self.reducer.register_comm_hook(new_process_group if state is old else state, hook)
+            self.reducer.register_comm_hook(self._group if state is old else state, hook)
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None

@@ -52,10 +52,16 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 class _Forward:
-    """One forward pass and the parameters that its graph reaches; None if that cannot be told."""
+    """One forward pass.
 
-    def __init__(self, reached: set[int] | None) -> None:
+    Attributes:
+        reached: the parameters that its graph reaches; None if that cannot be told.
+        others: the other leaves that it reaches.
+    """
+
+    def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor] = ()) -> None:
         self.reached = reached
+        self.others = [weakref.ref(leaf) for leaf in others]
 
 
 class GraphWatch:
@@ -98,13 +104,18 @@ class GraphWatch:
         if self._last is None or not as_before:
             with torch.profiler.record_function("search_unused_parameters"):
                 leaves = reached(tensors)
-            self._last = _Forward(
-                None if leaves is None else {self._index_of.get(id(leaf), -1) for leaf in leaves}
-            )
+            self._last = self._record(leaves)
         forward = self._last
         self._forwards.add(forward)
         for node in nodes:
             node.register_prehook(partial(_enter, weakref.ref(self), forward))
+
+    def _record(self, leaves: list[torch.Tensor] | None) -> _Forward:
+        if leaves is None:
+            return _Forward(None)
+        known = self._index_of
+        ours = {known[id(leaf)] for leaf in leaves if id(leaf) in known}
+        return _Forward(ours, (leaf for leaf in leaves if id(leaf) not in known))
 
     def stop(self) -> None:
         """Calls nothing from now on, whatever graphs are still alive. Idempotent."""
@@ -120,10 +131,18 @@ class GraphWatch:
             on_enter(set())
             return
         reached = forward.reached or set()
-        if reached and not any(_will_accumulate(self._parameters[i]) for i in reached if i >= 0):
+        if not self._accumulates(reached, forward):
             return
         rest = set(self._index_of.values()) - reached
         on_enter({i for i in rest if not _will_accumulate(self._parameters[i])})
+
+    def _accumulates(self, reached: set[int], forward: _Forward) -> bool:
+        """Whether the pass is one of `backward()`, and not of `torch.autograd.grad`."""
+        if reached:
+            return any(_will_accumulate(self._parameters[i]) for i in reached)
+        # Of an earlier step, where the walk was not made again, they have gone.
+        others = [other() for other in forward.others]
+        return None in others or any(leaf is not None and _will_accumulate(leaf) for leaf in others)
 
 
 def _will_accumulate(parameter: torch.Tensor) -> bool:

@@ -44,6 +44,7 @@ class Usage:
         self._device = parameters[0].device
         # What another Reducer, or none, has accumulated: local, and not seen by our hooks.
         self._inherited = {i for i, p in enumerate(parameters) if p.grad is not None}
+        self._has_agreed = False
         self._process_group = process_group
         self._find_unused = find_unused
         self.may_be_unused = find_unused or static
@@ -75,8 +76,9 @@ class Usage:
         self._used.add(index)
 
     def none_of(self, indices: Iterable[int]) -> bool:
-        """Whether none of these got a gradient since the last average."""
-        return (self._used | self._still_inherited()).isdisjoint(indices)
+        """Whether none of these need be averaged: no gradient came since the last average."""
+        # In the first average all are: what was inherited may be one rank's alone.
+        return self._has_agreed and self._used.isdisjoint(indices)
 
     def count(self, index: int) -> bool:
         """A gradient came in a pass that averages; True when it is its parameter's last."""
@@ -94,6 +96,7 @@ class Usage:
         """
         used, self._used = self._used, set()
         inherited, self._inherited = self._still_inherited() - used, set()
+        self._has_agreed = True
         self.stayed &= self._before in (None, used)
         self._before = used
         if not self.may_be_unused:

@@ -19,13 +19,23 @@ def test_a_write_is_named():
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
     writes = ForwardWrites({"a": a, "b": b})
     assert writes.on_exit() == []
-    writes.on_enter()
+    writes.on_enter(True)
     assert writes.on_exit() == []
     for _ in range(2):
-        writes.on_enter()
+        writes.on_enter(True)
         b.add_(1)
         assert writes.on_exit() == ["b"]
     assert writes.names == ["b"]
+
+
+def test_a_forward_pass_that_was_broken_off_says_nothing():
+    a = nn.Parameter(torch.zeros(2), requires_grad=False)
+    writes = ForwardWrites({"a": a})
+    writes.on_enter(True)  # and an exception
+    a.add_(1)  # a step
+    writes.on_enter(False)  # an evaluation
+    assert writes.on_exit() == []
+    assert writes.names == []
 
 
 class RunningAverage(nn.Module):

@@ -30,11 +30,14 @@ TRAIN = """
         group = weakref.ref(dist.group.WORLD)
         model = torch.nn.Linear(3, 3)
         ddp.broadcast_parameters(model)
-        reducer = ddp.Reducer(model, {options})
+        {make}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
-            model(torch.ones(2, 3)).sum().backward()
+            with ddp.join(reducer, enable={joins}):
+                if not {joins}:
+                    reducer.weight(2)
+                model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
         ddp.check_sync(model, optimizers=[optimizer])
         assert threads() > 0
@@ -52,6 +55,11 @@ OPENED = {
 }
 
 
+MADE = [
+    "reducer = ddp.Reducer(model, stall_after=30)",
+    "reducer = ddp.Reducer(model, find_unused_parameters=True)",
+    "model = ddp.DistributedDataParallel(model); reducer = model.reducer",
+]
 AGAIN = """
     import sys
 
@@ -97,16 +105,18 @@ def test_a_group_may_be_opened_again(launcher, backend, tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("options", ["", "stall_after=30", "find_unused_parameters=True"])
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize("opened", OPENED)
-def test_no_thread_is_left(opened, options):
+def test_no_thread_is_left(opened, make, joins):
     end = """
     assert group() is None, "somebody holds the group"
     assert threads() == 0, "gloo's threads live on"
     print("clean")
     """
     program = "".join(
-        textwrap.dedent(part) for part in (TRAIN.format(options=options), OPENED[opened], end)
+        textwrap.dedent(part)
+        for part in (TRAIN.format(make=make, joins=joins), OPENED[opened], end)
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

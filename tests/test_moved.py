@@ -49,11 +49,13 @@ def train(world, change, optimizer, set_to_none, views, moved_on, accumulate=Fal
         stepper = getattr(ddp, optimizer)(model.parameters(), lr=0.1, momentum=0.9, reducer=reducer)
     for step in range(5):
         torch.manual_seed(10 * step + world.rank)
+        if step == 3 and not accumulate and world.rank in moved_on:
+            CHANGES[change](model)
         stepper.zero_grad(set_to_none)
         if accumulate:
             with reducer.no_sync():
                 model(torch.randn(2, 3, 8, 8)).square().mean().backward()
-        if step == 3 and world.rank in moved_on:
+        if step == 3 and accumulate and world.rank in moved_on:
             CHANGES[change](model)
         model(torch.randn(2, 3, 8, 8)).square().mean().backward()
         stepper.step()

@@ -1,6 +1,8 @@
 """Ranks that count by their number of samples: exactly the gradient of the whole batch."""
 
 import copy
+from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.share import Share, host_group
+from ddp_from_scratch.group import gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.share import Share
 
 
 @pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
@@ -90,18 +93,30 @@ def test_what_is_no_weight_is_refused(ranks):
     ranks("gloo", 2)(refused)
 
 
-class OnGpus:
+class OnGpus(dist.ProcessGroup):
     """A group that takes no tensors on a CPU, as nccl's."""
 
-    _device_types = (torch.device("cuda"),)
+    options = SimpleNamespace(_timeout=timedelta(seconds=20))
+
+    @property
+    def _device_types(self):
+        return [torch.device("cuda")]
+
+    def _get_backend(self, device):
+        return self
 
 
 def agreed_beside_gpus(world):
     """On the host, which need not wait for the GPU, over a group of gloo."""
-    assert host_group(None) is dist.group.WORLD
+    assert takes_cpu_tensors(None)
+    on_gpus = OnGpus(world.rank, world.world_size)
     everyone = list(range(world.world_size))
-    with patch.object(dist, "get_process_group_ranks", lambda group: everyone):
-        beside = host_group(OnGpus())
+    with (
+        patch.object(dist, "get_process_group_ranks", lambda group: everyone),
+        patch.object(dist, "get_rank", lambda group: world.rank),
+    ):
+        assert not takes_cpu_tensors(on_gpus)
+        beside = gloo_beside(on_gpus)
     assert dist.get_backend(beside) == "gloo"
     shares = [Share.of(world.rank + 1.0, beside), Share.of(0.1, beside)]
     total = world.world_size * (world.world_size + 1) / 2
@@ -112,3 +127,22 @@ def agreed_beside_gpus(world):
 
 def test_weights_are_agreed_on_beside_the_gpu(crew):
     crew(agreed_beside_gpus)
+
+
+def wrong_on_one_rank(world):
+    """All raise: the others would wait for gradients that do not come."""
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model)
+    loss = model(torch.ones(1, 2)).sum()
+    if world.rank == 1:
+        with pytest.raises(ValueError, match="must be 0 or more, and finite, got nan"):
+            reducer.weight(float("nan"))
+    else:
+        reducer.weight(1)
+        with pytest.raises(ValueError, match="another rank's weight is negative or not finite"):
+            loss.backward()
+    reducer.remove()
+
+
+def test_a_wrong_weight_is_every_ranks_error(crew):
+    crew(wrong_on_one_rank)

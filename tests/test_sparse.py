@@ -403,6 +403,8 @@ def counted(world):
     """A dense bucket costs one collective, a sparse gradient three: kinds, rows, values."""
     model = nn.ModuleDict({"table": table(), "layer": nn.Linear(2, 1)})
     ddp.Reducer(model)
+    # Once in a Reducer's life ranks tell each other more.
+    model["layer"](model["table"](torch.tensor([world.rank]))).sum().backward()
     calls = []
     originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
     for name, original in originals.items():

@@ -5,6 +5,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -485,6 +486,35 @@ def test_a_branch_that_only_some_ranks_take(crew, own_group, options):
     crew(branching, own_group, {options: True})
 
 
+def below_one_rank_alone(world):
+    """Layers learn below the norm on rank 0 alone; on the others nothing learns at all."""
+    n = world.world_size
+    torch.manual_seed(0)
+    branch = nn.Linear(4, 4, bias=False).double()
+    plain, norm = copy.deepcopy(branch), nn.BatchNorm1d(4, affine=False).double()
+    model = nn.Sequential(branch, convert_sync_batchnorm(copy.deepcopy(norm)))
+    reducer = Reducer(model, find_unused_parameters=True)
+    for _ in range(3):
+        x, weights = torch.randn(2, n, 3, 4, dtype=torch.float64)
+        model.zero_grad()
+        plain.zero_grad()
+        # Through forward, for the Reducer to see the graph: the branch is skipped by a flag.
+        model[0].forward = partial(_apply_if, branch, world.rank == 0)
+        (model(x[world.rank]) * weights[world.rank]).sum().backward()
+        both = torch.cat([plain(x[0]), *x[1:]])
+        (norm(both) * weights.flatten(0, 1)).sum().backward()
+        assert (branch.weight.grad - plain.weight.grad / n).abs().max() < 1e-12
+    reducer.remove()
+
+
+def _apply_if(layer, applies, x):
+    return nn.functional.linear(x, layer.weight) if applies else x
+
+
+def test_layers_that_learn_on_one_rank_alone(crew):
+    crew(below_one_rank_alone)
+
+
 def unequal_weights(world):
     """Refused on every rank, and right with weighted losses; equal weights are right."""
     n = world.world_size
@@ -555,6 +585,6 @@ def test_the_arithmetic_on_a_gpu_is_torchs(dtype):
     x = torch.randn(8, CHANNELS, 5, 5, device="cuda", dtype=dtype)
     packed = [sync_batch_norm._pack_moments(part) for part in x.split([3, 5])]
     moments = sync_batch_norm._merge_moments(torch.stack(packed), CHANNELS)
-    ours = sync_batch_norm._Normalize.apply(x, None, None, moments, 1e-5, None)
+    ours = sync_batch_norm._Normalize.apply(x, None, None, None, moments, 1e-5, None)
     theirs = nn.functional.batch_norm(x, None, None, training=True)
     torch.testing.assert_close(ours, theirs)
