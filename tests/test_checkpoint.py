@@ -148,6 +148,23 @@ def test_the_newest_whole_file_is_used_and_the_others_named(tmp_path):
         checkpoint.load_newest(tmp_path, CPU)
 
 
+def test_one_that_may_be_whole_is_not_passed_over(tmp_path, monkeypatch):
+    """Another program, or the same in an hour, reads it."""
+    checkpoint.save(tmp_path, state(1))
+    monkeypatch.setattr(checkpoint, "VERSION", 2)
+    newer = checkpoint.save(tmp_path, state(2))
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match=r"checkpoint version 2, .* install a newer"):
+        checkpoint.load_newest(tmp_path, CPU)
+    assert checkpoint.files(tmp_path)[0] == newer
+
+    newer.unlink()
+    newer.symlink_to(newer.name)  # an OSError whoever runs the tests
+    with pytest.raises(UsageError, match=r"cannot read checkpoint .*-000002\.pt: Too many"):
+        checkpoint.load_newest(tmp_path, CPU)
+    assert checkpoint.files(tmp_path)[0] == newer
+
+
 def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
     settings = Settings(checkpoint_dir=tmp_path, resume="auto")
     spec, report = state(1)["model_spec"], Report(speaks=True, quiet=False)
