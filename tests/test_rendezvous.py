@@ -120,6 +120,20 @@ def test_ranks_that_torchrun_starts_again_do_not_see_what_others_left(
     assert not again.check(["address"])
 
 
+def test_start_ranks_on_several_machines_brings_a_store_and_torchrun_none(
+    environ: Callable[..., None],
+) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    environ(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    environ(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port))
+    environ(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    assert rendezvous.meet(LIMIT) == (SEVERAL, None)  # each machine counts restarts by itself
+    environ(DDP_MACHINE_0="192.0.2.1")
+    store = rendezvous.meet(LIMIT)[1]
+    assert store is not None
+    store.set("address", "new")
+
+
 def test_start_ranks_brings_a_file(environ: Callable[..., None], tmp_path: Path) -> None:
     environ(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
     environ(DDP_RENDEZVOUS_FILE=str(tmp_path / "file"))
