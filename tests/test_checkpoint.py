@@ -318,7 +318,7 @@ def changed(content, path, value):
         ("rng", [], "rng does not hold the generators of each rank"),
         ("rng/0/torch", torch.zeros(3), "rng of rank 0 cannot be used"),
         ("rng/0/python", (3, (1, 2), None), "rng of rank 0 cannot be used"),
-        ("rng/0/numpy", ("MT19937", torch.zeros(2), 0, 0, 0.0), "rng of rank 0 cannot be used"),
+        ("rng/0/numpy", ("MT19937", torch.zeros(2), 0, 0, 0.0), "rng of rank 0 has no numpy"),
         ("rng/0/cuda", torch.zeros(3), "rng of rank 0 has no cuda"),
     ],
 )
@@ -390,10 +390,20 @@ def test_whatever_stands_there_is_right_or_refused():
 
 
 def test_a_model_of_absurd_size_is_not_built(tmp_path, ranks):
-    for size in (2**20, 2**40):
+    for size, why in (
+        (2**20, ": the model has no "),
+        (2**40, ", it was written by another version"),
+    ):
         path = checkpoint.save(tmp_path, changed(state(1), "model_spec/image_size", size))
         (told,) = ranks("gloo", 1)(refusal_of, path)
-        assert told.startswith(f"{path} does not fit its own model mlp, it was written by another")
+        assert told.startswith(f"{path} does not fit its own model mlp{why}")
+
+
+def test_a_model_that_is_not_the_one_it_names_is_told_why(tmp_path, ranks):
+    for name, why in (("mlp", "the model has no "), ("mlq", "unknown model 'mlq'")):
+        path = checkpoint.save(tmp_path, changed(state(1), "model_spec/name", name))
+        (told,) = ranks("gloo", 1)(refusal_of, path)
+        assert told.startswith(f"{path} does not fit its own model {name}: {why}")
 
 
 def refusal_of(world, path):
