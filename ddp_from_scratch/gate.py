@@ -26,6 +26,9 @@ _PROOF_BYTES = 32
 # Seconds for somebody who has connected to prove that he may.
 _PATIENCE_S = 10.0
 
+# Seconds until the next are let in, after one could not be.
+_PAUSE_S = 0.2
+
 
 class StrangerError(Exception):
     """The other end does not speak as a machine of this job, or does not know its secret."""
@@ -91,10 +94,13 @@ def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.so
     """
 
     def accept() -> None:
-        with suppress(OSError):  # it was closed
-            while True:
+        while listener.fileno() >= 0:
+            try:
                 connection, _ = listener.accept()
-                _start(_join, connection, onward)
+            except OSError:  # it was closed; or too many files are open, a visitor has gone again
+                time.sleep(_PAUSE_S)
+                continue
+            _start(_join, connection, onward)
 
     _start(accept)
 

@@ -1,6 +1,7 @@
 """Several machines without a launcher: their supervisors agree, fail and leave together."""
 
 import errno
+import ipaddress
 import os
 import secrets
 import socket
@@ -25,6 +26,9 @@ _LEAST_SECRET = 16  # characters
 _RETRY_S = 0.2
 _BEAT_S = 0.5
 
+# Seconds for each address of machine 0 to answer before the next is tried, and all of them again.
+_ATTEMPT_S = 5.0
+
 # Seconds to get a last word through, where the network may be gone.
 _LAST_WORD_S = 2.0
 
@@ -46,9 +50,9 @@ class Machines:
         environment: what the ranks need to use the same store.
 
     Raises:
-        UsageError: the port is taken, `addr` is not machine 0's or does not answer as machine 0
-            does, the secrets differ, or the machines were given different counts or the same
-            position.
+        UsageError: the port is taken, `addr` is not machine 0's, is loopback there by another name
+            or does not answer as machine 0 does, the secrets differ, or the machines were given
+            different counts or the same position.
     """
 
     def __init__(
@@ -106,10 +110,10 @@ class Machines:
                 f"{SECRET} is not set: machine 0 printed one when it started; or set one of your "
                 f"own on every machine"
             )
-        _await_answer(addr, port, secret, self._timeout)
+        answers = _await_answer(addr, port, secret, self._timeout)
 
         def to_machine_0(rank: socket.socket) -> socket.socket:
-            connection = socket.create_connection((addr, port), self._timeout)
+            connection = socket.create_connection(answers, self._timeout)
             gate.prove(connection, secret, time.monotonic() + self._timeout)
             return connection
 
@@ -256,6 +260,7 @@ def _listen(addr: str, port: int) -> list[socket.socket]:
             f"--master-addr must be an address of machine 0, which this is, got {addr}, an unknown "
             f"name"
         ) from None
+    _require_reachable(addr, [str(address[0]) for *_, address in found])
     listeners = []
     for family, address in dict.fromkeys((family, address) for family, *_, address in found):
         try:
@@ -275,14 +280,26 @@ def _listen(addr: str, port: int) -> list[socket.socket]:
     return listeners
 
 
-def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> None:
-    """On the other machines, which may be started before machine 0."""
+def _require_reachable(addr: str, found: Sequence[str]) -> None:
+    """Debian gives a machine's own name the address 127.0.1.1, which no other machine reaches."""
+    on_purpose = addr in found or "localhost" in addr
+    if not on_purpose and all(ipaddress.ip_address(one).is_loopback for one in found):
+        raise UsageError(
+            f"--master-addr {addr} is {found[0]} on this machine: give the address that the other "
+            f"machines use"
+        )
+
+
+def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> tuple[str, int]:
+    """On the other machines, which may be started before machine 0: its address that answers."""
     end = time.monotonic() + timeout
     while True:
         try:
-            with socket.create_connection((addr, port), max(0.1, end - time.monotonic())) as there:
+            patience = min(_ATTEMPT_S, max(0.1, end - time.monotonic()))
+            with socket.create_connection((addr, port), patience) as there:
                 gate.prove(there, secret, end)
-                return
+                host, port, *_ = there.getpeername()
+                return host, port
         except StrangerError as error:
             raise UsageError(
                 f"{addr}:{port} does not answer as machine 0 does: {error}. Check {SECRET}, "

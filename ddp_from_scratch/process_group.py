@@ -122,6 +122,8 @@ def _meet_in_store(
 ) -> None:
     """Before any group is opened: nccl would wait without end for a rank that never comes.
 
+    Not where torch makes the store: torchrun's and srun's ranks on several machines.
+
     Raises:
         UsageError: not all ranks come in time, they want different backends, or share a GPU.
     """

@@ -24,7 +24,8 @@ def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":
     """This process's place and the store to meet the others through.
 
     Without a launcher that is this process alone. On one machine it is a file that only this user
-    can read (torchrun brings a store of its own, reached through MASTER_ADDR: None stands for it).
+    can read. torchrun and `start_ranks` on several machines bring a store of their own; None stands
+    for one that torch is to reach through MASTER_ADDR.
 
     Raises:
         UsageError: the launcher's variables do not make sense.
@@ -55,17 +56,18 @@ def _file_store(file: str, world_size: int) -> dist.Store:
 
 
 def _torchrun_store(placement: Placement, timeout: timedelta) -> "dist.Store | None":
-    """The store of torchrun; None where torch is to make one of MASTER_ADDR and MASTER_PORT.
+    """The store of torchrun or `start_ranks`; None where torch is to make it of MASTER_ADDR.
 
     Ranks that torchrun starts again meet in the same store, where the addresses of those before
     them still are, so each start gets a part of its own. Not on several machines, as each counts
     its restarts by itself (pytorch #135712): there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes
-    torchrun bring a new store each time.
+    torchrun bring a new store each time. `start_ranks` never starts a rank again.
     """
     address, port = os.environ.get("MASTER_ADDR"), launch.number(os.environ, "MASTER_PORT")
     if not address:
         raise UsageError("MASTER_ADDR is not set: it is the address of rank 0's machine")
-    if not placement.one_machine or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    known = placement.one_machine or MACHINE_0 in os.environ  # or else torchrun's, on several
+    if not known or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -148,6 +148,23 @@ def test_the_newest_whole_file_is_used_and_the_others_named(tmp_path):
         checkpoint.load_newest(tmp_path, CPU)
 
 
+def test_one_that_may_be_whole_is_not_passed_over(tmp_path, monkeypatch):
+    """Another program, or the same in an hour, reads it."""
+    checkpoint.save(tmp_path, state(1))
+    monkeypatch.setattr(checkpoint, "VERSION", 2)
+    newer = checkpoint.save(tmp_path, state(2))
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match=r"checkpoint version 2, .* install a newer"):
+        checkpoint.load_newest(tmp_path, CPU)
+    assert checkpoint.files(tmp_path)[0] == newer
+
+    newer.unlink()
+    newer.symlink_to(newer.name)  # an OSError whoever runs the tests
+    with pytest.raises(UsageError, match=r"cannot read checkpoint .*-000002\.pt: Too many"):
+        checkpoint.load_newest(tmp_path, CPU)
+    assert checkpoint.files(tmp_path)[0] == newer
+
+
 def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
     settings = Settings(checkpoint_dir=tmp_path, resume="auto")
     spec, report = state(1)["model_spec"], Report(speaks=True, quiet=False)
@@ -301,7 +318,7 @@ def changed(content, path, value):
         ("rng", [], "rng does not hold the generators of each rank"),
         ("rng/0/torch", torch.zeros(3), "rng of rank 0 cannot be used"),
         ("rng/0/python", (3, (1, 2), None), "rng of rank 0 cannot be used"),
-        ("rng/0/numpy", ("MT19937", torch.zeros(2), 0, 0, 0.0), "rng of rank 0 cannot be used"),
+        ("rng/0/numpy", ("MT19937", torch.zeros(2), 0, 0, 0.0), "rng of rank 0 has no numpy"),
         ("rng/0/cuda", torch.zeros(3), "rng of rank 0 has no cuda"),
     ],
 )
@@ -373,10 +390,20 @@ def test_whatever_stands_there_is_right_or_refused():
 
 
 def test_a_model_of_absurd_size_is_not_built(tmp_path, ranks):
-    for size in (2**20, 2**40):
+    for size, why in (
+        (2**20, ": the model has no "),
+        (2**40, ", it was written by another version"),
+    ):
         path = checkpoint.save(tmp_path, changed(state(1), "model_spec/image_size", size))
         (told,) = ranks("gloo", 1)(refusal_of, path)
-        assert told.startswith(f"{path} does not fit its own model mlp, it was written by another")
+        assert told.startswith(f"{path} does not fit its own model mlp{why}")
+
+
+def test_a_model_that_is_not_the_one_it_names_is_told_why(tmp_path, ranks):
+    for name, why in (("mlp", "the model has no "), ("mlq", "unknown model 'mlq'")):
+        path = checkpoint.save(tmp_path, changed(state(1), "model_spec/name", name))
+        (told,) = ranks("gloo", 1)(refusal_of, path)
+        assert told.startswith(f"{path} does not fit its own model {name}: {why}")
 
 
 def refusal_of(world, path):

@@ -183,9 +183,10 @@ def test_other_settings_on_another_machine() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     counts = ["--nproc", "1,1", "--master-addr", "127.0.0.1", "--master-port", port]
+    secret = {"DDP_SECRET": "known to both machines"}
     with (
-        run_py(*counts, "--node-rank", 0) as zero,
-        run_py(*counts, "--node-rank", 1, "--lr", "0.1") as one,
+        run_py(*counts, "--node-rank", 0, **secret) as zero,
+        run_py(*counts, "--node-rank", 1, "--lr", "0.1", **secret) as one,
     ):
         assert_told_once(OTHER_LR, zero, one)
 

@@ -1,5 +1,6 @@
 """The proof that two machines know the same secret, on one end of a connection and on the other."""
 
+import errno
 import socket
 import threading
 import time
@@ -116,6 +117,27 @@ def test_what_answers_in_its_place_is_told(pair: Pair, said: bytes, told: str) -
     other.shutdown(socket.SHUT_WR)
     with pytest.raises(StrangerError, match=told):
         gate.prove(one, b"secret", soon())
+
+
+def test_an_error_that_passes_leaves_the_gate_open(pair: Pair) -> None:
+    inside, store = pair
+    store.settimeout(5.0)
+    passing = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError()]
+
+    class Listener(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            if passing:
+                raise passing.pop()
+            return super().accept()
+
+    with Listener() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        gate.forward(listener, lambda visitor: inside)
+        with socket.create_connection(listener.getsockname()) as visitor:
+            visitor.sendall(b"in")
+            assert store.recv(100) == b"in"
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_silence_ends_in_time(pair: Pair) -> None:

@@ -4,11 +4,13 @@ A thread that lets go of a tensor while Python ends aborts the process, after it
 """
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from failing_run import Run
 from ranks import MPIRUN
 
 TRAIN = """
@@ -102,6 +104,27 @@ def test_a_group_may_be_opened_again(launcher, backend, tmp_path):
         env=os.environ | MPIRUN,
     )
     assert (done.stdout, done.returncode) == ("clean\n", 0), done.stderr
+
+
+MACHINE = (
+    "import sys, ddp_from_scratch as ddp; node, port, *file = sys.argv[1:]; "
+    "command = [sys.executable, *file, 'gloo']; "
+    "sys.exit(ddp.start_ranks(command, (1, 1), int(node), '127.0.0.1', int(port), 30.0))"
+)
+
+
+def test_a_group_may_be_opened_again_on_two_machines(tmp_path):
+    file = tmp_path / "again.py"
+    file.write_text(textwrap.dedent(AGAIN))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    secret = {"DDP_SECRET": "known to both machines"}
+    with (
+        Run(sys.executable, "-c", MACHINE, "0", port, str(file), **secret) as zero,
+        Run(sys.executable, "-c", MACHINE, "1", port, str(file), **secret) as one,
+    ):
+        assert (zero.wait(), one.wait()) == (0, 0), f"{zero.text}\n{one.text}"
+        assert (zero.out, one.out) == ("clean\n", "")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_from_scratch import mpi
+from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.mpi import datatypes, shared_memory
 from ddp_from_scratch.mpi.across import GATHERED
 from ddp_from_scratch.mpi.all_reduce import STAGED_FROM
@@ -284,6 +285,18 @@ def more_than_there_is(world):
 
 def test_more_memory_than_the_machine_has_is_refused(ranks):
     ranks("mpi", 2)(more_than_there_is)
+
+
+def more_than_a_rank_alone_can_have(world):
+    from ddp_from_scratch.mpi.runtime import MPI
+
+    for nbytes in (2**60, 2**64):
+        with pytest.raises(NoSharedMemory, match=f"this rank cannot have {nbytes} bytes"):
+            shared_memory.SharedMemory(MPI.COMM_SELF, nbytes)
+
+
+def test_more_memory_than_a_rank_alone_can_have_is_refused(ranks):
+    ranks("mpi", 2)(more_than_a_rank_alone_can_have)
 
 
 def file_behind(tensor):

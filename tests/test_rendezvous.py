@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from ranks import Crew
 
-from ddp_from_scratch import UsageError, World, launch, rendezvous, start_ranks
+from ddp_from_scratch import UsageError, World, launch, machines, rendezvous, start_ranks
+from ddp_from_scratch.gate import StrangerError
 from ddp_from_scratch.launch import Placement
 
 LIMIT = timedelta(seconds=5)
@@ -117,6 +118,20 @@ def test_ranks_that_torchrun_starts_again_do_not_see_what_others_left(
     again = rendezvous.meet(LIMIT)[1]
     assert again is not None
     assert not again.check(["address"])
+
+
+def test_start_ranks_on_several_machines_brings_a_store_and_torchrun_none(
+    environ: Callable[..., None],
+) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    environ(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    environ(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port))
+    environ(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    assert rendezvous.meet(LIMIT) == (SEVERAL, None)  # each machine counts restarts by itself
+    environ(DDP_MACHINE_0="192.0.2.1")
+    store = rendezvous.meet(LIMIT)[1]
+    assert store is not None
+    store.set("address", "new")
 
 
 def test_start_ranks_brings_a_file(environ: Callable[..., None], tmp_path: Path) -> None:
@@ -296,6 +311,42 @@ def test_a_wrong_master_address_is_one_line_at_once() -> None:
         assert str(error.value) == (
             f"--master-addr must be an address of machine 0, which this is, got {address}{more}"
         )
+
+
+def test_a_name_that_is_loopback_on_machine_0_alone_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Debian's /etc/hosts has it: machine 0 would listen where no other machine reaches it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        with pytest.raises(UsageError) as error:
+            start_ranks(["true"], [1, 1], 0, "this-host", port)
+        assert str(error.value) == (
+            "--master-addr this-host is 127.0.0.1 on this machine: give the address that the other "
+            "machines use"
+        )
+        for on_purpose in ("127.0.0.1", "localhost"):
+            with pytest.raises(UsageError, match="is in use on machine 0"):
+                start_ranks(["true"], [1, 1], 0, on_purpose, port)
+
+
+def test_an_address_that_is_silent_does_not_take_the_time_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = []
+
+    def connect(address: object, timeout: float) -> socket.socket:
+        limits.append(timeout)
+        if len(limits) == 1:
+            raise TimeoutError("timed out")
+        raise StrangerError("enough")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(UsageError, match="enough"):
+        machines._await_answer("host", 1, b"secret", 600.0)
+    assert limits == [machines._ATTEMPT_S] * 2
 
 
 def test_a_port_that_is_taken_is_one_line_at_once() -> None:

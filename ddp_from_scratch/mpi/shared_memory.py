@@ -86,7 +86,10 @@ def can_share(node: MPI.Intracomm) -> bool:
 def _map(node: MPI.Intracomm, nbytes: int) -> mmap.mmap:
     """Zeros that are the same memory on all ranks of the node."""
     if node.size == 1:
-        return mmap.mmap(-1, nbytes)
+        try:
+            return mmap.mmap(-1, nbytes)
+        except (OSError, OverflowError) as error:
+            raise NoSharedMemory(f"this rank cannot have {nbytes} bytes: {error}") from error
     mapped, file, found = None, -1, ("", (0, 0))
     problem = ""
     if node.rank == 0:

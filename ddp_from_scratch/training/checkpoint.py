@@ -35,6 +35,10 @@ _TRAILER = len(_MARK) + 2 * hashlib.sha256().digest_size
 State = dict[str, Any]
 
 
+class UnreadableError(UsageError):
+    """A file whose bytes no run has written: truncated, damaged, or something else altogether."""
+
+
 def save(folder: Path, state: State) -> Path:
     """Writes `state` as the newest checkpoint of `folder`, and removes all but the newest two.
 
@@ -125,8 +129,9 @@ def load(path: Path, map_location: torch.device) -> State:
     """Reads a checkpoint; nothing but plain values and tensors is ever unpickled.
 
     Raises:
-        UsageError: no such file, a truncated or damaged one, one that is no checkpoint of this
-            program, one of a newer version, or with contents that no run writes.
+        UnreadableError: a truncated or damaged file, one that is no checkpoint of this program, or
+            one with contents that no run writes.
+        UsageError: no such file, the system will not read it, or it is of a newer version.
     """
     foreign = f"{path} is truncated, or is not a checkpoint of ddp_from_scratch"
     try:
@@ -139,11 +144,11 @@ def load(path: Path, map_location: torch.device) -> State:
     except UsageError:
         raise
     except Exception as error:  # what unpickling noise raises has no end
-        raise UsageError(foreign) from error
+        raise UnreadableError(foreign) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UsageError(foreign)
+        raise UnreadableError(foreign)
     if not isinstance(state.get("version"), int):
-        raise UsageError(foreign)
+        raise UnreadableError(foreign)
     if state["version"] > VERSION:
         raise UsageError(
             f"{path} has checkpoint version {state['version']}, this program reads up to "
@@ -152,7 +157,7 @@ def load(path: Path, map_location: torch.device) -> State:
     try:
         check_contents(state)
     except UsageError as error:
-        raise UsageError(f"{path} is no checkpoint that a run has written: {error}") from error
+        raise UnreadableError(f"{path} is no checkpoint that a run has written: {error}") from error
     return state
 
 
@@ -160,9 +165,9 @@ def _check_digest(file: BinaryIO, path: Path, foreign: str) -> None:
     size = file.seek(0, os.SEEK_END) - _TRAILER
     written = _digest(file, size), file.read()
     if not written[1].startswith(_MARK):
-        raise UsageError(foreign)
+        raise UnreadableError(foreign)
     if written[1] != _MARK + written[0]:
-        raise UsageError(
+        raise UnreadableError(
             f"{path} is damaged: its bytes are not those that were written (sha256 differs)"
         )
 
@@ -179,7 +184,7 @@ def _number(path: Path) -> int:
 
 
 def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, list[str]] | None:
-    """The newest checkpoint that can be read, and a line for each newer one that cannot.
+    """The newest checkpoint that is whole, and a line for each newer one that is not.
 
     Those are renamed, to `.unreadable`: among the newest two they would have a whole one removed.
 
@@ -187,14 +192,15 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, 
         None when the folder holds no checkpoint at all.
 
     Raises:
-        UsageError: it holds some, but none that can be read.
+        UsageError: it holds some, but none that is whole; or one that the system will not read, or
+            of a newer version: those may be whole, and stay as they are.
     """
     complaints: list[str] = []
     unreadable: list[Path] = []
     for path in files(folder):
         try:
             state = load(path, map_location)
-        except UsageError as error:
+        except UnreadableError as error:
             complaints.append(str(error))
             unreadable.append(path)
             continue

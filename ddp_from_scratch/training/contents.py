@@ -110,6 +110,8 @@ def _check_generators(of_rank: Any, rank: int) -> None:
         _expect(_is_tensor(keys, torch.zeros(624, dtype=torch.int64)), f"{name} has no numpy")
         words = keys.numpy().astype(np.uint32)
         np.random.RandomState().set_state((algorithm, words, position, has_gauss, gauss))
+    except UsageError:  # which is a ValueError
+        raise
     except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"{name} cannot be used: {_one_line(error)}") from error
 

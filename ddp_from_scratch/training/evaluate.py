@@ -66,6 +66,10 @@ def _load_fitting(path: Path) -> checkpoint.State:
         with torch.device("meta"):
             shell = build_model(state["model_spec"])
         check_fit(state, shell)
+    except UsageError as error:  # which is a ValueError, and has a reason of its own
+        raise UsageError(
+            f"{path} does not fit its own model {state['model_spec']['name']}: {error}"
+        ) from error
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # a size beyond all
         raise UsageError(
             f"{path} does not fit its own model {state['model_spec']['name']}, it was written by "

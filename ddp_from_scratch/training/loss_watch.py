@@ -24,7 +24,7 @@ class LossWatch:
     """Remembers the first step whose loss was not finite.
 
     On a GPU what it has found is copied beside the computation: `known` answers with what has
-    arrived so far, a step or two behind, and `settled` waits for it.
+    arrived so far, as many steps behind as the host runs ahead of the GPU, and `settled` waits.
 
     Args:
         rank: this one.

@@ -35,6 +35,7 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
         UsageError: on every rank: settings or versions differ.
     """
     group = cpu_group(world, settings.timeout)
+    # `asked` is told before the settings, and counts where both name an option.
     require_same(versions() | asked | settings.to_compare() | asked, group)
     torch.set_num_threads(settings.threads)
     if settings.deterministic:
