@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 from failing_run import Run
-from ranks import MPIRUN
+from ranks import MPIRUN, ROOT
 
 TRAIN = """
     import glob
@@ -82,6 +82,8 @@ START = (
     "import sys, ddp_from_scratch as ddp; "
     "sys.exit(ddp.start_ranks([sys.executable, *sys.argv[1:]], (2,)))"
 )
+# Programs in a folder of their own find the package here, installed or not.
+ENVIRONMENT = os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)}
 LAUNCHERS = {
     "start_ranks": [sys.executable, "-c", START],
     "torchrun": ["torchrun", "--nproc-per-node", "2"],
@@ -101,7 +103,7 @@ def test_a_group_may_be_opened_again(launcher, backend, tmp_path):
         capture_output=True,
         text=True,
         timeout=60,
-        env=os.environ | MPIRUN,
+        env=ENVIRONMENT,
     )
     assert (done.stdout, done.returncode) == ("clean\n", 0), done.stderr
 
@@ -118,7 +120,7 @@ def test_a_group_may_be_opened_again_on_two_machines(tmp_path):
     file.write_text(textwrap.dedent(AGAIN))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    secret = {"DDP_SECRET": "known to both machines"}
+    secret = {"DDP_SECRET": "known to both machines", "PYTHONPATH": str(ROOT)}
     with (
         Run(sys.executable, "-c", MACHINE, "0", port, str(file), **secret) as zero,
         Run(sys.executable, "-c", MACHINE, "1", port, str(file), **secret) as one,
