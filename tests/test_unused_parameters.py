@@ -483,6 +483,24 @@ def test_what_another_reducer_has_accumulated_is_averaged_too(pair, kind, droppe
     pair(accumulated_under_another_reducer, kind, dropped)
 
 
+def removed_before_backward(world):
+    """A graph of before knows the Reducer of before, which is to do nothing."""
+    model = Terms(1, 2)
+    first = Reducer(model, bucket_cap_mb=0, find_unused_parameters=True)
+    output = model(own(world))
+    first.remove()
+    second = Reducer(model, bucket_cap_mb=0, find_unused_parameters=True)
+    with recorded("all_reduce") as sent:
+        output.backward()
+    assert sent == [2, 1, 2]  # p1, p0, and who has used what
+    assert grads_of(model) == [mean(world), 2 * mean(world)]
+    second.remove()
+
+
+def test_a_removed_reducer_ignores_graphs_that_are_alive(pair):
+    pair(removed_before_backward)
+
+
 # Beside torch -----------------------------------------------------------------------------------
 
 
