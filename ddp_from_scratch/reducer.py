@@ -199,7 +199,7 @@ class Reducer:
         backward pass. A rank with 0 runs backward, too; what it computes does not matter.
 
         Raises:
-            ValueError: `amount` is negative or not finite.
+            ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
             RuntimeError: inside `join()`; on every rank, the amounts differ and the module has
                 synchronised batch norm.
         """

@@ -64,7 +64,10 @@ class Snapshot:
                 if then is not this and not (then is not None and _is_substitute(this)):
                     verb = "removed" if this is None else "added" if then is None else "replaced"
                     return f"parameter {name} was {verb}"
-            self._look_at(module)  # a layer was replaced, with its parameters: converted batch norm
+            # A layer was replaced, with its parameters kept: converted batch norm. Not for what is
+            # there for one call only: what comes later may have the number of what has gone.
+            if not any(_is_substitute(parameter) for parameter in now.values()):
+                self._look_at(module)
         for name, parameter in self.parameters.items():
             before, after = self._traits[name], _traits(parameter)
             if before != after and not (may_freeze and before == (True, *after[1:])):

@@ -24,6 +24,7 @@ from ddp_from_scratch import (
     join,
     sync_batch_norm,
 )
+from ddp_from_scratch.snapshot import Snapshot
 
 CHANNELS = 3
 
@@ -435,6 +436,20 @@ def converted_later(world):
     convert_sync_batchnorm(model)
     model(torch.randn(2, 2, 9, 9)).square().sum().backward()
     model(torch.randn(2, 2, 9, 9))
+
+
+def test_what_is_there_for_one_call_is_no_new_layer():
+    """Its number may be that of a parameter which replaces another later."""
+    model = CNN()
+    snapshot = Snapshot(model)
+    seen, weight = snapshot.communicating, model[0].weight
+    model[0]._parameters["weight"] = weight.detach() * 2  # as torch.func.functional_call does
+    assert snapshot.difference(model) is None
+    assert snapshot.communicating is seen
+    model[0]._parameters["weight"] = weight
+    convert_sync_batchnorm(model)
+    assert snapshot.difference(model) is None
+    assert [type(layer) for layer in snapshot.communicating] == [SyncBatchNorm, SyncBatchNorm]
 
 
 def test_conversion_after_the_reducer_is_made(crew):
