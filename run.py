@@ -33,12 +33,13 @@ if __name__ == "__main__":
 
 import torch
 
-from ddp_from_scratch import UsageError, World, launch, process_group, start_ranks
-from ddp_from_scratch.exit import run_to_exit
-from ddp_from_scratch.supervisor import start_mpirun
+from ddp_from_scratch import UsageError, World, process_group, start_ranks
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.supervisor import start_mpirun
+from ddp_from_scratch.training.cli import parse
 from ddp_from_scratch.training.evaluate import test
 from ddp_from_scratch.training.loop import Trainer
-from ddp_from_scratch.training.options import parse
 from ddp_from_scratch.training.settings import Settings
 
 
@@ -46,17 +47,19 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     settings, options = parse(arguments, str(__doc__))
     # A job's interactive shell, as `srun --pty bash` gives it, is a step with a single task.
-    in_slurm_shell = launch.launcher() == "srun" and launch.started() == 1 and options.nproc
-    if launch.launcher() == "none" or in_slurm_shell:
+    in_slurm_shell = (
+        environment.launcher() == "srun" and environment.started() == 1 and options.nproc
+    )
+    if environment.launcher() == "none" or in_slurm_shell:
         code = start(settings.backend, options, arguments)
         if code is not None:
             return code
-    elif not launch.started_here():
+    elif not environment.started_here():
         for name in ("nproc", "node_rank", "master_addr", "master_port"):
             if getattr(options, name) is not None:
                 raise UsageError(
                     f"--{name.replace('_', '-')} is for starting without a launcher, but "
-                    f"{launch.launcher()} has started this process already: leave it out"
+                    f"{environment.launcher()} has started this process already: leave it out"
                 )
     with process_group(settings.backend, timeout=settings.timeout) as world:
         return work(settings, options, world)
@@ -73,7 +76,7 @@ def start(backend: str, options: argparse.Namespace, arguments: Sequence[str]) -
                 "--backend nccl needs a GPU, and none is visible here: use --backend gloo or mpi"
             )
     node_rank = options.node_rank or 0
-    counts = launch.parse_counts(options.nproc or str(default), node_rank)
+    counts = environment.parse_counts(options.nproc or str(default), node_rank)
     if len(counts) > 1:
         if backend == "mpi":
             raise UsageError(

@@ -28,13 +28,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from benchmarks import network
-from benchmarks.machine import describe
-from benchmarks.report import RESULTS
-from benchmarks.start import default_ranks
-from benchmarks.summary import summarise
+from benchmarks.harness import network
+from benchmarks.harness.launch import default_ranks
+from benchmarks.harness.machine import describe
+from benchmarks.harness.report import RESULTS
+from benchmarks.harness.summary import summarise
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.exit import run_to_exit
+from ddp_from_scratch.launch.rank_exit import run_to_exit
 
 STOPPED = (130, 143)
 _PATIENCE_S = 15.0  # with a benchmark after Ctrl-C

@@ -29,12 +29,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.report import draw_lines, on_terminal, write
-from benchmarks.start import add_results_option
-from benchmarks.text_table import text_table
-from ddp_from_scratch import UsageError, launch, process_group, start_ranks
-from ddp_from_scratch.exit import run_to_exit
-from ddp_from_scratch.supervisor import start_mpirun
+from benchmarks.harness.launch import add_results_option
+from benchmarks.harness.report import draw_lines, on_terminal, write
+from benchmarks.harness.text_table import text_table
+from ddp_from_scratch import UsageError, process_group, start_ranks
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.supervisor import start_mpirun
 
 SIZES = [4**k for k in range(4, 14)]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -78,7 +79,7 @@ def main() -> int:
     options = parser.parse_args()
     if min(options.nproc) < 2 or min(options.bytes) < 8:
         raise UsageError("--nproc must be 2 or more and --bytes 8 or more")
-    if launch.launcher() != "none":
+    if environment.launcher() != "none":
         measure(options)
         return 0
     for count in options.nproc:
@@ -95,7 +96,7 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: times every dtype and size and, on rank 0, prints, writes and draws."""
     torch.set_num_threads(1)
-    backend = "mpi" if launch.launcher() == "mpirun" else "nccl"
+    backend = "mpi" if environment.launcher() == "mpirun" else "nccl"
     with process_group(backend) as world:
         for dtype in options.dtype:
             sizes = sorted(options.bytes)[:: 2 if options.quick else 1]

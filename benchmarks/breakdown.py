@@ -38,17 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import WARM_UP, Samples, check_equal, interleave, rounds_for
-from benchmarks.report import draw_parts, write
-from benchmarks.start import (
-    ON_CPU,
-    Duration,
-    add_common_options,
-    backend_of_job,
-    check_memory,
-    start,
-)
-from benchmarks.strategies import (
+from benchmarks.harness.contenders import (
     NO_COMMUNICATION,
     REFERENCES,
     STRATEGIES,
@@ -57,11 +47,23 @@ from benchmarks.strategies import (
     Strategy,
     contenders,
 )
-from benchmarks.text_table import text_table
-from ddp_from_scratch import SGD, NodeSharedSGD, UsageError, launch, node_shared, process_group
-from ddp_from_scratch.bucket import Bucket
-from ddp_from_scratch.exit import run_to_exit
-from ddp_from_scratch.packing import Packing
+from benchmarks.harness.launch import (
+    ON_CPU,
+    Duration,
+    add_common_options,
+    backend_of_job,
+    check_memory,
+    start,
+)
+from benchmarks.harness.report import draw_parts, write
+from benchmarks.harness.text_table import text_table
+from benchmarks.harness.timing import WARM_UP, Samples, check_equal, interleave, rounds_for
+from ddp_from_scratch import SGD, NodeSharedSGD, UsageError, process_group
+from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.packing import Packing
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.optim import node_shared_sgd
 
 MODELS = ("mlp", "resnet18")
 DURATION = Duration(usual=10.0, full=30.0)
@@ -140,10 +142,10 @@ class StepClock:
             (Packing, "unpack", "packing"),
             (Bucket, "wait", "waiting"),
             (NodeSharedSGD, "_step_runs", "waiting"),
-            (node_shared, "_update_stretches", "optimizer"),
+            (node_shared_sgd, "_update_stretches", "optimizer"),
         ]
         if dist.get_backend().startswith("mpi"):
-            from ddp_from_scratch.mpi.reduction import Reduction
+            from ddp_from_scratch.node.reduction import Reduction
 
             watched.append((Reduction, "fold", "averaging"))
         with ExitStack() as patches:
@@ -162,7 +164,7 @@ class StepClock:
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    if launch.launcher() != "none":
+    if environment.launcher() != "none":
         measure(options)
         return 0
     for backend in options.backend:

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.text_table import text_table
+from benchmarks.harness.text_table import text_table
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.exit import run_to_exit
+from ddp_from_scratch.launch.rank_exit import run_to_exit
 
 REFERENCES = ("no communication", "torch DDP, views", "torch DDP, default")
 _DRAWS = 10_000

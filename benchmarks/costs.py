@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from ddp_from_scratch.layout import Gradient, assign_buckets, bucket_caps
+from ddp_from_scratch.buckets.layout import Gradient, assign_buckets, bucket_caps
 
 
 @dataclass(frozen=True)

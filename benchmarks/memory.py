@@ -31,14 +31,15 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.measure import check_distance
-from benchmarks.models import WORKLOADS
-from benchmarks.report import draw_bars, on_terminal, write
-from benchmarks.start import add_common_options, default_ranks, start
-from benchmarks.strategies import NO_COMMUNICATION, REFERENCES, STRATEGIES, contenders
-from benchmarks.text_table import text_table
-from ddp_from_scratch import UsageError, check_sync, launch, process_group
-from ddp_from_scratch.exit import run_to_exit
+from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES, STRATEGIES, contenders
+from benchmarks.harness.launch import add_common_options, default_ranks, start
+from benchmarks.harness.report import draw_bars, on_terminal, write
+from benchmarks.harness.text_table import text_table
+from benchmarks.harness.timing import check_distance
+from benchmarks.harness.workloads import WORKLOADS
+from ddp_from_scratch import UsageError, check_sync, process_group
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.rank_exit import run_to_exit
 
 MODELS = ("mlp", "resnet18")
 QUICK = (NO_COMMUNICATION, REFERENCES[1], "buckets, overlapped, views")
@@ -72,7 +73,7 @@ def main() -> int:
     options = parse(sys.argv[1:])
     if not ROLLUP.exists():
         raise UsageError(f"benchmarks.memory needs Linux's {ROLLUP}")
-    if launch.launcher() != "none":
+    if environment.launcher() != "none":
         measure(options)
         return 0
     for backend in options.backend:

@@ -34,23 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.measure import (
-    Interval,
-    Samples,
-    check_equal,
-    interleave,
-    median_interval,
-    rounds_for,
-)
-from benchmarks.report import draw_lines, write
-from benchmarks.start import (
-    Duration,
-    add_common_options,
-    backend_of_job,
-    check_memory,
-    start,
-)
-from benchmarks.strategies import (
+from benchmarks.harness.contenders import (
     NO_COMMUNICATION,
     TORCH_BEST,
     WORKLOADS,
@@ -64,10 +48,27 @@ from benchmarks.strategies import (
     torch_ddp,
     two_calls,
 )
-from benchmarks.text_table import text_table
-from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, launch, process_group
-from ddp_from_scratch.exit import run_to_exit
-from ddp_from_scratch.process_group import World
+from benchmarks.harness.launch import (
+    Duration,
+    add_common_options,
+    backend_of_job,
+    check_memory,
+    start,
+)
+from benchmarks.harness.report import draw_lines, write
+from benchmarks.harness.text_table import text_table
+from benchmarks.harness.timing import (
+    Interval,
+    Samples,
+    check_equal,
+    interleave,
+    median_interval,
+    rounds_for,
+)
+from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, process_group
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.world.process_group import World
 
 MODELS = ("mlp", "resnet18")
 DURATION = Duration(usual=12.0, full=60.0)
@@ -102,7 +103,7 @@ class Overlap:
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    if launch.launcher() != "none":
+    if environment.launcher() != "none":
         measure(options)
         return 0
     for backend in options.backend:

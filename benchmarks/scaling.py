@@ -43,13 +43,14 @@ from tqdm import tqdm
 import ddp_from_scratch as ddp
 from benchmarks import cost_model
 from benchmarks.costs import Shape, oversubscribed
-from benchmarks.measure import check_equal, interleave
-from benchmarks.report import draw_lines, on_terminal, write
-from benchmarks.start import add_results_option, backend_of_job, start
-from benchmarks.strategies import NO_COMMUNICATION, Contender
-from benchmarks.text_table import text_table
-from ddp_from_scratch import UsageError, launch, mpi, process_group
-from ddp_from_scratch.exit import run_to_exit
+from benchmarks.harness.contenders import NO_COMMUNICATION, Contender
+from benchmarks.harness.launch import add_results_option, backend_of_job, start
+from benchmarks.harness.report import draw_lines, on_terminal, write
+from benchmarks.harness.text_table import text_table
+from benchmarks.harness.timing import check_equal, interleave
+from ddp_from_scratch import UsageError, mpi, process_group
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.rank_exit import run_to_exit
 
 TORCH, REDUCER = "torch DDP, views", "Reducer"
 KINDS = {"alone": NO_COMMUNICATION, "torch": TORCH, "averaged": REDUCER}
@@ -64,7 +65,7 @@ BATCHES = [Shape(16, 512, batch) for batch in (4, 16, 64)]
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    if launch.launcher() != "none":
+    if environment.launcher() != "none":
         measure(options)
         return 0
     measured = {}

@@ -23,17 +23,7 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import Interval, Samples, check_equal, interleave, rounds_for
-from benchmarks.report import draw_bars, write
-from benchmarks.start import (
-    Duration,
-    add_common_options,
-    backend_of_job,
-    check_memory,
-    default_ranks,
-    start,
-)
-from benchmarks.strategies import (
+from benchmarks.harness.contenders import (
     GLOO_REFERENCES,
     NO_COMMUNICATION,
     REFERENCES,
@@ -42,9 +32,20 @@ from benchmarks.strategies import (
     Strategy,
     contenders,
 )
-from benchmarks.text_table import text_table
-from ddp_from_scratch import UsageError, launch, process_group
-from ddp_from_scratch.exit import run_to_exit
+from benchmarks.harness.launch import (
+    Duration,
+    add_common_options,
+    backend_of_job,
+    check_memory,
+    default_ranks,
+    start,
+)
+from benchmarks.harness.report import draw_bars, write
+from benchmarks.harness.text_table import text_table
+from benchmarks.harness.timing import Interval, Samples, check_equal, interleave, rounds_for
+from ddp_from_scratch import UsageError, process_group
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.rank_exit import run_to_exit
 
 MODELS = ["mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500"]
 if torch.cuda.is_available():
@@ -55,7 +56,7 @@ ALWAYS = (NO_COMMUNICATION, *REFERENCES, *GLOO_REFERENCES)
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    if launch.launcher() != "none":
+    if environment.launcher() != "none":
         measure(options)
         return 0
     for backend in options.backend:

@@ -41,21 +41,13 @@ import torch
 from tqdm import tqdm
 
 import ddp_from_scratch as ddp
-from benchmarks import network
-from benchmarks.crossing import (
-    Meter,
-    Result,
-    check_crossed,
-    gather_sent,
-    limit_ms,
-    with_computing,
-)
-from benchmarks.measure import WARM_UP, Samples, interleave
-from benchmarks.report import draw_lines, on_terminal, write
-from benchmarks.start import add_results_option, backend_of_job
-from benchmarks.strategies import NO_COMMUNICATION, WORKLOADS, Contender
-from benchmarks.text_table import text_table
-from benchmarks.wire_contenders import (
+from benchmarks.harness import network
+from benchmarks.harness.contenders import NO_COMMUNICATION, WORKLOADS, Contender
+from benchmarks.harness.launch import add_results_option, backend_of_job
+from benchmarks.harness.report import draw_lines, on_terminal, write
+from benchmarks.harness.text_table import text_table
+from benchmarks.harness.timing import WARM_UP, Samples, interleave
+from benchmarks.harness.wire_contenders import (
     BF16,
     POWER_SGD,
     REDUCER,
@@ -65,15 +57,24 @@ from benchmarks.wire_contenders import (
     contenders,
     until_first_bucket,
 )
-from ddp_from_scratch import UsageError, launch, process_group
-from ddp_from_scratch.exit import run_to_exit
+from benchmarks.harness.wire_meter import (
+    Meter,
+    Result,
+    check_crossed,
+    gather_sent,
+    limit_ms,
+    with_computing,
+)
+from ddp_from_scratch import UsageError, process_group
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.rank_exit import run_to_exit
 
 _ROUNDS = {0.1: 5, 1.0: 15, 10.0: 30}  # by the wire's speed, about a minute each
 
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    if launch.launcher() != "none":
+    if environment.launcher() != "none":
         measure(options)
         return 0
     network.check_available(options.backend)

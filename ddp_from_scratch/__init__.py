@@ -13,18 +13,19 @@ The way of one gradient: `reducer.py` (hooks) → `bucket.py` (pack, launch, wai
 `comm_hooks.py` (what is sent), with `layout.py` saying what lies where.
 """
 
-from . import comm_hooks, power_sgd
-from .broadcast import broadcast_buffers, broadcast_parameters
-from .check_sync import check_sync
-from .distributed_data_parallel import DistributedDataParallel
-from .errors import UsageError
-from .join import JoinableReducer, join
-from .node_shared import NodeSharedSGD
-from .process_group import World, process_group
-from .reducer import Reducer
-from .sgd import SGD
-from .supervisor import start_ranks
-from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from ddp_from_scratch import comm_hooks
+from ddp_from_scratch.comm_hooks import power_sgd
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.supervisor import start_ranks
+from ddp_from_scratch.optim.node_shared_sgd import NodeSharedSGD
+from ddp_from_scratch.optim.sgd import SGD
+from ddp_from_scratch.reducer.join import JoinableReducer, join
+from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
+from ddp_from_scratch.sync.check_sync import check_sync
+from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from ddp_from_scratch.torch_ddp.distributed_data_parallel import DistributedDataParallel
+from ddp_from_scratch.world.process_group import World, process_group
 
 __all__ = [
     "SGD",

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Crew
+
+from tests.support.ranks import Crew
 
 # The console scripts of this Python (mpirun, torchrun) before any other's.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

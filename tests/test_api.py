@@ -12,53 +12,23 @@ PACKAGE = Path(ddp_from_scratch.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 OUTSIDE = {"run", "tests", "benchmarks", "tools", "conftest", "ranks"}
 
-# What each module of the chain may import of the package: only what is below it.
-CHAIN = {
-    "layout": set(),
+# The rooms from the bottom up, and for each the rooms below that it may import.
+ROOMS = {
+    "errors": set(),
     "group": set(),
-    "memory": {"group"},
-    "packing": {"layout", "memory"},
-    "bucket": {"layout", "memory", "packing"},
-    "comm_hooks": {"layout", "bucket", "group"},
-    "snapshot": set(),
-    "flat_run": {"bucket", "memory"},
-    "sgd": {"bucket", "flat_run", "memory", "reducer"},
-    "node_shared": {"bucket", "check_sync", "flat_run", "memory", "reducer", "sgd"},
-    "forward_writes": set(),
-    "sync_batch_norm": set(),
-    "share": set(),
-    "sending": {"bucket", "comm_hooks", "group", "share"},
-    "static_graph": set(),
-    "unused_parameters": set(),
-    "usage": {"static_graph"},
-    "sparse": {"bucket", "layout"},
-    "buckets": {"bucket", "layout", "memory", "sparse"},
-    "cap_search": {"bucket", "buckets", "comm_hooks", "layout"},
-    "backward_pass": set(),
-    "hooks": set(),
-    "guard": {"backward_pass", "bucket", "buckets", "share", "snapshot", "usage"},
-    "checksum": set(),
-    "ready_order": set(),
-    "stall": {"buckets"},
-    "check_sync": {"checksum", "group"},
-    "reducer": {"layout", "bucket", "buckets", "sending", "snapshot", "share", "usage", "guard"}
-    | {"forward_writes"}
-    | {"backward_pass", "hooks", "unused_parameters", "check_sync", "stall", "ready_order"}
-    | {"cap_search", "buffer_sync", "group"},
-    "power_sgd": {"bucket", "comm_hooks", "group"},
-    "delayed": {"buckets", "comm_hooks"},
-    "inputs": set(),
-    "arguments": {"sparse", "group"},
-    "mixed_precision": {"bucket", "comm_hooks", "inputs", "sparse"},
-    "broadcast": {"layout", "sparse", "group"},
-    "buffer_sync": {"broadcast", "group"},
-    "torch_internals": {"bucket", "buffer_sync", "comm_hooks", "delayed", "group", "reducer"},
-    "name_alone": set(),
-    "logging_data": {"buckets", "comm_hooks", "reducer"},
-    "join": {"broadcast", "hooks", "reducer", "share"},
-    "distributed_data_parallel": {"arguments", "broadcast", "bucket", "buffer_sync", "delayed"}
-    | {"inputs", "join", "layout", "logging_data", "mixed_precision", "name_alone", "reducer"}
-    | {"torch_internals"},
+    "launch": {"errors"},
+    "autograd": set(),
+    "buckets": {"group"},
+    "comm_hooks": {"buckets", "group"},
+    "sync": {"buckets", "group"},
+    "checks": {"autograd", "buckets", "sync"},
+    "node": {"errors", "mpi"},
+    "mpi": {"errors", "launch", "node"},
+    "reducer": {"autograd", "buckets", "checks", "comm_hooks", "group", "sync"},
+    "optim": {"buckets", "reducer", "sync"},
+    "torch_ddp": {"buckets", "comm_hooks", "group", "reducer", "sync"},
+    "world": {"errors", "launch", "mpi"},
+    "training": {"buckets", "comm_hooks", "errors", "launch", "optim", "reducer", "sync", "world"},
 }
 
 
@@ -123,35 +93,30 @@ def rooms(path: Path) -> set[str]:
     return inside & {path.stem for path in PACKAGE.iterdir()}
 
 
+def files(room: str) -> list[Path]:
+    return [path for path in MODULES if path.relative_to(PACKAGE).with_suffix("").parts[0] == room]
+
+
 def test_imports_are_read_in_every_form():
-    """Guards the tests below: here is what `__init__.py` and a module in a folder import."""
-    assert {"broadcast", "reducer", "process_group"} <= rooms(PACKAGE / "__init__.py")
+    """Guards the test below: here is what `__init__.py` and a module in a folder import."""
+    assert {"sync", "reducer", "world"} <= rooms(PACKAGE / "__init__.py")
     assert {"launch", "errors"} <= rooms(PACKAGE / "mpi" / "runtime.py")
 
 
-@pytest.mark.parametrize("module", CHAIN)
-def test_imports_of_the_chain_point_down(module):
-    assert rooms(PACKAGE / f"{module}.py") <= CHAIN[module]
+def test_every_room_has_its_row():
+    assert set(ROOMS) == {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")} - {
+        "__init__",
+        "__pycache__",
+    }
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_down(room):
+    found = set().union(*map(rooms, files(room))) - {room}
+    assert found == ROOMS[room]
+    assert found <= set(list(ROOMS)[: list(ROOMS).index(room)])
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_package_imports_nothing_that_uses_it(path):
     assert not {name.split(".")[0] for name in imported(path)} & OUTSIDE
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_training_imports_training(path):
-    if "training" not in path.relative_to(PACKAGE).parts:
-        assert "training" not in rooms(path)
-
-
-def test_imports_are_acyclic():
-    """Between the modules and folders at the package's top, `__init__.py` aside."""
-    graph = {path.stem: rooms(path) - {path.stem} for path in PACKAGE.glob("[a-z]*.py")}
-    for folder in (path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()):
-        inside = [rooms(path) for path in folder.rglob("*.py")]
-        graph[folder.name] = set().union(*inside) - {folder.name}
-    while graph:
-        leaves = {module for module, below in graph.items() if not below & graph.keys()}
-        assert leaves, f"imports go round in a circle among {sorted(graph)}"
-        graph = {module: below for module, below in graph.items() if module not in leaves}

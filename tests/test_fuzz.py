@@ -1,8 +1,9 @@
 """Thirty of `fuzz.py`'s random programs, and those in which it has found something."""
 
 import pytest
-from fuzz import check, run
-from fuzz_case import (
+
+from tests.support.fuzz import check, run
+from tests.support.fuzz_case import (
     Again,
     Backward,
     Case,
@@ -114,7 +115,7 @@ def test_what_was_found(ranks, name):
 
 def test_a_difference_is_told_with_its_program(ranks, monkeypatch):
     """The oracle is made to average wrongly."""
-    monkeypatch.setattr("fuzz_oracle.Oracle._average", lambda self, indices: None)
+    monkeypatch.setattr("tests.support.fuzz_oracle.Oracle._average", lambda self, indices: None)
     case = Case(**TWO, operations=(both(0, 1), Backward()))
     with pytest.raises(
         AssertionError, match=r"gradients\[0\](.|\n)*in one process(.|\n)*1 Backward"

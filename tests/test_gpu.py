@@ -25,13 +25,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import ROOT, on_one_gpu
-from test_stall import AFTER_S, Layers, until_reported
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
 import ddp_from_scratch as ddp
+from tests.checks.test_stall_watch import AFTER_S, Layers, until_reported
+from tests.support.ranks import ROOT, on_one_gpu
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from soak import Memory, soak
+
+from tests.support.soak import Memory, soak
 
 
 def short_soak(world, seed):

@@ -15,8 +15,9 @@ store through which groups of other backends meet from MPI:
 
 How a collective travels: `process_group.py` takes torch's call and numbers it, `collectives.py`
 turns it into an operation, which `worker.py` runs on the group's thread while the caller goes on.
-There the ranks first meet (`meeting.py`), then call MPI (`datatypes.py` says how a tensor's memory
-looks to it) or, to all-reduce on one machine, use memory that they share (`all_reduce.py`).
+There the ranks first meet (`node/barrier.py`), then call MPI (`datatypes.py` says how a tensor's
+memory looks to it) or, to all-reduce on one machine, use memory that they share
+(`node/all_reduce.py`).
 """
 
 import inspect
@@ -27,9 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .job_store import store
-from .process_group import ProcessGroupMPI, create
-from .runtime import check_launcher, check_world, placement, share
+from ddp_from_scratch.mpi.process_group import ProcessGroupMPI, create
+from ddp_from_scratch.mpi.runtime import check_launcher, check_world, placement, share
+from ddp_from_scratch.mpi.store import store
 
 __all__ = ["BACKEND", "ProcessGroupMPI", "check_launcher", "empty", "placement", "share", "store"]
 

@@ -13,8 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from .all_reduce import AllReduce
-from .arguments import (
+from ddp_from_scratch.mpi.arguments import (
     check_count,
     check_dtype,
     check_memory,
@@ -25,12 +24,13 @@ from .arguments import (
     sizes_of,
     split_sizes,
 )
-from .datatypes import COUNTABLE, pieces, raw, values
-from .meeting import Meeting, Nodes
-from .reduction import ReduceOp, Reduction
-from .runtime import MPI
-from .windows import Windows
-from .worker import Result
+from ddp_from_scratch.mpi.datatypes import COUNTABLE, pieces, raw, values
+from ddp_from_scratch.mpi.runtime import MPI
+from ddp_from_scratch.mpi.worker import Result
+from ddp_from_scratch.node.all_reduce import AllReduce
+from ddp_from_scratch.node.barrier import Meeting, Nodes
+from ddp_from_scratch.node.reduction import ReduceOp, Reduction
+from ddp_from_scratch.node.windows import Windows
 
 Message: TypeAlias = tuple[int, torch.Tensor]  # a rank of the group, and what goes there or comes
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .runtime import MPI
+from ddp_from_scratch.mpi.runtime import MPI
 
 # Without a count: mpi4py then divides the memory by the number of ranks where MPI wants a share.
 Buffer: TypeAlias = "tuple[np.ndarray[Any, np.dtype[np.uint8]], MPI.Datatype]"

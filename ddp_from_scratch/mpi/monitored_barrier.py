@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .runtime import MPI
+from ddp_from_scratch.mpi.runtime import MPI
 
 _TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag that a program uses
 

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError, NoSharedMemory
-from .arguments import check_memory
-from .collectives import Collectives, Operation
-from .datatypes import message
-from .job_store import store as store_of_job
-from .meeting import Nodes
-from .messages import PendingMessage, progress
-from .monitored_barrier import monitored_barrier
-from .runtime import MPI, check_world, placement
-from .worker import Pending, Result, Worker
+from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
+from ddp_from_scratch.mpi.arguments import check_memory
+from ddp_from_scratch.mpi.collectives import Collectives, Operation
+from ddp_from_scratch.mpi.datatypes import message
+from ddp_from_scratch.mpi.monitored_barrier import monitored_barrier
+from ddp_from_scratch.mpi.p2p import PendingMessage, progress
+from ddp_from_scratch.mpi.runtime import MPI, check_world, placement
+from ddp_from_scratch.mpi.store import store as store_of_job
+from ddp_from_scratch.mpi.worker import Pending, Result, Worker
+from ddp_from_scratch.node.barrier import Nodes
 
 Tensors = Sequence[torch.Tensor]
 

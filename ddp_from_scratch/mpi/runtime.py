@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from .. import launch
-from ..errors import UsageError
-from ..launch import Placement
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.environment import Placement
 
 # Open MPI's wheel complains of a missing UCX at each window; it then takes this choice anyway.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
@@ -59,14 +59,14 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         UsageError: it has not.
     """
-    seen, started = MPI.COMM_WORLD.size, launch.started(environ)
+    seen, started = MPI.COMM_WORLD.size, environment.started(environ)
     if started not in (None, seen):
-        by = launch.launcher(environ)
+        by = environment.launcher(environ)
         advice = {
             "mpirun": "use the mpirun of the MPI that mpi4py loads",
             "srun": "add --mpi=pmix",
         }.get(by, "start it with mpirun")
-        if by == "torchrun" and launch.started_here(environ):
+        if by == "torchrun" and environment.started_here(environ):
             by = "start_ranks"  # which sets the same variables
         raise UsageError(f"{by} started {started} processes but MPI sees {seen}: {advice}")
 
@@ -81,7 +81,7 @@ def check_world(environ: Mapping[str, str] = os.environ) -> None:
         UsageError: MPI sees one process of several.
     """
     others = {name: v for name, v in environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    by_mpirun = launch.launcher(others) == "mpirun" and "TORCHELASTIC_RUN_ID" not in environ
+    by_mpirun = environment.launcher(others) == "mpirun" and "TORCHELASTIC_RUN_ID" not in environ
     check_launcher(others if by_mpirun or MPI.COMM_WORLD.size > 1 else environ)
 
 

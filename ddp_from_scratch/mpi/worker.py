@@ -12,9 +12,9 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError
-from . import messages
-from .meeting import Meeting
+from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.mpi import p2p
+from ddp_from_scratch.node.barrier import Meeting
 
 Result = list[torch.Tensor]
 
@@ -62,7 +62,7 @@ class Pending(dist._Work):
         if timeout is not None and timeout > timedelta(0):
             limit = timeout.total_seconds()
         began = time.monotonic()
-        nap = messages.PAUSE if messages.under_way() else limit
+        nap = p2p.PAUSE if p2p.under_way() else limit
         while not self._ended:
             if self._under_way.acquire(timeout=min(nap, limit)):
                 self._under_way.release()  # others may wait, too
@@ -72,7 +72,7 @@ class Pending(dist._Work):
                     f"{self._meeting.whom} did not come"
                 )
             else:
-                messages.progress()
+                p2p.progress()
 
     def is_completed(self) -> bool:
         return self._ended

@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch.broadcast import broadcast_parameters
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.process_group import World
+from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.training import checkpoint
-from ddp_from_scratch.training.agreement import together
 from ddp_from_scratch.training.contents import check_fit
+from ddp_from_scratch.training.coordination import together
 from ddp_from_scratch.training.loaders import test_loader
 from ddp_from_scratch.training.models import make_model
+from ddp_from_scratch.training.process_setup import open_dataset, prepare_process
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import on_rank_zero
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.training.setup import open_dataset, prepare_process
+from ddp_from_scratch.world.process_group import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

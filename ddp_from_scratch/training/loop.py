@@ -13,25 +13,25 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from ddp_from_scratch.broadcast import broadcast_parameters
-from ddp_from_scratch.check_sync import check_sync
 from ddp_from_scratch.errors import PeerError, UsageError
-from ddp_from_scratch.process_group import World
-from ddp_from_scratch.reducer import Reducer
-from ddp_from_scratch.sgd import SGD
-from ddp_from_scratch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from ddp_from_scratch.optim.sgd import SGD
+from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.sync.broadcast import broadcast_parameters
+from ddp_from_scratch.sync.check_sync import check_sync
+from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.training import bucket_choice, checkpoint
-from ddp_from_scratch.training.agreement import StopSignal, together
 from ddp_from_scratch.training.compression import Compression
+from ddp_from_scratch.training.coordination import StopSignal, together
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
 from ddp_from_scratch.training.folder_lock import FolderLock
 from ddp_from_scratch.training.loaders import ShardSampler, test_loader, train_loader
 from ddp_from_scratch.training.loss_watch import LossWatch, from_number
 from ddp_from_scratch.training.metrics import MetricsWriter
+from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, seed_generators
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.training.setup import open_dataset, prepare_process, seed_generators
+from ddp_from_scratch.world.process_group import World
 
 
 class Trainer:

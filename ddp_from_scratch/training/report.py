@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from ddp_from_scratch import output
+from ddp_from_scratch.launch import output
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.process_group import World
 from ddp_from_scratch.training import checkpoint
-from ddp_from_scratch.training.agreement import together
 from ddp_from_scratch.training.contents import check_fit
+from ddp_from_scratch.training.coordination import together
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.world.process_group import World
 
 T = TypeVar("T")
 ModelSpec = dict[str, Any]

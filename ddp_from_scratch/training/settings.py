@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from ddp_from_scratch.buckets.layout import AUTO
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch import MOST_HERE
-from ddp_from_scratch.layout import AUTO
-from ddp_from_scratch.process_group import MAX_TIMEOUT
+from ddp_from_scratch.launch.environment import MOST_HERE
+from ddp_from_scratch.world.process_group import MAX_TIMEOUT
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("bf16", "fp16", "powersgd")

@@ -1,0 +1,1 @@
+"""Shared by the benchmarks: contenders, workloads, timing, reports."""

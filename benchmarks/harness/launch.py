@@ -1,0 +1,163 @@
+"""Starts the ranks of a benchmark, on each backend with the launcher that it needs."""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.machine import available_memory
+from benchmarks.harness.report import RESULTS
+from benchmarks.harness.workloads import WORKLOADS
+from ddp_from_scratch import UsageError, start_ranks
+from ddp_from_scratch.launch.supervisor import start_mpirun
+
+ON_CPU = ("gloo", "mpi")
+
+
+def add_common_options(
+    parser: argparse.ArgumentParser,
+    models: Sequence[str],
+    backends: Sequence[str] = (*ON_CPU, "nccl"),
+) -> None:
+    """--backend, --model and --results.
+
+    Args:
+        parser: gets them.
+        models: the default ones.
+        backends: that can be chosen. By default nccl where it is one and there is a GPU, else
+            those on a CPU.
+    """
+    default = ["nccl"] if "nccl" in backends and torch.cuda.is_available() else list(ON_CPU)
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        choices=backends,
+        default=default,
+        help=f"default: {' '.join(default)}",
+    )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        choices=WORKLOADS,
+        default=list(models),
+        metavar="M",
+        help=f"of {', '.join(WORKLOADS)} (default: {' '.join(models)})",
+    )
+    add_results_option(parser)
+
+
+def add_results_option(parser: argparse.ArgumentParser) -> None:
+    """--results, which every benchmark of the set has."""
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="FOLDER",
+        help="where JSON and PNG go (default: benchmarks/results)",
+    )
+
+
+@dataclass(frozen=True)
+class Duration:
+    """For how many seconds a benchmark takes steps of a model on a backend, after warm-up.
+
+    Attributes:
+        usual: where nothing is said.
+        full: with --full,
+        quick: and with --quick.
+    """
+
+    usual: float
+    full: float
+    quick: float = 3.0
+
+    def add_options(self, parser: argparse.ArgumentParser, quick: str, full: str) -> None:
+        """--rounds, --seconds, --quick and --full.
+
+        Args:
+            parser: gets them.
+            quick: what --quick takes beside its seconds,
+            full: and --full.
+        """
+        parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
+        parser.add_argument(
+            "--seconds",
+            type=float,
+            help=f"for a model on a backend, after warm-up (default: {self.usual:g})",
+        )
+        sweep = parser.add_mutually_exclusive_group()
+        for name, what, seconds in (("quick", quick, self.quick), ("full", full, self.full)):
+            told = f"{what}, {seconds:g} seconds each"
+            sweep.add_argument(f"--{name}", action="store_true", help=told)
+
+    def settle(self, options: argparse.Namespace) -> None:
+        """Fills in --seconds.
+
+        Raises:
+            UsageError: it, or --rounds, is out of its range.
+        """
+        if options.seconds is None:
+            way = self.quick if options.quick else self.full if options.full else self.usual
+            options.seconds = way
+        if not 0 < options.seconds < math.inf:
+            raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
+        if options.rounds is not None and options.rounds < 2:
+            raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+
+
+def default_ranks() -> int:
+    """Two, or one where there is a single GPU."""
+    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+
+
+def backend_of_job(options: argparse.Namespace) -> str:
+    """In a rank: the one backend that it was started for.
+
+    Raises:
+        UsageError: another launcher started it, without saying which.
+    """
+    if len(options.backend) != 1:
+        raise UsageError(f"under a launcher --backend takes one, got {' '.join(options.backend)}")
+    backend: str = options.backend[0]
+    return backend
+
+
+def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
+    """Runs `python -m module` on every rank of a job, and waits for it.
+
+    Args:
+        module: the benchmark.
+        backend: of the job; every rank is told, as its last options, this
+        nproc: and the number of ranks.
+        arguments: other options.
+
+    Returns:
+        The exit code of the first rank that failed, or 0.
+    """
+    rank = [sys.executable, "-m", module, *map(str, arguments)]
+    rank += ["--backend", backend, "--nproc", str(nproc)]
+    if backend == "mpi":
+        return start_mpirun(nproc, rank)
+    return start_ranks(rank, (nproc,))
+
+
+def check_memory(model: str, copies: int, nproc: int) -> None:
+    """Refuses what would not fit, before a rank is started.
+
+    A copy of a model is taken for four times its parameters: these, momentum, gradients, buckets.
+
+    Raises:
+        UsageError: it does not fit into what is available.
+    """
+    needed = 4 * WORKLOADS[model].parameter_bytes * copies * nproc
+    available = available_memory()
+    if available is not None and needed > available and not torch.cuda.is_available():
+        raise UsageError(
+            f"{copies} copies of {model} on {nproc} ranks need about {needed / 2**30:.0f} GiB, and "
+            f"{available / 2**30:.0f} GiB are available: choose fewer with --contender, --model or "
+            f"--nproc"
+        )

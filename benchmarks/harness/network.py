@@ -1,0 +1,266 @@
+"""Two hosts on one machine: network namespaces with a wire between them. Linux, as root.
+
+       host 0, 10.213.77.1             host 1, 10.213.77.2
+    +-----------------------+       +-----------------------+
+    |  ranks   lo   [wire]--|--tbf--|--[wire]   lo   ranks  |
+    +-----------------------+  tbf  +-----------------------+
+
+Each host has a loopback of its own; what goes to the other host goes through the wire, a veth pair.
+A token bucket (`tc-tbf`) at each end lets it out at the wire's speed, both ways at a time. The
+processor and the memory are shared: two hosts of this kind compute half as fast as real ones.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.launch.environment import mpirun_command, rank_environments
+
+INTERFACE = "wire"
+_COUNTERS = Path(f"/sys/class/net/{INTERFACE}/statistics")
+_NAME = re.compile(r"ddp-(\d+)-[01]")  # of a namespace: ddp-<who made it>-<number>
+
+# Without a word from Open MPI, one connection carries both directions and sends in one at a time.
+_MPI_LINKS = "2"
+
+# torch warns that these addresses have no names.
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace with its own loopback and one end of the wire."""
+
+    name: str
+    address: str
+
+    def command(self, *command: str) -> list[str]:
+        """What runs `command` on this host."""
+        return ["ip", "netns", "exec", self.name, *command]
+
+    def named_command(self, *command: str) -> list[str]:
+        """As `command`, where the host's name is its address, which needs no name server."""
+        rename = 'hostname "$0" && exec "$@"'
+        return self.command("unshare", "--uts", "sh", "-c", rename, self.address, *command)
+
+    def sent_bytes(self) -> int:
+        """What has left through this host's end of the wire so far, headers and all."""
+        return int(_run(*self.command("cat", str(_COUNTERS / "tx_bytes"))))
+
+
+def crossed_bytes() -> tuple[int, int]:
+    """On a host: what has left through the wire so far and what has come, headers and all."""
+    sent, received = ((_COUNTERS / f"{way}_bytes").read_text() for way in ("tx", "rx"))
+    return int(sent), int(received)
+
+
+def missing(*tools: str) -> str | None:
+    """Why this machine cannot have such hosts, if so.
+
+    Args:
+        tools: commands that are needed beside `ip`.
+    """
+    if not sys.platform.startswith("linux"):
+        return "network namespaces need Linux"
+    if os.getuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", *tools):
+        if shutil.which(tool) is None:
+            return f"needs the {tool} command (Debian: apt install iproute2 util-linux)"
+    name = f"ddp-try-{os.getpid()}"
+    for action in ("add", "delete"):
+        done = subprocess.run(["ip", "netns", action, name], capture_output=True, text=True)
+        if done.returncode:
+            return f"cannot make a network namespace: {done.stderr.strip()}"
+    return None
+
+
+def check_available(backends: Sequence[str]) -> None:
+    """Raises where this machine cannot have two hosts, or Open MPI cannot span them.
+
+    Raises:
+        UsageError: it says what is missing.
+    """
+    why = missing("tc", *(["unshare"] if "mpi" in backends else []))
+    if why is not None:
+        raise UsageError(f"two hosts on one machine: {why}")
+    if "mpi" in backends:
+        mpirun_command(1, [])  # raises where there is no mpirun, also none beside this Python
+
+
+@contextmanager
+def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
+    """Makes the hosts, and removes them with every process on them.
+
+    Args:
+        gbit: the wire's speed in Gbit/s, each way; None leaves it as fast as it is.
+
+    Raises:
+        RuntimeError: `ip` or `tc` failed.
+    """
+    _remove_forgotten()
+    both = tuple(Host(f"ddp-{os.getpid()}-{i}", f"10.213.77.{i + 1}") for i in range(2))
+    first, second = both
+    try:
+        for host in both:
+            _run("ip", "netns", "add", host.name)
+        _run("ip", "link", "add", INTERFACE, "netns", first.name, "type", "veth",
+             "peer", "name", INTERFACE, "netns", second.name)  # fmt: skip
+        for host in both:
+            at = ("ip", "-n", host.name)
+            _run(*at, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            _run(*at, "link", "set", "lo", "up")
+            _run(*at, "link", "set", INTERFACE, "up")
+            if gbit is not None:
+                # What may leave at once: enough for a timer that is late by a millisecond.
+                burst = max(256 * 1024, int(gbit * 1e9 / 8 * 1e-3))
+                bucket = ["rate", f"{gbit:g}gbit", "burst", str(burst), "latency", "50ms"]
+                _run("tc", "-n", host.name, "qdisc", "add", "dev", INTERFACE, "root", "tbf",
+                     *bucket)  # fmt: skip
+        yield first, second
+    finally:
+        for host in both:
+            _remove(host.name)
+
+
+def run_ranks(
+    hosts: Sequence[Host], per_host: int, backend: str, command: Sequence[str], port: int = 29500
+) -> int:
+    """Runs `command` as so many ranks on each host; the first that fails ends all.
+
+    Ctrl-C and SIGTERM end them, too: call it under `stoppable`.
+
+    Args:
+        hosts: in the order of ranks.
+        per_host: ranks on each host.
+        backend: "gloo", whose ranks meet at a port of the first host, or "mpi", with Open MPI's
+            mpirun on the first host and its daemon on the others.
+        command: program and arguments.
+        port: of the meeting.
+
+    Returns:
+        The exit code: 0, or that of the first process that failed, 128 + N after signal N.
+    """
+    if backend != "mpi":
+        counts = [per_host] * len(hosts)
+        meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port), **_QUIET}
+        return _run_together(
+            (host.command(*command), meeting | rank)
+            for node, host in enumerate(hosts)
+            for rank in rank_environments(counts, node)
+        )
+    with tempfile.TemporaryDirectory(prefix="ddp-") as folder:
+        agent = Path(folder) / "agent"
+        agent.write_text(_agent(hosts))
+        agent.chmod(0o700)
+        settings = {
+            "pml": "ob1",
+            "btl": "self,sm,tcp",  # sm within a host
+            "btl_tcp_if_include": INTERFACE,
+            "btl_tcp_links": _MPI_LINKS,
+        }
+        options = ["--prtemca", "plm_ssh_agent", str(agent)]
+        options += ["--host", ",".join(f"{host.address}:{per_host}" for host in hosts)]
+        options += ["--map-by", "slot:oversubscribe"]
+        for name, value in settings.items():
+            options += ["--mca", name, value]
+        (mpirun, *of_one_machine), environ = mpirun_command(len(hosts) * per_host, command)
+        environ = {name: value for name, value in environ.items() if "OMPI_MCA" not in name}
+        environ |= _QUIET
+        for name in ("PATH", "PYTHONPATH", *_QUIET):
+            if name in os.environ | environ:
+                options += ["-x", name]
+        full = hosts[0].named_command(mpirun, *options, *of_one_machine)
+        return _run_together([(full, environ)])
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Lets SIGTERM unwind as Ctrl-C does, so that nothing is left behind."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _agent(hosts: Sequence[Host]) -> str:
+    """What Open MPI calls in place of ssh: `agent HOST COMMAND...`, the command for a shell."""
+    cases = [
+        f'{host.address}) exec {shlex.join(host.named_command("sh", "-c"))} "$*" ;;'
+        for host in hosts
+    ]
+    return "\n".join(["#!/bin/sh", "address=$1; shift", "case $address in", *cases, "esac", ""])
+
+
+def _run_together(started: Iterable[tuple[list[str], Mapping[str, str]]]) -> int:
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, environ in started:
+            # In a session of its own: Ctrl-C reaches it through `finally`.
+            child = subprocess.Popen(
+                command,
+                env=os.environ | environ,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            children.append(child)
+        while True:
+            codes = [child.poll() for child in children]
+            failed = next((code for code in codes if code), 0)
+            if failed:
+                return failed if failed > 0 else 128 - failed
+            if None not in codes:
+                return 0
+            time.sleep(0.05)
+    finally:
+        _end(children)
+
+
+def _end(children: Sequence["subprocess.Popen[bytes]"]) -> None:
+    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+        for child in children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(patience)
+
+
+def _remove(name: str) -> None:
+    """A namespace and all processes in it; the wire goes with it. Idempotent."""
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    for pid in listed.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _remove_forgotten() -> None:
+    """Hosts whose maker was killed before it could remove them."""
+    for line in _run("ip", "netns", "list").splitlines():
+        found = _NAME.match(line)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            _remove(found[0])
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,193 @@
+"""Times contenders fairly: interleaved in one process group, the slowest rank counts."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from benchmarks.harness.contenders import NO_COMMUNICATION, Contender
+from benchmarks.harness.report import on_terminal
+from ddp_from_scratch import check_sync
+
+Interval = tuple[float, float, float]  # an estimate, and the ends of its 95 % interval
+
+FEWEST_ROUNDS = 5
+WARM_UP = 3  # rounds that are not counted
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One contender's steps, round by round; of the slowest rank in each.
+
+    Attributes:
+        name: the contender's.
+        milliseconds: from the ranks' meeting before the step to its end.
+        cpu_milliseconds: of all threads of the rank's process, until the step's last call
+            returned: with a GPU what it costs to drive it.
+    """
+
+    name: str
+    milliseconds: list[float]
+    cpu_milliseconds: list[float] = field(default_factory=list)
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """The 25th, 50th and 75th percentile."""
+        low, median, high = np.percentile(self.milliseconds, [25, 50, 75])
+        return float(low), float(median), float(high)
+
+    def ratio_to(self, other: "Samples") -> Interval:
+        """Median of the ratios round by round, with its 95 % bootstrap interval."""
+        return median_interval(np.array(self.milliseconds) / np.array(other.milliseconds))
+
+    def minus(self, other: "Samples") -> Interval:
+        """Median of the differences round by round in ms, with its 95 % bootstrap interval."""
+        return median_interval(np.array(self.milliseconds) - np.array(other.milliseconds))
+
+
+def median_interval(values: np.ndarray) -> Interval:
+    """The median, and the 2.5th and 97.5th percentile of 2000 bootstrap medians."""
+    drawn = np.random.default_rng(0).choice(values, (2000, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return float(np.median(values)), float(low), float(high)
+
+
+def interleave(
+    contenders: Sequence[Contender], rounds: Iterable[int], device: torch.device
+) -> list[Samples]:
+    """One step of each contender in every round, in an order drawn anew each round.
+
+    `WARM_UP` rounds before the first are not counted (torch's DDP and ours rebuild their buckets in
+    the first, allocators settle). Whatever slows the machine for a while slows all alike.
+
+    Args:
+        contenders: what takes turns.
+        rounds: is asked for the next round when the one before is over, so that it may count or
+            look at the clock (`rounds_for`); it must end alike on all ranks.
+        device: is waited for at both ends of a step.
+    """
+    order = np.random.default_rng(0)  # the same on every rank
+    for _ in range(WARM_UP):
+        for contender in contenders:
+            contender.step()
+    times: list[list[float]] = [[] for _ in contenders]
+    cpu_times: list[list[float]] = [[] for _ in contenders]
+    for _ in rounds:
+        for index in order.permutation(len(contenders)):
+            dist.barrier()
+            _synchronize(device)
+            began, cpu_began = time.perf_counter(), time.process_time()
+            contenders[index].step()
+            cpu_ended = time.process_time()  # before the wait for a GPU, which spins
+            _synchronize(device)
+            times[index].append(1e3 * (time.perf_counter() - began))
+            cpu_times[index].append(1e3 * (cpu_ended - cpu_began))
+    slowest = torch.tensor([times, cpu_times], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [
+        Samples(c.name, milliseconds, cpu)
+        for c, milliseconds, cpu in zip(contenders, *slowest.tolist(), strict=True)
+    ]
+
+
+def rounds_for(
+    seconds: float | None, count: int | None, device: torch.device, title: str
+) -> Iterator[int]:
+    """Rounds for `interleave`, with a progress bar on rank 0: `count` of them, or by the clock.
+
+    By the clock of rank 0, which tells the others, at least `FEWEST_ROUNDS`. The bar is there at
+    once; the time begins with the first round, after the warm-up.
+    """
+    bar = tqdm(
+        total=count or round(seconds or 0.0),
+        desc=title,
+        unit="round" if count else "s",
+        disable=dist.get_rank() != 0 or not on_terminal(),
+        leave=False,
+    )
+    return _rounds(seconds, count, device, bar)
+
+
+def _rounds(
+    seconds: float | None, count: int | None, device: torch.device, bar: "tqdm[Any]"
+) -> Iterator[int]:
+    began, turn = time.perf_counter(), 0
+    while True:
+        passed = time.perf_counter() - began
+        over = torch.tensor([turn >= count if count else passed >= (seconds or 0.0)], device=device)
+        dist.broadcast(over, 0)
+        if over.item() and turn >= (count or FEWEST_ROUNDS):
+            break
+        yield turn
+        turn += 1
+        bar.update((turn if count else min(round(time.perf_counter() - began), bar.total)) - bar.n)
+    bar.close()
+
+
+def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> None:
+    """Refuses to compare what did not compute the same.
+
+    Parameters must be equal over ranks to the bit, and over strategies up to the rounding of
+    differently ordered sums: the distance between two strategies' parameters may be `tolerance` of
+    how far training has moved them, where the start is known.
+
+    Raises:
+        RuntimeError: it has not, so the times cannot be compared.
+    """
+    synchronised = [c for c in contenders if c.name != NO_COMMUNICATION]
+    first = synchronised[0]
+    for contender in synchronised:
+        check_sync(contender.model)
+        if contender.start:
+            names = (contender.name, first.name)
+            models = (contender.model.parameters(), first.model.parameters())
+            check_distance(names, *models, contender.start, tolerance)
+            continue
+        expected = dict(first.model.named_parameters())
+        for name, parameter in contender.model.named_parameters():
+            if not torch.allclose(parameter, expected[name], rtol=1e-3, atol=1e-5):
+                raise _differ((contender.name, first.name), name)
+
+
+@torch.no_grad()
+def check_distance(
+    names: tuple[str, str],
+    some: Iterable[torch.Tensor],
+    others: Iterable[torch.Tensor],
+    start: Iterable[torch.Tensor],
+    tolerance: float = 0.01,
+) -> None:
+    """Raises a RuntimeError if two trained models are farther apart than part of their way.
+
+    Args:
+        names: of the two, for the text.
+        some: parameters of the first.
+        others: parameters of the second.
+        start: those from which both have come.
+        tolerance: the part.
+    """
+    others = list(others)
+    moved, apart = _distance(others, start), _distance(some, others)
+    if not (moved > 0 and apart <= tolerance * moved):  # also what is not a number
+        raise _differ(names, f"model, {apart:.2g} apart where training moved it by {moved:.2g}")
+
+
+def _distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
+    squares = [(a - b).double().square().sum() for a, b in zip(some, others, strict=True)]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+def _differ(names: tuple[str, str], what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{names[0]} and {names[1]} have trained to a different {what}: they cannot be compared"
+    )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

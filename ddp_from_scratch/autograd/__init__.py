@@ -1,0 +1,1 @@
+"""Hooks into autograd: gradients that become ready, and the backward pass under way."""

@@ -1,0 +1,1 @@
+"""The memory that gradients are packed into, and the plan of what lies where."""

@@ -1,0 +1,171 @@
+"""All buckets of a model, in the order in which they are launched."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import overload
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.layout import BucketLayout, Gradient, assign_buckets
+from ddp_from_scratch.buckets.memory import ALIGNMENT, Memory, allocate, dense_strides
+from ddp_from_scratch.buckets.sparse_bucket import SparseBucket, sparse_parameters
+
+AnyBucket = Bucket | SparseBucket
+
+
+class Buckets(Sequence[AnyBucket]):
+    """A sequence of buckets that knows its parameters by index and by name.
+
+    First come the flat buckets, then one for each parameter whose gradient is sparse; comm hooks
+    see the flat ones alone.
+
+    Args:
+        module: declares which of the parameters have sparse gradients.
+        trainable: the parameters, by name.
+        process_group: the ranks that take part.
+        caps: as of `assign_buckets`.
+        gradient_as_bucket_view: as of `Bucket`.
+
+    Attributes:
+        names, parameters: an index into these names a parameter everywhere.
+        caps: as given; others hold from the next `lay_out` on.
+        gradient_as_bucket_view: as given.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        trainable: Mapping[str, torch.nn.Parameter],
+        process_group: dist.ProcessGroup | None,
+        caps: Sequence[int],
+        gradient_as_bucket_view: bool,
+    ) -> None:
+        sparse = sparse_parameters(module)
+        self.names = sorted(trainable, key=lambda name: id(trainable[name]) in sparse)
+        self.parameters = [trainable[name] for name in self.names]
+        # Of now, when ranks are compared: all lay out alike what one of them transposes later.
+        self._strides = [dense_strides(parameter) for parameter in self.parameters]
+        self._in_flat = sum(id(parameter) not in sparse for parameter in self.parameters)
+        self._process_group = process_group
+        self.caps, self.gradient_as_bucket_view = caps, gradient_as_bucket_view
+        self._memory = allocate(self.parameters[: self._in_flat], process_group)
+        self._buckets: list[AnyBucket] = []
+        self._bucket_of: dict[int, AnyBucket] = {}
+
+    @overload
+    def __getitem__(self, index: int) -> AnyBucket: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[AnyBucket]: ...
+    def __getitem__(self, index: int | slice) -> AnyBucket | list[AnyBucket]:
+        return self._buckets[index]
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def lay_out(self, order: Sequence[str]) -> None:
+        """Makes the buckets, or makes them anew, for gradients that are ready in this order.
+
+        Idempotent: buckets that would be as they are stay.
+        """
+        if self.planned(order, self.caps) == tuple(bucket.layout.members for bucket in self):
+            return
+        for bucket in self.flat:
+            bucket.leave()  # the new ones lie in the same memory
+        dense, sparse = self._indices(order)
+        flat = make_buckets(
+            self.parameters[: self._in_flat],
+            dense,
+            self.caps,
+            self.gradient_as_bucket_view,
+            self._memory,
+            self._strides,
+        )
+        self._buckets = [*flat, *map(self._sparse_bucket, sparse, itertools.count(len(flat)))]
+        self._bucket_of = {index: bucket for bucket in self for index in bucket.layout.members}
+
+    def planned(self, order: Sequence[str], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The members of the buckets that `lay_out` would make with these caps."""
+        dense, sparse = self._indices(order)
+        layouts = plan(self.parameters[: self._in_flat], dense, caps)
+        return *(layout.members for layout in layouts), *((index,) for index in sparse)
+
+    def _indices(self, order: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Those with flat gradients and those with sparse ones, each in this order of names."""
+        index_of = {name: index for index, name in enumerate(self.names)}
+        indices = [index_of[name] for name in order]
+        return (
+            [index for index in indices if index < self._in_flat],
+            [index for index in indices if index >= self._in_flat],
+        )
+
+    def _sparse_bucket(self, member: int, index: int) -> SparseBucket:
+        name, parameter = self.names[member], self.parameters[member]
+        return SparseBucket(member, name, parameter, index, self._process_group)
+
+    @property
+    def flat(self) -> tuple[Bucket, ...]:
+        """Those that are flat tensors."""
+        return tuple(bucket for bucket in self if isinstance(bucket, Bucket))
+
+    def of(self, index: int) -> AnyBucket:
+        """The bucket in which the gradient of parameter `index` lies."""
+        return self._bucket_of[index]
+
+    def members(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters of each."""
+        return tuple(tuple(self.names[i] for i in bucket.layout.members) for bucket in self)
+
+    def missing(self) -> list[str]:
+        """The names of the parameters that have no gradient yet."""
+        return [self.names[index] for bucket in self for index in sorted(bucket.missing)]
+
+    def hold(self) -> None:
+        """What has not been launched is in `.grad` again, for a later pass, or for zero_grad()."""
+        for bucket in self.flat:
+            bucket.hold()
+
+    def mark_rest_absent(self) -> None:
+        """What has not been counted in yet gets no gradient in this pass."""
+        for bucket in self:
+            for index in tuple(bucket.missing):
+                bucket.mark_absent(index)
+
+
+def plan(
+    parameters: Sequence[torch.Tensor], order: Iterable[int], caps: Sequence[int]
+) -> list[BucketLayout]:
+    """`assign_buckets` for the gradients of these parameters."""
+    gradients = [
+        Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters
+    ]
+    return assign_buckets(gradients, order, caps)
+
+
+def make_buckets(
+    parameters: Sequence[torch.nn.Parameter],
+    order: Iterable[int],
+    caps: Sequence[int],
+    gradient_as_bucket_view: bool,
+    memory: Memory | None = None,
+    strides: Sequence[tuple[int, ...]] | None = None,
+) -> list[Bucket]:
+    """The buckets of all parameters, in the order of launch; arguments as of `assign_buckets`.
+
+    They lie one behind the other in `memory`, or, where that is None, each in memory of its own.
+    """
+    layouts = plan(parameters, order, caps)
+    ends = dict.fromkeys(memory or (), 0)
+    buckets = []
+    for index, layout in enumerate(layouts):
+        flat = None
+        if memory is not None:
+            key = (parameters[layout.members[0]].dtype, parameters[layout.members[0]].device)
+            begin, ends[key] = ends[key], ends[key] + -(-layout.numel // ALIGNMENT) * ALIGNMENT
+            flat = memory[key][begin : begin + layout.numel]
+        members = [parameters[member] for member in layout.members]
+        is_last = index == len(layouts) - 1
+        laid = None if strides is None else [strides[member] for member in layout.members]
+        buckets.append(Bucket(layout, members, gradient_as_bucket_view, index, is_last, flat, laid))
+    return buckets

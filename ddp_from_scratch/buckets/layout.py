@@ -1,0 +1,140 @@
+"""Which gradient lies in which bucket, and where: arithmetic alone, no tensors, no communication.
+
+Step 0 of a gradient's way: decided once before the first backward, and once more after it, when
+the order in which gradients become ready is known.
+
+A bucket is one flat buffer. Gradients lie in it one behind the other, none is split:
+
+    bucket 0   |<-- fc2.bias -->|<------------ fc2.weight ------------>|
+    offset     0                10                                     1290
+    bucket 1   |<-- fc1.bias -->|<------------ fc1.weight ---- ... --->|
+
+The rule is that of torch's DDP (`compute_bucket_assignment_by_size` in
+torch/csrc/distributed/c10d/reducer.cpp): gradients of one dtype on one device share a bucket; it
+is closed as soon as its size reaches the cap; the first bucket has a smaller cap, so that the
+first all-reduce starts early.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+FIRST_BUCKET_CAP_MB = 1.0
+BUCKET_CAP_MB = 25.0
+
+AUTO: Final = "auto"
+Caps: TypeAlias = float | Sequence[float] | Literal["auto"] | None
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the layout needs to know of one gradient.
+
+    Attributes:
+        numel: number of elements.
+        nbytes: size in bytes.
+        key: gradients with equal keys may share a bucket; in use it is (dtype, device).
+    """
+
+    numel: int
+    nbytes: int
+    key: Hashable
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The gradients of one bucket and where each begins.
+
+    Attributes:
+        members: indices of the parameters, in the order in which they lie in the buffer.
+        offsets: `offsets[i]` is the element at which the gradient of `members[i]` begins.
+        numel: number of elements of the whole buffer.
+    """
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+    def __post_init__(self) -> None:
+        if not self.members or len(self.members) != len(self.offsets):
+            raise ValueError(
+                f"a bucket needs one offset per member and at least one member, "
+                f"got {len(self.members)} members and {len(self.offsets)} offsets"
+            )
+
+
+def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
+    """The caps of the first buckets, in bytes; the last of them is that of all later ones.
+
+    Args:
+        bucket_cap_mb: cap in MiB; 0 puts every gradient into a bucket of its own, `inf` puts all
+            into one. A sequence gives the first bucket's cap, the second's, and so on. None means
+            1 MiB for the first bucket and 25 MiB for the others, as in torch's DDP, and "auto"
+            (`bucket_tuning.py`) begins with that.
+
+    Raises:
+        ValueError: a cap is negative or not a number, the sequence is empty, or the word another.
+    """
+    sizes: float | Sequence[float]
+    if bucket_cap_mb is None or bucket_cap_mb == AUTO:
+        sizes = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
+    else:
+        sizes = bucket_cap_mb
+    if isinstance(sizes, str):
+        raise ValueError(f'bucket_cap_mb must be a number, numbers or "auto", got {sizes!r}')
+    caps = sizes if isinstance(sizes, Sequence) else (sizes,)
+    if not caps or not all(cap >= 0 for cap in caps):
+        raise ValueError(f"bucket_cap_mb must be 0 or more, got {bucket_cap_mb}")
+    return tuple(int(min(cap * 2**20, 2**62)) for cap in caps)
+
+
+def assign_buckets(
+    gradients: Sequence[Gradient],
+    order: Iterable[int],
+    caps: Sequence[int],
+) -> list[BucketLayout]:
+    """Distributes gradients over buckets, in the order in which they are expected to be ready.
+
+    Args:
+        gradients: all gradients; an index into this sequence names one.
+        order: every index once, the gradient that is ready first at the front.
+        caps: size in bytes at which the first bucket of each key is closed, the second, and so
+            on; the last one holds for all later buckets.
+
+    Returns:
+        The buckets in the order in which they fill up, which is the order to launch them in.
+
+    Raises:
+        ValueError: `order` does not hold every index exactly once.
+    """
+    order = list(order)
+    if sorted(order) != list(range(len(gradients))):
+        raise ValueError(
+            f"order must hold each of the {len(gradients)} gradients exactly once, got {order}"
+        )
+    open_members: dict[Hashable, list[int]] = {}
+    open_bytes: dict[Hashable, int] = {}
+    closed: dict[Hashable, int] = {}
+    filled: list[list[int]] = []
+    for index in order:
+        key = gradients[index].key
+        open_members.setdefault(key, []).append(index)
+        open_bytes[key] = open_bytes.get(key, 0) + gradients[index].nbytes
+        if open_bytes[key] >= caps[min(closed.get(key, 0), len(caps) - 1)]:
+            filled.append(open_members.pop(key))
+            open_bytes[key] = 0
+            closed[key] = closed.get(key, 0) + 1
+    # What never reached its cap is full with its last member; sort those by that member's turn.
+    turn = {index: position for position, index in enumerate(order)}
+    filled.extend(open_members.values())
+    filled.sort(key=lambda members: turn[members[-1]])
+    return [_layout(members, gradients) for members in filled]
+
+
+def _layout(members: list[int], gradients: Sequence[Gradient]) -> BucketLayout:
+    offsets = []
+    end = 0
+    for index in members:
+        offsets.append(end)
+        end += gradients[index].numel
+    return BucketLayout(tuple(members), tuple(offsets), end)

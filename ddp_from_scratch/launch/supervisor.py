@@ -1,0 +1,258 @@
+"""The parent of the ranks on one machine: starts them, watches them, ends them together.
+
+Used where no launcher is: `python run.py`, and one such command on each of several machines.
+"""
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from ddp_from_scratch.launch import output
+from ddp_from_scratch.launch.environment import STARTED_HERE, mpirun_command, rank_environments
+from ddp_from_scratch.launch.interfaces import require_loopback
+from ddp_from_scratch.launch.multi_node import Machines
+from ddp_from_scratch.launch.parent_link import PARENT, PR_SET_PDEATHSIG, RENDEZVOUS_FILE, TERMINAL
+
+# Ranks stop after a step, with a checkpoint.
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Ranks are ended.
+_ENDS = (signal.SIGQUIT, signal.SIGUSR2)
+_POLL_S = 0.05
+_GRACE_S = 5.0  # between asking the ranks to stop, after one failed, and killing them
+
+
+def start_ranks(
+    command: Sequence[str],
+    counts: Sequence[int],
+    node_rank: int = 0,
+    master_addr: str = "127.0.0.1",
+    master_port: int = 29500,
+    timeout: float = 600.0,
+) -> int:
+    """Runs `command` once for each rank of this machine and waits for all of them.
+
+    On one machine the ranks meet through a file that only this user can read, in a folder that is
+    removed at the end: no port is opened. On several, machine 0 listens on `master_port` of
+    `master_addr` and nowhere else, and talks to machines that know the job's secret: DDP_SECRET in
+    the environment of all, or what machine 0 prints for the others where it has none.
+
+    The first rank that fails ends all others, on every machine. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP
+    reach the ranks as SIGTERM (a Python that is still importing would answer SIGINT with a
+    traceback), and they stop together; a second Ctrl-C or SIGTERM kills them. SIGQUIT and SIGUSR2
+    end all ranks. SIGHUP that was ignored before (nohup) stays so.
+
+    Args:
+        command: program and arguments; each rank gets torchrun's variables in its environment.
+        counts: number of processes on each machine.
+        node_rank: this machine's position in `counts`.
+        master_addr: where machine 0 can be reached.
+        master_port: the port that machine 0 listens on.
+        timeout: seconds to wait for the other machines, and for a sign of life from them later.
+
+    Returns:
+        0 when every rank ended with 0, 128 + N after signal N, else the exit code of the first rank
+        that did not end well (128 + N when it was killed by signal N).
+
+    Raises:
+        UsageError: the port is taken, machine 0 does not answer, or the machines were given
+            different counts or secrets.
+    """
+    ranks = rank_environments(counts, node_rank)
+    common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
+    if len(counts) > 1:
+        machines = Machines(counts, node_rank, master_addr, master_port, timeout)
+        try:
+            environments = [common | machines.environment | rank for rank in ranks]
+            return _Watch(command, environments, machines).run()
+        finally:
+            machines.close()
+    with tempfile.TemporaryDirectory(prefix="ddp-") as folder:  # mode 0700
+        common[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")
+        return _Watch(command, [common | rank for rank in ranks]).run()
+
+
+def start_mpirun(nproc: int, command: Sequence[str]) -> int:
+    """Runs `mpirun -n NPROC COMMAND` on this machine and waits for it.
+
+    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach the ranks as SIGUSR1, which mpirun hands on and
+    otherwise ignores. SIGQUIT and SIGUSR2 end all ranks.
+    Told to stop by anything else, Open MPI kills its ranks after 0.2 s, too early for them to have
+    written a checkpoint, and has no setting for that. A second one is such a SIGTERM.
+
+    Returns:
+        mpirun's exit code, which is that of the first rank that failed; 128 + N after signal N.
+
+    Raises:
+        UsageError: there is no mpirun, or no interface that it could use.
+    """
+    require_loopback()
+    full, defaults = mpirun_command(nproc, command)
+    defaults[STARTED_HERE] = "1"
+    for stream in (1, 2):
+        if os.isatty(stream):
+            defaults[f"{TERMINAL}{stream}"] = os.ttyname(stream)
+    _say(f"starting: {shlex.join(full)}")
+    return _Mpirun(full, [defaults | os.environ]).run()
+
+
+class _Watch:
+    """The ranks of this machine as child processes that end together."""
+
+    # What they are sent on the first signal that stops them, on the second, and so on.
+    ladder: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[dict[str, str]],
+        machines: Machines | None = None,
+    ) -> None:
+        self._command = list(command)
+        self._environments = environments
+        self._machines = machines
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._received: list[int] = []
+        self._passed_on = 0
+        self._ended_by = 0
+
+    def run(self) -> int:
+        numbers = [*_STOPS, *_ENDS]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            numbers.remove(signal.SIGHUP)
+        handlers = {number: signal.signal(number, self._remember) for number in numbers}
+        try:
+            for environment in self._environments:
+                self._children.append(self._start(os.environ | environment))
+            return self._wait()
+        finally:
+            self._end_all()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _start(self, environ: dict[str, str]) -> "subprocess.Popen[bytes]":
+        # A session of its own: Ctrl-C reaches it once, through us.
+        return subprocess.Popen(
+            self._command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        # Acted on by `_wait`, when all children are there: a signal may come between two starts.
+        if number in _ENDS:
+            self._ended_by = number
+        # A session that ends sends SIGHUP beside SIGTERM: that is no second wish.
+        elif number in (signal.SIGINT, signal.SIGTERM) or not self._received:
+            self._received.append(number)
+
+    def _pass_on(self) -> None:
+        """Acts on the signals that have come since the last call."""
+        while self._passed_on < len(self._received):
+            if self._passed_on == 0:
+                _say("stopping all ranks; once more ends them at once")
+            self._signal(self.ladder[min(self._passed_on, len(self.ladder) - 1)])
+            self._passed_on += 1
+
+    def _wait(self) -> int:
+        """Until all children have ended well, or one has not; returns the exit code."""
+        polls = 0
+        while True:
+            self._pass_on()
+            if self._ended_by:
+                return self._ended()
+            codes = [child.poll() for child in self._children]
+            if all(code == 0 for code in codes):
+                if self._machines is None or self._machines.may_leave() or self._received:
+                    return 0
+            elif self._received:
+                # Asked to stop, they end one after another with the signal's code. But where one
+                # has died of it, the others wait for that one in vain.
+                if None not in codes or any(code and code < 0 for code in codes):
+                    return self._stopped()
+            elif any(codes):
+                return self._failed(*next((i, code) for i, code in enumerate(codes) if code))
+            polls += 1
+            if self._machines is not None and polls % 10 == 0:
+                elsewhere = self._machines.failure()
+                if elsewhere is not None:
+                    return self._stopped_elsewhere(elsewhere)
+            time.sleep(_POLL_S)
+
+    def _stopped(self) -> int:
+        name = signal.Signals(self._received[0]).name
+        if self._machines is not None:
+            self._machines.tell_failure(f"stopped by {name}")
+        return 128 + self._received[0]
+
+    def _stopped_elsewhere(self, told: str) -> int:
+        # A rank here that all ranks agreed with has the same code, and somebody has said why.
+        self._await_end(1.0)
+        codes = [child.poll() for child in self._children]
+        code = next((code for code in codes if code is not None and code > 1), None)
+        if code is None:
+            _say(f"stopped: {told}")
+        return code or 1
+
+    def _ended(self) -> int:
+        name = signal.Signals(self._ended_by).name
+        _say(f"ending all ranks ({name})")
+        if self._machines is not None:
+            self._machines.tell_failure(f"ended by {name}")
+        return 128 + self._ended_by
+
+    def _failed(self, index: int, code: int) -> int:
+        rank = self._environments[index].get("RANK")
+        who = Path(self._command[0]).name if rank is None else f"rank {rank}"
+        text = f"{who} ended with exit code {code}"
+        if code < 0:
+            text = f"{who} was killed by {signal.Signals(-code).name}"
+            _say(f"{text}; all other ranks were stopped")
+        if self._machines is not None:
+            self._machines.tell_failure(text)
+        return 128 - code if code < 0 else code
+
+    def _end_all(self) -> None:
+        """Asks what still runs to stop, then kills it. Idempotent."""
+        self._signal(signal.SIGTERM)
+        self._await_end(_GRACE_S)
+        self._signal(signal.SIGKILL)
+        for child in self._children:
+            child.wait()
+
+    def _await_end(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while any(child.poll() is None for child in self._children) and time.monotonic() < end:
+            self._pass_on()
+            time.sleep(_POLL_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+
+class _Mpirun(_Watch):
+    """One child, mpirun, which watches the ranks itself."""
+
+    ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
+
+    def _start(self, environ: dict[str, str]) -> "subprocess.Popen[bytes]":
+        libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+        return subprocess.Popen(
+            self._command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            # mpirun cannot ask for it by itself, as ranks do in `die_with_parent`.
+            preexec_fn=lambda: libc and libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+
+
+def _say(text: str) -> None:
+    output.write(text, sys.stderr)

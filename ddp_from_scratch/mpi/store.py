@@ -1,0 +1,46 @@
+"""The store through which groups of other backends meet, where MPI knows the ranks."""
+
+import ctypes
+import os
+import socket
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ddp_from_scratch.launch.environment import Placement
+from ddp_from_scratch.launch.rank_exit import remove_at_exit
+from ddp_from_scratch.mpi.runtime import share
+
+
+def store(placement: Placement, timeout: timedelta) -> dist.Store:
+    """A store that all ranks of the MPI job share. Collective.
+
+    On one machine a private file, on several a port that rank 0 opens.
+    """
+    if placement.one_machine:
+        # A file and not a folder of our own: a store in use would look for minutes for a file
+        # whose folder is gone, and rank 0 may be gone first.
+        file = share(_private_file() if placement.rank == 0 else None)
+        if placement.rank == 0:
+            remove_at_exit(Path(file))
+        private = dist.FileStore(file, placement.world_size)
+        # One reference that nobody drops: a store that ends writes to its file, and where rank 0
+        # has just removed it, makes a new one, in which the next to end reads nonsense for minutes.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(private))
+        return private
+    if placement.rank == 0:
+        server = dist.TCPStore(
+            socket.getfqdn(), 0, is_master=True, timeout=timeout, wait_for_workers=False
+        )
+        share((socket.getfqdn(), server.port))
+        return server
+    host, port = share(None)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+def _private_file() -> str:
+    handle, name = tempfile.mkstemp(prefix="ddp-")
+    os.close(handle)
+    return name

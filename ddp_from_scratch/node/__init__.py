@@ -1,0 +1,1 @@
+"""Memory that the ranks of one machine share, and reductions in it."""

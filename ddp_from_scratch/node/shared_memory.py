@@ -1,0 +1,145 @@
+"""Memory that the ranks of one machine share: a file without a name, in memory.
+
+Not a window of MPI's, which is a file in `/dev/shm`: containers often keep that at 64 MB, and where
+one rank finds no room there the others wait for it.
+"""
+
+import mmap
+import os
+import weakref
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_from_scratch.errors import NoSharedMemory
+from ddp_from_scratch.mpi.runtime import MPI
+
+
+class SharedMemory:
+    """A segment for each rank of a node; every rank sees all of them.
+
+        memory  | rank 0's segment | rank 1's segment | ...
+                  nbytes             nbytes, from the next page on
+
+    Collective to make and to free. The memory is gone with the last process that has it, however
+    that ends.
+
+    Args:
+        node: the ranks, which must be able to share memory.
+        nbytes: size of this rank's segment; may differ over ranks.
+
+    Attributes:
+        addresses: where each rank's segment begins, in this process.
+        segments: each rank's segment, as uint8 tensors of shape (its nbytes,); not one that was
+            taken.
+
+    Raises:
+        NoSharedMemory: the memory is not to be had; on all ranks of the node.
+    """
+
+    def __init__(self, node: MPI.Intracomm, nbytes: int) -> None:
+        self.nbytes = nbytes
+        sizes = node.allgather(nbytes)
+        # Each on pages of its own, which come to lie near the rank that fills them.
+        *begins, end = accumulate(
+            (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0
+        )
+        memory = _map(node, max(end, mmap.PAGESIZE))
+        self._arrays = [
+            np.frombuffer(memory, np.uint8, size, begin)
+            for size, begin in zip(sizes, begins, strict=True)
+        ]
+        self.addresses = [array.ctypes.data for array in self._arrays]
+        self._taken: weakref.ref[np.ndarray[Any, Any]] | None = None
+        self.segments = [torch.from_numpy(array) for array in self._arrays]
+
+    def take(self, rank: int) -> torch.Tensor:
+        """A rank's segment, which is then in use here for as long as the tensor lives. Once."""
+        # Each tensor that lies in the segment keeps the array alive.
+        self._taken = weakref.ref(self._arrays[rank])
+        taken, self.segments[rank] = self.segments[rank], torch.empty(0, dtype=torch.uint8)
+        self._arrays.clear()
+        return taken
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a tensor lies in the segment that was taken."""
+        return self._taken is not None and self._taken() is not None
+
+    def free(self) -> None:
+        """Gives the memory back, once all ranks have and no tensor lies in it any more."""
+        self.segments = []
+        self._arrays.clear()
+
+
+def can_share(node: MPI.Intracomm) -> bool:
+    """Whether these ranks can share memory. Collective: all get the same answer."""
+    try:
+        SharedMemory(node, 1).free()
+    except NoSharedMemory:
+        return False
+    return True
+
+
+def _map(node: MPI.Intracomm, nbytes: int) -> mmap.mmap:
+    """Zeros that are the same memory on all ranks of the node."""
+    if node.size == 1:
+        try:
+            return mmap.mmap(-1, nbytes)
+        except (OSError, OverflowError) as error:
+            raise NoSharedMemory(f"this rank cannot have {nbytes} bytes: {error}") from error
+    mapped, file, found = None, -1, ("", (0, 0))
+    problem = ""
+    if node.rank == 0:
+        try:
+            file = _nameless_file(nbytes)
+            found = (f"/proc/{os.getpid()}/fd/{file}", _identity(file))
+        except OSError as error:
+            problem = str(error)
+    (path, identity), problem = node.bcast((found, problem))
+    if not problem:
+        try:
+            mapped = _map_file(path, identity, nbytes)
+        except OSError as error:
+            problem = str(error)
+    # What any rank has met all hear of, so that none waits for one that has given up. And the file
+    # stays open until all have it.
+    problems = [told for told in node.allgather(problem) if told]
+    if file >= 0:
+        os.close(file)
+    if mapped is None or problems:
+        raise NoSharedMemory(
+            f"the {node.size} ranks of this machine cannot share {nbytes} bytes: {problems[0]}"
+        )
+    return mapped
+
+
+def _nameless_file(nbytes: int) -> int:
+    """A descriptor of zeros in memory.
+
+    Raises:
+        OSError: it cannot be made. More than the machine's memory is refused here: it would be
+            noticed only when it is written to, which ends the process.
+    """
+    if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+        raise OSError("this machine has less memory")
+    file = os.memfd_create("ddp")
+    os.ftruncate(file, nbytes)
+    return file
+
+
+def _map_file(path: str, identity: tuple[int, int], nbytes: int) -> mmap.mmap:
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if _identity(file) != identity:  # a container numbers its processes by itself
+            raise OSError(f"{path} is another container's")
+        return mmap.mmap(file, nbytes)
+    finally:
+        os.close(file)
+
+
+def _identity(file: int) -> tuple[int, int]:
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino

@@ -1,0 +1,79 @@
+"""Tensors in memory that a machine's ranks share, and what is known of them."""
+
+import torch
+
+from ddp_from_scratch.mpi.runtime import MPI
+from ddp_from_scratch.node.shared_memory import SharedMemory
+
+
+class Windows:
+    """A group's tensors in shared memory.
+
+    A tensor's memory is given back when no rank uses it any more, at the next `empty` or at the
+    end of the group: that takes all ranks, and they do not drop their tensors at the same time.
+
+    Args:
+        node: the group's ranks on this machine.
+    """
+
+    def __init__(self, node: MPI.Intracomm) -> None:
+        self._node = node
+        self._others = [rank for rank in range(node.size) if rank != node.rank]
+        # By the address of this rank's segment. Numbered alike on all ranks.
+        self._memories: dict[int, tuple[int, SharedMemory]] = {}
+        self._made = 0
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of `numel` uninitialised elements. Collective: the same on all ranks.
+
+        Raises:
+            CommunicationError: the memory is not to be had.
+        """
+        return self._make(numel, dtype, self._node.rank)
+
+    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `empty`, but one tensor for all ranks of the machine: the same memory.
+
+        Raises: as `empty`.
+        """
+        return self._make(numel, dtype, 0)
+
+    def _make(self, numel: int, dtype: torch.dtype, whose: int) -> torch.Tensor:
+        self.free_unused()
+        self._made += 1  # also where it fails: other machines may have the memory
+        mine = whose == self._node.rank
+        memory = SharedMemory(self._node, numel * dtype.itemsize if mine else 0)
+        self._memories[memory.addresses[whose]] = (self._made, memory)
+        return memory.take(whose).view(dtype)
+
+    def place(self, tensor: torch.Tensor) -> str:
+        """Where the tensor lies, said alike by all ranks.
+
+        Empty where it does not lie in a window, or in one that has one tensor for all.
+        """
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._memories or not tensor.is_contiguous():
+            return ""
+        number, memory = self._memories[address]
+        if not all(memory.segments[rank].numel() for rank in self._others):
+            return ""
+        return f"window {number} at {tensor.data_ptr() - address}"
+
+    def everybodys(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What lies at the tensor's place on each rank of the machine, flat; this rank's is it."""
+        address = tensor.untyped_storage().data_ptr()
+        _, memory = self._memories[address]
+        begin = tensor.data_ptr() - address
+        found = [
+            segment[begin : begin + tensor.nbytes].view(tensor.dtype)
+            for segment in map(memory.segments.__getitem__, self._others)
+        ]
+        found.insert(self._node.rank, tensor.view(-1))
+        return found
+
+    def free_unused(self) -> None:
+        """Gives back the memory that no rank uses any more. Collective."""
+        used = self._node.allgather([memory.in_use for _, memory in self._memories.values()])
+        for address, by_ranks in zip(list(self._memories), zip(*used, strict=True), strict=True):
+            if not any(by_ranks):
+                self._memories.pop(address)[1].free()

@@ -1,0 +1,161 @@
+"""Parameters of a bucket in one flat tensor, and their momentum in another: what `sgd.py` steps.
+
+bucket.buffer   |<- fc2.bias ->|<------ fc2.weight ------>|<- fc1.bias ->| ...
+run.gradient    |<- fc2.bias ->|<------ fc2.weight ------>|    a part of the buffer
+run.flat        |<- fc2.bias ->|<------ fc2.weight ------>|    every `.data` is a window of it
+momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    every "momentum_buffer", too
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.memory import lies_at
+
+Allocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+# Bytes that a parameter begins at a multiple of, as torch allocates it. A matrix product of BLAS
+# rounds otherwise where its operand lies at an odd address.
+_ALIGNMENT = 64
+
+
+class FlatRun:
+    """Neighbours in a bucket that belong to one parameter group.
+
+    Args:
+        bucket: holds their gradients.
+        members: their positions in the bucket.
+        group: the index of their parameter group.
+        flat: whether to move the parameters into one flat tensor. Where not, the run is never
+            `in_place()` and holds no tensor of its own.
+        allocate: makes a flat tensor like another one.
+
+    Attributes:
+        group: as given.
+        parameters: of the members.
+        gradients: where their gradients are to lie: windows of `gradient`, which is flat.
+        places: where the parameters are to lie: windows of `flat`.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        members: range,
+        group: int,
+        flat: bool,
+        allocate: Allocate,
+    ) -> None:
+        self.group, self._allocate = group, allocate
+        self.parameters = [bucket.parameters()[i] for i in members]
+        self.gradients = [bucket.views[i] for i in members]
+        begin = bucket.layout.offsets[members.start]
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        self.gradient = bucket.buffer()[begin : begin + numel]
+        self.flat = allocate(self.gradient) if flat else self.gradient[:0]
+        self.places = self._windows(self.flat) if flat else []
+        self._momentum: torch.Tensor | None = None
+        self._momentum_places: list[torch.Tensor] = []
+        for parameter, place in zip(self.parameters, self.places, strict=flat):
+            place.copy_(parameter)
+            parameter.data = place
+
+    def _windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The part of `flat` for each member, at the offset and with the strides of its `.grad`."""
+        begin = self.gradient.storage_offset()
+        return [
+            flat.as_strided(g.shape, g.stride(), g.storage_offset() - begin) for g in self.gradients
+        ]
+
+    def in_place(self) -> bool:
+        """Whether all parameters and gradients lie where they were put."""
+        return bool(self.places) and all(
+            parameter.grad is not None
+            and lies_at(parameter.grad, gradient)
+            and lies_at(parameter, place)
+            for parameter, gradient, place in zip(
+                self.parameters, self.gradients, self.places, strict=True
+            )
+        )
+
+    def gather_momentum(
+        self, states: Sequence[dict[str, Any]]
+    ) -> tuple[bool, torch.Tensor | None, bool]:
+        """Puts the momentum of all members into one flat tensor, if it is not there.
+
+        Returns:
+            Whether it could be done, the flat tensor, and whether it has no values yet. It cannot
+            where only some members have been stepped before.
+        """
+        buffers = [state.get("momentum_buffer") for state in states]
+        first = all(buffer is None for buffer in buffers)
+        if not first and any(buffer is None for buffer in buffers):
+            return False, None, False
+        flat, places = self.momentum()
+        for state, buffer, place in zip(states, buffers, places, strict=True):
+            if buffer is not place:
+                if buffer is not None:  # loaded, or from before the buckets were rebuilt
+                    place.copy_(buffer)
+                state["momentum_buffer"] = place
+        return True, flat, first
+
+    def momentum(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A flat tensor for the momentum of all members, and its windows."""
+        if self._momentum is None:
+            self._momentum = self._allocate(self.flat)
+            self._momentum_places = self._windows(self._momentum)
+        return self._momentum, self._momentum_places
+
+
+def flat_runs(
+    bucket: Bucket,
+    groups: Sequence[int | None],
+    shared: set[int],
+    allocate: Allocate,
+) -> list[FlatRun]:
+    """Cuts the bucket where the group changes, and where a parameter cannot be moved or aligned.
+
+    Most sizes are multiples of 16 elements; after one that is not, the next run begins.
+    """
+    traits = [
+        (group, can_move(parameter, view) and id(parameter) not in shared)
+        for group, parameter, view in zip(groups, bucket.parameters(), bucket.views, strict=True)
+    ]
+    offsets, itemsize = bucket.layout.offsets, bucket.buffer().itemsize
+    cuts: list[int] = []
+    for i in range(len(traits)):
+        odd = bool(cuts) and (offsets[i] - offsets[cuts[-1]]) * itemsize % _ALIGNMENT
+        if i == 0 or odd or traits[i] != traits[i - 1]:
+            cuts.append(i)
+    runs = []
+    for begin, end in zip(cuts, [*cuts[1:], len(traits)], strict=True):
+        group, flat = traits[begin]
+        if group is not None:
+            runs.append(FlatRun(bucket, range(begin, end), group, flat, allocate))
+    return runs
+
+
+def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a flat call gives the bits of a call of its own, and the strides can stay."""
+    # On a CPU torch computes the last elements of a 16-bit tensor, those that do not fill a vector,
+    # with one rounding more.
+    sixteen_bit_on_cpu = parameter.element_size() == 2 and parameter.device.type == "cpu"
+    return parameter.stride() == view.stride() and not sixteen_bit_on_cpu
+
+
+def overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of parameters that share memory with another: moved, they would part in silence."""
+    ranges = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, id(parameter))
+        for parameter in parameters
+        if parameter.numel()
+    )
+    found = set()
+    furthest, last = 0, 0
+    for begin, end, this in ranges:
+        if begin < furthest:
+            found |= {last, this}
+        if end > furthest:
+            furthest, last = end, this
+    return found

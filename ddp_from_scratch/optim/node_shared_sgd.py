@@ -1,0 +1,204 @@
+r"""SGD on one copy of the parameters for all ranks of a machine; each steps its share of them.
+
+In the ordinary way every rank of a machine ends a step with the same average, takes the same step
+with it, and has the same parameters. Here there is one copy of parameters and momentum in memory
+that the ranks share, and each does a part of the work for all:
+
+    gradients    rank 0   |  a0  |  b0  |        rank 1   |  a1  |  b1  |
+                             \______\__________________/______/
+    parameters            |  a - lr (a0 + a1) / 2  |  b - lr (b0 + b1) / 2  |
+                             rank 0's share           rank 1's share
+
+A chunk of the average exists only in the cache of the rank that steps with it. On several machines
+each share is averaged with the ranks that have the same share on the others.
+"""
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.memory import lies_at
+from ddp_from_scratch.optim.flat_params import FlatRun, can_move, overlapping
+from ddp_from_scratch.optim.sgd import SGD, update
+from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.sync.check_sync import check_sync
+
+Stretch = tuple[int, int, bool]  # begin and end in a run; whether momentum has no values there yet
+
+
+class NodeSharedSGD(SGD):
+    """`ddp.SGD` with one copy of parameters and momentum for all ranks of a machine.
+
+    The parameters are those of `ddp.SGD`, to the last bit where the world size is a power of two
+    (and elsewhere to rounding). `backward_and_step` is where it is fast: no gradient is averaged in
+    `.grad`, which is None afterwards (but for sparse ones). `backward()` and `step()` are right,
+    too: between them `.grad` holds averages as ever, to be clipped or unscaled.
+
+    A step begins when all ranks have ended their backward pass and returns when all shares are
+    stepped, so no forward or backward pass sees a parameter half written. What writes to a
+    parameter by hand writes to that of every rank of the machine: let all ranks do it alike, or one
+    of them, and put a barrier (`dist.barrier()`) before and after it.
+
+    Parameters move into shared memory in the first step, which compares them over all ranks first.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize, reducer: as of `ddp.SGD`;
+            the reducer's process group must be of the mpi backend, and its parameters all among
+            `params`, float32 or float64 on the CPU, no two of them in the same memory.
+
+    Raises:
+        ValueError: as `ddp.SGD`; or these conditions are not met.
+        RuntimeError: from a step: `.data` of a parameter was replaced, a comm hook is registered
+            (`backward_and_step`), the ranks step with other learning rates or parameters, or this
+            is inside `join()`.
+    """
+
+    def __init__(self, *args: Any, reducer: Reducer, **settings: Any) -> None:
+        super().__init__(*args, reducer=reducer, **settings)
+        group: Any = reducer.process_group or dist.group.WORLD
+        if not hasattr(group, "reduce_to_owners"):
+            raise ValueError("NodeSharedSGD needs a process group of the mpi backend")
+        self._group = group  # ddp_from_scratch.mpi's, which nothing here imports
+        _check_movable(reducer.flat_buckets)
+        if not all(self._group.is_shared(bucket.buffer()) for bucket in reducer.flat_buckets):
+            raise ValueError(
+                "NodeSharedSGD needs gradients in memory that the machine's ranks share, and there "
+                "was none: the Reducer's warning says why; ddp.SGD does without"
+            )
+        self._check_groups()
+        self._checked = self._moved = False
+
+    def backward_and_step(self, loss: torch.Tensor) -> None:
+        """`loss.backward()` and `step()` in one, with gradients that are never averaged in `.grad`.
+
+        Raises: as `ddp.SGD`, and where a comm hook is registered.
+        """
+        if self._reducer is None:
+            super().backward_and_step(loss)  # which raises
+            return
+        self._check_groups()
+        self._arrange()
+        with self._reducer.sending.keeping_local():
+            super().backward_and_step(loss)
+        for runs in self._runs.values():
+            for run in runs:
+                for parameter in run.parameters:
+                    parameter.grad = None
+
+    def _arrange(self) -> None:
+        if self._reducer is not None and not self._checked:
+            # Their memory becomes one: differences would go unnoticed.
+            ours = {id(p) for b in self._reducer.flat_buckets for p in b.parameters()}
+            module = self._reducer.module
+            others = [n for n, p in module.named_parameters() if id(p) not in ours]
+            check_sync(module, self._reducer.process_group, ignore=others)
+            self._checked = True
+        super()._arrange()
+
+    def _check_groups(self) -> None:
+        buckets = () if self._reducer is None else self._reducer.flat_buckets
+        if any(group is None for bucket in buckets for group in self._groups_of(bucket)):
+            raise ValueError(
+                "params must hold all of the reducer's parameters: the gradient of another one "
+                "would not be averaged"
+            )
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        self._moved = True
+        shared: torch.Tensor = self._group.empty_for_all(like.numel(), like.dtype)
+        return shared
+
+    @torch.no_grad()
+    def _step_runs(self, runs: Sequence[FlatRun]) -> None:
+        if self._reducer is not None and self._reducer.sending.joining:
+            raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
+        for run in runs:
+            if not run.gradient.numel():
+                continue
+            group = self.param_groups[run.group]
+            momentum = run.momentum()[0] if group["momentum"] != 0 else None
+            stretches = self._stretches(run, momentum is not None)
+            receive = partial(_update_stretches, run.flat, momentum, stretches, group)
+            # In `step` these are averages already, and stay what they are.
+            self._group.reduce_to_owners(
+                run.gradient, dist.ReduceOp.AVG, receive, _label(stretches, group)
+            )
+            increment_version(run.parameters)
+        if runs is list(self._runs.values())[-1]:
+            # Parameters are whole again, and nobody needs another rank's gradients any more; nor
+            # the memory that they lay in before they were moved.
+            end = self._group.free_unused if self._moved else self._group.barrier().wait
+            self._moved = False
+            end()
+
+    def _stretches(self, run: FlatRun, has_momentum: bool) -> list[Stretch]:
+        """The parts of a run that have gradients, neighbours together."""
+        stretches: list[Stretch] = []
+        for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
+            if not lies_at(parameter, place):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} does not lie in shared memory "
+                    f"any longer: its .data was replaced after the first step"
+                )
+            if parameter.grad is None:
+                continue
+            if not lies_at(parameter.grad, run.gradients[index]):  # laid out anew, or moved
+                run.gradients[index].copy_(parameter.grad)
+            first = has_momentum and self._move_momentum(parameter, run.momentum()[1][index])
+            begin = int(place.storage_offset())
+            end = begin + parameter.numel()
+            if stretches and stretches[-1][1:] == (begin, first):
+                begin = stretches.pop()[0]
+            stretches.append((begin, end, first))
+        return stretches
+
+    def _move_momentum(self, parameter: torch.Tensor, place: torch.Tensor) -> bool:
+        """Lets its momentum lie in `place`; whether that has no values yet."""
+        state = self.state[parameter]
+        held = state.get("momentum_buffer")
+        if held is None:
+            place.zero_()
+        elif held is not place:
+            place.copy_(held)  # loaded, or from before the buckets were laid out anew
+        state["momentum_buffer"] = place
+        return held is None
+
+
+def _update_stretches(
+    flat: torch.Tensor,
+    momentum: torch.Tensor | None,
+    stretches: Sequence[Stretch],
+    group: dict[str, Any],
+    at: int,
+    gradient: torch.Tensor,
+) -> None:
+    """Steps what lies in `flat` from `at` on, as far as `gradient` goes and has values."""
+    for begin, end, first in stretches:
+        low, high = max(begin, at), min(end, at + gradient.numel())
+        if low < high:
+            part = None if momentum is None else momentum[low:high]
+            update(flat[low:high], gradient[low - at : high - at], part, first, group)
+
+
+def _label(stretches: Sequence[Stretch], group: dict[str, Any]) -> str:
+    settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    told = ", ".join(f"{name}={group[name]}" for name in settings if group[name])
+    return f"step with {told} of parts {zlib.crc32(repr(stretches).encode()):08x}"
+
+
+def _check_movable(buckets: Sequence[Bucket]) -> None:
+    parameters = [parameter for bucket in buckets for parameter in bucket.parameters()]
+    shared = overlapping(parameters)
+    for bucket in buckets:
+        for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
+            if id(parameter) in shared or not can_move(parameter, view):
+                raise ValueError(
+                    f"NodeSharedSGD needs parameters of float32 or float64, each in memory of its "
+                    f"own: it cannot move one of shape {tuple(parameter.shape)}, {parameter.dtype}"
+                )

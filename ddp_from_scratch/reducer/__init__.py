@@ -1,0 +1,1 @@
+"""Averages a module's gradients over ranks, in buckets, while backward runs."""

@@ -1,0 +1,200 @@
+"""Ranks that run out of data early go on taking part in the other ranks' collectives.
+
+    with ddp.join(reducer):
+        for x, y in loader:          # not as many batches on every rank
+            ...
+
+Built on torch's own protocol (`torch.distributed.algorithms.join`), so that other things that
+communicate in every step, such as ZeroRedundancyOptimizer, may join in one context.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from ddp_from_scratch.autograd.hooks import ModuleHook
+from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.sync.broadcast import broadcast_parameters
+from ddp_from_scratch.sync.gradient_weight import Share
+
+
+class JoinableReducer(Joinable):
+    """A Reducer that takes part in a `Join` context.
+
+    What a rank with data does in each step, and what one without does at the same time:
+
+    1. `notify`, before its forward pass: it is there (torch's protocol).
+    2. `send_buffers`, where the last step has averaged: both. They come from the highest of the
+       ranks that have data.
+    3. Whether it averages in this step. The sum over ranks is the number of those that do.
+       `_Hook.main_hook` asks for that number.
+    4. backward: the buckets' all-reduces. `main_hook`: the same, with a share of zero.
+
+    When no rank has data left, the one with the highest rank among those that ended last gives
+    its parameters and buffers to all.
+
+    Args:
+        reducer: what averages the gradients.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        super().__init__()
+        self.reducer = reducer
+        self.by_initial_world_size = True
+        self.last_rank: int | None = None  # whose parameters all have, after a context has ended
+        self._outside = self._join_config  # disabled
+        self._averaged = True  # the last step, so that ranks' buffers are not the same any more
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank without data does; torch's `Join` calls this."""
+        self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._averaged = True
+        return _Hook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the tensors that ranks exchange lie."""
+        return self.reducer.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that take part."""
+        return self.reducer.process_group or dist.group.WORLD
+
+    def notify(self) -> None:
+        """Called before each forward pass that trains. Collective inside a `Join` context.
+
+        Raises:
+            RuntimeError: some rank has no data left, with `throw_on_early_termination`, or where
+                the module has synchronised batch norm.
+        """
+        if not self._join_config.enable:
+            return
+        sync = self.reducer.sync
+        self.reducer.sending.joining = True
+        Join.notify_join_context(self)
+        self.check_norms(1.0)
+        self.send_buffers(has_data=True)
+        share = self.agree(1.0 if sync else 0.0)
+        self.step(sync)
+        if sync:
+            self.reducer.sending.count_by(None if self.by_initial_world_size else share)
+
+    def send_buffers(self, has_data: bool) -> None:
+        """Before a step that follows an average: the buffers of a rank that has data to all."""
+        if self._averaged and self.reducer.buffer_sync.will_send():
+            self.reducer.buffer_sync.in_join(self.agree_on_rank(has_data))
+
+    def step(self, averages: bool) -> None:
+        """Whether the step that begins averages, on any rank."""
+        self._averaged = averages
+
+    def end(self) -> None:
+        """No rank is in the context any longer; torch's `Join` leaves that unsaid. Idempotent.
+
+        Each forward pass would go on to agree on ranks and shares: buffers would come from the
+        highest rank, and `Reducer.weight` would be overruled.
+        """
+        self._join_config = self._outside
+        self.reducer.sending.joining = False
+
+    def agree(self, amount: float) -> Share:
+        """This rank's part among those that average in this step."""
+        return self.reducer.sending.agree(amount)
+
+    def check_norms(self, amount: float) -> None:
+        """Raises, on every rank, where layers wait for a rank that has no data left. Collective.
+
+        Args:
+            amount: 1 on ranks with data, else 0.
+        """
+        if not self.reducer.has_sync_batch_norm:
+            return
+        if self.agree(amount).total() < dist.get_world_size(self.reducer.process_group):
+            raise RuntimeError(
+                "a rank has run out of data inside join(), and synchronised batch norm needs all "
+                "ranks in every forward pass: give all ranks as many batches"
+            )
+
+    def agree_on_rank(self, candidate: bool) -> int:
+        """The highest rank among the candidates. Collective."""
+        rank = dist.get_rank(self.reducer.process_group) if candidate else -1
+        highest = torch.tensor([rank], device=self.join_device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.reducer.process_group)
+        return int(highest.item())
+
+
+class _Hook(JoinHook):
+    def __init__(self, joinable: JoinableReducer) -> None:
+        self.joinable = joinable
+
+    def main_hook(self) -> None:
+        """One step of the others."""
+        self.joinable.check_norms(0.0)
+        self.joinable.send_buffers(has_data=False)
+        nothing = self.joinable.agree(0.0)
+        averages = nothing.total() != 0  # else they accumulate
+        self.joinable.step(averages)
+        if averages:
+            self.joinable.reducer.sending.joining = True
+            self.joinable.reducer.contribute_nothing(nothing)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Nobody has data left."""
+        src = self.joinable.last_rank = self.joinable.agree_on_rank(is_last_joiner)
+        reducer = self.joinable.reducer
+        broadcast_parameters(reducer.module, src, reducer.process_group, reducer.ignore)
+        self.joinable.end()
+
+
+@contextmanager
+def join(
+    reducer: Reducer,
+    *,
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[None]:
+    """Lets ranks have different numbers of batches.
+
+    A rank that leaves the block early goes on with the others' collectives until all have left.
+    At the end all have the parameters and buffers of one that was last. A step under `no_sync()`
+    has its forward pass inside it, too.
+
+    Args:
+        reducer: what averages the gradients.
+        divide_by_initial_world_size: divide by the number of all ranks, as if those without data
+            had a gradient of zero, or only by the number of those that still have data.
+        enable: False for ranks that are known to have the same number of batches.
+        throw_on_early_termination: raise on every rank as soon as one has no data left.
+
+    Raises:
+        RuntimeError: when the first rank has no data left, with `throw_on_early_termination` or
+            synchronised batch norm.
+
+    Follows: `torch.nn.parallel.DistributedDataParallel.join`.
+    """
+    joinable = JoinableReducer(reducer)
+
+    def before_forward(module: torch.nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            joinable.notify()
+
+    hook = reducer.module.register_forward_pre_hook(ModuleHook(before_forward))
+    context = Join(
+        [joinable],
+        enable,
+        throw_on_early_termination,
+        divide_by_initial_world_size=divide_by_initial_world_size,
+    )
+    reducer.sending.joining = enable
+    try:
+        with context:
+            yield
+    finally:
+        reducer.sending.joining = False
+        hook.remove()

@@ -1,0 +1,1 @@
+"""Makes ranks equal, and finds out where they are not."""

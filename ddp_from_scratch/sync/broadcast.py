@@ -1,0 +1,214 @@
+"""One model on all ranks: compare first, then pass rank 0's parameters and buffers on.
+
+It comes before a gradient's way: averages of gradients keep ranks equal only if they began equal.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.buckets.layout import Gradient, assign_buckets
+from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
+from ddp_from_scratch.group import check_group, on_gpu_of
+
+# A message holds about this much: large enough for the network, small enough that a rank passes
+# one on to its children while the next is on its way to it.
+_MESSAGE_BYTES = 16 * 2**20
+
+_LAZY = " is lazy and has no shape yet"
+
+
+def broadcast_parameters(
+    module: torch.nn.Module,
+    src: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    ignore: Collection[str] = (),
+) -> None:
+    """Gives every rank the parameters and buffers of rank `src`, bit for bit.
+
+    First all ranks compare their models; then the tensors travel by `send` and `recv` along a
+    binomial tree rooted at `src` (each rank receives once and passes on), coalesced into flat
+    messages per dtype.
+
+    Args:
+        module: the model; its tensors keep their storage, shape, strides and device.
+        src: the rank, within the group, to copy from.
+        process_group: the ranks that take part; None means all.
+        ignore: names of parameters and buffers that are neither compared nor copied.
+
+    Raises:
+        ValueError: `src` is not a rank of the group, or the module has lazy parameters.
+        RuntimeError: the models differ in number, names, order, shapes, strides, dtypes,
+            requires_grad or sparseness of gradients of parameters or buffers. The text names the
+            first that differs and the two ranks, and is the same on every rank.
+    """
+    _check_rank(src, process_group)
+    check_same_model(module, process_group, ignore)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    send_tensors([t for name, t in named if name not in ignore], src, process_group)
+
+
+def broadcast_buffers(
+    module: torch.nn.Module,
+    src: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    ignore: Collection[str] = (),
+) -> None:
+    """Gives every rank the buffers of rank `src`, such as batch norm's running statistics.
+
+    For a Reducer without `broadcast_buffers=True`: called where they are read, before an evaluation
+    or a checkpoint. What rank `src` holds is the same either way.
+
+    Args: as `broadcast_parameters`.
+
+    Raises:
+        ValueError: `src` is not a rank of the group.
+    """
+    _check_rank(src, process_group)
+    buffers = [buffer for name, buffer in module.named_buffers() if name not in ignore]
+    send_tensors(buffers, src, process_group)
+
+
+def check_same_model(
+    module: torch.nn.Module,
+    process_group: dist.ProcessGroup | None = None,
+    ignore: Collection[str] = (),
+) -> None:
+    """Raises on every rank unless all hold the same parameters and buffers (values aside).
+
+    Ranks exchange a digest of 32 bytes; only where digests differ do they exchange descriptions.
+
+    Raises:
+        ValueError: the module has lazy parameters, whose shape is not known yet.
+        RuntimeError: as `broadcast_parameters`.
+    """
+    mine = _describe(module, ignore)
+    lazy = next((line for line in mine if line.endswith(_LAZY)), None)
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    world_size = dist.get_world_size(process_group)
+    digests: list[bytes] = [b""] * world_size
+    with on_gpu_of(module):
+        dist.all_gather_object(digests, digest, group=process_group)
+    if len(set(digests)) == 1:
+        if lazy is not None:
+            raise ValueError(
+                f"{lazy}: run one forward pass on every rank before broadcast_parameters"
+            )
+        return
+    descriptions: list[list[str]] = [[]] * world_size
+    with on_gpu_of(module):
+        dist.all_gather_object(descriptions, mine, group=process_group)
+    other = next(rank for rank in range(world_size) if digests[rank] != digests[0])
+    raise RuntimeError(_first_difference(descriptions[0], descriptions[other], other))
+
+
+def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
+    """One line for each parameter and buffer, in order."""
+    lines = []
+    sparse = sparse_parameters(module)
+    for name, parameter in module.named_parameters():
+        if name in ignore:
+            continue
+        if torch.nn.parameter.is_lazy(parameter):
+            lines.append(f"parameter {name}{_LAZY}")
+            continue
+        lines.append(
+            f"parameter {name}: shape {tuple(parameter.shape)}, strides {parameter.stride()}, "
+            f"{parameter.dtype}, requires_grad={parameter.requires_grad}"
+            f"{', sparse gradient' if id(parameter) in sparse else ''}"
+        )
+    for name, buffer in module.named_buffers():
+        if name in ignore:
+            continue
+        if torch.nn.parameter.is_lazy(buffer):
+            lines.append(f"buffer {name}{_LAZY}")
+            continue
+        lines.append(f"buffer {name}: shape {tuple(buffer.shape)}, {buffer.dtype}")
+    return lines
+
+
+def _first_difference(zero: list[str], other: list[str], rank: int) -> str:
+    for ours, theirs in zip(zero, other, strict=False):
+        if ours != theirs:
+            return f"the models differ: rank 0 has {ours}; rank {rank} has {theirs}"
+    longer, has = (0, zero) if len(zero) > len(other) else (rank, other)
+    extra = has[min(len(zero), len(other))]
+    return (
+        f"the models differ: rank 0 has {len(zero)} parameters and buffers, rank {rank} has "
+        f"{len(other)}; only rank {longer} has {extra}"
+    )
+
+
+def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
+    check_group(process_group)
+    world_size = dist.get_world_size(process_group)
+    if not 0 <= src < world_size:
+        raise ValueError(f"src must be a rank of the group, 0 to {world_size - 1}, got {src}")
+
+
+def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[int | None, list[int]]:
+    """Where a rank stands in the binomial tree: its parent (None for the root) and children.
+
+    With r counted from the root, r's parent is r less its lowest set bit; the child with the
+    largest subtree comes first. Eight ranks, root 0:
+
+        0 ── 4 ── 6 ── 7
+        │    └─── 5
+        ├─── 2 ── 3
+        └─── 1
+    """
+    relative = (rank - root) % world_size
+    bit = 1
+    while bit < world_size and not relative & bit:
+        bit <<= 1
+    parent = None if relative == 0 else (relative - bit + root) % world_size
+    children = []
+    while bit := bit >> 1:
+        if relative + bit < world_size:
+            children.append((relative + bit + root) % world_size)
+    return parent, children
+
+
+@torch.no_grad()
+def send_tensors(
+    tensors: Sequence[torch.Tensor], src: int, process_group: dist.ProcessGroup | None
+) -> None:
+    """Gives every rank the values of rank `src`, along the tree. Same shapes on every rank."""
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    parent, children = tree_neighbours(rank, world_size, src)
+    for members in messages(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in members])
+        wire = flat.view(torch.uint8)  # bytes, which every backend can send, whatever the dtype
+        if parent is not None:
+            _pass_on(wire, dist.irecv, [parent], process_group)
+        _pass_on(wire, dist.isend, children, process_group)
+        if parent is not None:
+            sizes = [tensor.numel() for tensor in members]
+            for tensor, values in zip(members, flat.split(sizes), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+
+def _pass_on(
+    wire: torch.Tensor,
+    way: Callable[..., Any],
+    peers: Sequence[int],
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    """Sends to these ranks, or receives from them, and waits.
+
+    In a batch, as nccl would otherwise open a communicator of its own for each pair of ranks.
+    """
+    operations = [dist.P2POp(way, wire, group=process_group, group_peer=peer) for peer in peers]
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+
+
+def messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """The tensors of each message: one dtype and device, about `_MESSAGE_BYTES` together."""
+    sizes = [Gradient(t.numel(), t.nbytes, (t.dtype, t.device)) for t in tensors]
+    for layout in assign_buckets(sizes, range(len(tensors)), [_MESSAGE_BYTES]):
+        if layout.numel:
+            yield [tensors[index] for index in layout.members]

@@ -1,0 +1,251 @@
+"""Shows that ranks hold the same model, bit for bit, or says what differs, where, by how much."""
+
+import hashlib
+import math
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.group import check_group, on_gpu_of
+from ddp_from_scratch.sync.checksum import checksums
+
+_EVERY = 100  # averages between checks that forward passes which write to parameters bring about
+_WRITTEN = (
+    "Forward passes write to parameters, and not from what is the same on every rank: write to "
+    "them after the step, alike on every rank, or keep in a buffer what follows a rank's data"
+)
+
+Mark = tuple[str, int]  # dtype and shape, checksum
+
+
+def check_sync(
+    module: torch.nn.Module,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    ignore: Collection[str] = (),
+) -> str:
+    """Compares the parameters of all ranks, and optimizers' state for them, bit for bit.
+
+    Where all is well ranks exchange 16 bytes each, and otherwise a checksum of every tensor and
+    the values of the first that differs. Collective.
+
+    Args:
+        module: its parameters are compared.
+        process_group: the ranks that take part; None means all of them.
+        optimizers: their state for these parameters is compared, too: tensors and numbers, in
+            lists and dicts as well. What only some ranks hold (of an optimizer that shards its
+            state) is compared among those.
+        ignore: names of parameters that are left out.
+
+    Returns:
+        A checksum of all parameters as 16 hexadecimal digits, the same on every rank.
+
+    Raises:
+        RuntimeError: something differs between ranks. The text names the first parameter, or the
+            first part of a state, with the ranks that differ from rank 0 and the largest absolute
+            difference, and is the same on every rank.
+    """
+    check_group(process_group)
+    with on_gpu_of(module):
+        return _compare(_Held(module, optimizers, ignore), process_group, "")
+
+
+class DriftCheck:
+    """`check_sync` in every so many averages of a Reducer.
+
+    It takes place at the end of a backward pass that averages, where every rank is known to take
+    part: a forward pass or a step may be one rank's own affair. What is compared is thereby the
+    result of the step before.
+
+    Where `every` is None, but some rank's forward pass has written to parameters before the first
+    average, ranks are compared then, and in every hundredth average from then on: what is computed
+    from the parameters alone keeps ranks equal, what is computed from the rank's data does not.
+
+    Args:
+        every: the number of averages from one check to the next; None means as above.
+        module, process_group, ignore: as of `check_sync`.
+
+    Raises:
+        ValueError: `every` is less than 1.
+    """
+
+    def __init__(
+        self,
+        every: int | None,
+        module: torch.nn.Module,
+        process_group: dist.ProcessGroup | None,
+        ignore: Collection[str],
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"check_every must be 1 or more, got {every}")
+        self._every, self._written = every, False
+        self._module, self._process_group, self._ignore = module, process_group, ignore
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps these parameters: its state is compared from now on. Idempotent."""
+        if self._every is not None and all(known() is not optimizer for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    @property
+    def on(self) -> bool:
+        """Whether ranks are compared at all."""
+        return self._every is not None
+
+    def on_average(self, number: int, is_current: bool, written: bool) -> None:
+        """Compares, where it is time to. Collective.
+
+        Args:
+            number: of averages so far.
+            written: whether forward passes on this rank have written to parameters.
+            is_current: False on a rank that has run out of data: it has stepped no longer, and
+                is left out of the comparison.
+
+        Raises:
+            RuntimeError: on every rank, as `check_sync`.
+        """
+        with on_gpu_of(self._module):
+            self._on_average(number, is_current, written)
+
+    def _on_average(self, number: int, is_current: bool, written: bool) -> None:
+        if number == 1 and self._every is None and self._any(written):
+            self._every, self._written = _EVERY, True
+            is_time = True
+        else:
+            is_time = self._every is not None and number % self._every == 0
+        if not is_time:
+            return
+        self._optimizers = [known for known in self._optimizers if known() is not None]
+        held = None
+        if is_current:
+            alive = [found for known in self._optimizers if (found := known()) is not None]
+            held = _Held(self._module, alive, self._ignore)
+        try:
+            _compare(held, self._process_group, f"average {number}: ")
+        except RuntimeError as error:
+            if not self._written:
+                raise
+            raise RuntimeError(f"{error}. {_WRITTEN}") from None
+
+    def _any(self, written: bool) -> bool:
+        """Whether it is so on any rank. Collective."""
+        mine = torch.tensor([int(written)], device=_device(self._process_group))
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))]
+        dist.all_gather(gathered, mine, group=self._process_group)
+        return bool(torch.cat(gathered).any())
+
+
+class _Held:
+    """What this rank holds, by what it is called in an error."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        ignore: Collection[str],
+    ) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if name not in ignore]
+        self.tensors: dict[str, torch.Tensor] = {f"parameter {name}": p for name, p in named}
+        self.of_parameters = len(self.tensors)
+        for number, optimizer in enumerate(optimizers):
+            whose = "the optimizer" if number == 0 else f"optimizer {number + 1}"
+            for name, parameter in named:
+                if parameter in optimizer.state:
+                    for key, value in _values(optimizer.state[parameter]):
+                        self.tensors[f"{key} in the state of {whose} for parameter {name}"] = value
+        numbers = checksums(list(self.tensors.values()))
+        self.marks: dict[str, Mark] = {
+            label: (f"{tensor.dtype} {tuple(tensor.shape)}", number)
+            for (label, tensor), number in zip(self.tensors.items(), numbers, strict=True)
+        }
+
+    def digest(self, count: int | None = None) -> bytes:
+        """8 bytes for the first `count` tensors; None means all."""
+        return hashlib.sha256(repr(list(self.marks.items())[:count]).encode()).digest()[:8]
+
+
+def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The dense tensors and numbers in an optimizer's state, as tensors."""
+    if isinstance(state, torch.Tensor):
+        if state.layout == torch.strided:
+            yield key, state
+    elif isinstance(state, (bool, int, float)):
+        yield key, torch.tensor(state, dtype=torch.float64)
+    elif isinstance(state, (dict, list, tuple)):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        for inner, value in items:
+            yield from _values(value, f"{key}.{inner}" if key else str(inner))
+
+
+def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: str) -> str:
+    device = _device(process_group)
+    digest = 0 if held is None else int.from_bytes(held.digest(), "little", signed=True)
+    mine = torch.tensor([int(held is not None), digest], device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(gathered, mine, group=process_group)
+    found = {digest for takes_part, digest in torch.stack(gathered).tolist() if takes_part}
+    if len(found) > 1:
+        _find_difference(held, process_group, when)
+    return "" if held is None else held.digest(held.of_parameters).hex()
+
+
+def _device(process_group: dist.ProcessGroup | None) -> torch.device:
+    # nccl has no CPU tensors; what is computed on a GPU may be compared over gloo.
+    return torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
+
+
+def _find_difference(
+    held: _Held | None, process_group: dist.ProcessGroup | None, when: str
+) -> None:
+    """Raises on every rank; returns where ranks only hold other parts of a state."""
+    everyone: list[dict[str, Mark] | None] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, None if held is None else held.marks, group=process_group)
+    for label in dict.fromkeys(label for marks in everyone for label in marks or ()):
+        marks = {
+            rank: theirs.get(label)
+            for rank, theirs in enumerate(everyone)
+            if theirs is not None and (label in theirs or label.startswith("parameter "))
+        }
+        first, mark = next(iter(marks.items()))
+        differ = [rank for rank, theirs in marks.items() if theirs != mark]
+        if differ:
+            kinds = {rank: theirs[0] if theirs else "missing" for rank, theirs in marks.items()}
+            if len(set(kinds.values())) > 1:
+                size = f": {kinds[first]} there, {kinds[differ[0]]} on rank {differ[0]}"
+            else:
+                tensor = None if held is None else held.tensors.get(label)
+                size = f" by up to {_distance(tensor, first, differ, process_group):.3g}"
+            raise RuntimeError(
+                f"{when}{label} is not the same on all ranks: {differ} differ from rank {first}"
+                f"{size}"
+            )
+
+
+@torch.no_grad()
+def _distance(
+    tensor: torch.Tensor | None,
+    first: int,
+    differ: list[int],
+    process_group: dist.ProcessGroup | None,
+) -> float:
+    """The largest absolute difference from rank `first`'s values. Collective.
+
+    By pickled objects, since these exist on every backend, and this is the end of the run.
+    """
+    rank = dist.get_rank(process_group)
+    values = None if tensor is None else tensor.detach().cpu()
+    sent = [values if rank == first else None]
+    dist.broadcast_object_list(sent, group=process_group, group_src=first)
+    mine = 0.0
+    if rank in differ:
+        assert values is not None
+        assert sent[0] is not None
+        wide = torch.complex128 if values.is_complex() else torch.float64
+        mine = (values.to(wide) - sent[0].to(wide)).abs().max().item()
+    everyone = [0.0] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    return math.nan if any(math.isnan(one) for one in everyone) else max(everyone)

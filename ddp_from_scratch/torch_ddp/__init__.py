@@ -1,0 +1,1 @@
+"""torch's DistributedDataParallel by name and arguments, over the Reducer."""

@@ -1,0 +1,131 @@
+"""What the constructor of torch's class refuses, or takes in more than one form."""
+
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
+from ddp_from_scratch.group import check_group
+
+NOT_LAZY = (
+    "lazy_bucket_allocation=True is not supported: it frees buckets after each backward pass, and "
+    "here they keep their memory: in it .grad lies (gradient_as_bucket_view=True), ddp.SGD steps "
+    "and the ranks of a machine meet (mpi). Leave it False; gradient_as_bucket_view=True saves the "
+    "memory that gradients take beside their buckets"
+)
+
+
+def chosen_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    """The process group, that of a mesh of one dimension, or the default one.
+
+    Raises:
+        RuntimeError: both are given, or the mesh has more dimensions.
+        RuntimeError, TypeError, ValueError: as `check_group`.
+    """
+    if device_mesh is None:
+        return check_group(process_group)
+    if process_group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group
+
+
+def take_local(module: torch.nn.Module, device_mesh: Any) -> None:
+    """Lets the parameters of a module that other dimensions of the mesh shard be this rank's parts.
+
+    They are DTensors during forward alone (2-D parallelism): buckets hold plain tensors.
+    """
+    if device_mesh is not None and device_mesh._get_root_mesh() != device_mesh:
+        # Imported late: it takes a second, and most programs have no such mesh.
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
+def checked_parameters(
+    module: torch.nn.Module, ignore: Collection[str]
+) -> list[torch.nn.Parameter]:
+    """The parameters that are not ignored.
+
+    Raises:
+        RuntimeError: some are lazy, or none requires a gradient.
+    """
+    ours = [p for name, p in module.named_parameters() if name not in ignore]
+    if any(torch.nn.parameter.is_lazy(parameter) for parameter in ours):
+        raise RuntimeError(
+            "the module has uninitialized parameters: run one forward pass on every rank before "
+            "wrapping it in DistributedDataParallel"
+        )
+    if not any(parameter.requires_grad for parameter in ours):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            "requires a gradient."
+        )
+    return ours
+
+
+def checked_delayed(
+    module: torch.nn.Module,
+    named: Sequence[tuple[str, torch.nn.Parameter]] | None,
+    trigger: torch.nn.Parameter | None,
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that are averaged on their own when the trigger's gradient is ready.
+
+    Raises:
+        ValueError: only one of the two is given, or the gradient of a parameter is sparse.
+    """
+    if (named is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same "
+            "time"
+        )
+    sparse = sparse_parameters(module)
+    for name, parameter in named or ():
+        if id(parameter) in sparse:
+            raise ValueError(f"parameter {name} has a sparse gradient, which cannot be delayed")
+    return list(named or ())
+
+
+def checked_devices(
+    device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]
+) -> tuple[list[int] | None, int | None]:
+    """The numbers of the GPU of inputs and of outputs; None and None if inputs are not moved.
+
+    Raises:
+        ValueError: more than one GPU, or one given for a module that is not on a single GPU.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    devices = {parameter.device for parameter in parameters}
+    if device_ids and len(devices) == 1 and next(iter(devices)).type == "cuda":
+        index = _index(device_ids[0])
+        return [index], index if output_device is None else _index(output_device)
+    if device_ids or output_device:
+        raise ValueError(
+            f"device_ids and output_device are for modules on a single GPU, got device_ids "
+            f"{device_ids}, output_device {output_device} and a module on "
+            f"{', '.join(sorted(str(device) for device in devices))}"
+        )
+    return None, None
+
+
+def warn_of_deprecated(broadcast_buffers: bool | None, check_reduction: bool) -> None:
+    """Warns the caller of the constructor of what torch means to drop."""
+    if check_reduction:
+        warnings.warn("check_reduction is deprecated", FutureWarning, stacklevel=3)
+    if broadcast_buffers is not None:
+        warnings.warn(
+            "broadcast_buffers is deprecated; forward_sync_buffers is for forward passes alone",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
+def _index(device: Any) -> int:
+    index = device if isinstance(device, int) else torch.device(device).index
+    return torch.cuda.current_device() if index is None else int(index)

@@ -1,0 +1,326 @@
+"""torch's DistributedDataParallel, by name, arguments and behaviour, over `Reducer`.
+
+    from ddp_from_scratch import DistributedDataParallel
+    model = DistributedDataParallel(model)
+
+A program written for torch's class goes on as it is. What the class does is done by parts that
+work without it: `broadcast_parameters`, `Reducer`, `join`.
+
+It derives from torch's class so that `isinstance` says yes to those who ask for torch's (Lightning,
+accelerate, `torch.distributed.checkpoint`, pipelines), and inherits nothing from it.
+"""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from ddp_from_scratch.buckets.bucket import CommHook
+from ddp_from_scratch.buckets.layout import Caps
+from ddp_from_scratch.reducer.join import JoinableReducer
+from ddp_from_scratch.sync.broadcast import broadcast_parameters
+from ddp_from_scratch.sync.buffer_sync import BufferHook, BufferSync
+from ddp_from_scratch.torch_ddp import arguments
+from ddp_from_scratch.torch_ddp.delayed_reduction import DelayedReduction
+from ddp_from_scratch.torch_ddp.inputs import moved
+from ddp_from_scratch.torch_ddp.logging_data import facts_of_wrapper
+from ddp_from_scratch.torch_ddp.mixed_precision import (
+    call_in,
+    cast_buffers,
+    check_castable,
+    hook_for,
+)
+from ddp_from_scratch.torch_ddp.nominal_subclass import derives_in_name_alone
+from ddp_from_scratch.torch_ddp.private_api import TorchInternals, WrappedReducer
+
+
+class DistributedDataParallel(  # type: ignore[misc, override]
+    TorchInternals, torch.nn.parallel.DistributedDataParallel
+):
+    """Wraps a module so that its gradients are averaged over ranks during backward.
+
+    Construction compares the module on all ranks and sends rank 0's parameters and buffers to the
+    others. Each backward pass averages, unless it runs under `no_sync()`, and gives all ranks rank
+    0's buffers when it ends: forward passes send nothing, so that one rank may evaluate alone.
+
+    Unlike torch's class it decides in backward, not in forward, whether to synchronise; averages
+    also the second of two backward passes through one graph; and calls through `.module`
+    synchronise, too.
+
+    Args: as torch's class. `module`, `process_group`, `gradient_as_bucket_view`,
+        `find_unused_parameters` and `static_graph` as `Reducer`, and
+        device_ids: of a module on one GPU, that GPU alone: inputs are moved there.
+        output_device: only together with `device_ids`; outputs stay where they are, as torch's do.
+        dim: of `scatter` and `gather`, which nothing here does.
+        broadcast_buffers: False sends no buffers, at construction neither.
+        forward_sync_buffers: whether forward passes find rank 0's buffers; they do in the first.
+        init_sync: False trusts that all ranks hold the same module.
+        bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` takes its place, if given.
+        check_reduction: deprecated, without effect.
+        delay_all_reduce_named_params: (name, parameter) pairs that are averaged on their own when
+            the gradient of `param_to_hook_all_reduce` is ready.
+        mixed_precision: `torch.nn.parallel.distributed._MixedPrecision`: the dtypes of parameters
+            and inputs during forward, of what is sent, and of buffers. `.grad` and the parameters
+            keep theirs.
+        device_mesh: of one dimension, in place of `process_group`; the other dimensions of a larger
+            one may shard the module's parameters (DTensors).
+        skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
+        batched_grad_copy: makes no difference. The gradients of a bucket are always copied in one
+            call, but for large ones on a CPU, each of which is divided on the way.
+        lazy_bucket_allocation: only False: buckets keep their memory (`arguments.NOT_LAZY`).
+        check_every, stall_after: not torch's; as `Reducer`.
+
+    Attributes:
+        module: the wrapped module.
+        reducer: what averages its gradients.
+
+    Raises:
+        ValueError, RuntimeError: as torch's class, and as `broadcast_parameters` and `Reducer`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: Caps = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        *,
+        check_every: int | None = None,
+        stall_after: float | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        delayed = arguments.checked_delayed(
+            module, delay_all_reduce_named_params, param_to_hook_all_reduce
+        )
+        if lazy_bucket_allocation:
+            raise ValueError(arguments.NOT_LAZY)
+        arguments.warn_of_deprecated(broadcast_buffers, check_reduction)
+        if broadcast_buffers is None:
+            broadcast_buffers = True
+        self.module = module
+        self.process_group = arguments.chosen_group(process_group, device_mesh)
+        self.device_mesh = device_mesh
+        arguments.take_local(module, device_mesh)
+        self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
+        self.dim, self.mixed_precision = dim, mixed_precision
+        ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = ignore | {name for name, _ in delayed}
+        parameters = arguments.checked_parameters(module, self.parameters_to_ignore)
+        self.device = parameters[0].device
+        self.device_ids, self.output_device = arguments.checked_devices(
+            device_ids, output_device, parameters
+        )
+        self._settings: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb_list or bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "skip_unused": skip_all_reduce_unused_params,
+            "broadcast_buffers": (
+                broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+            ),
+            "check_every": check_every,
+            "stall_after": stall_after,
+        }
+        if init_sync:
+            if forward_sync_buffers is None and not broadcast_buffers:
+                ignore |= {name for name, _ in module.named_buffers()}
+            broadcast_parameters(module, 0, self.process_group, ignore)
+        self._comm_hook: tuple[Any, CommHook] | None = None
+        self._builtin_hook: str | None = None
+        if mixed_precision is not None:
+            check_castable(module, self.parameters_to_ignore)
+            cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
+        self.delayed: DelayedReduction | None = None
+        if param_to_hook_all_reduce is not None:
+            self.delayed = DelayedReduction(
+                [parameter for _, parameter in delayed],
+                param_to_hook_all_reduce,
+                self._group,
+            )
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        self._build()
+
+    def _build(self, buffer_hook: BufferHook | None = None) -> None:
+        """The parts that know the process group: a copy of this module makes its own."""
+        self.reducer = WrappedReducer(
+            self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
+        )
+        # The module may be wrapped anew, or live on: this wrapper's hooks go with it. So nothing
+        # here may keep the wrapper alive.
+        self._finalizer = weakref.finalize(self, self.reducer.remove)
+        self.buffer_sync.hook = buffer_hook
+        self._joinable = JoinableReducer(self.reducer)
+        if self.mixed_precision is not None:
+            hook = hook_for(self.mixed_precision)
+            if hook is not None:
+                self.reducer.register_comm_hook(self._group, hook)
+
+    # Forward ------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls the module, with inputs on its device."""
+        trains = torch.is_grad_enabled() and self.module.training
+        if torch.is_grad_enabled():
+            if not torch.compiler.is_compiling():
+                self.reducer.check_forward()  # before this rank waits for others that do not come
+            self._joinable.notify()
+        if trains and not self._join_config.enable:
+            self.buffer_sync.before_forward()
+        if self.device_ids:
+            device = torch.device("cuda", self.device_ids[0])
+            inputs, kwargs = moved(inputs, device), moved(kwargs, device)
+        dtype = None if self.mixed_precision is None else self.mixed_precision.param_dtype
+        if dtype is None:
+            output = self.module(*inputs, **kwargs)
+        else:
+            output = call_in(dtype, self.module, inputs, kwargs, self.parameters_to_ignore)
+        if trains:
+            self.buffer_sync.after_forward(self.reducer.sync)
+        return output
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether buffers are sent."""
+        return self.buffer_sync.will_send()
+
+    # What torch's class offers ------------------------------------------------------------------
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward passes average; `no_sync()` sets it to False and back."""
+        return self.reducer.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.reducer.sync = value
+
+    @property
+    def buffer_sync(self) -> BufferSync:
+        """What sends the buffers."""
+        return self.reducer.buffer_sync
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether forward passes find rank 0's buffers; may be set, on all ranks alike."""
+        return self.buffer_sync.enabled
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self.buffer_sync.enabled = self._settings["broadcast_buffers"] = value
+
+    broadcast_buffers = forward_sync_buffers  # its older name
+
+    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Inside, gradients are accumulated locally; the next backward outside averages the sum."""
+        return self.reducer.no_sync()
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """As `Reducer.register_comm_hook`; the hook keeps torch's signature."""
+        self.reducer.register_comm_hook(state, hook)
+        self._comm_hook = state, hook
+
+    @property
+    def _authoritative_rank(self) -> int | None:
+        """The rank whose parameters all have after `join()`."""
+        return self._joinable.last_rank
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[Any]:
+        """As `ddp.join`, with this class's buffers."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank without data does; torch's `Join` calls this."""
+        return self._joinable.join_hook(**kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the tensors that ranks exchange lie."""
+        return self._joinable.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that take part."""
+        return self._joinable.join_process_group
+
+    @property
+    def _join_config(self) -> Any:
+        return self._joinable._join_config
+
+    @_join_config.setter
+    def _join_config(self, value: Any) -> None:
+        if "_joinable" in self.__dict__:  # not yet in Joinable's own __init__
+            self._joinable._join_config = value
+            self.reducer.sending.joining = value.enable
+
+    def logging_data(self) -> dict[str, Any]:
+        """What there is to know about this wrapper; keys as torch's where they mean the same."""
+        return facts_of_wrapper(self, self.reducer, self._builtin_hook)
+
+    _get_ddp_logging_data = logging_data
+
+    # Copies -------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None:
+            raise RuntimeError("only a wrapper on the default process group can be copied")
+        if self.delayed is not None:
+            raise RuntimeError("a wrapper with delay_all_reduce_named_params cannot be copied")
+        state = self.__dict__.copy()
+        state["buffer_hook"] = self.buffer_sync.hook
+        state["_comm_hook"] = None
+        for name in ("_group", "reducer", "_joinable", "_finalizer"):
+            del state[name]
+        state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        buffer_hook = state.pop("buffer_hook")
+        torch.nn.Module.__setstate__(self, state)
+        self.process_group = arguments.chosen_group(None, None)
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        self._build(buffer_hook)
+
+
+derives_in_name_alone(torch.nn.parallel.DistributedDataParallel, DistributedDataParallel)
+
+
+def _add_prefix(
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any
+) -> None:
+    """Lets the wrapper load the state dict of the bare module, too."""
+    inside = [key for key in state_dict if key.startswith(prefix)]
+    if not any(key.startswith(f"{prefix}module.") for key in inside):
+        for key in inside:
+            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

@@ -1,0 +1,123 @@
+"""Ranks that end together: one rank's mistake or signal is known to all at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.launch.rank_exit import is_communication_error
+
+
+@contextmanager
+def together(group: dist.ProcessGroup) -> Iterator[None]:
+    """Every rank leaves this block in the same way. Collective.
+
+    Where any rank raised a UsageError inside, the lowest such rank raises its own and every other
+    one a PeerError: nobody goes on to wait for a rank that has gone.
+    """
+    mine: UsageError | None = None
+    try:
+        yield
+    except UsageError as error:
+        mine = error
+    texts: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, str(mine) if mine else None, group=group)
+    rank = next((r for r, text in enumerate(texts) if text is not None), None)
+    if rank is None:
+        return
+    if rank == dist.get_rank(group) and mine is not None:
+        raise mine
+    raise PeerError(f"rank {rank}: {texts[rank]}")
+
+
+def require_same(asked: Mapping[str, str], group: dist.ProcessGroup) -> None:
+    """Ends all ranks unless each was asked for the same. Collective.
+
+    Raises:
+        UsageError: on rank 0, a PeerError on the others; it names what differs, and where.
+    """
+    everyone: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(asked), group=group)
+    told = differences(everyone)
+    if told is not None:
+        raise UsageError(told) if dist.get_rank(group) == 0 else PeerError(told)
+
+
+def differences(asked: Sequence[Mapping[str, str]]) -> str | None:
+    """Each value that some rank does not share with rank 0, as a line; None where there is none."""
+    found = []
+    for name, value in asked[0].items():
+        rank = next((r for r, theirs in enumerate(asked) if theirs.get(name) != value), None)
+        if rank is not None:
+            found.append(f"{name} is {value} on rank 0 and {asked[rank].get(name)} on rank {rank}")
+    if not found:
+        return None
+    they = "they" if len(found) > 1 else "it"
+    return f"{'; '.join(found)}: {they} must be the same on all ranks"
+
+
+class StopSignal:
+    """SIGINT, SIGTERM, SIGUSR1 and SIGHUP, acted on by all ranks after the same step.
+
+    A launcher's signal reaches ranks at different steps. So each step's ranks tell each other
+    whether one has come: `ask` starts that exchange before the step, `answer` ends it after, and
+    the step hides it. A second number travels along, for what else all ranks must know.
+    Inside the `with` block a first signal is remembered, a second one ends the process at once.
+    SIGUSR1 is what mpirun hands on without killing the ranks soon after, and what Slurm is commonly
+    told to send before a job's time is up.
+
+    Args:
+        group: a group for CPU tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._received = 0
+        self._flags = torch.zeros(2, dtype=torch.int64)
+        self._handle: dist.Work | None = None
+
+    def __enter__(self) -> StopSignal:
+        self._previous = {
+            number: signal.signal(number, self._remember)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # nohup
+        }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self._received and isinstance(error, Exception) and is_communication_error(error):
+            # Some rank ended before it could agree on a step with us: we end as asked, too.
+            signal.signal(self._received, signal.SIG_DFL)
+            os.kill(os.getpid(), self._received)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def ask(self, also: int = 0) -> None:
+        """Starts the exchange of this step."""
+        self._flags[0], self._flags[1] = self._received, also
+        self._handle = dist.all_reduce(
+            self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+    def answer(self) -> tuple[int, int]:
+        """What ranks had when they asked: the number of a signal (0: none), the largest `also`."""
+        assert self._handle is not None, "answer() without ask()"
+        self._handle.wait()
+        number, also = self._flags.tolist()
+        return number, also

@@ -1,0 +1,96 @@
+"""What training and testing do first, alike on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torchvision
+
+import ddp_from_scratch
+from ddp_from_scratch.training.coordination import require_same, together
+from ddp_from_scratch.training.datasets import ImageData, load_dataset
+from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.world.process_group import World
+
+
+def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
+    """Sets what is set once a process, after all ranks have compared what they were asked for.
+
+    Args:
+        settings: this rank's.
+        world: this process among the others.
+        asked: what all ranks must have been asked for beside the settings, by name.
+
+    Returns:
+        A group for CPU tensors.
+
+    Raises:
+        UsageError: on every rank: settings or versions differ.
+    """
+    group = cpu_group(world, settings.timeout)
+    # `asked` is told before the settings, and counts where both name an option.
+    require_same(versions() | asked | settings.to_compare() | asked, group)
+    torch.set_num_threads(settings.threads)
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats only with it
+    torch.use_deterministic_algorithms(settings.deterministic)
+    torch.backends.cudnn.benchmark = not settings.deterministic
+    seed_generators(settings.seed)
+    return group
+
+
+def versions() -> dict[str, str]:
+    """The code that each rank runs. Another torch may round otherwise, or speak otherwise."""
+    source = hashlib.sha256()
+    folder = Path(ddp_from_scratch.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        source.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
+    return {
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "ddp_from_scratch's source": source.hexdigest()[:16],
+    }
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds every generator that a model may draw from: torch's, on GPUs too, Python's, numpy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(np.random.SeedSequence(seed).generate_state(8))  # it takes 32 bits at a time
+
+
+def cpu_group(world: World, timeout: float) -> dist.ProcessGroup:
+    """A group for CPU tensors: what ranks say beside gradients must not wait for a GPU.
+
+    With gloo and mpi that is the default group.
+    """
+    if world.backend != "nccl":
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
+
+
+def open_dataset(
+    name: str, data_dir: Path, download: bool, world: World, group: dist.ProcessGroup
+) -> ImageData:
+    """The dataset, downloaded where asked by the first rank of each machine while others wait.
+
+    Raises:
+        UsageError: on every rank, as `load_dataset`; or the ranks' images are not the same.
+    """
+    with together(group):
+        if download and world.local_rank == 0:
+            load_dataset(name, data_dir, download=True)
+    with together(group):
+        data = load_dataset(name, data_dir, download=False)
+    require_same({f"--dataset {name}": data.summary()}, group)
+    return data

@@ -1,0 +1,1 @@
+"""Opens the process group that everything else communicates through."""

@@ -1,0 +1,222 @@
+"""Opens and closes the process group that everything else communicates through."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+
+import torch
+import torch.distributed as dist
+
+# Its functions have the default group of the time of this import as a default argument. Imported
+# later (torch.optim does, in the first step), it would keep the group alive to the end, and with it
+# gloo's threads, which now and then abort a Python that is about to end.
+import torch.distributed.nn.functional
+
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch import environment, interfaces
+from ddp_from_scratch.launch.environment import Placement
+from ddp_from_scratch.launch.parent_link import die_with_parent, write_to_terminal
+from ddp_from_scratch.world import rendezvous
+
+BACKENDS = ("gloo", "nccl", "mpi")
+_opened = count()  # groups so far; all ranks open the same
+MAX_TIMEOUT = 1e6  # seconds; the backends count in milliseconds and overflow far beyond
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all that train together.
+
+    Attributes:
+        rank: its number, 0 to world_size - 1.
+        world_size: the number of processes.
+        local_rank: its number among those on this machine; with nccl also its GPU's.
+        local_world_size: the number of those on this machine.
+        node_rank: the machine's number.
+        backend: "gloo", "nccl" or "mpi".
+        device: where the model and its inputs belong.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    backend: str
+    device: torch.device
+
+
+@contextmanager
+def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
+    """Joins this process with the others that its launcher started; leaves them at the end.
+
+    Works under mpirun, torchrun and srun alike; without a launcher the world is this process
+    alone. On one machine the ranks meet through a private file or the loopback interface, and
+    gloo and nccl are kept on the loopback interface. After an exception the group is left as it
+    is, since peers may be waiting in it: let the process end. In a world of one (a notebook's) it
+    is closed, and the next attempt opens another.
+
+    Args:
+        backend: "gloo" (CPU), "nccl" (one GPU per process; a module on several of them needs a
+            group of `torch.distributed.init_process_group` without `device_id`) or "mpi" (CPU).
+        timeout: seconds that a collective, or the meeting at the start, may take.
+
+    Yields:
+        The `World`; `torch.distributed`'s default group is set for as long.
+
+    Raises:
+        UsageError: an unknown backend, no GPU for nccl, no MPI for mpi, a launcher that does not
+            fit the backend, ranks that did not all arrive in time, a port that is taken.
+    """
+    if backend not in BACKENDS:
+        raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if not 0 < timeout <= MAX_TIMEOUT:
+        raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
+    die_with_parent()
+    write_to_terminal()
+    limit = timedelta(seconds=timeout)
+    if backend == "mpi":
+        placement = _open_mpi(limit)
+        device = torch.device("cpu")
+    else:
+        placement, device = _open(backend, limit)
+    try:
+        yield World(
+            placement.rank,
+            placement.world_size,
+            placement.local_rank,
+            placement.local_world_size,
+            placement.node_rank,
+            backend,
+            device,
+        )
+    except BaseException:
+        if placement.world_size == 1 and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _open_mpi(timeout: timedelta) -> Placement:
+    place = _meet_in_mpi("mpi")
+    from ddp_from_scratch import mpi
+
+    dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=timeout)
+    return place
+
+
+def _meet_in_mpi(backend: str) -> Placement:
+    """This process's place in its MPI job, whose ranks all want the same backend."""
+    from ddp_from_scratch import (
+        mpi,  # starts MPI, which only this backend and mpirun's ranks may do
+    )
+
+    mpi.check_launcher()
+    place = mpi.placement()
+    _require_same(backend, mpi.share(backend), place.rank)
+    return place
+
+
+def _meet_in_store(
+    store: dist.Store, backend: str, placement: Placement, device: torch.device, timeout: timedelta
+) -> None:
+    """Before any group is opened: nccl would wait without end for a rank that never comes.
+
+    Not where torch makes the store: torchrun's and srun's ranks on several machines.
+
+    Raises:
+        UsageError: not all ranks come in time, they want different backends, or share a GPU.
+    """
+    keys = [f"came {rank}" for rank in range(placement.world_size)]
+    store.set(keys[placement.rank], f"{backend} {_gpu(device)}")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise UsageError(
+            f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
+            f"{placement.world_size} ranks: not all have started, {missing} have not come"
+        ) from error
+    came = [store.get(key).decode().partition(" ") for key in keys]
+    _require_same(backend, came[0][0], placement.rank)
+    _check_gpus([gpu for _, _, gpu in came])
+
+
+def _gpu(device: torch.device) -> str:
+    """A name that no other GPU has; empty for a CPU, or where GPUs may be shared."""
+    if device.type != "cuda" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _check_gpus(of_ranks: Sequence[str]) -> None:
+    for rank, gpu in enumerate(of_ranks):
+        first = of_ranks.index(gpu)
+        if gpu and first < rank:
+            raise UsageError(
+                f"ranks {first} and {rank} have the same GPU {gpu}: the nccl backend needs one for "
+                f"each process"
+            )
+
+
+def _require_same(backend: str, of_rank_0: str, rank: int) -> None:
+    """Before any group is opened: groups of two backends would wait for each other."""
+    if backend != of_rank_0:
+        raise UsageError(
+            f"backend is {of_rank_0} on rank 0 and {backend} on rank {rank}: it must be the same "
+            "on all ranks"
+        )
+
+
+def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
+    if not dist.is_backend_available(backend):
+        raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
+    if environment.launcher() == "mpirun":
+        _meet_in_mpi(backend)
+    try:
+        placement, store = rendezvous.meet(timeout)
+        device = _device(backend, placement)
+        if store is not None:
+            # What an earlier group of the same processes has left there must not be read again.
+            store = dist.PrefixStore(f"group {next(_opened)}", store)
+            _meet_in_store(store, backend, placement, device, timeout)
+        interfaces.choose_interface(placement)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=placement.rank,
+            world_size=placement.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistNetworkError as error:
+        raise UsageError(
+            f"cannot reach MASTER_ADDR:MASTER_PORT {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')}, or the port is taken: {str(error).splitlines()[0]}"
+        ) from error
+    except RuntimeError as error:  # what gloo raises here has no type of its own
+        if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
+            raise
+        raise UsageError(
+            f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
+            f"{placement.world_size} ranks: not all have started"
+        ) from error
+    return placement, device
+
+
+def _device(backend: str, placement: Placement) -> torch.device:
+    if backend != "nccl":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if placement.local_world_size > visible != 1:
+        raise UsageError(
+            f"the nccl backend needs a GPU for each process: {placement.local_world_size} "
+            f"processes on this machine, {visible} visible GPUs"
+        )
+    # A launcher may show each process its own GPU alone (srun --gpus-per-task=1).
+    device = torch.device("cuda", 0 if visible == 1 else placement.local_rank)
+    torch.cuda.set_device(device)
+    return device

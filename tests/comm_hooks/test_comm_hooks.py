@@ -1,0 +1,451 @@
+"""What a bucket sends, on real ranks: ours, and torch's own hooks unchanged.
+
+Rank r contributes n (r + 1), and the average is exact. The factor n, the world size, is there
+because 1/3 is no float: a third of it is exact.
+"""
+
+import copy
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    DDPCommHookType,
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+    register_ddp_comm_hook,
+)
+from torch.nn.functional import mse_loss
+
+from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks, convert_sync_batchnorm
+from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.bucket_list import make_buckets
+from ddp_from_scratch.buckets.layout import BucketLayout
+from tests.reducer.test_reducer import Terms
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+OURS = {
+    "full": comm_hooks.average,
+    "full, for wrappers": comm_hooks.allreduce_hook,
+    "fp16": comm_hooks.fp16_compress_hook,
+    "bf16": comm_hooks.bf16_compress_hook,
+}
+each_of_ours = pytest.mark.parametrize("name", OURS)
+
+
+@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
+def crew(ranks, request):
+    backend, world_size = request.param.split("-")
+    return ranks(backend, int(world_size))
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def pair(ranks, request):
+    return ranks(request.param, 2)
+
+
+def bucket_of(values: torch.Tensor) -> Bucket:
+    parameter = nn.Parameter(torch.zeros_like(values))
+    parameter.grad = values
+    return Bucket(BucketLayout((0,), (0,), values.numel()), [parameter], False)
+
+
+def averaged(values: torch.Tensor, hook) -> torch.Tensor:
+    bucket = bucket_of(values)
+    bucket.launch(hook)
+    bucket.finish()
+    return bucket.parameters()[0].grad
+
+
+def average(world, name):
+    n = world.world_size
+    for dtype in DTYPES:
+        for numel in (0, 1, 5, 10_000):
+            result = averaged(torch.full((numel,), n * (world.rank + 1), dtype=dtype), OURS[name])
+            assert result.dtype == dtype
+            assert torch.equal(result, torch.full_like(result, n * (n + 1) / 2)), (dtype, numel)
+
+
+@each_of_ours
+def test_average_is_exact_in_every_dtype(crew, name):
+    crew(average, name)
+
+
+def average_near_the_largest(world):
+    for value, dtype in ((6e4, torch.float16), (3e38, torch.bfloat16), (3e38, torch.float32)):
+        values = torch.full((5,), value, dtype=dtype)
+        torch.testing.assert_close(averaged(values.clone(), OURS["full"]), values)
+    for value, name, rtol in ((6e4, "fp16", 1e-3), (3e38, "bf16", 1e-2)):
+        values = torch.full((5,), value)
+        torch.testing.assert_close(averaged(values.clone(), OURS[name]), values, rtol=rtol, atol=0)
+
+
+def test_average_overflows_only_where_its_value_would(crew):
+    """Divided before it is summed: the sum would not be finite."""
+    crew(average_near_the_largest)
+
+
+def bytes_sent(world, name, dtype):
+    sent = []
+    original = dist.all_reduce
+    dist.all_reduce = lambda tensor, **options: (
+        sent.append(tensor.element_size()),
+        original(tensor, **options),
+    )[1]
+    try:
+        averaged(torch.ones(4, dtype=dtype), OURS[name])
+    finally:
+        dist.all_reduce = original
+    return sent
+
+
+def test_compression_halves_the_bytes_and_never_adds_any(pair):
+    for name in ("fp16", "bf16"):
+        for dtype, size in ((torch.float32, 2), (torch.float64, 2), (torch.float16, 2)):
+            assert pair(bytes_sent, name, dtype) == [[size]] * 2
+
+
+def several_averages_at_once(world):
+    n = world.world_size
+    buckets = [
+        bucket_of(torch.full((k + 1,), n * (world.rank + k), dtype=torch.float32)) for k in range(3)
+    ]
+    for bucket in buckets:
+        bucket.launch(OURS["full"])
+    for bucket in reversed(buckets):
+        bucket.finish()
+    for k, bucket in enumerate(buckets):
+        assert bucket.parameters()[0].grad.tolist() == [n * (n - 1) // 2 + n * k] * (k + 1)
+
+
+def test_several_averages_are_under_way_at_once(crew):
+    crew(several_averages_at_once)
+
+
+# In training ------------------------------------------------------------------------------------
+
+
+def build(world) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A model that is the same everywhere, and this rank's part of the data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    model.append(nn.Linear(16, 1))
+    broadcast_parameters(model)
+    x = torch.randn(16 * world.world_size, 8)
+    y = x.square().sum(1, keepdim=True) / 8
+    return model, *(t.chunk(world.world_size)[world.rank] for t in (x, y))
+
+
+def whole_loss(world, model, x, y) -> float:
+    loss = mse_loss(model(x), y).detach()
+    dist.all_reduce(loss)
+    return loss.item() / world.world_size
+
+
+def train(world, model, x, y, steps) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return whole_loss(world, model, x, y)
+
+
+def assert_one_model(model) -> None:
+    for p in model.parameters():
+        zero = p.detach().clone()
+        dist.broadcast(zero, 0)
+        assert torch.equal(p, zero)
+
+
+def converge(world, name):
+    losses = []
+    for hook in (OURS["full"], OURS[name]):
+        model, x, y = build(world)
+        before = whole_loss(world, model, x, y)
+        reducer = Reducer(model, bucket_cap_mb=1e-4)
+        reducer.register_comm_hook(None, hook)
+        losses.append(train(world, model, x, y, 60))
+        assert_one_model(model)
+    assert losses[1] < before / 5
+    assert abs(losses[1] - losses[0]) < 0.05 * losses[0], losses
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_compressed_training_converges_as_in_full_precision(pair, name):
+    pair(converge, name)
+
+
+def register_checks(world):
+    model, x, y = build(world)
+    reducer = Reducer(model)
+    with pytest.raises(TypeError, match="must be callable, got 3"):
+        reducer.register_comm_hook(None, 3)
+    reducer.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    loss = mse_loss(model(x), y)
+    with pytest.raises(TypeError, match=r"must return a torch.futures.Future, .* returned Tensor"):
+        loss.backward()
+
+
+def test_what_is_no_hook_is_refused(ranks):
+    ranks("gloo", 2)(register_checks)
+
+
+def state_and_order(world):
+    """Every bucket once, in order, each after the one before it has landed."""
+    model, x, y = build(world)
+    reducer = Reducer(model, bucket_cap_mb=0)
+    seen, landed = [], []
+
+    def hook(state, bucket):
+        assert state is seen
+        assert landed == seen
+        seen.append((bucket.index(), bucket.is_last()))
+        future = comm_hooks.allreduce_hook(None, bucket)
+        return future.then(lambda f: (landed.append(seen[-1]), f.value())[1])
+
+    reducer.register_comm_hook(seen, hook)
+    for _ in range(2):
+        seen.clear(), landed.clear()
+        mse_loss(model(x), y).backward()
+        assert seen == [(k, k == 5) for k in range(6)]
+
+
+def test_an_unknown_hook_has_one_bucket_under_way_at_a_time(pair):
+    pair(state_and_order)
+
+
+def incomplete_with_a_hook_of_two(world):
+    """A hook's second collective comes before whatever the program sends after the pass."""
+    model = Terms(1, 2, 3)
+    reducer = Reducer(model, bucket_cap_mb=0, overlap=False)
+    second = []
+
+    def hook(state, bucket):
+        def again(future):
+            time.sleep(0.2)
+            second.append(bucket.index())
+            dist.all_reduce(bucket.buffer())
+            return future.value()[0]
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+
+    reducer.register_comm_hook(None, hook)
+    model(1.0, (2, 1)).backward()
+    assert second == [0, 1]
+
+
+def test_a_pass_ends_when_all_of_a_hooks_collectives_are_on_their_way(pair):
+    pair(incomplete_with_a_hook_of_two)
+
+
+def beside_batch_norm(world):
+    """Rank 0's second collective comes late; the batch norm's, in backward, must not be taken."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1))
+    reducer = Reducer(convert_sync_batchnorm(model), bucket_cap_mb=0)
+
+    def hook(state, bucket):
+        def again(future):
+            time.sleep(0.05 if world.rank == 0 else 0)
+            dist.all_reduce(bucket.buffer())
+            return future.value()[0]
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+
+    reducer.register_comm_hook(None, hook)
+    x = torch.full((4, 3), world.rank + 1.0) + torch.arange(4).view(4, 1)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+        assert model[3].bias.grad.tolist() == [16.0]  # 4 on each of 2 ranks, summed twice
+
+
+def test_a_hook_of_two_collectives_beside_synchronised_batch_norm(pair):
+    pair(beside_batch_norm)
+
+
+# torch's own ------------------------------------------------------------------------------------
+
+TORCHS = {
+    "allreduce": (default_hooks.allreduce_hook, 1e-6),
+    "fp16": (default_hooks.fp16_compress_hook, 2e-3),
+    "bf16": (default_hooks.bf16_compress_hook, 2e-2),
+    "fp16 wrapper": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 2e-3),
+    "bf16 wrapper": (default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), 2e-2),
+    "quantized": (quantization_hooks.quantization_pertensor_hook, 2e-2),
+    "quantized by channel": (quantization_hooks.quantization_perchannel_hook, 2e-2),
+}
+
+
+def torchs_hook(world, name, view):
+    hook, tolerance = TORCHS[name]
+    ours, x, y = build(world)
+    theirs = copy.deepcopy(ours)
+    Reducer(ours, bucket_cap_mb=1e-4)
+    reducer = Reducer(theirs, bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+    reducer.register_comm_hook(None, hook)
+    for _ in range(3):
+        for model in (ours, theirs):
+            model.zero_grad()
+            mse_loss(model(x), y).backward()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        limit = tolerance * p.grad.abs().max()
+        assert (p.grad - q.grad).abs().max() <= limit
+        zero = q.grad.clone()
+        dist.broadcast(zero, 0)
+        assert torch.equal(zero, q.grad), "ranks have different gradients"
+
+
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+def test_torchs_hooks_run_unchanged(pair, name, view):
+    if name.startswith("quantized") and torch.__version__ < "2.15":
+        pytest.skip("this torch's hook is written for what nccl's futures give, and not gloo's")
+    pair(torchs_hook, name, view)
+
+
+def torchs_wrapper(world):
+    model, x, y = build(world)
+    wrapped = copy.deepcopy(model)
+    Reducer(model).register_comm_hook(None, comm_hooks.fp16_compress_hook)
+    hook = default_hooks.fp16_compress_wrapper(comm_hooks.allreduce_hook)
+    Reducer(wrapped).register_comm_hook(None, hook)
+    for m in (model, wrapped):
+        for _ in range(2):
+            m.zero_grad()
+            mse_loss(m(x), y).backward()
+    for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-3)
+
+
+def test_torchs_wrapper_around_our_hook(ranks):
+    ranks("gloo", 2)(torchs_wrapper)
+
+
+POWER_SGD = {
+    "full": powerSGD_hook.powerSGD_hook,
+    "batched": powerSGD_hook.batched_powerSGD_hook,
+    "fp16 wrapper": default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+    "bf16 wrapper, batched": default_hooks.bf16_compress_wrapper(
+        powerSGD_hook.batched_powerSGD_hook
+    ),
+}
+
+
+def orthogonalize(matrices, epsilon=0):
+    """torch's, which refuses what torch's batched hook gives it: one matrix, not several."""
+    several = matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
+    powerSGD_hook._orthogonalize_gram_schmidt(several, epsilon=epsilon)
+
+
+def torchs_power_sgd(world, name, view):
+    with patch.object(powerSGD_hook, "_orthogonalize", orthogonalize):
+        train_with_torchs_power_sgd(world, name, view)
+
+
+def train_with_torchs_power_sgd(world, name, view):
+    losses = []
+    for compress in (False, True):
+        model, x, y = build(world)
+        reducer = Reducer(model, bucket_cap_mb=1e-3, gradient_as_bucket_view=view)
+        if compress:
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+            )
+            reducer.register_comm_hook(state, POWER_SGD[name])
+        losses.append(train(world, model, x, y, 40))
+        assert_one_model(model)
+    if name == "full":
+        assert state.total_numel_after_compression < state.total_numel_before_compression
+    assert losses[1] < 2 * losses[0] + 0.05, losses
+
+
+@pytest.mark.parametrize("name", POWER_SGD)
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+def test_torchs_power_sgd_trains(pair, name, view):
+    pair(torchs_power_sgd, name, view)
+
+
+def torchs_post_local_sgd(world):
+    model, x, y = build(world)
+    alone, _ = dist.new_subgroups(1)
+    state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
+    reducer = Reducer(model)
+    reducer.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    for step in range(4):
+        model.zero_grad()
+        mse_loss(model(x), y).backward()
+        grad = model[0].weight.grad
+        zero = grad.clone()
+        dist.broadcast(zero, 0)
+        assert torch.equal(zero, grad) is (step < 2 or world.rank == 0)
+
+
+def test_torchs_post_local_sgd(pair):
+    pair(torchs_post_local_sgd)
+
+
+def registered_by_torchs_enum(world):
+    model, x, y = build(world)
+    reducer = Reducer(model)
+    register_ddp_comm_hook(DDPCommHookType.NOOP, reducer)
+    assert reducer.sending.hook is debugging_hooks.noop_hook
+    mse_loss(model(x), y).backward()
+    local = torch.autograd.grad(mse_loss(model(x), y), [model[0].weight])[0]
+    assert torch.equal(model[0].weight.grad, local)
+
+
+def test_torchs_enum_registers_on_a_reducer(ranks):
+    ranks("gloo", 2)(registered_by_torchs_enum)
+
+
+def divided_by_backend(world):
+    hook, factor = comm_hooks.while_packing(comm_hooks.average, None)
+    return hook is comm_hooks._average_by_backend, factor
+
+
+def test_the_backend_divides_where_it_is_exact(ranks):
+    """On mpi in the processor's cache, elsewhere as gradients are packed."""
+    assert ranks("mpi", 2)(divided_by_backend) == [(True, 1.0)] * 2
+    assert ranks("mpi", 3)(divided_by_backend) == [(False, 1 / 3)] * 3
+    assert ranks("gloo", 2)(divided_by_backend) == [(False, 1 / 2)] * 2
+
+
+@pytest.mark.parametrize(("world_size", "divides"), [(1, False), (2, True), (3, True)])
+def test_nccl_divides_unless_it_has_one_rank(monkeypatch, world_size, divides):
+    """ReduceOp.AVG over one rank would be a pass over the whole bucket."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
+    hook, factor = comm_hooks.while_packing(comm_hooks.average, None)
+    assert (hook is comm_hooks._average_by_backend, factor) == (divides, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "sent"),
+    [
+        (torch.float32, 3, (3.0, dist.ReduceOp.AVG)),
+        (torch.bfloat16, 4, (3.0, dist.ReduceOp.AVG)),
+        (torch.bfloat16, 3, (1.0, dist.ReduceOp.SUM)),
+        (torch.float16, 3, (1.0, dist.ReduceOp.SUM)),
+    ],
+    ids=str,
+)
+def test_a_third_is_not_rounded_to_16_bits(monkeypatch, dtype, ranks, sent):
+    """nccl's average multiplies by 1/n in the buffer's own dtype."""
+    (bucket,) = make_buckets([torch.nn.Parameter(torch.zeros(1, dtype=dtype))], [0], [1], True)
+    bucket.buffer().fill_(3)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+    monkeypatch.setattr(
+        comm_hooks,
+        "_all_reduce",
+        lambda tensor, group, op=dist.ReduceOp.SUM: (tensor.item(), op),
+    )
+    assert comm_hooks._average_by_backend(None, bucket) == sent

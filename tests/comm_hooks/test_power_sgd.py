@@ -1,0 +1,191 @@
+"""PowerSGD on real ranks: exact where rank suffices, error feedback where it does not."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from ddp_from_scratch import Reducer
+from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState, power_sgd_hook
+from tests.comm_hooks.test_comm_hooks import assert_one_model, build, train
+
+
+@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2"])
+def crew(ranks, request):
+    backend, world_size = request.param.split("-")
+    return ranks(backend, int(world_size))
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def pair(ranks, request):
+    return ranks(request.param, 2)
+
+
+class Given(nn.Module):
+    """The gradient of `matrix` is what the loss is called with; so is that of `vector`."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(12, 10))
+        self.vector = nn.Parameter(torch.zeros(5))
+
+    def forward(self, gradient, other):
+        return (self.matrix * gradient).sum() + (self.vector * other).sum()
+
+
+def average_of(world, model, gradient, other):
+    model.zero_grad()
+    model(gradient, other).backward()
+    mean = gradient.clone()
+    dist.all_reduce(mean)
+    return mean / world.world_size
+
+
+def low_rank_is_exact(world, view):
+    """The average has rank 2 and so the first compressed step finds it."""
+    torch.manual_seed(0)
+    left, right = torch.randn(12, 2), torch.randn(2, 10)
+    model = Given()
+    reducer = Reducer(model, gradient_as_bucket_view=view)
+    state = PowerSGDState(rank=2, start=2)
+    reducer.register_comm_hook(state, power_sgd_hook)
+    n = world.world_size
+    for step in range(5):
+        gradient = (world.rank + 1) * (left @ right)
+        expected = average_of(world, model, gradient, float(n * (world.rank + 1)))
+        tolerance = 1e-6 if step < 2 else 1e-4
+        torch.testing.assert_close(model.matrix.grad, expected, rtol=0, atol=tolerance * 20)
+        assert model.vector.grad.tolist() == pytest.approx([n * (n + 1) / 2] * 5, rel=1e-6)
+        zero = model.matrix.grad.clone()
+        dist.broadcast(zero, 0)
+        assert torch.equal(zero, model.matrix.grad)
+    assert state.iteration == 5
+    assert (state.sent, state.of) == (3 * (22 * 2 + 5), 3 * 125)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+def test_a_gradient_of_that_rank_is_averaged_exactly(crew, view):
+    crew(low_rank_is_exact, view)
+
+
+def nothing_is_lost(world):
+    """One gradient again and again: with error feedback the averages add up to it."""
+    torch.manual_seed(world.rank)
+    gradient = torch.randn(12, 10)
+    model = Given()
+    reducer = Reducer(model)
+    reducer.register_comm_hook(PowerSGDState(rank=1, start=2), power_sgd_hook)
+    total, steps = torch.zeros(12, 10), 200
+    for _ in range(steps + 2):
+        expected = average_of(world, model, gradient, 0.0)
+        total += model.matrix.grad
+    off = (total / (steps + 2) - expected).norm() / expected.norm()
+    single = (model.matrix.grad - expected).norm() / expected.norm()
+    assert off < 0.1 < single, (off, single)
+
+
+def test_what_one_step_leaves_out_comes_later(pair):
+    pair(nothing_is_lost)
+
+
+def converges(world, wrapped):
+    hook = default_hooks.bf16_compress_wrapper(power_sgd_hook) if wrapped else power_sgd_hook
+    losses = []
+    for compress in (False, True):
+        model, x, y = build(world)
+        reducer = Reducer(model, bucket_cap_mb=1e-3)
+        if compress:
+            reducer.register_comm_hook(PowerSGDState(rank=2, start=3), hook)
+        losses.append(train(world, model, x, y, 60))
+        assert_one_model(model)
+    assert losses[1] < 1.5 * losses[0] + 0.02, losses
+
+
+def test_training_converges(crew):
+    crew(converges, False)
+
+
+def test_training_converges_in_torchs_wrapper(ranks):
+    ranks("gloo", 2)(converges, True)
+
+
+def average_random(world, model, step):
+    generator = torch.Generator().manual_seed(10 * step + world.rank)
+    average_of(world, model, torch.randn(12, 10, generator=generator), 1.0)
+    return model.matrix.grad.clone()
+
+
+def goes_on(world):
+    """From what was remembered, under another cap and so in other buckets."""
+    models = [Given() for _ in range(2)]
+    states = [PowerSGDState(rank=2, start=1) for _ in range(2)]
+    Reducer(models[0]).register_comm_hook(states[0], power_sgd_hook)
+    for step in range(4):
+        average_random(world, models[0], step)
+    saved = copy.deepcopy(states[0].state_dict(models[0]))
+    assert list(saved["qs"]) == list(saved["errors"]) == ["matrix"]
+    Reducer(models[1], bucket_cap_mb=0).register_comm_hook(states[1], power_sgd_hook)
+    states[1].load_state_dict(models[1], saved)
+    for step in range(4, 7):
+        expected = average_random(world, models[0], step)
+        assert torch.equal(average_random(world, models[1], step), expected)
+
+    other = PowerSGDState(rank=3)
+    other.load_state_dict(models[1], saved)
+    assert other.q(models[1].matrix, 10, torch.zeros(())).shape == (10, 3)
+
+
+def test_it_goes_on_from_a_checkpoint(pair):
+    pair(goes_on)
+
+
+def mean_of_errors(world):
+    """The mean of all ranks' errors does what each rank's own does, but for rounding."""
+    model, state = Given(), PowerSGDState(rank=1, start=0)
+    Reducer(model).register_comm_hook(state, power_sgd_hook)
+    for step in range(4):
+        average_random(world, model, step)
+    saved = copy.deepcopy(state.state_dict(model))
+    expected = average_random(world, model, 4)
+    dist.all_reduce(saved["errors"]["matrix"])
+    saved["errors"]["matrix"] /= world.world_size
+    state.load_state_dict(model, saved)
+    torch.testing.assert_close(average_random(world, model, 4), expected)
+    saved["errors"] = {}
+    state.load_state_dict(model, saved)
+    assert not torch.allclose(average_random(world, model, 4), expected, rtol=0.1)
+
+
+def test_averages_depend_on_the_mean_of_the_errors(pair):
+    pair(mean_of_errors)
+
+
+def overflows(world, view):
+    """An overflow on one rank is seen by all, and the next average is as if it had not been."""
+    expected = None
+    for infinite in (False, True):
+        model, state = Given(), PowerSGDState(rank=2, start=0)
+        Reducer(model, gradient_as_bucket_view=view).register_comm_hook(state, power_sgd_hook)
+        average_random(world, model, 0)
+        if infinite:
+            gradient = torch.ones(12, 10)
+            gradient[3, 4] = float("inf") if world.rank == 1 else 1.0
+            average_of(world, model, gradient, 1.0)
+            assert not model.matrix.grad.isfinite().all()
+        following = [average_random(world, model, step) for step in (1, 2)]
+        expected = expected or following
+        assert all(torch.equal(a, b) for a, b in zip(expected, following, strict=True))
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+def test_an_overflow_is_not_remembered(pair, view):
+    pair(overflows, view)
+
+
+def test_settings_are_checked():
+    for settings in ({"rank": 0}, {"start": -1}):
+        with pytest.raises(ValueError, match="rank must be 1 or more and start 0 or more"):
+            PowerSGDState(**settings)

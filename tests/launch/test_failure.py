@@ -1,0 +1,259 @@
+"""However a run ends early, all of it ends: soon, with one message, and leaving nobody behind."""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.launch import rank_exit
+from tests.support.failing_run import RUN_PY, Run
+
+DRIVER = str(Path(__file__).parents[1] / "support" / "failing_run.py")
+START_RANKS = (
+    "import sys; from ddp_from_scratch import start_ranks; sys.exit(start_ranks(sys.argv[1:], [2]))"
+)
+LAUNCHERS = {
+    "start_ranks": [sys.executable, "-c", START_RANKS, sys.executable],
+    "mpirun": ["mpirun", "-n", "2", sys.executable],
+    "torchrun": ["torchrun", "--nproc-per-node", "2"],
+    "none": [sys.executable],
+}
+LONG = [RUN_PY, "--epochs", "100000"]
+END_S = 10.0  # issue 2: from the failure to the end of everything, on every launcher
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def assert_ends(run: Run) -> int:
+    """Ends, non-zero, soon enough, and all of it; returns the exit code."""
+    code = run.wait(END_S)
+    run.assert_nobody_left(END_S)
+    assert code != 0, run.text
+    return code
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "failure"),
+    [
+        ("start_ranks", "gloo", "raise_before_backward"),
+        ("start_ranks", "gloo", "raise_in_backward"),
+        ("start_ranks", "gloo", "kill"),
+        ("mpirun", "gloo", "raise_before_backward"),
+        ("mpirun", "mpi", "raise_in_backward"),
+        ("mpirun", "mpi", "kill"),
+        ("torchrun", "gloo", "raise_in_backward"),
+        ("torchrun", "gloo", "kill"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run(launcher: str, backend: str, failure: str) -> None:
+    command = [*LAUNCHERS[launcher], DRIVER, failure, "--backend", backend]
+    with Run(*command, "--workers", "1" if launcher == "torchrun" else "0") as run:
+        run.wait_for("fails now")
+        code = assert_ends(run)
+        lines = run.text.splitlines()
+        assert not [line for line in lines if line.startswith(("error:", "[rank 0]"))], run.text
+        if failure == "kill":
+            assert not [line for line in lines if line.startswith("[rank 1]")], run.text
+        else:
+            assert code == 1
+            assert lines.count("[rank 1] ValueError: on purpose") == 1, run.text
+            assert run.text.count("ValueError: on purpose") == 1, run.text
+        if launcher == "start_ranks":
+            told = [line for line in run.err.splitlines() if not line.startswith("[rank 1]")]
+            killed = ["rank 1 was killed by SIGKILL; all other ranks were stopped"]
+            assert told == (killed if failure == "kill" else []), run.text
+            assert code == (128 + signal.SIGKILL if failure == "kill" else 1)
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("start_ranks", "gloo"), ("mpirun", "mpi")])
+def test_a_rank_that_hangs_is_named_before_the_timeout(launcher: str, backend: str) -> None:
+    command = [*LAUNCHERS[launcher], DRIVER, "hang", "--backend", backend]
+    with Run(*command, "--stall-after", "0.5", "--timeout", "10") as run:
+        run.wait_for("It goes on waiting until the process group's timeout ends the run.")
+        assert "step 2, rank 0: has waited " in run.err
+        assert "  rank 1: 0 of 11 gradients have arrived, bucket 0 waits for " in run.err
+        assert run.wait() == 1
+        run.assert_nobody_left(END_S)
+
+
+@pytest.mark.parametrize(
+    ("backend", "numbers"),
+    [
+        ("gloo", (signal.SIGINT, signal.SIGHUP)),
+        ("mpi", (signal.SIGTERM, signal.SIGUSR1)),
+    ],
+)
+def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(
+    backend: str, numbers: tuple[int, int], tmp_path: Path
+) -> None:
+    arguments = ["--backend", backend, "--checkpoint-dir", str(tmp_path), "--resume", "auto"]
+    step = 0
+    for number in numbers:
+        with Run(sys.executable, *LONG, *arguments) as run:
+            run.wait_for("epoch ")
+            if step:
+                assert f"resuming from {tmp_path}/checkpoint-{step:06d}.pt" in run.out
+            run.signal(number)
+            assert assert_ends(run) == 128 + number
+            assert "Traceback" not in run.text
+            assert run.err.count("stopping all ranks; once more ends them at once") == 1
+            saved = re.search(r"stopped in epoch .*; saved (\S+): --resume auto goes on", run.out)
+            assert saved, run.text
+            now = int(Path(saved[1]).stem.removeprefix("checkpoint-"))
+            assert now > step
+            assert Path(saved[1]).exists()
+            step = now
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "number"),
+    [
+        ("mpirun", "mpi", signal.SIGUSR1),
+        ("torchrun", "gloo", signal.SIGTERM),
+        ("torchrun", "gloo", signal.SIGINT),
+    ],
+)
+def test_a_launchers_signal_leaves_a_checkpoint(
+    launcher: str, backend: str, number: int, tmp_path: Path
+) -> None:
+    arguments = ["--backend", backend, "--checkpoint-dir", str(tmp_path), "--workers", "1"]
+    with Run(*LAUNCHERS[launcher], *LONG, *arguments, TMPDIR=str(tmp_path)) as run:
+        run.wait_for("epoch ")
+        run.signal(number)
+        assert_ends(run)
+        assert "[rank" not in run.text
+        saved = re.search(r"stopped in epoch .*; saved (\S+): --resume auto goes on", run.out)
+        assert saved, run.text
+        assert Path(saved[1]).exists()
+        assert list(tmp_path.glob("ddp-*")) == []
+
+
+@pytest.mark.parametrize(("backend", "number"), [("gloo", signal.SIGQUIT), ("mpi", signal.SIGUSR2)])
+def test_other_signals_end_all_ranks(backend: str, number: int, tmp_path: Path) -> None:
+    with Run(sys.executable, *LONG, "--backend", backend, TMPDIR=str(tmp_path)) as run:
+        run.wait_for("epoch ")
+        run.signal(number)
+        assert assert_ends(run) == 128 + number
+        assert f"ending all ranks ({signal.Signals(number).name})\n" in run.err
+        assert "[rank" not in run.text
+        assert list(tmp_path.glob("ddp-*")) == []
+
+
+def test_ctrl_c_on_mpirun_ends_all_ranks() -> None:
+    with Run(*LAUNCHERS["mpirun"], *LONG, "--backend", "mpi") as run:
+        run.wait_for("epoch ")
+        run.signal(signal.SIGINT)
+        assert_ends(run)
+        assert "Traceback" not in run.text
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [("none", "gloo"), ("none", "mpi"), ("mpirun", "gloo"), ("torchrun", "gloo")],
+)
+def test_ranks_die_with_their_launcher(launcher: str, backend: str, tmp_path: Path) -> None:
+    workers = 1 if launcher == "torchrun" else 0
+    arguments = ["--backend", backend, "--workers", str(workers), "--checkpoint-dir", str(tmp_path)]
+    # Quiet: a rank that prints to a launcher that is gone would end by itself.
+    with Run(*LAUNCHERS[launcher], *LONG, "--quiet", *arguments) as run:
+        while not list(tmp_path.glob("checkpoint-*.pt")):
+            assert run.process.poll() is None, run.text
+            time.sleep(0.05)
+        assert len(run.processes()) >= 3 + 2 * workers  # the launcher, two ranks, their workers
+        run.signal(signal.SIGKILL)
+        assert_ends(run)
+
+
+def test_ctrl_c_before_training_has_begun() -> None:
+    for processes in (1, 3):  # while the parent imports; while the ranks do
+        with Run(sys.executable, RUN_PY) as run:
+            while len(run.processes()) < processes:
+                time.sleep(0.05)
+            time.sleep(1.0)
+            assert "epoch" not in run.text
+            run.signal(signal.SIGINT)
+            assert assert_ends(run) == 128 + signal.SIGINT
+            told = "stopping all ranks; once more ends them at once\n" if processes > 1 else ""
+            assert run.text == f"\n--- standard error:\n{told}"
+
+
+class Ended(BaseException):
+    """In place of the process's end."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (UsageError("--lr must be positive"), 2, "error: --lr must be positive\n"),
+        (PeerError("rank 1: no such file"), 2, ""),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(3), 3, ""),
+        (ValueError("a bug\nof ours"), 1, "[rank 0] ValueError: a bug\n[rank 0] of ours\n"),
+        (
+            RuntimeError("[/src/gloo/tcp/pair.cc:547] Connection closed by peer\nstack"),
+            1,
+            "error: rank 0 lost the other ranks: [/src/gloo/tcp/pair.cc:547] Connection closed "
+            "by peer\n",
+        ),
+        (
+            RuntimeError("Application timeout caused pair closure"),
+            1,
+            "error: rank 0 lost the other ranks: Application timeout caused pair closure\n",
+        ),
+        (
+            dist.DistBackendError("NCCL watchdog"),
+            1,
+            "error: rank 0 lost the other ranks: NCCL watchdog\n",
+        ),
+    ],
+)
+def test_how_a_rank_ends(
+    error: BaseException,
+    code: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    def main() -> int:
+        raise error
+
+    monkeypatch.setattr(os, "_exit", end)
+    slept: list[float] = []
+    monkeypatch.setattr(rank_exit.time, "sleep", slept.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(Ended) as ended:
+        rank_exit.run_to_exit(main)
+    assert ended.value.args == (code,)
+    err = capsys.readouterr().err
+    if told.startswith("[rank 0]"):
+        assert err.startswith("[rank 0] Traceback (most recent call last):\n")
+        assert err.endswith(told)
+        assert all(line.startswith("[rank 0] ") for line in err.splitlines())
+    else:
+        assert err == told
+
+    # On a rank that is not the first of its machine, before the ranks can agree on who speaks: it
+    # leaves the first one the time to, whose end is this one's.
+    slept.clear()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(Ended) as ended:
+        rank_exit.run_to_exit(main)
+    assert ended.value.args == (code,)
+    if type(error) is UsageError:
+        assert slept == [5.0]
+        assert capsys.readouterr().err == told
+
+
+def test_how_a_rank_that_did_its_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as end:  # unwinds: MPI and gloo close in step
+        rank_exit.run_to_exit(lambda: 0)
+    assert end.value.code == 0

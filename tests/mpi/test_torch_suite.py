@@ -1,0 +1,58 @@
+"""PyTorch's own distributed tests, from the installed wheel, pass on the mpi backend."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import MPIRUN
+
+RUNNER = Path(__file__).parents[1] / "support" / "torch_suite.py"
+# Enough that a torch which skips everything is noticed; 97, 122 and 132 with torch 2.15.
+AT_LEAST = {2: 85, 3: 105, 4: 115}
+
+# torch's reasons to skip a test that have nothing to do with this backend.
+REASONS = re.compile(
+    r"accelerator|GPU|CUDA|cuda|N(CCL|ccl)|nccl|world size|fail(ing|s)|flak"
+    r"|github.com/pytorch/pytorch/issues"
+)
+
+
+def read(folder, world_size):
+    """{test: [its last line on each rank]}, in the order in which they ran."""
+    found = {}
+    for rank in range(world_size):
+        lines = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+        for name, last in {line["test"]: line for line in lines}.items():
+            found.setdefault(name, []).append(last)
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not importlib.util.find_spec("expecttest"), reason="needs expecttest")
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_torchs_own_tests(world_size, tmp_path):
+    result = subprocess.run(
+        ["mpirun", "-n", str(world_size), sys.executable, str(RUNNER), str(tmp_path)],
+        env=os.environ | MPIRUN,
+        capture_output=True,
+        text=True,
+    )
+    found = read(tmp_path, world_size)
+    for name, lines in found.items():
+        told = [f"rank {rank}: {line['state']} {line['why']}" for rank, line in enumerate(lines)]
+        good = all(line["state"] in ("pass", "skip", "excluded") for line in lines)
+        assert good, f"{name}\n{chr(10).join(told)}\n{result.stderr[-10000:]}"
+    assert result.returncode == 0, result.stderr[-10000:]
+    assert all(len(lines) == world_size for lines in found.values())
+    for name, lines in found.items():
+        for line in lines:
+            assert line["state"] != "skip" or REASONS.search(line["why"]), (name, line["why"])
+    counts = Counter("pass" for lines in found.values() if lines[0]["state"] == "pass")
+    assert counts["pass"] >= AT_LEAST[world_size], counts

@@ -1,0 +1,357 @@
+"""One copy of the parameters for all ranks of a machine: the same numbers, and no copy more."""
+
+import copy
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_from_scratch as ddp
+from ddp_from_scratch import mpi
+from ddp_from_scratch.errors import NoSharedMemory
+from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
+from ddp_from_scratch.node import windows
+from ddp_from_scratch.node.staging import share_of
+
+SETTINGS = (
+    {"lr": 0.01},
+    {"lr": 0.01, "momentum": 0.9},
+    {"lr": 0.01, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+    {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    {"lr": 0.01, "maximize": True},
+)
+
+
+class Net(nn.Module):
+    """Odd sizes, two dtypes, a channels-last weight, a branch, and one of more than a chunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Linear(5, 70_001)
+        self.narrow = nn.Linear(70_001, 3)
+        self.first = nn.Linear(3, 3, dtype=torch.float64)
+        self.other = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x, branch=False):
+        x = self.narrow(self.wide(self.conv(x).mean((2, 3))).relu()).double()
+        return (self.other if branch else self.first)(x)
+
+
+def made(optimizer_class, settings, **reducer_settings):
+    torch.manual_seed(0)
+    model = Net()
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True, **reducer_settings)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+    ]
+    return model, reducer, optimizer_class(groups, **settings, reducer=reducer)
+
+
+def loss_of(model, world, step, branch=False):
+    torch.manual_seed(100 * step + world.rank)
+    return model(torch.randn(4, 3, 8, 8), branch).tanh().mean()
+
+
+def train(world, optimizer_class, settings, two_calls):
+    model, reducer, optimizer = made(optimizer_class, settings, find_unused_parameters=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(5):
+        branch = step == 3  # so `first` has no gradient, and `other` its first one
+        optimizer.zero_grad()
+        if step == 4:
+            with reducer.no_sync():
+                loss_of(model, world, 50).backward()
+        loss = loss_of(model, world, step, branch)
+        if two_calls:
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        else:
+            optimizer.backward_and_step(loss)
+        scheduler.step()
+    ddp.check_sync(model, optimizers=[optimizer])
+    return model, optimizer
+
+
+def as_flat_sgd(world):
+    for settings in SETTINGS:
+        for two_calls in (False, True):
+            expected, flat = train(world, ddp.SGD, settings, two_calls)
+            model, shared = train(world, ddp.NodeSharedSGD, settings, two_calls)
+            exact = world.world_size & (world.world_size - 1) == 0
+            near = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-6}
+            torch.testing.assert_close(model.state_dict(), expected.state_dict(), **near)
+            torch.testing.assert_close(shared.state_dict(), flat.state_dict(), **near)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_numbers_are_those_of_flat_sgd(ranks, size):
+    ranks("mpi", size)(as_flat_sgd)
+
+
+def one_copy(world):
+    model, _, optimizer = made(ddp.NodeSharedSGD, {"lr": 0.01, "momentum": 0.9})
+    model.other.requires_grad_(False)
+    model, _, optimizer = made(ddp.NodeSharedSGD, {"lr": 0.01, "momentum": 0.9})
+    loss = loss_of(model, world, 0) + loss_of(model, world, 0, branch=True)
+    optimizer.backward_and_step(loss)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    momentum = optimizer.state[model.wide.weight]["momentum_buffer"]
+    for tensor, value in ((model.wide.weight, 7.0), (momentum, 8.0)):
+        dist.barrier()
+        if world.rank == world.world_size - 1:
+            with torch.no_grad():
+                tensor.fill_(value)
+        dist.barrier()
+        assert tensor.eq(value).all()
+    apart = copy.deepcopy(model)
+    dist.barrier()
+    with torch.no_grad():
+        apart.wide.weight.fill_(world.rank)  # each rank's own
+    dist.barrier()
+    assert apart.wide.weight.eq(world.rank).all()
+    assert model.wide.weight.eq(7.0).all()
+
+
+def test_all_ranks_have_the_same_memory(ranks):
+    ranks("mpi", 3)(one_copy)
+
+
+def resumed(world):
+    settings = {"lr": 0.01, "momentum": 0.9}
+    model, _, optimizer = made(ddp.NodeSharedSGD, settings, find_unused_parameters=True)
+    states = {}
+    for step in range(4):
+        optimizer.zero_grad()
+        optimizer.backward_and_step(loss_of(model, world, step))
+        if step == 1:
+            states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again, _, other = made(ddp.NodeSharedSGD, settings, find_unused_parameters=True)
+    other.backward_and_step(loss_of(again, world, 9))  # moved already when the states are loaded
+    again.load_state_dict(states[0])
+    other.load_state_dict(states[1])
+    dist.barrier()
+    for step in (2, 3):
+        other.backward_and_step(loss_of(again, world, step))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+
+
+def test_states_are_saved_and_loaded_as_usual(ranks):
+    ranks("mpi", 2)(resumed)
+
+
+def misused(world):
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = nn.Linear(3, 3)
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
+    with pytest.raises(RuntimeError, match="cannot go through a comm hook"):
+        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+    model = nn.Linear(3, 3)
+    torch.nn.init.constant_(model.weight, world.rank)
+    reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    with pytest.raises(RuntimeError, match="weight"):  # unlike parameters would become one
+        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+    ddp.broadcast_parameters(model, process_group=group)
+    model.zero_grad()
+    optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+    optimizer.param_groups[0]["lr"] = 0.1 * (world.rank + 1)
+    with pytest.raises(RuntimeError, match=r"different operations.*step with lr=0\.1 .*lr=0\.2"):
+        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+
+
+def test_what_would_go_wrong_is_named(ranks):
+    ranks("mpi", 2)(misused)
+
+
+def replaced(world):
+    model = nn.Linear(3, 3)
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+    model.weight.data = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"shape \(3, 3\) does not lie in shared memory any lon"):
+        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+
+
+def without_a_rank(world):
+    model = nn.Linear(3, 3)
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    with ddp.join(reducer), pytest.raises(RuntimeError, match=r"inside join\(\)"):
+        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+
+
+def some_parameters(world):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    with pytest.raises(ValueError, match="must hold all of the reducer's parameters"):
+        ddp.NodeSharedSGD(model[0].parameters(), reducer=reducer)
+    reducer.remove()
+    # What is not synchronised may differ.
+    torch.nn.init.constant_(model[1].weight, world.rank)
+    names = ["1.weight", "1.bias"]
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True, ignore=names)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+    ddp.check_sync(model, ignore=names)
+    model, optimizer = copy.deepcopy((model, optimizer))  # which has no Reducer
+    model(torch.ones(1, 3)).sum().backward()
+    before = model[0].weight.clone()
+    optimizer.step()
+    assert not model[0].weight.equal(before)
+
+
+def test_which_parameters(ranks):
+    ranks("mpi", 2)(some_parameters)
+
+
+def memory_after(world):
+    group = dist.new_group()
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    ddp.broadcast_parameters(model, process_group=group)
+    reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True, bucket_cap_mb=0)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, momentum=0.9, reducer=reducer)
+    for _ in range(4):
+        optimizer.zero_grad()
+        optimizer.backward_and_step(model(torch.ones(1, 512)).sum())
+    windows = group._collectives.windows._memories
+    # For each of four runs one of parameters and one of momentum, and one for all gradients.
+    assert len(windows) == 9
+    weight = model[0].weight.detach()
+    expected = weight.clone() * world.world_size
+    dist.all_reduce(weight, group=group)  # there is one of it, not one of each rank
+    assert weight.equal(expected)
+
+
+def test_memory_that_was_moved_from_is_given_back(ranks):
+    ranks("mpi", 2)(memory_after)
+
+
+def a_slow_owner(world):
+    model = nn.Linear(300, 300)
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    group = optimizer._group
+    reduce_to_owners = group.reduce_to_owners
+
+    def slowly(gradient, op, receive, label):
+        def receive_late(begin, chunk):
+            time.sleep(0.05 * world.rank)
+            receive(begin, chunk)
+
+        reduce_to_owners(gradient, op, receive_late, label)
+
+    group.reduce_to_owners = slowly
+    for _ in range(3):
+        optimizer.backward_and_step(model(torch.ones(1, 300)).sum())
+        seen = model.weight.detach().clone()
+        dist.barrier()
+        assert model.weight.equal(seen), "a step returned before all shares were written"
+    del group.reduce_to_owners
+
+
+def test_a_step_returns_when_all_shares_are_written(ranks):
+    ranks("mpi", 2)(a_slow_owner)
+
+
+def no_room(*_):
+    raise NoSharedMemory("no room")
+
+
+def without_room(world):
+    group = dist.new_group()
+    model = nn.Linear(3, 3)
+    ddp.broadcast_parameters(model)
+    shared_memory, windows.SharedMemory = windows.SharedMemory, no_room
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
+    finally:
+        windows.SharedMemory = shared_memory
+    assert ["no room" in str(warning.message) for warning in told] == [True] * (world.rank == 0)
+    model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
+    assert model.weight.grad.eq(1.5).all()
+    with pytest.raises(
+        ValueError, match="memory that the machine's ranks share, and there was none"
+    ):
+        ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
+
+
+def test_where_there_is_no_room_in_shared_memory(ranks):
+    ranks("mpi", 2)(without_room)
+
+
+def test_no_rank_can_be_missing(ranks):
+    ranks("mpi", 2)(without_a_rank)
+
+
+def test_a_parameter_that_was_replaced_is_named(ranks):
+    ranks("mpi", 2)(replaced)
+
+
+def refused(world):
+    model = nn.Linear(3, 3).bfloat16()
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    with pytest.raises(ValueError, match=r"needs parameters of float32 or float64.*bfloat16"):
+        ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
+
+
+def test_parameters_that_cannot_move_are_refused(ranks):
+    ranks("mpi", 2)(refused)
+
+
+def without_mpi(world):
+    model = nn.Linear(3, 3)
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    with pytest.raises(ValueError, match="needs a process group of the mpi backend"):
+        ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
+
+
+def test_other_backends_are_refused(ranks):
+    ranks("gloo", 2)(without_mpi)
+
+
+def shares_over_machines(world, sizes):
+    communicator = mpi.runtime.MPI.COMM_WORLD
+    machine = next(i for i in range(len(sizes)) if world.rank < sum(sizes[: i + 1]))
+    group = ProcessGroupMPI(communicator, timedelta(seconds=20), communicator.Split(machine))
+    local, owners = world.rank - sum(sizes[:machine]), min(sizes)
+    for numel in (1, 1000, 300_001):
+        tensor = group.empty(numel, torch.float32)
+        torch.arange(numel, out=tensor)
+        tensor += world.rank
+        found = torch.full((numel,), -1.0)
+
+        def receive(begin, chunk, found=found):
+            found[begin : begin + chunk.numel()] = chunk
+
+        group.reduce_to_owners(tensor, dist.ReduceOp.AVG, receive, "")
+        begin, end = share_of(numel, local, owners)
+        expected = torch.arange(numel) + (world.world_size - 1) / 2
+        torch.testing.assert_close(found[begin:end], expected[begin:end].float())
+        assert found[:begin].eq(-1).all()
+        assert found[end:].eq(-1).all()
+        assert tensor.equal(torch.arange(numel) + float(world.rank))
+    group.shutdown()
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2), (1, 2)])
+def test_each_rank_gets_its_share_of_the_average(ranks, sizes):
+    ranks("mpi", sum(sizes))(shares_over_machines, sizes)

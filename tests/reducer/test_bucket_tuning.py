@@ -1,0 +1,410 @@
+"""`bucket_cap_mb="auto"`: what is tried, what is chosen, and that averages are right meanwhile.
+
+No test measures time: clocks are made up, so that what costs how much is known.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+import ddp_from_scratch as ddp
+from ddp_from_scratch import Reducer
+from ddp_from_scratch.reducer import bucket_tuning
+from ddp_from_scratch.reducer.bucket_tuning import Candidate, Trial, candidates, choose, trials
+from ddp_from_scratch.training import bucket_choice, evaluate
+from ddp_from_scratch.training.loop import Trainer
+from ddp_from_scratch.training.models import make_model
+from ddp_from_scratch.training.settings import Settings
+from tests.reducer.test_reducer import BYTES, Terms, assert_grads, mean, own, recorded
+
+SMALL, LARGE, ALL = 8 * BYTES, 16 * BYTES, math.inf
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def pair(ranks, request):
+    return ranks(request.param, 2)
+
+
+# Arithmetic -------------------------------------------------------------------------------------
+
+A, A_AFTER, B = Candidate(1.0, True), Candidate(1.0, False), Candidate(math.inf, True)
+
+
+def test_caps_that_lay_out_alike_are_one_and_one_bucket_is_not_tried_twice():
+    layouts = {1.0: [(0,), (1,)], 4.0: [(0,), (1,)], math.inf: [(0, 1)]}
+    assert candidates(layouts, overlap=True) == [[A, A_AFTER], [B]]
+    assert candidates(layouts, overlap=False) == [[A_AFTER], [Candidate(math.inf, False)]]
+
+
+def test_layouts_take_turns_and_the_first_step_of_each_does_not_count():
+    first = [Trial(A, False), *[Trial(A, True), Trial(A_AFTER, True)] * 2]
+    second = [Trial(B, False), Trial(B, True), Trial(B, True)]
+    found = trials([[A, A_AFTER], [B]], rounds=3)
+    assert found == [*first, *second, *second, *first, *first, *second]
+
+
+def test_every_candidate_is_tried_as_often():
+    groups = [[Candidate(cap, True), Candidate(cap, False)] for cap in range(4)]
+    counted = [trial.candidate for trial in trials(groups) if trial.counted]
+    assert {counted.count(c) for group in groups for c in group} == {2 * bucket_tuning.ROUNDS}
+
+
+def test_what_cannot_be_otherwise_is_not_tried():
+    assert trials([[A]]) == []
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({A: [10.0] * 4, A_AFTER: [9.0] * 4, B: [9.5] * 4}, A_AFTER),
+        ({A: [10.0] * 4, A_AFTER: [9.95] * 4, B: [9.98] * 4}, A),  # as good as the best
+        ({A_AFTER: [10.0] * 4, B: [10.0] * 4}, B),  # with overlap before without
+        ({A: [10, 10, 10, 500, 900], B: [11.0] * 5}, A),  # pauses do not decide
+        # B is shorter in 4 of 7, which may be noise, and in 3 of 5.
+        ({A: [10, 12, 10, 12, 10, 12, 12], B: [11, 9, 11, 9, 11, 9, 9.5]}, A),
+        ({A: [10, 12, 10, 12, 12], B: [11, 9, 11, 9, 9.5]}, B),
+        # A machine that is slow for a while: B is shorter each time, though its median is longer.
+        ({A: [10, 10, 10, 90, 90], B: [9, 9, 85, 85, 85], A_AFTER: [10, 10, 90, 90, 90]}, B),
+    ],
+    ids=["shortest", "tie", "overlap", "pause", "noise", "no noise", "slow for a while"],
+)
+def test_choice(times, chosen):
+    assert choose(times) == chosen
+
+
+@pytest.mark.parametrize("word", ["Auto", "fast", ""])
+def test_another_word_is_refused(word):
+    with pytest.raises(ValueError, match=r'must be a number, numbers or "auto", got'):
+        Reducer(nn.Linear(1, 1), bucket_cap_mb=word)
+
+
+# Ranks ------------------------------------------------------------------------------------------
+
+Cost = Callable[[Candidate], float]
+
+
+@contextmanager
+def clock_of(cost: Cost) -> Iterator[list[Reducer]]:
+    """A step takes what `cost` says of the way it was done in; caps are of a few bytes.
+
+    Yields a list for the Reducer that is timed.
+    """
+    timed: list[Reducer] = []
+    now = 0.0
+
+    def clock(device: torch.device) -> float:
+        nonlocal now
+        now += cost(timed[0]._search.present)
+        return now
+
+    caps = (SMALL, LARGE, ALL)
+    with patch.object(bucket_tuning, "CAPS", caps), patch.object(bucket_tuning, "clock", clock):
+        yield timed
+
+
+def rank_0_is_misled(world) -> Cost:
+    """What takes the longest rank the least is LARGE at the end; on rank 0 it is SMALL."""
+    mine = {SMALL: 1.0, LARGE: 3.0, ALL: 6.0}
+    if world.rank == 1:
+        mine[SMALL] = 5.0
+    mine[bucket_tuning.DEFAULT] = 0.0  # before the first trial
+
+    def cost(candidate: Candidate) -> float:
+        at_end = candidate.bucket_cap_mb == LARGE and not candidate.overlap
+        return mine[candidate.bucket_cap_mb] - 0.5 * at_end
+
+    return cost
+
+
+def one_bucket_is_best(candidate: Candidate) -> float:
+    return 1.0 if candidate.bucket_cap_mb == ALL else 2.0
+
+
+def searched(world, options):
+    """Every step's way to send, and what was chosen; averages are exact in each."""
+    model = Terms(1, 2, 3, 4)
+    ways = []
+    with clock_of(rank_0_is_misled(world)) as timed:
+        timed.append(Reducer(model, bucket_cap_mb="auto", **options))
+        (reducer,) = timed
+        while reducer.bucket_cap_mb is None:
+            ways.append((reducer.buckets, reducer.overlap))
+            model.zero_grad(set_to_none=len(ways) % 2 == 0)
+            use = (3, 2, 1, 0)  # the layout that is known at first is the other way round
+            with reducer.no_sync():
+                model(own(world), use).backward()
+            with recorded("all_reduce") as sent:
+                model(own(world), use).backward()
+            assert_grads(model, 2 * mean(world))
+            assert sent[: len(ways[-1][0])] == [_numel(model, names) for names in ways[-1][0]]
+        for _ in range(2):
+            model.zero_grad()
+            with recorded("all_reduce") as sent:
+                model(own(world)).backward()
+            assert_grads(model, mean(world))
+    reducer.remove()
+    return ways, (reducer.bucket_cap_mb, reducer.overlap), reducer.buckets
+
+
+def _numel(model: nn.Module, names: tuple[str, ...]) -> int:
+    return sum(model.get_parameter(name).numel() for name in names)
+
+
+KINDS = {
+    "copy": {},
+    "view": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "ready order": {"ready_order": ["p0", "p1", "p2", "p3"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_choose_the_same_whatever_their_clocks_say(pair, kind):
+    (ways, chosen, buckets), other = pair(searched, KINDS[kind])
+    assert other == (ways, chosen, buckets)
+    assert chosen == (LARGE, False)
+    expected = {
+        SMALL: (("p0", "p1"), ("p2",), ("p3",)),  # 4 + 8, 12 and 16 bytes
+        LARGE: (("p0", "p1", "p2"), ("p3",)),
+        ALL: (("p0", "p1", "p2", "p3"),),
+    }
+    if kind == "unused":  # no order is agreed on: the reverse of registration stays
+        expected = {
+            SMALL: (("p3",), ("p2",), ("p1",), ("p0",)),
+            LARGE: (("p3",), ("p2", "p1"), ("p0",)),
+            ALL: (("p3", "p2", "p1", "p0"),),
+        }
+    assert buckets == expected[LARGE]
+    known = 1 if kind in ("unused", "ready order") else 2
+    first = [(expected[SMALL], True), *[(expected[SMALL], True), (expected[SMALL], False)] * 2]
+    assert ways[known : known + 5] == first
+    assert len(ways) == known + bucket_tuning.ROUNDS * (5 + 5 + 3)
+    # Only the first layout's turn may show it in the first round: each has one in every round.
+    assert {way for way, _ in ways[known : known + 13]} == set(expected.values())
+
+
+def searched_static(world):
+    """Reentrant or not, what the first pass taught stays true of other buckets."""
+    model = Terms(1, 2, 3, 4)
+    with clock_of(rank_0_is_misled(world)) as timed:
+        timed.append(Reducer(model, bucket_cap_mb="auto", static_graph=True))
+        while timed[0].bucket_cap_mb is None:
+            model.zero_grad()
+            model(own(world), (0, 2, 3)).backward()
+            for k in (0, 2, 3):
+                grad = getattr(model, f"p{k}").grad
+                assert torch.equal(grad, torch.full_like(grad, (k + 1) * mean(world)))
+            assert model.p1.grad is None
+    return timed[0].bucket_cap_mb, timed[0].overlap
+
+
+def test_static_graph(pair):
+    assert pair(searched_static) == [(LARGE, False)] * 2
+
+
+def without_overlap(world):
+    model = Terms(1, 2, 3, 4)
+    with clock_of(rank_0_is_misled(world)) as timed:
+        timed.append(Reducer(model, bucket_cap_mb="auto", overlap=False))
+        seen = set()
+        while timed[0].bucket_cap_mb is None:
+            seen.add(timed[0].overlap)
+            model(own(world)).backward()
+    return seen, timed[0].bucket_cap_mb, timed[0].iteration
+
+
+def test_overlap_that_is_off_stays_off(ranks):
+    averages = 2 + bucket_tuning.ROUNDS * 3 * 3
+    assert ranks("gloo", 2)(without_overlap) == [({False}, LARGE, averages)] * 2
+
+
+def small(world):
+    model = Terms(1, 2, 3, 4)
+    reducer = Reducer(model, bucket_cap_mb="auto")
+    chosen = []
+    for _ in range(3):
+        with recorded("all_reduce") as sent:
+            model(own(world)).backward()
+        assert sent == [10]
+        chosen.append(reducer.bucket_cap_mb)
+        model.zero_grad()
+    return chosen, reducer.overlap
+
+
+def test_a_model_of_one_bucket_settles_at_once(ranks):
+    assert ranks("gloo", 2)(small) == [([None, (1.0, 25.0), (1.0, 25.0)], True)] * 2
+
+
+def fixed(world):
+    reducers = [Reducer(Terms(1), bucket_cap_mb=cap) for cap in (None, 0.5, [1, 2])]
+    return [(r.bucket_cap_mb, r.overlap) for r in reducers]
+
+
+def test_a_fixed_cap_is_told_as_given(ranks):
+    expected = [((1.0, 25.0), True), (0.5, True), ([1, 2], True)]
+    assert ranks("gloo", 2)(fixed) == [expected] * 2
+
+
+# What is built on the buckets -------------------------------------------------------------------
+
+
+def trained(world, how, hook):
+    """ddp.SGD on buckets that change, beside torch's on buckets that do not: the same bits."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 1))
+    theirs = copy.deepcopy(ours)
+    fixed_buckets = Reducer(theirs, bucket_cap_mb=LARGE)
+    settings = {"lr": 0.1, "momentum": 0.9}
+    slow = torch.optim.SGD(theirs.parameters(), **settings, foreach=False)
+    with clock_of(one_bucket_is_best) as timed:
+        if how == "wrapper":
+            wrapped = ddp.DistributedDataParallel(
+                ours, bucket_cap_mb="auto", gradient_as_bucket_view=True
+            )
+            timed.append(wrapped.reducer)
+        else:
+            wrapped = ours
+            timed.append(Reducer(ours, bucket_cap_mb="auto", gradient_as_bucket_view=True))
+        if hook:
+            for reducer in (timed[0], fixed_buckets):
+                state = ddp.power_sgd.PowerSGDState(1, start=10)
+                reducer.register_comm_hook(state, ddp.power_sgd.power_sgd_hook)
+        fast = ddp.SGD(ours.parameters(), **settings, reducer=timed[0])
+        after = 0
+        while after < 3:
+            after += timed[0].bucket_cap_mb is not None
+            x = torch.randn(4, 6)
+            slow.zero_grad()
+            theirs(x).square().mean().backward()
+            slow.step()
+            fast.zero_grad()
+            loss = wrapped(x).square().mean()
+            if how == "at once":
+                fast.backward_and_step(loss)
+            else:
+                loss.backward()
+                fast.step()
+            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert torch.allclose(a, b, rtol=1e-4, atol=1e-6) if hook else torch.equal(a, b)
+    ddp.check_sync(ours, optimizers=[fast])
+    timed[0].remove()
+    fixed_buckets.remove()
+    return timed[0].bucket_cap_mb
+
+
+@pytest.mark.parametrize(
+    ("how", "hook"),
+    [("two calls", False), ("at once", False), ("wrapper", False), ("two calls", True)],
+    ids=["step", "backward_and_step", "wrapper", "PowerSGD"],
+)
+def test_training_has_the_bits_of_one_cap(pair, how, hook):
+    """Two ranks: a sum of two is the same in any bucket; but for PowerSGD's matrices' rounding."""
+    assert pair(trained, how, hook) == [ALL] * 2
+
+
+def foreign_hook(world):
+    model = Terms(1, 2, 3, 4)
+    with clock_of(lambda candidate: 1.0) as timed:
+        timed.append(Reducer(model, bucket_cap_mb="auto"))
+        (reducer,) = timed
+        state = PowerSGDState(dist.group.WORLD)
+        with pytest.raises(RuntimeError, match='bucket_cap_mb="auto" has not settled') as error:
+            reducer.register_comm_hook(state, powerSGD_hook)
+        assert "powerSGD_hook" in str(error.value)
+        while reducer.bucket_cap_mb is None:
+            model(own(world)).backward()
+        reducer.register_comm_hook(state, powerSGD_hook)
+
+
+def test_a_hook_that_may_remember_buckets_is_refused_until_they_stay(ranks):
+    ranks("gloo", 2)(foreign_hook)
+
+
+def moved_with_a_hook(world):
+    """What "auto" has settled on stays with the next process group: hooks may remember buckets."""
+    with clock_of(one_bucket_is_best) as timed:
+        wrapped = ddp.DistributedDataParallel(Terms(1, 2, 3, 4), bucket_cap_mb="auto")
+        timed.append(wrapped.reducer)
+        while wrapped.reducer.bucket_cap_mb is None:
+            wrapped(own(world)).backward()
+        settled = wrapped.reducer.bucket_cap_mb, wrapped.reducer.overlap
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+        wrapped._update_process_group(dist.new_group([0, 1]))
+    assert (wrapped.reducer.bucket_cap_mb, wrapped.reducer.overlap) == settled
+    wrapped.zero_grad()
+    wrapped(own(world)).backward()
+    assert wrapped.module.p1.grad.tolist() == [2 * mean(world)] * 2
+
+
+def test_another_process_group(ranks):
+    ranks("gloo", 2)(moved_with_a_hook)
+
+
+def joined(world):
+    model = Terms(1, 2, 3, 4)
+    with clock_of(rank_0_is_misled(world)) as timed:
+        timed.append(Reducer(model, bucket_cap_mb="auto"))
+        with ddp.join(timed[0]):
+            for _ in range(80 if world.rank == 1 else 10):
+                model.zero_grad()
+                model(own(world)).backward()
+    return timed[0].bucket_cap_mb, timed[0].buckets
+
+
+def test_a_rank_without_data_goes_along(ranks):
+    first, second = ranks("gloo", 2)(joined)
+    assert first == second
+    assert first[0] == LARGE
+
+
+# run.py -----------------------------------------------------------------------------------------
+
+
+def run(world, folder, resume):
+    """What the Reducer began with, what was chosen, and the lines that were told."""
+    evaluate.make_model = make_model
+    told = []
+    line = "ddp_from_scratch.training.report.Report.line"
+    changes = {"backend": world.backend, "checkpoint_dir": folder, "model": "mlp", "batch_size": 16}
+    settings = Settings(bucket_cap_mb="auto", epochs=2 if resume else 1, resume=resume, **changes)
+    with (
+        clock_of(one_bucket_is_best) as timed,
+        patch(line, lambda self, text: told.append(text)),
+    ):
+        trainer = Trainer(settings, world)
+        timed.append(trainer.reducer)
+        began = trainer.reducer.bucket_cap_mb
+        trainer.run()
+    return began, bucket_choice.chosen(trainer.reducer), told
+
+
+def test_run_py_keeps_and_tells_what_it_chose(ranks, tmp_path):
+    first, second = ranks("gloo", 2)(run, tmp_path, None)
+    assert first[:2] == second[:2] == (None, {"bucket_cap_mb": ALL, "overlap": True})
+    assert "bucket_cap_mb auto: inf MiB, sent during backward" in first[2]
+    again, _ = ranks("gloo", 2)(run, tmp_path, "auto")
+    assert again[:2] == (ALL, first[1])
+
+
+def test_a_checkpoint_of_other_settings_does_not_decide():
+    found = {"bucket_cap_mb": 4.0, "overlap": False}
+    settings = Settings(bucket_cap_mb="auto")
+    state = {"world_size": 2, "settings": settings.as_saved(), "buckets": found}
+    begin, anew = bucket_choice.to_begin_with, {"bucket_cap_mb": "auto", "overlap": True}
+    assert begin(settings, state, 2) == found
+    assert begin(settings, state, 3) == anew
+    assert begin(settings, state | {"buckets": None}, 2) == anew
+    assert begin(settings, None, 2) == anew
+    for change in ({"backend": "mpi"}, {"batch_size": 8}, {"compress": "bf16"}):
+        assert begin(Settings(bucket_cap_mb="auto", **change), state, 2) == anew
+    told = {"bucket_cap_mb": 4.0, "overlap": True}
+    assert begin(Settings(bucket_cap_mb=4.0), state, 2) == told

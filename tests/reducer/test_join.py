@@ -1,0 +1,221 @@
+"""Ranks with different numbers of batches."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as Theirs
+
+from ddp_from_scratch import DistributedDataParallel, Reducer, comm_hooks, join
+from tests.reducer.test_reducer import BYTES, Terms
+
+
+@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
+def crew(ranks, request):
+    backend, world_size = request.param.split("-")
+    return ranks(backend, int(world_size))
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def pair(ranks, request):
+    return ranks(request.param, 2)
+
+
+def uneven(world, by_initial, options):
+    """Rank r has 2 r + 1 batches, rank 0 fewest; gradients of 1 for p0, 2 for p1."""
+    n = world.world_size
+    model = Terms(1, 2, 3)
+    reducer = Reducer(model, bucket_cap_mb=8 * BYTES, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    seen = []
+    with join(reducer, divide_by_initial_world_size=by_initial):
+        for _ in range(2 * world.rank + 1):
+            optimizer.zero_grad()
+            model(1.0).backward()
+            seen.append(model.p0.grad.item())
+            optimizer.step()
+    active = [sum(2 * r + 1 > step for r in range(n)) for step in range(2 * n - 1)]
+    expected = [a / n if by_initial else 1.0 for a in active]
+    assert seen == pytest.approx(expected[: len(seen)])
+    for k, p in enumerate(model.parameters()):  # the last rank's, on all
+        assert p.tolist() == pytest.approx([-(k + 1) * sum(expected)] * (k + 1))
+    seen.clear()
+    model.zero_grad()
+    model(1.0).backward()  # as usual afterwards
+    assert model.p0.grad.tolist() == [1.0]
+
+
+OPTIONS = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "at the end": {"overlap": False},
+}
+
+
+@pytest.mark.parametrize("by_initial", [True, False], ids=["initial", "effective"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_ranks_without_data_take_part_with_nothing(crew, by_initial, name):
+    crew(uneven, by_initial, OPTIONS[name])
+
+
+def no_data_at_all(world):
+    model = Terms(1, 2)
+    reducer = Reducer(model)
+    with join(reducer):
+        for _ in range(3 * world.rank):
+            model.zero_grad()
+            model(1.0, (1, 0)).backward()
+    n = world.world_size
+    assert reducer.ready_order == ["p1", "p0"]  # rank 0's, which never had a gradient
+    if world.rank:
+        assert model.p0.grad.item() == pytest.approx((n - 1) / n if world.rank == 1 else 1 / n)
+    else:
+        assert model.p0.grad is None
+
+
+def test_a_rank_may_have_no_data_at_all(crew):
+    crew(no_data_at_all)
+
+
+def grad_is_kept(world, view):
+    model = Terms(2)
+    reducer = Reducer(model, gradient_as_bucket_view=view)
+    with join(reducer):
+        for _ in range(1 + world.rank):
+            model.zero_grad()
+            model(1.0).backward()
+    assert model.p0.grad.tolist() == [1.0 if world.rank == 0 else 0.5] * 2
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_grad_of_a_rank_without_data_stays_as_it_is(pair, view):
+    pair(grad_is_kept, view)
+
+
+def accumulates(world):
+    """Batches 0 and 1 under no_sync(), 2 averages them; rank 0 ends after 3, rank 1 after 6."""
+    model = Terms(1)
+    reducer = Reducer(model)
+    with join(reducer):
+        for step in range(3 * (world.rank + 1)):
+            if step % 3 < 2:
+                with reducer.no_sync():
+                    model(1.0).backward()
+            else:
+                model(1.0).backward()
+                assert model.p0.grad.tolist() == [3.0 if step < 3 else 1.5]
+                model.zero_grad()
+
+
+def test_with_no_sync(pair):
+    pair(accumulates)
+
+
+def throws(world):
+    model = Terms(1)
+    reducer = Reducer(model)
+    steps = []
+
+    def train():
+        with join(reducer, throw_on_early_termination=True):
+            for step in range(2 + world.rank):
+                model(1.0).backward()
+                steps.append(step)
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train()
+    assert steps == [0, 1]
+    model.zero_grad()
+    model(1.0).backward()
+    assert model.p0.grad.tolist() == [1.0]
+
+
+def test_throws_on_every_rank_if_asked_to(crew):
+    crew(throws)
+
+
+def compressed(world):
+    model = Terms(4, 5)
+    reducer = Reducer(model, bucket_cap_mb=0)
+    reducer.register_comm_hook(None, comm_hooks.bf16_compress_hook)
+    with join(reducer):
+        for step in range(1 + world.rank):
+            model.zero_grad()
+            model(2.0).backward()
+            assert model.p0.grad.tolist() == [2.0 if step == 0 else 1.0] * 4
+
+
+def test_with_compression(pair):
+    pair(compressed)
+
+
+def weighing_is_refused(world):
+    model = Terms(1)
+    reducer = Reducer(model)
+    with pytest.raises(RuntimeError, match=r"weight\(\) cannot be used inside join"), join(reducer):
+        reducer.weight(2)
+    with join(reducer, enable=False):
+        reducer.weight(2)
+    model(1.0).backward()
+    wrapped = DistributedDataParallel(Terms(1))
+    with pytest.raises(RuntimeError, match=r"weight\(\) cannot be used"), wrapped.join():
+        wrapped.reducer.weight(2)
+    with wrapped.join(enable=False):
+        wrapped.reducer.weight(2)
+    wrapped(1.0).backward()
+
+
+def test_weights_are_refused_inside(ranks):
+    ranks("gloo", 2)(weighing_is_refused)
+
+
+def beside_torch(world, by_initial, unused):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    options = {"find_unused_parameters": unused, "bucket_cap_mb": 1e-4}
+    ours = DistributedDataParallel(copy.deepcopy(net), **options)
+    theirs = Theirs(net, **options)
+    torch.manual_seed(world.rank)
+    batches = [(torch.randn(3, 4), torch.randn(3, 1)) for _ in range(2 + 3 * world.rank)]
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join(divide_by_initial_world_size=by_initial):
+            for x, y in batches:
+                optimizer.zero_grad()
+                mse_loss(model(x), y).backward()
+                optimizer.step()
+    for p, q in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("by_initial", [True, False], ids=["initial", "effective"])
+@pytest.mark.parametrize("unused", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_wrapper_as_torch(ranks, world_size, by_initial, unused):
+    ranks("gloo", world_size)(beside_torch, by_initial, unused)
+
+
+def together_with_zero(world):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns, in torch 2.11
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with Join([model, optimizer]):
+        for _ in range(2 + world.rank):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    weight = model.module.weight.detach().clone()
+    dist.broadcast(weight, 0)
+    assert torch.equal(weight, model.module.weight)
+
+
+def test_torchs_context_with_another_joinable(ranks):
+    ranks("gloo", 2)(together_with_zero)

@@ -1,0 +1,185 @@
+"""Commands as a user would start them, and a training run that fails where it is told to.
+
+    with Run(sys.executable, "run.py", "--epochs", "1") as run:
+        assert run.wait() == 0, run.text
+
+As a program, in place of run.py: `failing_run.py FAILURE ...run.py's arguments`, with FAILURE one
+of the names in `FAILURES`. It happens on the highest rank, in the third step.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RUN_PY = str(ROOT / "run.py")
+LIMIT_S = 60.0  # what "did not hang" means here; a run takes about 8 s on an idle machine
+
+# What a user sets once for a machine: Open MPI as root and with more ranks than cores.
+MACHINE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMP_NUM_THREADS": "1",  # or torchrun warns that it sets it
+    "PYTHONPATH": str(ROOT),
+}
+
+
+class Run:
+    """A command and every process that it starts, told apart by a mark in their environment."""
+
+    def __init__(self, *command: str, **environ: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="run-")
+        self._mark = f"DDP_TEST_MARK={uuid.uuid4()}"
+        name, _, value = self._mark.partition("=")
+        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | MACHINE | {name: value} | environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                # Tests that run in the background have been told to ignore Ctrl-C.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    @property
+    def out(self) -> str:
+        return self._out.read_bytes().decode()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_bytes().decode()
+
+    @property
+    def text(self) -> str:
+        return f"{self.out}\n--- standard error:\n{self.err}"
+
+    def wait(self, limit: float = LIMIT_S) -> int:
+        """Its exit code, 128 + N after signal N."""
+        try:
+            code = self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end within {limit:g} s:\n{self.text}") from None
+        return 128 - code if code < 0 else code
+
+    def wait_for(self, text: str) -> None:
+        """Until it has printed `text`."""
+        end = time.monotonic() + LIMIT_S
+        while True:
+            ended = self.process.poll() is not None
+            if text in self.text:
+                return
+            assert not ended, f"ended without printing {text!r}:\n{self.text}"
+            assert time.monotonic() < end, f"did not print {text!r}:\n{self.text}"
+            time.sleep(0.05)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def processes(self) -> dict[int, str]:
+        """What still runs: process numbers and command lines."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[int(folder.name)] = line
+            except OSError:
+                continue  # gone meanwhile, or not ours
+        return found
+
+    def assert_nobody_left(self, limit: float = 15.0) -> None:
+        end = time.monotonic() + limit
+        while left := self.processes():
+            assert time.monotonic() < end, f"still running: {left}\n{self.text}"
+            time.sleep(0.1)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+        self._folder.cleanup()
+
+
+# The training run ---------------------------------------------------------------------------------
+
+
+def raise_before_backward(trainer: Any, step: Callable[..., None], batches: Any) -> None:
+    print("fails now", flush=True)
+    raise ValueError("on purpose")
+
+
+def raise_in_backward(trainer: Any, step: Callable[..., None], batches: Any) -> None:
+    """With the first buckets in flight: the first parameter's gradient is the last one."""
+    parameter = next(trainer.model.parameters())
+
+    def fail(gradient: Any) -> None:
+        raise_before_backward(trainer, step, batches)
+
+    parameter.register_hook(fail)
+    step(batches)
+
+
+def kill(trainer: Any, step: Callable[..., None], batches: Any) -> None:
+    print("fails now", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_once(trainer: Any, step: Callable[..., None], batches: Any) -> None:
+    """Not in a run that torchrun has started again."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.epoch == 1:
+        kill(trainer, step, batches)
+    step(batches)
+
+
+def hang(trainer: Any, step: Callable[..., None], batches: Any) -> None:
+    """Longer than any timeout."""
+    time.sleep(1000)
+
+
+_ALL = (raise_before_backward, raise_in_backward, kill, kill_once, hang)
+FAILURES = {f.__name__: f for f in _ALL}
+
+
+def main(failure: str, arguments: list[str]) -> int:
+    """run.py's part of one rank, with a Trainer that fails."""
+    from ddp_from_scratch import process_group
+    from ddp_from_scratch.training.cli import parse
+    from ddp_from_scratch.training.loop import Trainer
+
+    class Failing(Trainer):
+        def _step(self, batches: Any) -> None:
+            last = self.world.rank == self.world.world_size - 1
+            if last and self.step >= 2:
+                FAILURES[failure](self, super()._step, batches)
+            else:
+                super()._step(batches)
+
+    settings, _ = parse(arguments, "")
+    with process_group(settings.backend, timeout=settings.timeout) as world:
+        number = Failing(settings, world).run()
+    return 128 + number if number else 0
+
+
+if __name__ == "__main__":
+    from ddp_from_scratch.launch.rank_exit import run_to_exit
+
+    run_to_exit(lambda: main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,220 @@
+"""Runs a test's function on every rank of a real process group, and cannot hang.
+
+    results = ranks("gloo", 2)(average_of, 3.0)      # calls average_of(world, 3.0) on both ranks
+
+Starting ranks takes seconds (each imports torch), so a crew of ranks is started once for each
+backend and world size and serves all tests. A test that fails on some rank, or does not end in
+time, fails with every rank's traceback or stack, and its crew is replaced.
+"""
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_LIMIT_S = 90.0
+CALL_LIMIT_S = 60.0
+
+
+# What Open MPI's mpirun says where one that was killed and had the same process number has left its
+# folder behind.
+NOT_STARTED = "listener thread failed to start"
+
+
+class Crew:
+    """The ranks of one process group, waiting for functions to call."""
+
+    def __init__(self, backend: str, world_size: int) -> None:
+        try:
+            self._start(backend, world_size)
+        except AssertionError as error:
+            if NOT_STARTED not in str(error):
+                raise
+            self._start(backend, world_size)
+
+    def _start(self, backend: str, world_size: int) -> None:
+        self.backend, self.world_size = backend, world_size
+        self._connections: list[Connection] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="crew-")
+        self._log = Path(self._folder.name) / "log"
+        address = str(Path(self._folder.name) / "socket")
+        command = [sys.executable, str(Path(__file__)), backend, address]
+        found: dict[int, tuple[int, Connection]] = {}
+        with Listener(address, "AF_UNIX") as listener, self._log.open("ab") as log:
+            self._launchers = [
+                subprocess.Popen(c, env=e, stdout=log, stderr=log, start_new_session=True)
+                for c, e in self._launch(command)
+            ]
+            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+            deadline = time.monotonic() + START_LIMIT_S
+            while len(found) < world_size and time.monotonic() < deadline and not self.ended:
+                with suppress(TimeoutError):
+                    connection = listener.accept()
+                    rank, pid = connection.recv()
+                    found[rank] = (pid, connection)
+        if len(found) < world_size:
+            log_text = self._read_log()
+            self.end()
+            raise AssertionError(f"the ranks did not start:\n{log_text}")
+        self.pids = [found[rank][0] for rank in range(world_size)]
+        self._connections = [found[rank][1] for rank in range(world_size)]
+
+    def _launch(self, command: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+        if self.backend == "mpi":
+            return [(["mpirun", "-n", str(self.world_size), *command], os.environ | MPIRUN)]
+        file = str(Path(self._folder.name) / "rendezvous")
+        return [
+            (
+                command,
+                os.environ
+                | {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
+                | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.world_size)}
+                | {"DDP_RENDEZVOUS_FILE": file}
+                | (on_one_gpu(rank) if self.backend == "nccl" else {}),
+            )
+            for rank in range(self.world_size)
+        ]
+
+    def __call__(
+        self, function: Callable[..., Any], *arguments: Any, limit: float = CALL_LIMIT_S
+    ) -> list[Any]:
+        """Calls `function(world, *arguments)` on every rank; the results in order of rank."""
+        for connection in self._connections:
+            connection.send((function, arguments))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while len(results) + len(errors) < self.world_size:
+            waiting = [
+                c for r, c in enumerate(self._connections) if r not in results and r not in errors
+            ]
+            ready = wait(waiting, limit)
+            if not ready:
+                missing = [self._connections.index(c) for c in waiting]
+                stacks = self._stacks()
+                self.end()
+                told = "\n".join(errors.values())
+                raise AssertionError(
+                    f"ranks {missing} did not end within {limit:g} s\n{told}\n{stacks}"
+                )
+            for connection in ready:
+                rank = self._connections.index(connection)  # type: ignore[arg-type]
+                try:
+                    good, value = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, f"the process ended\n{self._read_log()}"
+                (results if good else errors)[rank] = value
+            if errors:
+                limit = min(limit, 3.0)  # the others may be waiting for the rank that failed
+        if errors:
+            self.end()
+            raise AssertionError("\n".join(f"rank {r}: {e}" for r, e in sorted(errors.items())))
+        return [results[rank] for rank in range(self.world_size)]
+
+    @property
+    def ended(self) -> bool:
+        return any(launcher.poll() is not None for launcher in self._launchers)
+
+    def end(self) -> None:
+        for launcher in self._launchers:
+            # mpirun cleans up after itself if it is let; ranks that hang are killed all the same.
+            launcher.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(3.0)
+            with suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
+
+    def _stacks(self) -> str:
+        """Every thread of every rank, as faulthandler prints them."""
+        for rank, pid in enumerate(self.pids):
+            with self._log.open("a") as log:
+                log.write(f"\nrank {rank}:\n")
+            os.kill(pid, signal.SIGUSR2)
+            time.sleep(0.3)
+        return self._read_log()
+
+    def _read_log(self) -> str:
+        return self._log.read_text(errors="replace")[-20000:]
+
+
+MPIRUN = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_btl": "self,vader",
+}
+
+
+def on_one_gpu(rank: int) -> dict[str, str]:
+    """Lets every rank of an nccl group use the first GPU, as if each had a machine of its own.
+
+    NCCL before 2.30 refuses two ranks on one GPU of one machine, and tells machines apart by
+    NCCL_HOSTID; later ones ask for a setting. Between machines NCCL goes through sockets.
+    """
+    return {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": str(rank),
+        "NCCL_HOSTID": f"machine-{rank}",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def mpirun(world_size: int, program: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a program's text under mpirun, as a user who has only installed the package would."""
+    return subprocess.run(
+        ["mpirun", "-n", str(world_size), sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | MPIRUN | environment,
+        capture_output=True,
+        text=True,
+        timeout=CALL_LIMIT_S,
+    )
+
+
+def serve(backend: str, address: str) -> None:
+    """A rank: calls what the test sends, until the test is gone."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    import torch
+
+    import ddp_from_scratch as ddp
+    from ddp_from_scratch.buckets import packing
+
+    torch.set_num_threads(1)
+    packing._SMALL = 0  # tests' gradients are packed as large ones are
+    with ddp.process_group(backend, timeout=CALL_LIMIT_S / 2) as world:
+        connection = Client(address, "AF_UNIX")
+        connection.send((world.rank, os.getpid()))
+        while True:
+            try:
+                function, arguments = connection.recv()
+            except EOFError:
+                os._exit(0)
+            try:
+                reply = (True, function(world, *arguments))
+            except BaseException:  # noqa: BLE001  # a test sees everything
+                reply = (False, traceback.format_exc())
+            connection.send(reply)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    serve(*sys.argv[1:])

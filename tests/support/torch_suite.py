@@ -1,0 +1,200 @@
+"""Runs PyTorch's own distributed tests, out of the installed wheel, on the mpi backend.
+
+    mpirun -n 3 python tests/torch_suite.py FOLDER [TEST ...]
+
+Every rank runs the same tests in the same order in one process (one mpirun for each of hundreds of
+tests would take far too long). Each test has a default group of its own, destroyed after it. Rank r
+writes `FOLDER/RANK.jsonl`, a line when a test begins and one when it has ended; the folder is
+shared by all ranks. A test that fails or hangs ends the run, since ranks can no longer be taken to
+be in step, with the stacks of every thread on stderr; whoever started it goes on with the rest.
+
+torch decides when `distributed_test` is imported, by the name in BACKEND, which tests a backend
+gets. A test that it withholds from the name "mpi" for what its own MPI backend cannot do is taken
+from a second import, under the name "gloo"; both then run on this backend. GPUs are hidden: those
+of torch's tests that move tensors there say themselves that they have none.
+"""
+
+import faulthandler
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import traceback
+import unittest
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import mpi
+from ddp_from_scratch.mpi.runtime import MPI
+
+TEST_LIMIT_S = 30  # for one test; then its stacks are printed and the run ends
+GROUP_TIMEOUT = timedelta(seconds=20)
+
+# What does not apply to this backend, and why. (What torch itself skips comes on top: it needs
+# GPUs or nccl, or another number of ranks, or is known to fail for torch.)
+EXCLUDED = {
+    "test_monitored_barrier_gloo_rank_0_timeout": "a limit of 0 s means none to gloo alone; here, "
+    "as for nccl's handles, the group's own",
+    "test_sparse_all_reduce_sum": "sparse tensors are gloo's and nccl's alone",
+}
+if mpi.BACKEND != "mpi":  # an older torch
+    for test in ("test_get_backend", "test_ddp_logging_data_cpu"):
+        EXCLUDED[test] = f"asks for the name mpi, where this torch has {mpi.BACKEND}"
+    for test in (
+        "test_monitored_barrier_failure_order",
+        "test_monitored_barrier_gloo",
+        "test_monitored_barrier_gloo_subgroup",
+        "test_monitored_barrier_wait_all_ranks",
+    ):
+        EXCLUDED[test] = "this torch has monitored_barrier for gloo alone"
+
+# torch skips these without GPUs, on Linux or everywhere, though nothing in them needs a GPU. They
+# are made for 4 ranks.
+ON_CPU = (
+    "test_broadcast_object_list",
+    "test_new_subgroups",
+    "test_new_subgroups_by_enumeration_input_rank_exceeds_world_size",
+    "test_new_subgroups_by_enumeration_negative_input_rank",
+    "test_new_subgroups_group_size_exceeds_world_size",
+    "test_new_subgroups_overlap_not_allowed",
+    "test_new_subgroups_with_group_param",
+    "test_new_subgroups_world_size_not_divisible_by_group_size",
+)
+
+
+def load(backend: str) -> ModuleType:
+    """torch's module of tests, imported as for `backend`, then turned to ours."""
+    os.environ["BACKEND"] = backend
+    found = importlib.util.find_spec("torch.testing._internal.distributed.distributed_test")
+    assert found is not None
+    assert found.origin is not None
+    # A name of its own: tests pickle objects of the module's classes.
+    name = f"distributed_test_{backend}"
+    spec = importlib.util.spec_from_file_location(name, found.origin)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.__dict__["BACKEND"] = "mpi"  # what its tests ask for when they run
+    for name in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
+        module.__dict__[name] = []  # torch's profiler records C++ backends only
+    return module
+
+
+def suite_of(module: ModuleType, barrier: Callable[[], None]) -> type[unittest.TestCase]:
+    """torch's test-case with ranks that are there already, rather than started for each test."""
+
+    class Suite(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore
+        def setUp(self) -> None:
+            """Nothing to start."""
+
+        def tearDown(self) -> None:
+            """Nothing to stop."""
+
+        def _barrier(self, wait_for: int | None = None, timeout: int = 10) -> None:
+            # torch's polls files ten times a second. All ranks are waited for, in every test.
+            barrier()
+
+    if MPI.COMM_WORLD.size == 4:
+        for name in ON_CPU:
+            setattr(Suite, name, inspect.unwrap(getattr(Suite, name)))
+    return Suite
+
+
+def reason_withheld(test: Any) -> str:
+    """Why a decorator of torch's refuses the test for this backend; empty when none does."""
+    return str(getattr(test, "__unittest_skip_why__", ""))
+
+
+def outcome(case: Any, name: str) -> tuple[str, str]:
+    """Runs one test: ("pass" or "skip" or "fail", why)."""
+    skips = sys.modules["torch.testing._internal.common_distributed"].TEST_SKIPS
+    messages = {skip.exit_code: skip.message for skip in skips.values()}
+    try:
+        getattr(case, name)()
+    except unittest.SkipTest as skip:
+        return "skip", str(skip)
+    except SystemExit as skip:  # torch's way to say so from a rank
+        return "skip", messages.get(skip.code, f"exit code {skip.code}")
+    except BaseException:  # noqa: BLE001  # whatever a test raises
+        return "fail", traceback.format_exc()
+    return "pass", ""
+
+
+def run(folder: Path, names: list[str]) -> bool:
+    """Runs the tests; False when one failed. All of torch's when no names are given."""
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    os.environ |= {"WORLD_SIZE": str(size), "TEMP_DIR": str(folder), "RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "INIT_METHOD": f"file://{folder}/rendezvous"}
+    barrier = MPI.COMM_WORLD.Dup().Barrier  # apart from the agreement at the end of each test
+    suites = {backend: suite_of(load(backend), barrier) for backend in ("mpi", "gloo")}
+    # From here on torch reads it to skip groups of ranks 1 and 2 where gloo is short of ranks.
+    os.environ["BACKEND"] = "mpi" if size > 2 else "gloo"
+    with (folder / f"{rank}.jsonl").open("a") as log:
+
+        def write(name: str, state: str, why: str = "", **more: Any) -> None:
+            print(json.dumps({"test": name, "state": state, "why": why} | more), file=log)
+            log.flush()
+
+        for name in names or unittest.TestLoader().getTestCaseNames(suites["mpi"]):
+            taken_as, why = "mpi", reason_withheld(getattr(suites["mpi"], name))
+            if why:
+                taken_as, why = "gloo", reason_withheld(getattr(suites["gloo"], name))
+            why = EXCLUDED.get(name, why)
+            if why:
+                write(name, "excluded" if name in EXCLUDED else "skip", why)
+                continue
+            write(name, "begin")
+            faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True)
+            start = MPI.Wtime()
+            state, why = run_one(suites[taken_as], name, rank)
+            write(name, state, why, taken_as=taken_as, seconds=MPI.Wtime() - start)
+            states = MPI.COMM_WORLD.allgather(state)
+            faulthandler.cancel_dump_traceback_later()
+            if "fail" in states:
+                return False
+    return True
+
+
+def run_one(suite: type[unittest.TestCase], name: str, rank: int) -> tuple[str, str]:
+    if mpi.BACKEND == "mpi":
+        dist.init_process_group(mpi.BACKEND, timeout=GROUP_TIMEOUT)
+    else:  # an older torch wants a store and a rank for every name but "mpi"
+        dist.init_process_group(
+            mpi.BACKEND,
+            store=dist.HashStore(),
+            rank=rank,
+            world_size=MPI.COMM_WORLD.size,
+            timeout=GROUP_TIMEOUT,
+        )
+    case: Any = suite(name)
+    case.rank = rank
+    torch.manual_seed(0)
+    state, why = outcome(case, name)
+    if state != "fail" and dist.is_initialized():
+        MPI.COMM_WORLD.Barrier()
+        dist.destroy_process_group()
+    return state, why
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    shared = Path(sys.argv[1])
+    if MPI.COMM_WORLD.rank == 0:
+        for part in ("barrier", "test_dir", "init_dir"):
+            (shared / part).mkdir(exist_ok=True)
+    MPI.COMM_WORLD.Barrier()
+    if not run(shared, sys.argv[2:]):
+        MPI.COMM_WORLD.Barrier()  # every rank has written what it saw
+        os._exit(1)

@@ -1,0 +1,288 @@
+"""What asks `isinstance(x, torch.nn.parallel.DistributedDataParallel)`, and then takes x for it."""
+
+import copy
+import inspect
+import tempfile
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel as Theirs
+
+from ddp_from_scratch import DistributedDataParallel as Ours
+from ddp_from_scratch.torch_ddp.nominal_subclass import derives_in_name_alone
+
+# What torch's class defines, up to 2.15, and ours neither has nor inherits.
+NOT_OFFERED = {
+    # parts of its forward and backward passes, of its reducer and of its logger
+    *("_active_ddp_module", "_get_active_ddp_module", "_inside_ddp_forward", "_lazy_init"),
+    *("_register_accum_grad_hook", "_delayed_all_reduce_hook", "_register_delay_all_reduce_hook"),
+    *("_setup_in_backward_optimizers", "_fire_reducer_autograd_hook", "_root_copy_hook"),
+    *("_module_wait_for_copy_hook", "_log_and_throw", "_ddp_init_helper", "_clear_grad_buffer"),
+    *("_build_params_for_reducer", "_assign_modules_buffers", "_build_debug_param_to_name_mapping"),
+    *("_get_parameters", "_check_default_group", "_run_ddp_forward", "_pre_forward"),
+    *("_post_forward", "_check_global_requires_backward_grad_sync", "_sync_final_model"),
+    *("_check_and_sync_module_buffers", "_match_all_reduce_for_bwd_pass", "_find_common_rank"),
+    *("_match_unused_params_allreduce", "_distributed_broadcast_coalesced", "_sync_buffers"),
+    *("_check_sync_bufs_post_fwd", "_check_sync_bufs_pre_fwd", "_sync_module_buffers"),
+    *("_passing_sync_batchnorm_handle", "_check_comm_hook", "_distributed_rank"),
+    *("_set_ddp_runtime_logging_sample_rate", "_check_reducer_finalized", "_set_sparse_metadata"),
+    # of modules on several GPUs in one process
+    *("scatter", "to_kwargs", "gather"),
+    # optimizers inside backward: `SGD.backward_and_step`
+    "_register_fused_optim",
+    # averages that a program waits for itself
+    *("require_manual_backward_finalization", "_check_manual_backward_finalization_supported"),
+    *("should_finalize_after_backward", "finalize_backward"),
+}
+
+
+def test_nothing_is_inherited_from_torchs_class():
+    assert issubclass(Ours, Theirs)
+    for name, theirs in vars(Theirs).items():
+        if name.startswith("__") and not hasattr(theirs, "__get__"):
+            continue
+        owner = next(base for base in Ours.__mro__ if name in vars(base))
+        assert owner is not Theirs, name
+        with suppress(AttributeError):
+            assert inspect.getattr_static(Ours, name) is not theirs, name
+
+
+def test_what_is_not_offered_has_been_looked_at():
+    missing = {name for name in vars(Theirs) if not hasattr(Ours, name) and name[:2] != "__"}
+    assert missing <= NOT_OFFERED
+
+
+class Base:
+    def greet(self):
+        return "base"
+
+
+class OfOthers(Base):
+    """Theirs."""
+
+    __slots_of_theirs__ = 3
+    shared = "theirs"
+
+    def __init__(self):
+        raise AssertionError("never called")
+
+    def greet(self):
+        return "theirs"
+
+    def __reduce__(self):
+        raise AssertionError("never called")
+
+    @property
+    def newly_added(self):
+        return "theirs"
+
+    own = shared
+
+
+class Mine(OfOthers):
+    """Mine."""
+
+    shared = "mine"
+
+
+def test_an_attribute_that_only_theirs_has_is_none_of_ours():
+    derives_in_name_alone(OfOthers, Mine)
+    mine = Mine()
+    assert isinstance(mine, OfOthers)
+    assert (mine.greet(), mine.shared, Mine.__doc__) == ("base", "mine", "Mine.")
+    assert isinstance(copy.copy(mine), Mine)
+    for owner in (mine, Mine):
+        with pytest.raises(AttributeError, match="Mine of test_in_torchs_place has no newly_added"):
+            owner.newly_added  # noqa: B018
+    mine.newly_added = 1
+    assert mine.newly_added == 1
+    assert not hasattr(Mine, "own")
+
+
+def on_an_instance(world):
+    model = Ours(nn.Linear(2, 2))
+    assert isinstance(model, Theirs)
+    for name in NOT_OFFERED:
+        assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match="finalize_backward"):
+        model.finalize_backward()
+    assert model.process_group.size() == world.world_size
+    assert (model.find_unused_parameters, model.static_graph) == (False, False)
+    model._set_static_graph()
+    assert model.static_graph
+
+
+def test_instances(ranks):
+    ranks("gloo", 2)(on_an_instance)
+
+
+# Checkpoints ------------------------------------------------------------------------------------
+
+
+def sharded(net):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(net, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+WRAPPERS = {"ours": Ours, "plain": lambda net: net, "torch": Theirs, "fully_shard": sharded}
+
+
+def trained(wrap, seed):
+    torch.manual_seed(seed)
+    model = wrap(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 4) * seed).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def whole(model, optimizer):
+    options = StateDictOptions(full_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    return weights, moments["state"]
+
+
+def through_a_checkpoint(world, source, target):
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, 0)
+    model, optimizer = trained(WRAPPERS[source], 1)
+    saved = whole(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    assert not any(key.startswith("module.") for key in weights)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
+    model, optimizer = trained(WRAPPERS[target], 2)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    loaded = whole(model, optimizer)
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    if target == "ours":
+        assert get_model_state_dict(model).keys() == model.module.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("ours", other) for other in WRAPPERS]
+    + [(other, "ours") for other in WRAPPERS if other != "ours"],
+)
+def test_distributed_checkpoints_go_both_ways(ranks, source, target):
+    ranks("gloo", 2)(through_a_checkpoint, source, target)
+
+
+# Pipelines --------------------------------------------------------------------------------------
+
+
+def pipelined(world, class_, unused):
+    """A pipeline of one stage on each rank, whose micro-batches accumulate; averaged over ranks."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    groups = [dist.new_group([rank]) for rank in range(world.world_size)]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = class_(net, find_unused_parameters=unused)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=groups[world.rank])
+    schedule = ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.manual_seed(world.rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        schedule.step(torch.randn(8, 4), target=torch.randn(8, 2))
+        optimizer.step()
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return [p.detach() for p in net.parameters()]
+
+
+def pipelined_as_torch(world, unused):
+    # torch's class fails without find_unused_parameters: it counts each micro-batch's gradients.
+    pairs = zip(pipelined(world, Ours, unused), pipelined(world, Theirs, True), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_stage_of_a_pipeline(ranks, unused):
+    ranks("gloo", 2)(pipelined_as_torch, unused)
+
+
+# Optimizers inside a hook, and a mesh of two dimensions -------------------------------------------
+
+
+def zero_in_a_hook(world, class_, make):
+    """ZeRO's step inside the comm hook, bucket by bucket or behind the last one."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model = class_(net, bucket_cap_mb=2e-4)
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+    )
+    model.register_comm_hook(None, make(allreduce_hook, model, zero))
+    torch.manual_seed(world.rank)
+    for _ in range(5):
+        zero.zero_grad()
+        model(torch.randn(4, 4)).square().mean().backward()
+    assert model._has_rebuilt_buckets
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def zero_as_torch(world):
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+
+    theirs = zero_in_a_hook(world, Theirs, ddp_zero_hook.hook_with_zero_step)
+    for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+        assert torch.equal(zero_in_a_hook(world, Ours, make), theirs)
+
+
+def test_zero_steps_inside_the_comm_hook(ranks):
+    ranks("mpi", 2)(zero_as_torch)
+
+
+def in_a_mesh(world, class_, by_hand):
+    """Layers that are sharded over one dimension of a mesh, and averaged over the other."""
+    from torch.distributed.tensor import parallel
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    mesh = dist.init_device_mesh("cpu", (world.world_size, 1), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 2))
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    parallel.parallelize_module(net, mesh["tp"], plan)
+    if by_hand:
+        _pre_dp_module_transform(net)
+        model = class_(net, process_group=mesh["dp"].get_group())
+    else:
+        model = class_(net, device_mesh=mesh["dp"])
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    torch.manual_seed(world.rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+def in_a_mesh_as_torch(world):
+    for by_hand in (False, True):
+        assert torch.equal(in_a_mesh(world, Ours, by_hand), in_a_mesh(world, Theirs, by_hand))
+
+
+def test_a_mesh_of_two_dimensions(ranks):
+    ranks("gloo", 2)(in_a_mesh_as_torch)

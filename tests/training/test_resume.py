@@ -1,0 +1,215 @@
+"""A run that was stopped and continued ends with the bits of one that was not."""
+
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.sync.check_sync import check_sync
+from ddp_from_scratch.training import evaluate
+from ddp_from_scratch.training.loop import Trainer
+from ddp_from_scratch.training.models import make_model
+from ddp_from_scratch.training.settings import Settings
+
+# 1,437 images on 2 ranks: 5 steps of 4 x 32 images on each rank in an epoch.
+SETTINGS = {"model": "dropout", "epochs": 3, "batch_size": 32, "accumulate": 4, "quiet": True}
+
+
+class SometimesLouder(nn.Module):
+    """What a model draws may come from Python's and numpy's generators, too."""
+
+    def forward(self, images):
+        return images * random.random() * np.random.rand() if self.training else images / 4
+
+
+def model_with_dropout(name, *, channels, image_size, num_classes):
+    """Each step's result depends on every rank's random generator and on batch norm."""
+    inputs = channels * image_size**2
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(inputs, 32),
+        nn.BatchNorm1d(32),
+        nn.Dropout(),
+        SometimesLouder(),
+        nn.Linear(32, num_classes),
+    )
+
+
+def make_trainer(world, folder, **changes):
+    evaluate.make_model = make_model if changes.get("model") == "cnn" else model_with_dropout
+    settings = Settings(backend=world.backend, checkpoint_dir=folder, **SETTINGS | changes)
+    return Trainer(settings, world)
+
+
+def bits(trainer):
+    """Everything that a later step could depend on."""
+    momentum = [s["momentum_buffer"] for s in trainer.optimizer.state.values()]
+    tensors = [*trainer.model.state_dict().values(), *momentum]
+    generators = random.getstate(), np.random.get_state()[1].tolist()
+    return [t.tolist() for t in tensors], torch.get_rng_state().tolist(), generators
+
+
+def uninterrupted(world, folder, changes):
+    trainer = make_trainer(world, folder, **changes)
+    assert trainer.run() == 0
+    check_sync(trainer.model)
+    return bits(trainer) if world.rank == 0 else None
+
+
+def stop_in_step(trainer, step):
+    """A SIGTERM reaches this rank while it computes the given step."""
+    compute = trainer._step
+
+    def compute_and_signal(batches):
+        compute(batches)
+        if trainer.global_step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer._step = compute_and_signal
+
+
+def stopped_and_resumed(world, folder, step, changes):
+    trainer = make_trainer(world, folder, **changes)
+    if world.rank == 1:
+        stop_in_step(trainer, step)
+    assert trainer.run() == signal.SIGTERM, "every rank stops, though only rank 1 was told"
+    steps = trainer.global_step
+    assert step < steps <= step + 2
+    trainer = make_trainer(world, folder, resume="auto", **changes)
+    assert trainer.global_step == steps
+    assert trainer.run() == 0
+    check_sync(trainer.model)
+    return bits(trainer) if world.rank == 0 else None
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("step", [0, 3, 4, 7])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, backend, step):
+    """Stopped in the first step, at the end of an epoch, after its last step, in the middle."""
+    crew = ranks(backend, 2)
+    expected = crew(uninterrupted, tmp_path / "a", {})[0]
+    assert crew(stopped_and_resumed, tmp_path / "b", step, {})[0] == expected
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_sums_of_four_ranks_are_taken_in_the_same_order(ranks, tmp_path, backend):
+    """With more than two ranks the buckets' layout decides the order, and so the last bit."""
+    changes = {"model": "cnn", "accumulate": 1, "epochs": 1}
+    crew = ranks(backend, 4)
+    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
+    assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
+
+
+def test_resuming_restores_workers_and_loss_scaling_too(ranks, tmp_path):
+    changes = {"precision": "fp16", "workers": 1, "scale_lr": True}
+    crew = ranks("gloo", 2)
+    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
+    assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_run_with_synchronised_batch_norm_resumes_too(ranks, tmp_path, backend):
+    changes = {"sync_batch_norm": True}
+    crew = ranks(backend, 2)
+    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
+    assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
+    assert crew(uninterrupted, tmp_path / "c", {})[0] != expected
+
+
+def drawn(world, seed):
+    draws = []
+    for _ in range(2):  # and again, wherever the generators stand
+        make_trainer(world, None, seed=seed)
+        draws.append((torch.rand(()).item(), random.random(), np.random.rand()))
+    assert draws[0] == draws[1]
+    return draws[0]
+
+
+def test_the_seed_is_that_of_all_generators_and_each_rank_has_its_own(ranks):
+    crew = ranks("gloo", 2)
+    seeds = (0, 7, 2**40 + 20, 2**62 - 2)  # numpy itself takes none above 2**32
+    draws = [rank for seed in seeds for rank in crew(drawn, seed)]
+    assert all(len(set(of_one)) == 2 * len(seeds) for of_one in zip(*draws, strict=True))
+    assert crew(drawn, 7) == draws[2:4]
+
+
+def without_batch_norm(world):
+    evaluate.make_model = make_model
+    with pytest.raises(UsageError) as error:
+        Trainer(Settings(backend=world.backend, model="mlp", sync_batch_norm=True), world)
+    return str(error.value)
+
+
+def test_a_model_without_batch_norm_has_none_to_synchronise(ranks):
+    text = "--sync-batch-norm: mlp has no batch norm"
+    assert all(text in told for told in ranks("gloo", 2)(without_batch_norm))
+
+
+def stopped(world, folder):
+    trainer = make_trainer(world, folder)
+    stop_in_step(trainer, 6)
+    assert trainer.run() == signal.SIGTERM
+    return trainer.global_step
+
+
+def resumed(world, folder, changes):
+    trainer = make_trainer(world, folder, resume="auto", **changes)
+    at = (trainer.epoch, trainer.step, trainer.global_step)
+    assert trainer.run() == 0
+    check_sync(trainer.model)
+    return at
+
+
+def test_another_world_size_goes_on_at_the_same_images(ranks, tmp_path):
+    """Stopped after step 8: 3 steps of 256 images into the second epoch."""
+    assert ranks("gloo", 2)(stopped, tmp_path) == [8, 8]
+    # On 3 ranks a step is 384 images and an epoch 3 steps: 768 images are 2 steps.
+    assert ranks("gloo", 3)(resumed, tmp_path, {}) == [(1, 2, 5)] * 3
+
+
+def test_the_same_global_batch_on_another_world_size(ranks, tmp_path):
+    assert ranks("gloo", 2)(stopped, tmp_path) == [8, 8]
+    changes = {"batch_size": 16}
+    assert ranks("gloo", 4)(resumed, tmp_path, changes) == [(1, 3, 8)] * 4
+
+
+def with_another_momentum(world, folder):
+    trainer = make_trainer(world, folder, resume="auto", momentum=0.5, weight_decay=0.0)
+    (group,) = trainer.optimizer.param_groups
+    return group["momentum"], group["weight_decay"]
+
+
+def test_settings_decide_and_not_the_checkpoint(ranks, tmp_path):
+    ranks("gloo", 2)(stopped, tmp_path)
+    assert ranks("gloo", 2)(with_another_momentum, tmp_path) == [(0.5, 0.0)] * 2
+
+
+def two_runs_in_one_folder(world, folder):
+    first = make_trainer(world, folder)
+    with pytest.raises(UsageError, match="is in use by another run") as error:
+        make_trainer(world, folder, resume="auto")
+    assert isinstance(error.value, PeerError) == (world.rank != 0)
+    assert first.run() == 0
+    make_trainer(world, folder, resume="auto").run()  # it has let go
+
+
+def test_a_second_run_in_a_folder_is_refused_on_every_rank(ranks, tmp_path):
+    ranks("gloo", 2)(two_runs_in_one_folder, tmp_path)
+
+
+def another_model(world, path):
+    with pytest.raises(UsageError) as error:
+        make_trainer(world, None, resume=str(path), model="other")
+    assert isinstance(error.value, PeerError) == (world.rank != 0)
+    assert "holds dropout for 10 classes of 1x8x8" in str(error.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_every_rank(ranks, tmp_path):
+    ranks("gloo", 2)(stopped, tmp_path)
+    path = max(tmp_path.glob("*.pt"))
+    ranks("gloo", 2)(another_model, path)
