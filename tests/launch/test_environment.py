@@ -190,4 +190,4 @@ def test_mpirun_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         _, variables = environment.mpirun_command(2, ["python"])
         assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in variables) is as_root
         assert variables["OMPI_MCA_btl"] == "self,vader"  # no port
-        assert environment["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+        assert variables["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
