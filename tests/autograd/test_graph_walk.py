@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.autograd.graph_walk import find_tensors, reached
-from tests.reducer.test_reducer import BYTES, Chain, Terms, mean, own, recorded
+from tests.support.terms import BYTES, Chain, Terms, mean, own, recorded
 
 Pair = namedtuple("Pair", "first second")
 
@@ -27,17 +27,6 @@ Pair = namedtuple("Pair", "first second")
 class Output:
     loss: Any
     logits: Any = None
-
-
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
 
 
 each_view = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])

@@ -16,11 +16,6 @@ import ddp_from_scratch as ddp
 STEPS = 4
 
 
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
-
-
 def in_both(world, program):
     """The parameters after `program(world)` with ours, and after it with torch's."""
     results = []

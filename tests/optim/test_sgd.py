@@ -636,12 +636,6 @@ def test_backward_and_step_that_averages_nothing_steps_nothing():
 # On ranks ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
 def mlp() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(

@@ -22,11 +22,6 @@ def crew(ranks, request):
     return ranks(backend, int(world_size))
 
 
-@pytest.fixture(params=["gloo-3", "mpi-3"])
-def trio(ranks, request):
-    return ranks(request.param.split("-")[0], 3)
-
-
 # The tree ---------------------------------------------------------------------------------------
 
 WORLD_SIZES = range(1, 18)

@@ -29,12 +29,6 @@ from ddp_from_scratch.sync import sync_batch_norm
 CHANNELS = 3
 
 
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
 # Arithmetic -------------------------------------------------------------------------------------
 
 

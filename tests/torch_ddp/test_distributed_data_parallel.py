@@ -19,18 +19,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecisi
 
 from ddp_from_scratch import DistributedDataParallel as Ours
 from ddp_from_scratch.buckets import packing
-from tests.reducer.test_reducer import Terms, mean, own, recorded
-
-
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
+from tests.support.terms import Terms, mean, own, recorded
 
 
 class Net(nn.Module):
