@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.ranks import Crew
 
@@ -55,6 +56,14 @@ def pair(ranks, request):
 @pytest.fixture(params=["gloo", "mpi"])
 def trio(ranks, request):
     return ranks(request.param, 3)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """A process group of one, in this process."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.hookimpl(tryfirst=True)
