@@ -7,8 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.autograd.static_graph import StaticGraph
-from tests.autograd.test_graph_walk import grads_of
-from tests.support.terms import BYTES, Terms, mean, own, recorded
+from tests.support.terms import BYTES, Terms, grads_of, mean, own, recorded
 
 each_view = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
 

@@ -95,3 +95,7 @@ class Chain(nn.Module):
             else:
                 total = checkpoint(layer, total, use_reentrant=reentrant)
         return total
+
+
+def grads_of(model: nn.Module) -> list[float | None]:
+    return [None if p.grad is None else p.grad[0].item() for p in model.parameters()]
