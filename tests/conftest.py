@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import Crew
+from tests.support.tiers import slow
 
 # The console scripts of this Python (mpirun, torchrun) before any other's.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -37,12 +38,8 @@ def ranks() -> Iterator[Callable[[str, int], Crew]]:
         found.end()
 
 
-def slow(*names: str) -> list[object]:
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 # The first tier has both backends and both sizes.
-@pytest.fixture(params=["gloo-3", "mpi-2", *slow("gloo-2", "mpi-3")])
+@pytest.fixture(params=["gloo-3", "mpi-2", slow("gloo-2"), slow("mpi-3")])
 def crew(ranks, request):
     backend, world_size = request.param.split("-")
     return ranks(backend, int(world_size))

@@ -2,9 +2,9 @@
 
 import pytest
 
-SIZES = (2, 3, 4)
+from tests.support.tiers import slow
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture(params=[2, 3, slow(4)])
 def crew(ranks, request):
     return ranks("mpi", request.param)
