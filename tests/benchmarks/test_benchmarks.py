@@ -167,6 +167,7 @@ def _enter(part):
         pass
 
 
+@pytest.mark.slow
 def test_breakdown_finds_each_contenders_parts(tmp_path):
     options = ["--backend", "mpi", "--model", "layers500", "--rounds", "3"]
     done = run("-m", "benchmarks.breakdown", *options, "--results", str(tmp_path))

@@ -108,6 +108,7 @@ def with_timm(world):
         in_both(world, timm_training(name))
 
 
+@pytest.mark.slow
 def test_timm(pair):
     pytest.importorskip("timm")
     pair(with_timm)
