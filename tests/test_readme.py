@@ -13,6 +13,7 @@ import ddp_from_scratch
 from ddp_from_scratch import __all__ as public_names
 from ddp_from_scratch.training.cli import make_parser
 from tests.support.ranks import MPIRUN, ROOT
+from tests.support.tiers import slow
 
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
@@ -22,7 +23,7 @@ GUIDE = (ROOT / "docs" / "guide.md").read_text()
     "launcher",
     [
         [sys.executable],
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+        slow([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]),
         ["mpirun", "-n", "2", sys.executable],
     ],
     ids=["alone", "torchrun", "mpirun"],
