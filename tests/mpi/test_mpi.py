@@ -14,9 +14,9 @@ from torch.distributed import _functional_collectives as funcol
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ddp_from_scratch import mpi
-from ddp_from_scratch.mpi import collectives, datatypes
-from ddp_from_scratch.mpi.p2p import PendingMessage
-from ddp_from_scratch.node.barrier import LUGGAGE
+from ddp_from_scratch.mpi import datatypes
+from ddp_from_scratch.mpi.p2p import P2PWork
+from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
 from tests.support.ranks import mpirun
 
 SIZES = (2, 3, 4)
@@ -454,16 +454,16 @@ def a_call_that_an_error_leaves(world):
     """One rank leaves a call while it waits for the others, and another one half way."""
     patience = timedelta(seconds=20)
     waiting, reducing = dist.new_group(timeout=patience), dist.new_group(timeout=patience)
-    dist.all_reduce(torch.ones(LUGGAGE), group=reducing)
+    dist.all_reduce(torch.ones(EAGER_NBYTES), group=reducing)
     if world.rank == 0:
         told = r"number 1 .* failed: the program's own limit"
         with interrupted_by(late, 0.2), pytest.raises(RuntimeError, match=told):
             dist.all_reduce(torch.ones(1), group=waiting)
-        reducing._collectives._all_reduce._staged = late
+        reducing._collectives._all_reduce._reduce_staged = late
     dist.barrier()
     told = "number 2 .* the program's own limit" if world.rank == 0 else "given up on it"
     with pytest.raises(RuntimeError, match=told):
-        dist.all_reduce(torch.ones(LUGGAGE), group=reducing)
+        dist.all_reduce(torch.ones(EAGER_NBYTES), group=reducing)
     # Its next call must not be taken for the one that it has left.
     told = r"left with TimeoutError\(" if world.rank == 0 else "given up on it"
     with pytest.raises(RuntimeError, match=told):
@@ -486,7 +486,7 @@ def a_handler_that_looks_at_messages(world):
     seen = []
     before = signal.signal(signal.SIGALRM, lambda *_: seen.append(message.is_completed()))
     try:
-        message = PendingMessage("recv", timedelta(seconds=5), Interrupted(), torch.empty(1))
+        message = P2PWork("recv", timedelta(seconds=5), Interrupted(), torch.empty(1))
         assert message.wait()
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -775,7 +775,7 @@ def test_a_store_leaves_its_file_alone_at_the_end(ranks):
 
 def in_pieces(world):
     """Everything again, as if MPI could count to 64 only."""
-    limits = [(collectives, "COUNTABLE"), (datatypes, "COUNTABLE"), (datatypes, "BLOCK")]
+    limits = [(datatypes, "COUNTABLE"), (datatypes, "BLOCK")]
     kept = [getattr(module, name) for module, name in limits]
     for module, name in limits:
         setattr(module, name, 16 if name == "BLOCK" else 64)

@@ -5,14 +5,11 @@ import random
 import time
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ddp_from_scratch import mpi
 from ddp_from_scratch.errors import NoSharedMemory
@@ -21,52 +18,19 @@ from ddp_from_scratch.mpi.inter_node import GATHERED
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
 from ddp_from_scratch.node import shared_memory
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
-from ddp_from_scratch.node.barrier import LUGGAGE, rounds_of
-from ddp_from_scratch.node.reduction import CHUNK, Reduction
-from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS, share_of
+from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
+from ddp_from_scratch.node.reduction import CHUNK
+from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS
 
 # Elements: on either side of what 2 and 4 ranks bring along, of what several machines leave to MPI,
 # and of what is staged in one piece, in two and in more than there are slots.
 SIZES = (
-    *(1, LUGGAGE // 16, LUGGAGE // 16 + 1, LUGGAGE // 8, LUGGAGE // 8 + 1),
+    *(1, EAGER_NBYTES // 16, EAGER_NBYTES // 16 + 1, EAGER_NBYTES // 8, EAGER_NBYTES // 8 + 1),
     *(STAGED_FROM // 4 - 1, STAGED_FROM // 4, 3 * CHUNK + 5, PIECE // 4 + 1, 5 * PIECE // 4 + 7),
 )
 
 # Elements, too many to be brought along.
-ROW = LUGGAGE
-
-
-@given(st.integers(0, 10_000), st.integers(1, 9))
-def test_shares_cover_everything_once(numel, owners):
-    shares = [share_of(numel, rank, owners) for rank in range(owners)]
-    assert shares[0][0] == 0
-    assert shares[-1][1] == numel
-    assert all(end == begin for (_, end), (begin, _) in pairwise(shares))
-    assert all(begin % 16 == 0 or begin == numel for begin, _ in shares)
-
-
-def test_a_rank_past_the_owners_has_no_share():
-    assert share_of(100, 3, 2) == (100, 100)
-
-
-@given(st.integers(1, 70))
-def test_after_the_last_round_each_rank_has_heard_of_all(size):
-    heard = [{rank} for rank in range(size)]
-    for distances in rounds_of(size):
-        heard = [
-            own.union(*(heard[(rank - distance) % size] for distance in distances))
-            for rank, own in enumerate(heard)
-        ]
-    assert all(own == set(range(size)) for own in heard)
-
-
-def test_a_reduction_keeps_the_order_of_ranks():
-    tensors = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
-    sum_of = Reduction.of(dist.ReduceOp.SUM, torch.float32, 3)
-    assert sum_of.fold(tensors, torch.empty(1)).item() == 1.0
-    assert sum_of.fold(tensors[::-1], torch.empty(1)).item() == 0.0
-    average = Reduction.of(dist.ReduceOp.AVG, torch.int64, 2)
-    assert average.fold([torch.tensor([4]), torch.tensor([3])], torch.empty(1).long()).item() == 3
+ROW = EAGER_NBYTES
 
 
 OPERATIONS = {
@@ -171,14 +135,14 @@ def test_a_group_of_one_rank(ranks):
 
 def fast_and_slow_ranks(world):
     group = dist.new_group()
-    meeting = group._collectives.meeting
-    together, naps = meeting.barrier, random.Random(world.rank)
+    barrier = group._collectives.checked_barrier
+    together, naps = barrier.wait, random.Random(world.rank)
 
-    def barrier():
+    def wait():
         together()
         time.sleep(naps.choice([0.0, 0.003]))
 
-    meeting.barrier = barrier
+    barrier.wait = wait
     n = world.world_size
     for number in range(4):
         tensor = torch.arange(7 * PIECE // 8 * 2, dtype=torch.float32) + world.rank + number
@@ -404,14 +368,15 @@ def a_machine_that_falls_silent(world, folder):
             group.allreduce([torch.ones(9)], options).wait()
         back.touch()
     else:
-        by_mpi = group._collectives._all_reduce._among_all
+        everyone = group._collectives._nodes.everyone
+        by_mpi = everyone.all_reduce
 
         def later(*arguments):
             while not back.exists():
                 time.sleep(0.01)
             by_mpi(*arguments)
 
-        group._collectives._all_reduce._among_all = later
+        everyone.all_reduce = later
         with suppress(RuntimeError):  # nor can it wait longer than that
             group.allreduce([torch.ones(9)], options).wait()
     group._worker.close(10.0)
@@ -529,19 +494,19 @@ def bytes_between_machines(world, sizes):
     communicator = mpi.runtime.MPI.COMM_WORLD
     machine = machines(sizes, world.rank)
     group = ProcessGroupMPI(communicator, timedelta(seconds=20), communicator.Split(machine))
-    ways = [group._collectives._all_reduce._across, group._collectives._all_reduce._among_all]
+    ways = [group._collectives._nodes.peers, group._collectives._nodes.everyone]
     m = len(sizes)
 
     def sent(tensor):
         """By all ranks together."""
         recorders = []
         for way in ways:
-            recorders.append(Recorder(way._communicator))
-            way._communicator = recorders[-1]
+            recorders.append(Recorder(way.handle))
+            way.handle = recorders[-1]
         all_reduce_in(group, tensor.fill_(1))
         assert tensor.eq(world.world_size).all()
         for way, recorder in zip(ways, recorders, strict=True):
-            way._communicator = recorder._communicator
+            way.handle = recorder._communicator
         return communicator.allreduce(sum(recorder.sent for recorder in recorders))
 
     for make in (torch.empty, lambda numel, dtype: group.empty(numel, dtype)):
