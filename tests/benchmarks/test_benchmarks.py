@@ -17,8 +17,8 @@ import torch
 
 from benchmarks import __main__ as run_set
 from benchmarks import breakdown, compare, memory, overlap, scaling, step_time, two_hosts
-from benchmarks.harness import contenders, launch, timing, workloads
-from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES, Strategy
+from benchmarks.harness import contenders, launch, report, timing, workloads
+from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES, ContenderSpec
 from benchmarks.harness.report import pyplot
 from benchmarks.harness.timing import Samples
 from ddp_from_scratch import UsageError
@@ -84,7 +84,7 @@ def test_overlap_of_each_cap():
         "at its end, 25 MB": 14.0,
         "torch DDP, 25 MB": 16.0,
     }
-    assert {s.name for s in overlap.strategies([1.0, 25.0])} == times.keys()
+    assert {s.name for s in overlap.specs([1.0, 25.0])} == times.keys()
     samples = [Samples(name, [time] * 4) for name, time in times.items()]
     small, large = overlap.overlaps(samples, [1.0, 25.0])
     assert (small.exposed, small.hidden[0], small.torch_hidden[0]) == (2.0, 0.5, 0.25)
@@ -101,7 +101,7 @@ def test_overlap_of_each_cap():
 def test_what_auto_settled_on_is_told_beside_the_best():
     times = {"during backward, 1 MB": 10.0, "at its end, 1 MB": 8.0, "torch DDP, 1 MB": 1.0}
     samples = [Samples(name, [time] * 4) for name, time in (times | {"auto": 10.0}).items()]
-    told = overlap.told_of_auto(samples, {"bucket_cap_mb": 4.0, "overlap": True})
+    told = overlap.describe_auto(samples, {"bucket_cap_mb": 4.0, "overlap": True})
     assert told == (
         "auto: bucket_cap_mb=4.0, during backward: 10.0 ms, 1.250 (1.250 to 1.250) x the best "
         "of the sweep (over all rounds at its end, 1 MB, 8.0 ms)"
@@ -199,6 +199,19 @@ def test_compare_tells_what_got_slower_and_faster_on_another_machine(tmp_path, m
     assert "only in the new file: new" in told
 
 
+def test_a_file_has_a_line_for_each_list_of_samples_and_can_be_compared(tmp_path):
+    samples = [{"name": name, "milliseconds": [1 / 3, 2e-7, 3, 123456.7]} for name in "ab"]
+    settings = {"benchmark": "step_time", "caps": [1.0, 4.0], "chosen": None}
+    report.write("name", "title", samples, settings=settings, folder=tmp_path)
+    path = tmp_path / "name.json"
+    content = json.loads(path.read_text())
+    assert content["settings"] == settings
+    assert content["samples"][1] == {"name": "b", "milliseconds": [0.333333, 2e-07, 3, 123457.0]}
+    lines = path.read_text().splitlines()
+    assert lines.count('   "milliseconds": [0.333333, 2e-07, 3, 123457.0]') == 2
+    assert compare.read(path).milliseconds["a"].shape == (4,)
+
+
 def test_compare_finds_nothing_in_noise(tmp_path):
     times = {NO_COMMUNICATION: 10, **{f"contender {i}": 20 for i in range(8)}}
     old, new = (result_file(tmp_path / name, times) for name in ("old.json", "new.json"))
@@ -230,7 +243,7 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path):
 TINY = workloads.Workload(
     "tiny",
     lambda: workloads.Transformer(11, 5, width=8, heads=2, depth=1),
-    lambda: workloads._text(2, 5, 11),
+    lambda: workloads.text_batch(2, 5, 11),
 )
 
 
@@ -255,9 +268,9 @@ def test_a_transformer_sees_no_later_token():
     assert not torch.allclose(before[4], changed[4])
 
 
-def all_strategies(world, gloo):
+def all_contenders(world, gloo):
     group = torch.distributed.new_group(backend="gloo") if gloo else None
-    chosen = step_time.strategies(world.backend, None)
+    chosen = step_time.specs(world.backend, None)
     torch.manual_seed(world.rank)
     compared = contenders.contenders(TINY, world.device, chosen, group)
     rounds = timing.rounds_for(None, 2, world.device, "")
@@ -271,8 +284,8 @@ def all_strategies(world, gloo):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_every_strategy_trains_to_the_same_parameters(ranks, backend):
-    everyone = ranks(backend, 2)(all_strategies, backend == "mpi")
+def test_every_contender_trains_to_the_same_parameters(ranks, backend):
+    everyone = ranks(backend, 2)(all_contenders, backend == "mpi")
     assert everyone[0] == everyone[1]  # the slowest rank's
 
 
@@ -283,16 +296,17 @@ def diverging(world):
             training.forward, training.zero_grad, lambda loss: training.update(2 * loss)
         )
 
-    references = [s for s in contenders.STRATEGIES if s.name in REFERENCES]
+    references = [s for s in contenders.CONTENDERS if s.name in REFERENCES]
     cases = {
-        "not averaged": ([*references, Strategy("x", contenders.alone)], "not the same on all"),
-        "another gradient": ([*references, Strategy("x", wrong)], "x and torch DDP, default have"),
+        contenders.alone: "not the same on all",
+        wrong: "x and torch DDP, default have",
     }
-    for chosen, told in cases.values():
+    for prepare, error in cases.items():
+        chosen = [*references, ContenderSpec("x", prepare)]
         torch.manual_seed(world.rank)
         compared = contenders.contenders(TINY, world.device, chosen)
         timing.interleave(compared, range(1), world.device)
-        with pytest.raises(RuntimeError, match=told):
+        with pytest.raises(RuntimeError, match=error):
             timing.check_equal(compared)
 
 

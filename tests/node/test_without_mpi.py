@@ -67,7 +67,9 @@ class StoreCommunicator:
         return arrived
 
     def all_reduce(self, flat, reduction):
-        everybodys = [torch.tensor(values, dtype=flat.dtype) for values in self.allgather(flat.tolist())]
+        everybodys = [
+            torch.tensor(values, dtype=flat.dtype) for values in self.allgather(flat.tolist())
+        ]
         flat.copy_(reduction.fold(everybodys, torch.empty(len(flat), dtype=reduction.dtype)))
 
 
