@@ -1,4 +1,4 @@
-"""The few numbers that many tables come to: read from the files that benchmarks have written."""
+"""Summary of a set of benchmarks: the few numbers that matter, read from their files."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

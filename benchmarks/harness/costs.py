@@ -1,6 +1,6 @@
-"""What a training step costs by the number of ranks: a model and its fit, arithmetic alone.
+"""Costs of a training step by the number of ranks: a model and its fit, arithmetic alone.
 
-The model is described where it is used: `python -m benchmarks.cost_model --help`.
+`python -m benchmarks.cost_model --help` describes the model.
 """
 
 import math
@@ -15,7 +15,7 @@ from ddp_from_scratch.buckets.layout import Gradient, assign_buckets, bucket_cap
 
 @dataclass(frozen=True)
 class Terms:
-    """What an all-reduce consists of, on the rank that does most.
+    """Parts of an all-reduce, on the rank that does most.
 
     Attributes:
         messages: one after another.
@@ -38,7 +38,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Link:
-    """Between two ranks, or two hosts.
+    """A connection between two ranks, or two hosts.
 
     Attributes:
         alpha: seconds a message, however small.
@@ -51,7 +51,7 @@ class Link:
     gamma: float
 
     def seconds(self, terms: Terms) -> float:
-        """How long so much takes."""
+        """Time of an all-reduce over this link."""
         return terms.messages * self.alpha + terms.sent * self.beta + terms.added * self.gamma
 
 
@@ -106,7 +106,7 @@ def hierarchical(hosts: int, per_host: int, nbytes: float, within: Link, across:
 
 
 def oversubscribed(ranks: int, cores: int) -> float:
-    """How much longer everything takes where ranks share cores."""
+    """Factor by which everything takes longer where ranks share cores."""
     return max(1.0, ranks / cores)
 
 
@@ -117,7 +117,7 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray
 
     Args:
         rows: for each measurement, how often each coefficient counts.
-        seconds: what was measured.
+        seconds: measured.
 
     Raises:
         ValueError: fewer measurements than coefficients, or one that took no time.
@@ -159,7 +159,7 @@ class Errors:
 
     @staticmethod
     def of(predicted: Sequence[float], measured: Sequence[float]) -> "Errors":
-        """Those of predictions and what was measured, in the same order."""
+        """Errors of predictions and measurements in the same order."""
         if not measured:
             return Errors(0, math.nan, math.nan)
         off = np.abs(np.array(predicted) / np.array(measured) - 1)
@@ -197,7 +197,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run of scaling.py has measured, with so many ranks; times in seconds.
+    """Measurements of one run of scaling.py; times in seconds.
 
     Attributes:
         ranks, cores: of the run.
@@ -221,12 +221,12 @@ ALGORITHMS: Mapping[str, Algorithm] = {"gloo": ring, "mpi": shared_memory}
 
 @dataclass(frozen=True)
 class Model:
-    """What was fitted to one backend's runs.
+    """The model fitted to one backend's runs.
 
     Attributes:
         link: of the backend's all-reduce.
         compute: seconds for each sample x parameter, parameter, layer.
-        errors: by what was held out.
+        errors: by group of measurements that were held out.
     """
 
     link: Link
@@ -240,7 +240,7 @@ class Model:
 
 
 def held_out(position: int) -> bool:
-    """Every third is not fitted, but predicted."""
+    """True for every third, which is not fitted, but predicted."""
     return position % 3 == 1
 
 
