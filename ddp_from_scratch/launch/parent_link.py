@@ -28,8 +28,13 @@ def die_with_parent() -> None:
     launched = launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
     if not sys.platform.startswith("linux") or (parent is None and not launched):
         return
+    die_with(os.getppid() if parent is None else int(parent))
+
+
+def die_with(parent: int) -> None:
+    """Has the system kill this process when its parent is gone. Linux only."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != int(parent):  # it was gone before we asked
+    if os.getppid() != parent:  # it was gone before we asked
         os.kill(os.getpid(), signal.SIGKILL)
 
 
