@@ -10,10 +10,15 @@ from typing import Any, NoReturn
 
 from ddp_from_scratch.buckets.layout import AUTO
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.training.datasets import DATASETS
-from ddp_from_scratch.training.models import MODELS
-from ddp_from_scratch.training.settings import COMPRESSIONS, POWERSGD_RANK, PRECISIONS, Settings
-from ddp_from_scratch.world.process_group import BACKENDS
+from ddp_from_scratch.training.settings import (
+    COMPRESSIONS,
+    DATASETS,
+    MODELS,
+    POWERSGD_RANK,
+    PRECISIONS,
+    Settings,
+)
+from ddp_from_scratch.world.backends import BACKENDS
 
 _OF_TEST = {
     *("backend", "dataset", "data_dir", "download", "batch_size", "precision", "workers"),
