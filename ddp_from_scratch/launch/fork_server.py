@@ -25,7 +25,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 
-from ddp_from_scratch.launch.parent_link import PARENT, die_with
+from ddp_from_scratch.launch.environment import PARENT
+from ddp_from_scratch.launch.rank_process import die_with
 
 # What torch's optimizers import at their first call, which takes as long as torch itself.
 OPTIMIZERS = "torch._dynamo"

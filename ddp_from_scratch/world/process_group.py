@@ -16,7 +16,7 @@ import torch.distributed.nn.functional
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment, interfaces
 from ddp_from_scratch.launch.environment import Placement
-from ddp_from_scratch.launch.parent_link import die_with_parent, write_to_terminal
+from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
 from ddp_from_scratch.world import rendezvous
 from ddp_from_scratch.world.backends import BACKENDS, MAX_TIMEOUT
 
