@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import compare, memory, overlap, step_time
+from benchmarks.harness import report
 from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES
 from benchmarks.harness.timing import Samples
 from ddp_from_scratch import UsageError
