@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.autograd.static_graph import StaticGraph
+from ddp_from_scratch.autograd.used_parameters import StaticGraph
 from tests.autograd.test_graph_walk import grads_of
 from tests.reducer.test_reducer import BYTES, Terms, mean, own, recorded
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_from_scratch import SGD, Reducer, broadcast_parameters
+from ddp_from_scratch.buckets.gradient_bucket import BucketState
 from ddp_from_scratch.optim import flat_params, sgd
 
 SEVERAL = 5e-4  # MiB: a few buckets
@@ -709,7 +710,9 @@ def steps_in_flight(world):
     original = sgd.update
 
     def record(*arguments: Any) -> None:
-        in_flight.append(sum(bucket.launched for bucket in reducer.flat_buckets))
+        in_flight.append(
+            sum(bucket.state is not BucketState.FILLING for bucket in reducer.flat_buckets)
+        )
         original(*arguments)
 
     sgd.update = record
