@@ -98,7 +98,7 @@ def run(code: str, world_size: int, folder: Path) -> str:
 @pytest.mark.parametrize("excerpt", ON_GLOO, ids=str)
 def test_runs_as_printed(excerpt: Excerpt, tmp_path):
     starts_ranks_itself = "start_ranks(" in excerpt.code
-    run(excerpt.code, 1 if starts_ranks_itself else 2, tmp_path)
+    assert excerpt.prints in run(excerpt.code, 1 if starts_ranks_itself else 2, tmp_path)
 
 
 # One mpirun for all, since MPI lives as long as its process.

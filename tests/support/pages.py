@@ -13,16 +13,17 @@ PAGES = [
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A fenced block of a page."""
+    """A fenced block of a page, with what it prints where a block of `text` follows it."""
 
     page: Path
     number: int  # of the page's blocks in this language, from 1
     code: str
+    prints: str = ""
 
     def __str__(self) -> str:
         return f"{name_of(self.page)}-{self.number}"
@@ -36,8 +37,8 @@ def excerpts(language: str) -> list[Excerpt]:
     """All pages' blocks in a language; "" for those that name none, mostly commands."""
     found = []
     for page in PAGES:
-        codes = [code for tag, code in _FENCE.findall(page.read_text()) if tag == language]
-        found += [Excerpt(page, number, code) for number, code in enumerate(codes, 1)]
+        blocks = [block for tag, *block in _FENCE.findall(page.read_text()) if tag == language]
+        found += [Excerpt(page, number, *block) for number, block in enumerate(blocks, 1)]
     return found
 
 
