@@ -23,11 +23,6 @@ from ddp_from_scratch.checks.stall_watch import Progress
 AFTER_S = 0.3
 
 
-@pytest.fixture(params=["gloo", "mpi"])
-def trio(ranks, request):
-    return ranks(request.param, 3)
-
-
 class Layers(nn.Module):
     """Three parameters, a bucket each; the function `between` runs in the midst of backward."""
 

@@ -29,7 +29,7 @@ from ddp_from_scratch.buckets.bucket_list import make_buckets
 from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.comm_hooks import default_hooks as our_hooks
-from tests.reducer.test_reducer import Terms
+from tests.support.terms import Terms
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 OURS = {
@@ -39,17 +39,6 @@ OURS = {
     "bf16": comm_hooks.bf16_compress_hook,
 }
 each_of_ours = pytest.mark.parametrize("name", OURS)
-
-
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
 
 
 def bucket_of(values: torch.Tensor) -> Bucket:

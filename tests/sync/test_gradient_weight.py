@@ -15,13 +15,7 @@ from torch.nn.functional import cross_entropy
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.group import gloo_beside, takes_cpu_tensors
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
-from tests.reducer.test_reducer import BYTES, Terms
-
-
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
+from tests.support.terms import BYTES, Terms
 
 
 def weighted(world, view):
