@@ -165,7 +165,7 @@ class Packing:
                 gradients.append(gradient)
                 windows.append(view)
             elif index in unused:
-                # A used member had a gradient at the launch. If it has none now, the user dropped it.
+                # A used member had a gradient at the launch. Without one now, the user dropped it.
                 parameter.grad = view.clone()
         _copy(gradients, windows)
 

@@ -21,7 +21,7 @@ Allocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _ALIGNMENT = 64
 
 
-class FlatRun:
+class FlatParams:
     """Neighbours in a bucket that belong to one parameter group.
 
     Args:
@@ -108,12 +108,12 @@ class FlatRun:
         return self._momentum, self._momentum_places
 
 
-def flat_runs(
+def make_flat_params(
     bucket: Bucket,
     groups: Sequence[int | None],
     shared: set[int],
     allocate: Allocate,
-) -> list[FlatRun]:
+) -> list[FlatParams]:
     """Cuts the bucket where the group changes, and where a parameter cannot be moved or aligned.
 
     Most sizes are multiples of 16 elements; after one that is not, the next run begins.
@@ -132,7 +132,7 @@ def flat_runs(
     for begin, end in zip(cuts, [*cuts[1:], len(traits)], strict=True):
         group, flat = traits[begin]
         if group is not None:
-            runs.append(FlatRun(bucket, range(begin, end), group, flat, allocate))
+            runs.append(FlatParams(bucket, range(begin, end), group, flat, allocate))
     return runs
 
 

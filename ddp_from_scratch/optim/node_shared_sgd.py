@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.memory import lies_at
 from ddp_from_scratch.node.process_group import SharedMemoryGroup
-from ddp_from_scratch.optim.flat_params import FlatRun, can_move, overlapping
+from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.optim.sgd import SGD, update
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import check_sync
@@ -115,7 +115,7 @@ class NodeSharedSGD(SGD):
         return self._group.empty_for_all(like.numel(), like.dtype)
 
     @torch.no_grad()
-    def _step_runs(self, runs: Sequence[FlatRun]) -> None:
+    def _step_runs(self, runs: Sequence[FlatParams]) -> None:
         if self._reducer is not None and self._reducer.comm.joining:
             raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
         for run in runs:
@@ -137,7 +137,7 @@ class NodeSharedSGD(SGD):
             self._moved = False
             end()
 
-    def _stretches(self, run: FlatRun, has_momentum: bool) -> list[Stretch]:
+    def _stretches(self, run: FlatParams, has_momentum: bool) -> list[Stretch]:
         """The parts of a run that have gradients, neighbours together."""
         stretches: list[Stretch] = []
         for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):

@@ -21,7 +21,7 @@ from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.memory import in_huge_pages
 from ddp_from_scratch.buckets.observer import Observer
-from ddp_from_scratch.optim.flat_params import FlatRun, flat_runs, overlapping
+from ddp_from_scratch.optim.flat_params import FlatParams, make_flat_params, overlapping
 from ddp_from_scratch.reducer.reducer import Reducer
 
 # Three arrays of this many float32 stay in the cache from the first operation of a step to its
@@ -175,8 +175,8 @@ class SGD(torch.optim.SGD):
             if id(parameter) not in inside
         ]
         shared = overlapping([p for group in self.param_groups for p in group["params"]])
-        self._runs: dict[GradientBucket, list[FlatRun]] = {
-            b: flat_runs(b, self._groups_of(b), shared, self._allocate) for b in buckets
+        self._runs: dict[GradientBucket, list[FlatParams]] = {
+            b: make_flat_params(b, self._groups_of(b), shared, self._allocate) for b in buckets
         }
         self._arranged_for = (buckets, groups)
 
@@ -196,7 +196,7 @@ class SGD(torch.optim.SGD):
     # 2. step each run ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step_runs(self, runs: Sequence[FlatRun]) -> None:
+    def _step_runs(self, runs: Sequence[FlatParams]) -> None:
         for run in runs:
             group = self.param_groups[run.group]
             momentum, first = None, False
@@ -234,8 +234,8 @@ class _BackwardAndStep(Observer):
         self,
         loss: torch.Tensor,
         reducer: Reducer,
-        runs: Mapping[GradientBucket, Sequence[FlatRun]],
-        step: Callable[[Sequence[FlatRun]], None],
+        runs: Mapping[GradientBucket, Sequence[FlatParams]],
+        step: Callable[[Sequence[FlatParams]], None],
     ) -> None:
         self._loss, self._reducer, self._runs, self._step = loss, reducer, runs, step
         self._stepped = 0
