@@ -56,8 +56,8 @@ class BackwardPass:
         on_enter: Callable[[set[int]], None],
     ) -> None:
         self.state = PassState.IDLE
-        # Autograd's number of the pass under way. It tells a new pass from one that an exception
-        # ended, whose end is never announced.
+        # Autograd's number of the pass under way. A pass that an exception ended never reports its
+        # end, but the next pass has another number.
         self._number = -1
         self._parameters, self._process_group = parameters, process_group
         self.order = ReadyOrder(names, ready_order)
@@ -112,7 +112,7 @@ class BackwardPass:
         The first gradient begins the pass; see `begin` for the callbacks.
         """
         # Reentrant checkpointing runs passes inside a pass. Unused parameters are known at the end
-        # of the outermost one, whose beginning was seen when it entered the graph.
+        # of the outermost pass, which has begun here when it entered the graph (`GraphWatch`).
         if self._number != _current_pass() and not (
             self.state is not PassState.IDLE and self.may_be_unused
         ):

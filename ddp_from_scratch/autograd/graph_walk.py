@@ -124,7 +124,7 @@ class GraphWatch:
         return _Forward(ours, (leaf for leaf in leaves if id(leaf) not in known))
 
     def stop(self) -> None:
-        """Calls nothing from now on, whatever graphs are still alive. Idempotent."""
+        """Stops calling `on_enter`, whatever graphs are still alive. Idempotent."""
         self._forwards.clear()
         self._stopped = True
 

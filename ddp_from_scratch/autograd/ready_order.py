@@ -10,7 +10,7 @@ class ReadyOrder:
     """The order of readiness, recorded until all ranks agree on rank 0's order, once and for good.
 
     Args:
-        names: of the parameters, in the order of registration.
+        names: the parameters' names, in the order of registration.
         known: the order that an earlier run recorded, or None.
 
     Attributes:

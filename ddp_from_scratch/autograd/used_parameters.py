@@ -9,8 +9,9 @@ import torch.distributed as dist
 class UsedParameters:
     """Records used parameters on this rank, and agrees on them with the other ranks.
 
-    A Reducer has one only for `find_unused_parameters` (ranks exchange the used parameters in every
-    average), `static_graph` (in the first average alone) or `skip_unused` (never).
+    A Reducer makes one only if an option needs it. With `find_unused_parameters` ranks exchange
+    their used parameters in every average, with `static_graph` in the first, with `skip_unused` in
+    none.
 
     Args:
         parameters: an index into these stands for a parameter.

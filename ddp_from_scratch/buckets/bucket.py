@@ -15,8 +15,7 @@ class Bucket:
     """A `GradientBucket` of dense gradients, averaged as one flat tensor.
 
     - ready: `mark_ready` is called once per member, as its gradient arrives; `mark_unused` for a
-    member
-      that gets none.
+      member that gets none.
     - pack and launch: `launch` copies the gradients into the buffer and hands it to the comm hook.
     - wait and unpack: `finish` waits for the average and puts it into `.grad`.
 

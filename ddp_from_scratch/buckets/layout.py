@@ -85,7 +85,7 @@ def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     caps = sizes if isinstance(sizes, Sequence) else (sizes,)
     if not caps or not all(cap >= 0 for cap in caps):
         raise ValueError(f"bucket_cap_mb must be 0 or more, got {bucket_cap_mb}")
-    # 2**62 is more than any model has, and fits an int: `inf` has no integer.
+    # `inf` cannot be converted to an int; no model has 2**62 bytes.
     return tuple(int(min(cap * 2**20, 2**62)) for cap in caps)
 
 

@@ -7,8 +7,7 @@ import torch
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.buckets.memory import dense_strides, lies_at, window
 
-# Bytes of a gradient, in the mean of a bucket. Below this a call of its own costs more than the
-# copy itself.
+# Mean size in bytes of a bucket's gradients. Below it a call for each costs more than the copy.
 _SMALL = 2**15
 
 
@@ -54,7 +53,7 @@ class Packing:
         # Addresses are compared in every pass. A view's never changes, so it is asked for once.
         addresses = [view.data_ptr() for view in self.views]
         self._rows = list(zip(layout.members, parameters, self.views, addresses, strict=True))
-        # Copy all members in one call where a call for each would cost more than its elements.
+        # One call copies all members if a call for each would cost more than the copy itself.
         self._together = flat.device.type != "cpu" or flat.nbytes < _SMALL * len(parameters)
         self.one_by_one = gradient_as_bucket_view and not self._together
         # Members whose gradient is in the buffer already, multiplied by `_scale`.
@@ -86,8 +85,8 @@ class Packing:
             view.copy_(gradient)
         else:
             torch.mul(gradient, scale, out=view)
-        # Without a `.grad`, autograd's next contribution comes as a gradient of its own. Added in
-        # place it would be unscaled, and this one scaled.
+        # Without a `.grad`, autograd's next contribution comes as a gradient of its own. Otherwise
+        # autograd would add it, unscaled, to this scaled one.
         parameter.grad = None
         self._packed.add(index)
         self._scale = scale
@@ -165,7 +164,8 @@ class Packing:
                 gradients.append(gradient)
                 windows.append(view)
             elif index in unused:
-                # A used member had a gradient at the launch. Without one now, the user dropped it.
+                # A used member had a gradient at the launch. If it has none now, the user has
+                # dropped it since.
                 parameter.grad = view.clone()
         _copy(gradients, windows)
 

@@ -33,9 +33,9 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
 class SparseBucket:
     """A `GradientBucket` of one parameter, without a flat buffer.
 
-    - ready: `mark_ready` or `mark_unused`, as for `Bucket`. - launch: all ranks exchange the kind
-    of their gradient and its number of rows, asynchronously. No
-      comm hook is called: hooks are for flat buffers.
+    - ready: `mark_ready` or `mark_unused`, as for `Bucket`.
+    - launch: all ranks exchange the kind of their gradient and its number of rows, asynchronously.
+      No comm hook is called: hooks are for flat buffers.
     - wait: a second collective gathers the rows.
     - unpack: the sum of the rows becomes `.grad`.
 

@@ -15,7 +15,7 @@ from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
 
 class GradientChecks:
-    """Raises if gradients would not be averaged, or not rightly; names the parameter and the rank.
+    """Raises if averages would be missing or wrong; names the parameter and the rank.
 
     Args:
         module: its forward passes are checked.
@@ -46,7 +46,7 @@ class GradientChecks:
             self._writes = ForwardWrites(snapshot.parameters)
 
     def before_forward(self) -> None:
-        """Raises if the training pass that begins would not be averaged rightly."""
+        """Raises, in training, if averages after this forward pass would be missing or wrong."""
         if trains(self._module):
             self._snapshot.check(self._module, self._backward.varies, self._rank)
             self.check_complete()

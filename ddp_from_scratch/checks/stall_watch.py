@@ -1,4 +1,4 @@
-"""Reports a step that waits for long: the bucket, the ranks and the parameters it waits for."""
+"""Reports a step that stalls, with the bucket, ranks and parameters that it waits for."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
 
-# The thread wakes so many times in the time after which a wait is reported.
+# Number of looks at a wait before it is reported.
 _WAKES = 3
 # Number of watches so far, by group. All ranks of a group make them in the same order, so a watch
 # gets the same key in the store on every rank.
@@ -41,7 +41,10 @@ class Progress:
     def of(
         cls, step: int, launched: int, buckets: Sequence[GradientBucket], names: Sequence[str]
     ) -> "Progress":
-        """Reads the position from buckets, the first `launched` under way. In any thread."""
+        """Reads the position from the buckets, in any thread.
+
+        The first `launched` buckets are under way, or have landed already.
+        """
         waits = None
         if launched:
             under_way = (bucket for bucket in buckets[:launched] if not bucket.arrived)

@@ -103,8 +103,8 @@ class PowerSGDState:
     def load_state_dict(self, module: torch.nn.Module, state: dict[str, Any]) -> None:
         """Loads the result of `state_dict`; with another `rank`, the right factors begin at random.
 
-        On as many ranks, each with its own errors, the averages have the same bits. On more or
-        fewer ranks, give every rank the mean of all errors: then nothing is lost.
+        With as many ranks as before, each with its own errors, the averages have the same bits.
+        With more or fewer, give every rank the mean of all errors: then nothing is lost.
 
         Raises:
             KeyError: the module has no parameter of a name.
@@ -153,7 +153,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
     2. P is made orthonormal, the same on all ranks. Q = M^T P, averaged over ranks.
     3. The average is P Q^T. Its difference from M is the new error.
 
-    A gradient that P and Q would not make smaller, n m <= (n + m) rank, is sent as it is.
+    If P and Q are not smaller than the gradient, n m <= (n + m) rank, it is sent as it is.
 
     After an overflow, values that are not finite are passed on, so that GradScaler skips the step.
     The bucket's errors and Qs stay as they were.

@@ -88,9 +88,8 @@ class FlatParams:
         """Moves the momentum of all members into one flat tensor, unless it is there already.
 
         Returns:
-            Three values: False if only some members have momentum, which cannot be moved; the flat
-                tensor;
-            True if it has no values yet.
+            (possible, flat, first). `possible` is False if only some members have momentum. `flat`
+            is the flat tensor. `first` is True if it has no values yet.
         """
         buffers = [state.get("momentum_buffer") for state in states]
         first = all(buffer is None for buffer in buffers)
@@ -140,7 +139,7 @@ def make_flat_params(
 
 
 def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
-    """True if a parameter keeps its strides in a flat tensor, and its bits in a flat step."""
+    """True if moving a parameter changes neither its strides nor the bits of a step."""
     # The last elements of a tensor do not fill a vector. In 16 bits on a CPU, torch computes these
     # with one rounding more; in a flat tensor other elements are the last.
     sixteen_bit_on_cpu = parameter.element_size() == 2 and parameter.device.type == "cpu"

@@ -187,7 +187,7 @@ def _update_stretches(
     at: int,
     gradient: torch.Tensor,
 ) -> None:
-    """Steps the part of `flat` that begins at `at` with these elements of the average."""
+    """Steps the part of `flat` from `at` on with these elements of the average."""
     for begin, end, first in stretches:
         low, high = max(begin, at), min(end, at + gradient.numel())
         if low < high:

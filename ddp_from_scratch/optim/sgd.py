@@ -53,13 +53,13 @@ class SGD(torch.optim.SGD):
 
     1. arrange: if the Reducer has laid its buckets out again, or a parameter group has changed, the
        parameters are moved into flat tensors, neighbours of one group together: a *run*.
-    2. step each run with one flat call. 3. one by one, with the same bits: the members of a run
-    that is not whole (a gradient is None or not
-       the bucket's window, `.data` was replaced), parameters in no bucket, and 16-bit floats on a
-       CPU.
+    2. step each run with one flat call.
+    3. one by one, with the same bits: the members of a run that is not whole (a gradient is None or
+       not the bucket's window, `.data` was replaced), parameters in no bucket, and 16-bit floats on
+       a CPU.
 
-    Parameters move in the first step, and rarely later. An older view of a parameter does not
-    follow it; `state_dict()`, `load_state_dict()` and deep copies are not affected.
+    Parameters move in the first step, and rarely later. A view of a parameter that was made before
+    does not follow it; `state_dict()`, `load_state_dict()` and deep copies are not affected.
 
     A copy of the optimizer (deep or pickled) has no Reducer and steps one by one.
 

@@ -163,7 +163,7 @@ class BucketTuning(Observer):
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         """Prepares the next average: the next candidate, or the best one for good."""
-        # The Reducer has laid out the buckets at the end of this average: its time means nothing.
+        # The Reducer has just laid out the buckets again, so the time of this step is of no use.
         if self._order.final is not self._known_order:
             self._known_order = self._order.final
             return

@@ -35,7 +35,7 @@ class CommState:
         # False for a hook that may start several collectives: with one bucket under way at a time,
         # all ranks issue them in the same order.
         self.several_at_once = True
-        # Reset by whatever they are made from: the hook and the weight.
+        # Made from the hook and the weight: setting either of them resets it.
         self.args: LaunchArgs | None = None
         self.weight: GradientWeight | None = None
         self.joining = False

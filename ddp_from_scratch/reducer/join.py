@@ -29,9 +29,10 @@ class JoinableReducer(Joinable):
 
     - report that they are there (torch's protocol): `notify` before a forward pass, or without data
       `_Hook.main_hook`.
-    - send buffers, if the last step has averaged, from the highest rank that has data
-    (`send_buffers`). - agree on the number of ranks that average in this step (`agree`). -
-    all-reduce the buckets: in backward, or without data in `main_hook`, with a weight of zero.
+    - send buffers from the highest rank that has data, if the last step has averaged
+      (`send_buffers`).
+    - agree on the number of ranks that average in this step (`agree`).
+    - all-reduce the buckets: in backward, or without data in `main_hook`, with a weight of zero.
 
     When no rank has data left, the highest rank of those that ended last gives its parameters and
     buffers to all.

@@ -36,10 +36,10 @@ class Reducer:
 
     The phases of one backward pass:
 
-    - ready: a hook on each parameter runs when its `.grad` is complete, and marks it ready. - pack
-    and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously, once
-      every earlier bucket has been launched. Buckets are launched in the order of their index on
-      every rank, never in the order of readiness, so that all ranks issue the same collectives.
+    - ready: a hook on each parameter runs when its `.grad` is complete, and marks it ready.
+    - pack and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously,
+      once every earlier bucket has been launched. The order is that of the buckets' index on every
+      rank, never that of readiness, so that all ranks issue the same collectives.
     - wait and unpack: at the end of backward, for every bucket in order. When `backward()` returns,
       every `.grad` is the average over ranks.
 

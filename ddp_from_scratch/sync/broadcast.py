@@ -14,8 +14,8 @@ from ddp_from_scratch.buckets.layout import Gradient, assign_buckets
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
 from ddp_from_scratch.group import check_group, on_gpu_of
 
-# Size of a message, about. Large enough for the network; small enough that a rank passes one on to
-# its children while it receives the next.
+# Approximate size of a message. Large enough for the network; small enough that a rank passes one
+# on to its children while it receives the next.
 _MESSAGE_BYTES = 16 * 2**20
 
 _LAZY = " is lazy and has no shape yet"
@@ -152,7 +152,7 @@ def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
 def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[int | None, list[int]]:
     """Returns a rank's parent (None for the root) and children in the binomial tree.
 
-    With r counted from the root, r's parent is r less its lowest set bit. Eight ranks, root 0:
+    With r counted from the root, r's parent is r without its lowest set bit. Eight ranks, root 0:
 
         0 ── 4 ── 6 ── 7
         │    └─── 5

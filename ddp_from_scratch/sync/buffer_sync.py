@@ -69,7 +69,7 @@ class BufferSync(Observer):
         self._hook_is_due = True
         self._joining = False
         self._futures: list[torch.futures.Future[Any]] = []
-        # Under way from `_launch` to `_finish`, and the rank they come from.
+        # Buffers under way between `_launch` and `_finish`; below, the rank that sends them.
         self._sent: list[_Message] = []
         self._src = 0
 
@@ -136,7 +136,7 @@ class BufferSync(Observer):
 
     @torch.no_grad()
     def _write(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Writes values to buffers so that a graph still alive is right, or raises in backward."""
+        """Writes values to buffers. A graph that saved an old value is still right, or raises."""
         uncounted: tuple[torch.Tensor, ...] = ()
         # Autograd counts writes, and raises in backward if a value that it saved has changed since.
         # A buffer that more than Python holds may be such a value.

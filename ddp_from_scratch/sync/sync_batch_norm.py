@@ -222,7 +222,7 @@ def _moments_of_all_ranks(x: torch.Tensor, process_group: dist.ProcessGroup | No
 def _pack_moments(x: torch.Tensor) -> torch.Tensor:
     """Packs [mean, sum of squared deviations, count, learns] of `x` (N, C, ...) as float64.
 
-    `learns` is 1 if layers below take a gradient from `x`, else 0.
+    `learns` is 1 if layers below take a gradient from `x`, else 0. Shape: (2 C + 2,).
     """
     count = x.numel() // x.size(1)
     wide = x.to(_wide(x.dtype))

@@ -47,18 +47,16 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     buffers. Each backward pass averages, unless it runs under `no_sync()`, and gives all ranks rank
     0's buffers when it ends. Forward passes send nothing, so that one rank may evaluate alone.
 
-    Unlike torch's class it decides in backward, not in forward, whether to synchronise; it averages
-    also the second of two backward passes through one graph; and calls through `.module`
-    synchronise, too.
+    Unlike torch's class it decides in backward, not in forward, whether to synchronise. It averages
+    the second of two backward passes through one graph, too, and calls through `.module`.
 
     Args: as torch's class. `module`, `process_group`, `gradient_as_bucket_view`,
-        `find_unused_parameters` and `static_graph` as `Reducer`, and device_ids: of a module on one
-        GPU, that GPU alone: inputs are moved there. output_device: only together with `device_ids`;
-        outputs stay where they are, as torch's do. dim: of `scatter` and `gather`, which nothing
-        here does. broadcast_buffers: False sends no buffers, not even at construction.
-        forward_sync_buffers: True if forward passes after the first find rank 0's buffers; the
-        first
-            always does.
+        `find_unused_parameters` and `static_graph` as `Reducer`, and
+        device_ids: the one GPU of a module on a single GPU: inputs are moved there.
+        output_device: only together with `device_ids`; outputs stay where they are, as torch's do.
+        dim: without effect; torch's class uses it in `scatter` and `gather`.
+        broadcast_buffers: False sends no buffers, not even at construction.
+        forward_sync_buffers: True if forward passes find rank 0's buffers; the first always does.
         init_sync: False trusts that all ranks hold the same module.
         bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` takes its place, if given.
         check_reduction: deprecated, without effect.
