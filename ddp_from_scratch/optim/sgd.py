@@ -8,8 +8,10 @@ at the same offsets, so that a step is one call for each bucket instead of one f
     momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    and momentum buffers
 """
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -25,6 +27,20 @@ from ddp_from_scratch.reducer.reducer import Reducer
 # Three arrays of this many float32 stay in the cache from the first operation of a step to its
 # last, and there are few enough calls for what a call costs to be small beside them.
 _CHUNK = 2**18
+
+
+def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch's optimizers that does not import torch._dynamo, for a second, to call it.
+
+    torch wraps it so that torch.compile does not trace it. Nothing does before that import.
+    """
+
+    @wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        imported = "torch._dynamo" in sys.modules
+        return (method if imported else inspect.unwrap(method))(*args, **options)
+
+    return call
 
 
 class SGD(torch.optim.SGD):
@@ -81,6 +97,11 @@ class SGD(torch.optim.SGD):
         self._reducer: Reducer | None = reducer
         if not any(group is not None for b in reducer.flat_buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
+
+    add_param_group = _without_dynamo(torch.optim.SGD.add_param_group)
+    zero_grad = _without_dynamo(torch.optim.SGD.zero_grad)
+    state_dict = _without_dynamo(torch.optim.SGD.state_dict)
+    load_state_dict = _without_dynamo(torch.optim.SGD.load_state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -143,9 +143,7 @@ def steps_in_flight(world):
     original = sgd.update
 
     def record(*arguments: Any) -> None:
-        in_flight.append(
-            len([b for b in reducer.flat_buckets if b.state is not BucketState.FILLING])
-        )
+        in_flight.append(sum(b.state is not BucketState.FILLING for b in reducer.flat_buckets))
         original(*arguments)
 
     sgd.update = record
