@@ -1,4 +1,4 @@
-"""The process group that a call is for, looked at before anything is sent."""
+"""Checks a process group before anything is sent through it."""
 
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
@@ -12,12 +12,12 @@ _NOT_A_MEMBER = "this rank is not a member of the process group"
 
 
 def check_group(process_group: Any) -> dist.ProcessGroup:
-    """The group itself, or that of all ranks for None.
+    """Returns the group itself; None stands for all ranks.
 
     Raises:
-        RuntimeError: None is given, and no process group is open.
-        TypeError: it is something else.
-        ValueError: this rank is not in it.
+        RuntimeError: `process_group` is None, and no process group is open.
+        TypeError: `process_group` is something else.
+        ValueError: this rank is not in the group.
     """
     if process_group is None:
         process_group = dist.group.WORLD
@@ -39,12 +39,7 @@ def check_group(process_group: Any) -> dist.ProcessGroup:
 
 
 def _forget_default_group() -> None:
-    """Lets go of a default group that torch's functions hold as a default argument.
-
-    They take the one that is open when `torch.distributed.nn.functional` is imported (torch.optim
-    does so in the first step), and would keep it alive to the end, and with it gloo's threads,
-    which now and then abort a Python that is about to end. None means the default group, too.
-    """
+    """Replaces the default group by None in the default arguments of torch's functions."""
     for function in vars(functional).values():
         if isinstance(function, FunctionType) and function.__defaults__ is not None:
             function.__defaults__ = tuple(
@@ -53,26 +48,28 @@ def _forget_default_group() -> None:
             )
 
 
-# A group of torch's `init_process_group` may have been opened before this import.
+# `torch.distributed.nn.functional` takes the group that is open while it is imported as a default
+# argument (torch.optim imports it in the first step). So the group, and gloo's threads with it,
+# would live to the end of Python, which they sometimes abort. None means the default group, too.
+#
+# Called at import, since a group may have been opened before.
 _forget_default_group()
 
 
 def on_gpu_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Makes the module's GPU the current one, where object collectives of nccl put their bytes.
-
-    A program that has not chosen one would meet the others on the machine's first GPU.
-    """
+    """Makes the module's GPU current for nccl's object collectives, which put their bytes there."""
     first = next(module.parameters(), None)
+    # Without this, ranks that never chose a GPU would all use the machine's first.
     if first is None or first.device.type != "cuda":
         return nullcontext()
     return torch.cuda.device(first.device)
 
 
 def of_member(work: dist.Work | None) -> dist.Work:
-    """What a collective returned.
+    """Returns the work of a collective.
 
     Raises:
-        ValueError: None, as on a rank that is not in the group.
+        ValueError: `work` is None: this rank is not in the group.
     """
     if work is None:
         raise ValueError(_NOT_A_MEMBER)
@@ -80,12 +77,12 @@ def of_member(work: dist.Work | None) -> dist.Work:
 
 
 def takes_cpu_tensors(process_group: dist.ProcessGroup | None) -> bool:
-    """Whether collectives of the group take tensors on a CPU; nccl's do not."""
+    """True if the group's collectives take CPU tensors; nccl's do not."""
     return any(device.type == "cpu" for device in check_group(process_group)._device_types)
 
 
 def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of gloo with the same ranks and timeout. Collective."""
+    """Opens a gloo group with the same ranks and timeout. Collective."""
     group = check_group(process_group)
     timeout = group._get_backend(group._device_types[0]).options._timeout
     ranks = dist.get_process_group_ranks(group)

@@ -1,1 +1,1 @@
-"""Hooks into autograd: gradients that become ready, and the backward pass under way."""
+"""Connects a Reducer to autograd: ready gradients, and the backward pass under way."""

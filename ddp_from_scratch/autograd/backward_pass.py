@@ -1,4 +1,4 @@
-"""The backward pass under way: its beginning, its gradients, its end."""
+"""Tracks one backward pass from its first gradient to its end."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -10,37 +10,37 @@ from ddp_from_scratch.autograd.graph_walk import GraphWatch
 from ddp_from_scratch.autograd.ready_order import ReadyOrder
 from ddp_from_scratch.autograd.used_parameters import UsedParameters
 
-_current_pass = torch._C._current_graph_task_id  # autograd's number of it; -1 outside of one
+# The number that autograd gives to the backward pass that this thread is in; -1 outside of one.
+_current_pass = torch._C._current_graph_task_id
 
 
 class PassState(Enum):
     """The state of a `BackwardPass`.
 
-    IDLE -- begin --> RUNNING -- end --> IDLE; RUNNING -- an exception --> BROKEN_OFF -- begin -->
+    IDLE -- begin --> RUNNING -- end --> IDLE
+    RUNNING -- an exception --> BROKEN_OFF -- begin --> RUNNING
     """
 
     IDLE = auto()
     RUNNING = auto()
-    BROKEN_OFF = auto()  # it never comes to its end: the next pass begins anew
+    # Autograd will not call back at its end. It stays broken off until the next pass begins.
+    BROKEN_OFF = auto()
 
 
 class BackwardPass:
-    """One backward pass at a time, from its first gradient to autograd's callback at its end.
-
-    It is known by autograd's number of it, so that a pass that an exception broke off is not taken
-    for the next.
+    """The backward pass under way, if any. Counts its gradients and calls back at its end.
 
     Args:
-        parameters, names: an index into these stands for a parameter.
+        parameters, names: their indices stand for the parameters here.
         process_group: the ranks that take part.
-        find_unused, static_graph, skip_unused: as of `Reducer`.
-        ready_order: the order of an earlier run, or None.
-        on_enter: as of `GraphWatch`.
+        find_unused, static_graph, skip_unused: options of `Reducer`.
+        ready_order: the order that an earlier run recorded, or None.
+        on_enter: see `GraphWatch`.
 
     Attributes:
         state: IDLE, RUNNING or BROKEN_OFF.
         order: the order in which gradients become ready.
-        used: the parameters that were used; None where each gets one gradient in every pass.
+        used: the parameters that were used; None if no option needs them.
     """
 
     def __init__(
@@ -56,9 +56,13 @@ class BackwardPass:
         on_enter: Callable[[set[int]], None],
     ) -> None:
         self.state = PassState.IDLE
+        # Autograd's number of the pass under way. It tells a new pass from one that an exception
+        # ended, whose end is never announced.
         self._number = -1
         self._parameters, self._process_group = parameters, process_group
         self.order = ReadyOrder(names, ready_order)
+        # None keeps the way of a gradient short: without these options each parameter gets one
+        # gradient in every pass, so there is nothing to count.
         self.used: UsedParameters | None = None
         if find_unused or static_graph or skip_unused:
             self.used = UsedParameters(parameters, process_group, find_unused, static_graph)
@@ -66,12 +70,12 @@ class BackwardPass:
 
     @property
     def may_be_unused(self) -> bool:
-        """Whether a parameter may get no gradient."""
+        """True if a parameter may get no gradient."""
         return self.used is not None and self.used.may_be_unused
 
     @property
     def varies(self) -> bool:
-        """Whether other parameters may be used in each pass."""
+        """True if the set of used parameters may change from pass to pass."""
         return self.used is not None and self.used.varies
 
     def set_static(self) -> None:
@@ -81,19 +85,20 @@ class BackwardPass:
         self.used.set_static()
 
     def on_forward(self, outputs: object) -> None:
-        """Looks for parameters that the graph of this forward pass misses, if any may be unused."""
+        """Looks for parameters that this forward pass does not use, if any may be unused."""
         if self.used is not None and self.used.may_be_unused:
             self._graphs.on_forward(outputs, as_before=self.used.is_static)
 
     def is_current(self) -> bool:
-        """Whether the pass that autograd is executing is the one that has begun."""
+        """True if autograd is now executing the pass that has begun."""
         return self.state is not PassState.IDLE and self._number == _current_pass()
 
     def begin(self, at_end: Callable[[], None], broken_off: Callable[[], None]) -> None:
-        """Lets autograd call `at_end` when the pass is over.
+        """Begins the pass that autograd is executing.
 
-        Where an exception breaks the pass off, `broken_off` is called instead, before
-        `backward()` raises.
+        Args:
+            at_end: called by autograd when the pass is over.
+            broken_off: called instead if an exception ends the pass, before `backward()` raises it.
         """
         self._number, self.state = _current_pass(), PassState.RUNNING
         callback = _Callback(self, at_end, broken_off)
@@ -102,9 +107,9 @@ class BackwardPass:
     def on_gradient(
         self, index: int, at_end: Callable[[], None], broken_off: Callable[[], None]
     ) -> bool:
-        """Counts a gradient that is to be averaged; True when it is its parameter's last.
+        """Counts a gradient of a synchronised pass; True if it is its parameter's last.
 
-        The first one begins the pass: arguments as of `begin`.
+        The first gradient begins the pass; see `begin` for the callbacks.
         """
         # Reentrant checkpointing runs passes inside a pass. Unused parameters are known at the end
         # of the outermost one, whose beginning was seen when it entered the graph.
@@ -112,6 +117,7 @@ class BackwardPass:
             self.state is not PassState.IDLE and self.may_be_unused
         ):
             self.begin(at_end, broken_off)
+        # The order is agreed on once. Later passes need not record it.
         if self.order.final is None:
             self.order.count(index)
         return self.used is None or self.used.is_last_gradient(index)
@@ -123,17 +129,17 @@ class BackwardPass:
         return ended
 
     def break_off(self, number: int) -> None:
-        """Notes that the pass of this number will not come to its end."""
+        """Marks the pass of this number as broken off."""
         if self._number == number:
             self.state = PassState.BROKEN_OFF
 
     def stop(self) -> None:
-        """Notices nothing from now on, whatever graphs are still alive. Idempotent."""
+        """Ignores all graphs from now on, also those still alive. Idempotent."""
         self._graphs.stop()
 
 
 class _Callback:
-    """Called by autograd at the end of a pass, and merely dropped when the pass is broken off."""
+    """A callback for a pass's end; autograd drops it uncalled if an exception ends the pass."""
 
     def __init__(
         self, of: BackwardPass, at_end: Callable[[], None], broken_off: Callable[[], None]
@@ -146,6 +152,7 @@ class _Callback:
         self._called = True
         self._at_end()
 
+    # Autograd does not report a failed pass; it only drops the callbacks of that pass.
     def __del__(self) -> None:
         if not self._called:
             self._of.break_off(self._number)

@@ -1,4 +1,4 @@
-"""Walks the graph of a forward pass to find the parameters that it does not reach."""
+"""Finds the parameters that a forward pass did not use, by a walk over its autograd graph."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ import torch
 
 
 def find_tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returned: in tuples, lists, dicts, dataclasses, at any depth."""
+    """Yields the tensors in a module's output: tuples, lists, dicts, dataclasses, any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -25,10 +25,9 @@ def find_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
-    """The leaves that a backward pass from `outputs` would give a gradient.
+    """Lists the leaves to which a backward pass from `outputs` would bring a gradient.
 
-    None where that is not known: reentrant checkpointing builds a part of the graph only during
-    the backward pass.
+    None means unknown: the graph holds a reentrant checkpoint.
     """
     leaves: list[torch.Tensor] = []
     ahead = []
@@ -42,6 +41,7 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
         node = ahead.pop()
         if isinstance(node, torch._C._functions.AccumulateGrad):
             leaves.append(node.variable)
+        # Reentrant checkpointing builds this part of the graph only during the backward pass.
         elif node.name() == "CheckpointFunctionBackward":
             return None
         for following, _ in node.next_functions:
@@ -52,11 +52,11 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 class _Forward:
-    """One forward pass.
+    """The leaves that the graph of one forward pass reaches.
 
     Attributes:
-        reached: the parameters that its graph reaches; None if that is not known.
-        others: the other leaves that it reaches.
+        reached: indices of the Reducer's parameters; None means unknown.
+        others: all other leaves.
     """
 
     def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor] = ()) -> None:
@@ -65,19 +65,17 @@ class _Forward:
 
 
 class GraphWatch:
-    """Walks the graph of each forward pass, and notices when a backward pass enters it.
+    """Walks the graph of each forward pass, and calls back when a backward pass enters it.
 
-    `on_forward` walks from the module's outputs to the parameters. When a backward pass comes to
-    one of these outputs, `on_enter` is called with the indices of parameters that get no gradient
-    in it. These are the ones that the walk did not reach and that autograd, which knows by now what
-    this pass will execute, leaves out as well: the pass may cover other forward passes, or more.
-    Where a walk met reentrant checkpointing, which hides parameters, none are reported.
-
-    A pass that accumulates nothing, `torch.autograd.grad`, is not reported.
+    `on_forward` walks from the module's outputs to the parameters. When a backward pass reaches one
+    of these outputs, `on_enter` is called with the indices of the parameters that get no gradient
+    in this pass. The set is empty if a walk met a reentrant checkpoint, which hides parameters.
+    `torch.autograd.grad` accumulates nothing in `.grad` and is not reported.
 
     Args:
-        parameters: those whose indices are meant.
-        on_enter: called in the backward pass, before the gradients of what the graph reaches.
+        parameters: their indices are passed to `on_enter`.
+        on_enter: a bound method, held weakly. Called during the backward pass, before any gradient
+            of this graph is ready.
     """
 
     def __init__(
@@ -86,15 +84,22 @@ class GraphWatch:
         self._parameters = parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._on_enter = weakref.WeakMethod(on_enter)
-        # A graph owns its record: what was never entered goes when the graph does.
+        # Each graph owns its record, through its hooks. So the record of a forward pass that never
+        # goes backward disappears with its graph.
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        # The record of the last walk. A static graph uses it again instead of another walk.
         self._last: _Forward | None = None
         self._stopped = False
 
     def on_forward(self, outputs: object, as_before: bool = False) -> None:
-        """Walks from all tensors in `outputs`; not again where all is as it was before."""
-        # Inside a transform of torch.func nothing is accumulated in `.grad`, and graphs are not
-        # those of parameters.
+        """Walks from all tensors in `outputs`, and puts a hook on the node of each.
+
+        Args:
+            outputs: the return value of the module.
+            as_before: True takes the result of the last walk: the graph is static.
+        """
+        # Inside a transform of torch.func nothing is accumulated in `.grad`, and the graph does not
+        # lead to the parameters themselves.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
@@ -108,6 +113,7 @@ class GraphWatch:
         forward = self._last
         self._forwards.add(forward)
         for node in nodes:
+            # A strong reference would keep a Reducer alive for as long as some graph is.
             node.register_prehook(partial(_enter, weakref.ref(self), forward))
 
     def _record(self, leaves: list[torch.Tensor] | None) -> _Forward:
@@ -123,30 +129,33 @@ class GraphWatch:
         self._stopped = True
 
     def enter(self, forward: _Forward) -> None:
-        """Called by autograd: a backward pass has come to an output of this forward pass."""
+        """Reports the unused parameters. Called by autograd at an output of this forward pass."""
         on_enter = self._on_enter()
         if on_enter is None or self._stopped:
             return
         if any(other.reached is None for other in self._forwards):
+            # Some parameter may be used inside the checkpoint: none can be called unused yet.
             on_enter(set())
             return
         reached = forward.reached or set()
         if not self._accumulates(reached, forward):
             return
+        # This pass may cover several forward passes, or more of the graph than one walk has seen.
+        # By now autograd knows what it will execute, so it has the last word.
         rest = set(self._index_of.values()) - reached
         on_enter({i for i in rest if not _will_accumulate(self._parameters[i])})
 
     def _accumulates(self, reached: set[int], forward: _Forward) -> bool:
-        """Whether the pass is one of `backward()`, and not of `torch.autograd.grad`."""
+        """True for a pass of `backward()`, False for one of `torch.autograd.grad`."""
         if reached:
             return any(_will_accumulate(self._parameters[i]) for i in reached)
-        # Of an earlier step, where the walk was not made again, they have gone.
+        # A static graph's walk is from an earlier step, whose other leaves may have been freed.
         others = [other() for other in forward.others]
         return None in others or any(leaf is not None and _will_accumulate(leaf) for leaf in others)
 
 
 def _will_accumulate(parameter: torch.Tensor) -> bool:
-    """Whether the backward pass under way will add to this parameter's `.grad`."""
+    """True if the backward pass under way will add to this parameter's `.grad`."""
     if not parameter.requires_grad:
         return False
     node = torch.autograd.graph.get_gradient_edge(parameter).node

@@ -1,7 +1,4 @@
-"""Hooks that call a Reducer: autograd's with each gradient, the module's, and optimizers'.
-
-They neither keep the Reducer alive for ever nor act in a copy of the module.
-"""
+"""Registers a Reducer's hooks on the module, its parameters and their optimizers."""
 
 import weakref
 from collections import OrderedDict
@@ -17,19 +14,15 @@ Handle = torch.utils.hooks.RemovableHandle
 
 
 class Hooks:
-    """The hooks that a Reducer has put on a module, its parameters and their optimizers.
-
-    The parameters' hooks know the Reducer weakly and the module's hooks keep it alive: the garbage
-    collector cannot see a cycle that goes through a parameter's hooks. The parameters may live on
-    without the module, and are then like any other.
+    """The hooks that call a Reducer.
 
     Args:
-        module: `before_forward` is called before its forward pass, `after_forward` after it, with
-            what it returns.
-        parameters: `on_gradient` is called with a parameter's index as soon as its `.grad` is
-            complete, and `before_step` with any optimizer that is about to step one of them.
-        on_gradient, before_forward, after_forward, before_step: bound methods; the first and the
-            last are held weakly.
+        module: `before_forward()` is called before its forward pass, `after_forward(outputs)` after
+            it.
+        parameters: `on_gradient(index)` is called as soon as a parameter's `.grad` is complete.
+            `before_step(optimizer)` is called before any optimizer steps one of them.
+        on_gradient, before_forward, after_forward, before_step: bound methods of the Reducer. The
+            module's hooks keep the Reducer alive; the other hooks hold it weakly.
     """
 
     def __init__(
@@ -41,11 +34,14 @@ class Hooks:
         after_forward: Callable[[object], None],
         before_step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        # Not a WeakMethod, which is made in Python: this is called with every gradient.
+        # Held weakly: the garbage collector cannot see a cycle through a parameter's hooks, and the
+        # parameters may outlive the module. Not a WeakMethod: it is slow Python code, and this hook
+        # runs for every gradient.
         bound = cast(MethodType, on_gradient)
-        # The node that accumulates a gradient runs on the stream that was current when the node was
-        # made. Made now and kept, all of them, and so our hooks, run on one stream, and a bucket is
-        # packed when all its gradients are there, on whatever streams forward runs. As torch's DDP.
+        # A node that accumulates a gradient runs on the stream that was current when the node was
+        # made. All are made here and kept, so that all of them, and our hooks, run on one stream:
+        # a full bucket is packed behind all its gradients, whatever streams forward used. torch's
+        # DDP does the same.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
         reducer, function = weakref.ref(bound.__self__), bound.__func__
         self._handles: list[Handle] = [
@@ -56,42 +52,44 @@ class Hooks:
         self._handles += [
             module.register_forward_pre_hook(ModuleHook(lambda *_: before_forward())),
             module.register_forward_hook(ModuleHook(lambda *args: after_forward(args[-1]))),
-            # Unlike a check before a forward pass, independent of how the model is called.
+            # Module hooks run only if the model is called as a whole; this check always runs.
             _before_steps(partial(_on_step, weakref.WeakMethod(before_step), ours)),
         ]
+        # The parameters may live on without the Reducer. Then their hooks go with it.
         weakref.finalize(self, _remove_all, self._handles)
 
     def remove(self) -> None:
-        """Takes all of them off. Idempotent."""
+        """Removes all hooks. Idempotent."""
         _remove_all(self._handles)
 
 
 class ModuleHook:
-    """A hook on a module's forward. In a copy of the module, deep or pickled, it does nothing.
-
-    It keeps what it calls alive: a Reducer lives as long as its module.
+    """A hook on a module's forward that does nothing in a copy of the module, deep or pickled.
 
     Args:
-        function: called with the arguments of the hook.
+        function: called with the hook's arguments, and kept alive: a Reducer lives as long as its
+            module.
     """
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function
 
     def __call__(self, *arguments: object) -> None:
-        """Called by the module."""
-        # A compiled model is one graph, without this; the optimizer's step has a check, too.
+        """Calls the function, but not while torch.compile traces the module."""
+        # Traced, it would break a compiled model's graph in two. The check before an optimizer's
+        # step still runs.
         if self._function is not None and not torch.compiler.is_compiling():
             self._function(*arguments)
 
     def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
+        # Copies get an inert hook: their gradients are not this Reducer's.
         return ModuleHook, ()
 
 
 def _call(
     reducer: weakref.ref[Any], function: Callable[[Any, int], None], index: int, _: torch.Tensor
 ) -> None:
-    # The tensor is the parameter, not its gradient; `on_gradient` knows it by its index.
+    # `_` is the parameter, not its gradient. Its index says all that `on_gradient` needs.
     found = reducer()
     if found is not None:
         function(found, index)
@@ -110,15 +108,13 @@ def _on_step(
         found(optimizer)
 
 
+# One hook with torch serves all Reducers. torch iterates over its hooks without a copy, and a
+# Reducer may be collected, and its own hook removed, in the middle of that.
 _step_checks: "OrderedDict[int, Callable[..., None]]" = OrderedDict()
 
 
 def _before_steps(check: Callable[..., None]) -> Handle:
-    """Calls `check` before every step of any optimizer.
-
-    Not as a hook of its own with torch, which iterates over those: a Reducer may be collected, and
-    its hook removed, in the middle of it.
-    """
+    """Calls `check` before every step of any optimizer."""
     _watch_steps()
     handle = Handle(_step_checks)
     _step_checks[handle.id] = check

@@ -1,4 +1,4 @@
-"""The order in which gradients become ready, which is that of the buckets."""
+"""Records the order in which gradients become ready; buckets are laid out in that order."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ import torch.distributed as dist
 
 
 class ReadyOrder:
-    """Records gradients until all ranks have agreed on rank 0's order, once and for good.
+    """The order of readiness, recorded until all ranks agree on rank 0's order, once and for good.
 
     Args:
         names: of the parameters, in the order of registration.
-        known: the order of an earlier run, or None.
+        known: the order that an earlier run recorded, or None.
 
     Attributes:
-        final: the names in the order agreed on, or None as long as it is not.
+        final: the names in the agreed order; None before that.
 
     Raises:
         ValueError: `known` does not name each parameter once.
@@ -24,22 +24,25 @@ class ReadyOrder:
         if known is not None and sorted(known) != sorted(names):
             raise ValueError("ready_order must name each parameter that requires a gradient once")
         self._names = names
-        self._counted: dict[int, None] = {}  # in the order of readiness
+        # Indices in the order of readiness: a dict keeps the order of insertion.
+        self._counted: dict[int, None] = {}
         self.final = None if known is None else list(known)
 
     def present(self) -> Sequence[str]:
-        """The final order; before it is known, that the last layer's gradient is ready first."""
+        """Returns the final order; before it is known, a guess: the last layer is ready first."""
         return self.final or self._names[::-1]
 
     def count(self, index: int) -> None:
-        """A gradient is ready; one that comes again counts where it comes last."""
+        """Records a ready gradient. One that comes again counts at its last place."""
         if self.final is None:
             self._counted.pop(index, None)
             self._counted[index] = None
 
     def agree(self, device: torch.device, process_group: dist.ProcessGroup | None) -> Sequence[str]:
-        """Rank 0's order, on every rank. Collective."""
+        """Returns rank 0's order, on every rank. Collective."""
         unused = [i for i in reversed(range(len(self._names))) if i not in self._counted]
+        # Ranks may have had their gradients ready in different orders. All must lay out the same
+        # buckets, so one rank decides.
         order = torch.tensor([*self._counted, *unused], device=device)
         dist.broadcast(order, group=process_group, group_src=0)
         self.final = [self._names[index] for index in order.tolist()]

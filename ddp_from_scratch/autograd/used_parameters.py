@@ -1,4 +1,4 @@
-"""The parameters that a backward pass used, on this rank and on any."""
+"""Tracks the parameters that got a gradient, on this rank and on any rank."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,20 +7,19 @@ import torch.distributed as dist
 
 
 class UsedParameters:
-    """Counts the gradients that came, and agrees on them with the other ranks.
+    """Records used parameters on this rank, and agrees on them with the other ranks.
 
-    Made only where it can matter: parameters may be unused (then ranks tell each other at the end
-    of each pass which ones they used), the graph is static (then at the end of the first pass), or
-    buckets without a used parameter are not sent.
+    A Reducer has one only for `find_unused_parameters` (ranks exchange the used parameters in every
+    average), `static_graph` (in the first average alone) or `skip_unused` (never).
 
     Args:
         parameters: an index into these stands for a parameter.
         process_group: the ranks that take part.
-        find_unused: parameters may be unused, others in each pass.
-        static: the graph is the same in every pass.
+        find_unused: True if any parameter may be unused in any pass.
+        static: True if the graph is the same in every pass.
 
     Attributes:
-        may_be_unused: whether a parameter may get no gradient.
+        may_be_unused: True if a parameter may get no gradient.
     """
 
     def __init__(
@@ -36,21 +35,26 @@ class UsedParameters:
         self._find_unused = find_unused
         self.may_be_unused = find_unused or static
         self._static = StaticGraph(self._count) if static else None
-        # `.grad`s from before, accumulated by another Reducer or none: local, unseen by our hooks.
+        # Parameters whose `.grad` is older than this Reducer. No hook of ours has seen it, and
+        # other ranks may have none, but it is averaged like any other.
         self._inherited = {i for i, p in enumerate(parameters) if p.grad is not None}
+        # False until the first average, which skips no bucket.
         self._has_agreed = False
-        self._used: set[int] = set()  # since the last average, under no_sync() too
-        self._used_by_any: set[int] | None = None  # of a static graph
-        self._unforeseen: set[int] = set()  # of a static graph: used, but not averaged
+        # Since the last average, also under no_sync(): the next average covers all of it.
+        self._used: set[int] = set()
+        # Static graph only. Agreed in the first average; later ones need no communication for it.
+        self._used_by_any: set[int] | None = None
+        # Static graph only: used since the last average, but by no rank in the first.
+        self._unforeseen: set[int] = set()
 
     @property
     def is_static(self) -> bool:
-        """Whether the graph is the same in every pass."""
+        """True if the graph is the same in every pass."""
         return self._static is not None
 
     @property
     def varies(self) -> bool:
-        """Whether other parameters may be used in each pass."""
+        """True if the set of used parameters may change from pass to pass."""
         return self._find_unused and not self.is_static
 
     def set_static(self) -> None:
@@ -60,27 +64,26 @@ class UsedParameters:
         self.may_be_unused = True
 
     def on_gradient(self, index: int) -> None:
-        """Notes a gradient, to be averaged in this pass or accumulated for a later one."""
+        """Records a gradient, also one under `no_sync()`."""
         self._used.add(index)
 
     def is_last_gradient(self, index: int) -> bool:
-        """Counts a gradient of a pass that averages; True when it is its parameter's last."""
+        """Counts a gradient of a synchronised pass; True if it is its parameter's last."""
         return self._static is None or self._static.count(index)
 
     def none_of(self, indices: Iterable[int]) -> bool:
-        """Whether none of these need be averaged: no gradient came since the last average."""
-        # In the first average all are: inherited gradients may be one rank's alone.
+        """True if none of these parameters got a gradient since the last average."""
+        # False before the first average: one rank alone may have inherited gradients.
         return self._has_agreed and self._used.isdisjoint(indices)
 
     def unused(self, unreached: set[int]) -> set[int]:
-        """The parameters without a gradient in the pass that begins; its graph misses these."""
+        """Returns the parameters that get no gradient in a pass whose graph misses `unreached`."""
         return unreached if self._static is None else self._static.unused()
 
     def agree(self) -> set[int] | None:
-        """The parameters that some rank used since the last average; None where all must be.
+        """Returns the parameters that some rank used since the last average; None means all.
 
-        Collective. Waits for the others only where it changes the answer: a rank that used every
-        parameter knows it already.
+        Collective. Waits for other ranks only if this rank did not use every parameter.
         """
         used, self._used = self._used, set()
         inherited, self._inherited = self._still_inherited() - used, set()
@@ -88,16 +91,19 @@ class UsedParameters:
         if not self.may_be_unused:
             return None
         if self._used_by_any is not None:
-            self._unforeseen = used - self._used_by_any  # perhaps under no_sync(), uncounted
+            # Perhaps under no_sync(), where `StaticGraph` counts nothing.
+            self._unforeseen = used - self._used_by_any
             return self._used_by_any
-        # From pinned memory, so that the host does not wait for what a GPU has to do before.
+        # Pinned memory is copied asynchronously: the host does not wait for the GPU's earlier work.
         mine = torch.zeros(self._count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         mine[list(used)] = 1
-        # More than all ranks' ones together, so that one sum carries both counts.
+        # `beyond` is more than the ones of all ranks add up to, so that one sum holds two counts:
+        # its remainder counts ranks that used a parameter, its quotient ranks that inherited.
         mine[list(inherited)] = beyond = 1 + dist.get_world_size(self._process_group)
         counts = mine.to(self._device, non_blocking=True)
         work = dist.all_reduce(counts, group=self._process_group, async_op=True)
         assert work is not None, "this rank is not a member of the process group"
+        # A rank that used all parameters knows the answer. It has sent its part and need not wait.
         if len(used) < self._count:
             work.wait()
             found = dict(enumerate(counts.tolist()))
@@ -108,11 +114,11 @@ class UsedParameters:
         return used | inherited
 
     def _still_inherited(self) -> set[int]:
-        """Inherited gradients that `zero_grad()` has not dropped."""
+        """Returns the inherited gradients that `zero_grad()` has not dropped."""
         return {index for index in self._inherited if self._parameters[index].grad is not None}
 
     def end_pass(self) -> list[tuple[int, int, int]]:
-        """Breaches of a static graph: (parameter, gradients now, gradients in the first pass)."""
+        """Returns breaches of a static graph: (parameter, gradients now, gradients before)."""
         if self._static is None:
             return []
         differences = self._static.end_pass()
@@ -121,32 +127,32 @@ class UsedParameters:
 
 
 class StaticGraph:
-    """The number of gradients of each parameter in a backward pass, the same in every one.
+    """The number of gradients of each parameter, the same in every backward pass.
 
-    The first pass is counted to its end; nothing is known before it. From then on a parameter is
-    ready with its last gradient (with reentrant checkpointing, or a parameter shared by several
-    checkpointed segments, autograd accumulates several), and those that got none are known to be
-    unused before the pass begins.
+    The first pass is counted to its end. From then on a parameter is ready with its last gradient,
+    and a parameter that got none is known to be unused as soon as a pass begins.
 
     Args:
         count: the number of parameters.
     """
 
     def __init__(self, count: int) -> None:
-        self._expected: list[int] | None = None  # None until the first pass has ended
+        # None until the first pass has ended. A count may exceed 1: autograd accumulates several
+        # times with reentrant checkpointing, and for a parameter of several checkpointed segments.
+        self._expected: list[int] | None = None
         self._counted = [0] * count
 
     def count(self, index: int) -> bool:
-        """Counts one gradient; True when it is the last of its parameter in this pass."""
+        """Counts one gradient; True if it is its parameter's last in this pass."""
         self._counted[index] += 1
         return self._expected is not None and self._counted[index] == self._expected[index]
 
     def unused(self) -> set[int]:
-        """The parameters that get no gradient, as far as that is known yet."""
+        """Returns the parameters that get no gradient; none before the first pass has ended."""
         return {index for index, times in enumerate(self._expected or []) if times == 0}
 
     def end_pass(self) -> list[tuple[int, int, int]]:
-        """Ends a pass; returns (parameter, gradients now, gradients in the first) that differ."""
+        """Ends a pass; returns (parameter, gradients now, gradients before) that differ."""
         counted, self._counted = self._counted, [0] * len(self._counted)
         if self._expected is None:
             self._expected = counted

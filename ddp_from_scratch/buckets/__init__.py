@@ -1,1 +1,1 @@
-"""The memory that gradients are packed into, and the plan of what lies where."""
+"""Buckets: the memory that gradients are packed into, and its layout."""

@@ -14,22 +14,23 @@ from ddp_from_scratch.buckets.packing import Packing
 class Bucket:
     """A `GradientBucket` of dense gradients, averaged as one flat tensor.
 
-    - ready: `mark_ready` once per member, as its gradient arrives; `mark_unused` for a member
+    - ready: `mark_ready` is called once per member, as its gradient arrives; `mark_unused` for a
+    member
       that gets none.
     - pack and launch: `launch` copies the gradients into the buffer and hands it to the comm hook.
     - wait and unpack: `finish` waits for the average and puts it into `.grad`.
 
-    A comm hook sees it as torch's `dist.GradBucket`: `index`, `is_last`, `buffer`, `set_buffer`,
-    `gradients`, `parameters`.
+    Comm hooks call the methods that torch's `dist.GradBucket` has, too: `index`, `is_last`,
+    `buffer`, `set_buffer`, `gradients`, `parameters`.
 
     Args:
         layout: the members and their offsets.
         parameters: the members' parameters, in the layout's order; all of one dtype and device.
-        gradient_as_bucket_view: let `.grad` be the window of the buffer.
+        gradient_as_bucket_view: True makes each `.grad` a window of the buffer.
         index: its place in the order of launch.
-        is_last: whether no bucket comes after it.
-        flat: the buffer, of the layout's size; None makes one.
-        strides: of the members' windows; None takes their parameters' own.
+        is_last: True if no bucket comes after this one.
+        flat: the buffer, of the layout's size; None allocates one.
+        strides: the strides of the members' windows; None takes the parameters' own.
     """
 
     is_sparse = False
@@ -52,69 +53,73 @@ class Bucket:
         if flat is None:
             flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self._flat = flat
-        self._sent = flat  # the comm hook's buffer: it may put another tensor in its place
+        # The tensor that the comm hook sends. The hook may replace it; packing always uses `_flat`.
+        self._sent = flat
         self._packing = Packing(layout, self._parameters, flat, gradient_as_bucket_view, strides)
         self.packs_early = self._packing.one_by_one
         self.state = BucketState.FILLING
         self.missing = set(layout.members)
-        self._unused: set[int] = set()  # counted in, without a gradient
+        # Neither missing nor ready: members that have no gradient in this pass.
+        self._unused: set[int] = set()
+        # Kept from pass to pass: compressing then allocates no temporary tensors.
         self._scratch: torch.Tensor | None = None
+        # None unless LAUNCHED or LANDED.
         self._future: torch.futures.Future[Any] | None = None
 
     # For comm hooks -----------------------------------------------------------------------------
 
     def index(self) -> int:
-        """Its place in the order of launch, 0 for the first."""
+        """Returns its place in the order of launch, 0 for the first."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last to be launched in a backward pass."""
+        """True if it is the last to be launched in a backward pass."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """The flat tensor of all its gradients, or what `set_buffer` put in its place."""
+        """Returns the flat tensor of all its gradients, or its replacement from `set_buffer`."""
         return self._sent
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Lets `buffer()` give another tensor of as many elements, until the next launch."""
+        """Replaces the tensor that `buffer()` returns, until the next launch."""
         if buffer.numel() != self._flat.numel():
             raise ValueError(f"the buffer must have {self._flat.numel()}, got {buffer.numel()}")
         self._sent = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """One window of `buffer()` for each member, with the shape of its parameter."""
+        """Returns a window of `buffer()` for each member, with the shape of its parameter."""
         return self._packing.windows_of(self._sent)
 
     def scratch(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor to compress the buffer into, the same one in every pass."""
+        """Returns a tensor to compress the buffer into, the same one in every pass."""
         if self._scratch is None or (self._scratch.shape, self._scratch.dtype) != (shape, dtype):
             self._scratch = in_huge_pages(torch.empty(shape, dtype=dtype, device=self._flat.device))
         return self._scratch
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The members' parameters, in the order in which their gradients lie in the buffer."""
+        """Returns the members' parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """A window of the flat buffer for each member: with views its `.grad` lies there."""
+        """A window of the buffer for each member, where `.grad` lies with bucket views."""
         return self._packing.views
 
     # Ready --------------------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
-        """Whether a member has been marked ready or unused."""
+        """True if a member has been marked ready or unused."""
         return len(self.missing) < len(self._parameters)
 
     def pack_one(self, index: int, scale: float) -> None:
-        """Packs one gradient, times `scale`, as soon as it is there; adds one that comes again."""
+        """Packs one ready gradient, times `scale`. Adds it if the member has one already."""
         self._packing.pack_one(index, scale)
 
     def mark_ready(self, index: int) -> bool:
-        """Marks the gradient of parameter `index` ready; True if no other is missing.
+        """Marks the gradient of parameter `index` ready; True if no other is missing. Idempotent.
 
-        A gradient that changes before the launch is packed as it is then. Idempotent.
+        If `.grad` changes again before the launch, the launch packs the later value.
         """
         self.missing.discard(index)
         if self._unused:
@@ -122,9 +127,9 @@ class Bucket:
         return not self.missing
 
     def mark_unused(self, index: int) -> None:
-        """Marks parameter `index` as one without a gradient in this pass.
+        """Marks parameter `index` as one without a gradient in this pass. A no-op if it is ready.
 
-        It contributes what `.grad` holds from earlier passes, or zeros. A no-op once it is ready.
+        It contributes the `.grad` that earlier passes have left, or zeros.
         """
         if index in self.missing:
             self.missing.discard(index)
@@ -132,7 +137,7 @@ class Bucket:
 
     @torch.no_grad()
     def restore_grads(self) -> None:
-        """Gives packed gradients back to `.grad`, to rounding: the pass ended before the launch."""
+        """Moves packed gradients back to `.grad`, up to rounding. For a pass without a launch."""
         if self.state is BucketState.FILLING:
             self._packing.restore_grads()
 
@@ -140,17 +145,18 @@ class Bucket:
 
     @torch.no_grad()
     def launch(self, args: LaunchArgs) -> None:
-        """Packs the gradients and lets the comm hook send them; returns while they are under way.
+        """Packs the gradients and calls the comm hook; returns before the average is there.
 
         Raises:
-            RuntimeError: it is under way already, or a gradient is gone.
+            RuntimeError: the bucket is launched already, or a gradient is gone.
             TypeError: the hook returned no future.
         """
         if self.state is not BucketState.FILLING:
             raise RuntimeError(f"bucket {self._index} is launched a second time")
         self._packing.pack(args.scale, self._unused)
         if args.weight == 0:
-            self._flat.zero_()  # also what is not a number: the loss of an empty batch
+            # Not a multiplication by 0: the loss of an empty batch gives NaN, and 0 * NaN is NaN.
+            self._flat.zero_()
         self._sent = self._flat
         future = args.hook(args.state, self)
         if not isinstance(future, torch._C.Future):
@@ -165,16 +171,17 @@ class Bucket:
 
     @property
     def arrived(self) -> bool:
-        """Whether no other rank is waited for. May be asked in any thread."""
+        """True if this bucket waits for no other rank. Safe to call from any thread."""
+        # Read once: `finish` in another thread may set it to None.
         future = self._future
         return future is None or future.done()
 
     def wait(self) -> None:
-        """Waits for the average, if the bucket was launched, and leaves it in the buffer.
+        """Waits for the average and leaves it in the buffer. A no-op if nothing was launched.
 
         Raises:
             RuntimeError: the all-reduce failed (a peer died, a timeout).
-            TypeError: the comm hook's future gave something else than a tensor.
+            TypeError: the comm hook's future holds something else than a tensor.
         """
         if self._future is None or self.state is BucketState.LANDED:
             return
@@ -185,6 +192,8 @@ class Bucket:
             raise TypeError(
                 f"the future of a comm hook must give a tensor, got {type(average).__name__}"
             )
+        # Most hooks average in place. Others return a tensor of their own, perhaps of another
+        # dtype.
         if average.data_ptr() != self._flat.data_ptr() or average.dtype != self._flat.dtype:
             target = self._flat
             if target.is_complex() and not average.is_complex():
@@ -197,13 +206,13 @@ class Bucket:
 
     @torch.no_grad()
     def finish(self, used: Collection[int] | None = None) -> None:
-        """Waits for the average, unpacks, and is empty again.
+        """Waits for the average, unpacks it, and empties the bucket.
 
-        Idempotent: nothing is unpacked where nothing was launched.
+        Idempotent: unpacks nothing if nothing was launched.
 
         Args:
-            used: the parameters that got a gradient on some rank; the `.grad` of others stays as
-                it is. None means all.
+            used: the parameters that got a gradient on some rank. The `.grad` of others stays as it
+                is. None means all.
 
         Raises: as `wait`.
         """
@@ -218,5 +227,5 @@ class Bucket:
 
     @torch.no_grad()
     def detach_grads(self) -> None:
-        """Gives every `.grad` that is a window of the buffer memory of its own."""
+        """Copies every `.grad` that is a window of the buffer to memory of its own."""
         self._packing.detach_grads()

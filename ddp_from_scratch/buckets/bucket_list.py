@@ -1,4 +1,4 @@
-"""The buckets of a model, in the order of launch."""
+"""All buckets of a model, in the order of launch."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,20 +16,20 @@ from ddp_from_scratch.buckets.sparse_bucket import SparseBucket, sparse_paramete
 class BucketList:
     """The buckets of a model, in the order of launch.
 
-    First come the flat buckets, then one for each parameter whose gradient is sparse; comm hooks
-    see the flat ones alone.
+    First come the flat buckets, then one for each sparse gradient. Comm hooks see only the flat
+    ones.
 
     Args:
-        module: declares which of the parameters have sparse gradients.
+        module: the owner of the parameters; its layers declare sparse gradients.
         trainable: the parameters, by name.
         process_group: the ranks that take part.
-        caps: as of `assign_buckets`.
-        gradient_as_bucket_view: as of `Bucket`.
+        caps: see `assign_buckets`.
+        gradient_as_bucket_view: see `Bucket`.
 
     Attributes:
         names, parameters: an index into these stands for a parameter everywhere.
         all: the buckets.
-        flat: those that are flat tensors.
+        flat: the buckets that are flat tensors.
         bucket_of: the bucket of each parameter, by index.
         caps, gradient_as_bucket_view: as given.
     """
@@ -43,32 +43,38 @@ class BucketList:
         gradient_as_bucket_view: bool,
     ) -> None:
         sparse = sparse_parameters(module)
+        # Sparse gradients last: so the indices below `_in_flat` are those of flat buckets.
         self.names = sorted(trainable, key=lambda name: id(trainable[name]) in sparse)
         self.parameters = [trainable[name] for name in self.names]
-        # Of now, when ranks are compared: all lay out alike what one of them transposes later.
+        # Fixed now, while all ranks hold the same strides: one rank may transpose a parameter
+        # later, and its bucket must still be laid out as on the others.
         self._strides = [dense_strides(parameter) for parameter in self.parameters]
         self._in_flat = sum(id(parameter) not in sparse for parameter in self.parameters)
         self._process_group = process_group
         self.caps, self.gradient_as_bucket_view = caps, gradient_as_bucket_view
+        # Allocated once, whatever the layout: on mpi this is memory that ranks share, and
+        # collective.
         self._memory = allocate(self.parameters[: self._in_flat], process_group)
+        # Tuples, replaced as a whole: the stall watch reads them in its own thread.
         self.all: tuple[GradientBucket, ...] = ()
         self.flat: tuple[Bucket, ...] = ()
         self.bucket_of: dict[int, GradientBucket] = {}
 
     def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> None:
-        """Makes the buckets for gradients that are ready in this order, in place of earlier ones.
+        """Replaces the buckets by new ones for gradients that become ready in this order.
 
-        Idempotent: buckets that would be the same stay.
+        Idempotent: keeps the buckets if the new ones would be the same.
 
         Args:
             order: every name once.
-            caps: from now on; None leaves them as they are.
+            caps: the new caps; None keeps the old ones.
         """
         self.caps = caps or self.caps
         if self.planned(order, self.caps) == tuple(bucket.layout.members for bucket in self.all):
             return
         for bucket in self.flat:
-            bucket.detach_grads()  # the new ones lie in the same memory
+            # The new buckets lie in the same memory, in another order.
+            bucket.detach_grads()
         dense, sparse = self._indices(order)
         self.flat = make_buckets(
             self.parameters[: self._in_flat],
@@ -83,13 +89,13 @@ class BucketList:
         self.bucket_of = {index: bucket for bucket in self.all for index in bucket.layout.members}
 
     def planned(self, order: Sequence[str], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The members of the buckets that `lay_out` would make with these caps."""
+        """Returns the members of the buckets that `lay_out` would make with these caps."""
         dense, sparse = self._indices(order)
         layouts = plan(self.parameters[: self._in_flat], dense, caps)
         return *(layout.members for layout in layouts), *((index,) for index in sparse)
 
     def _indices(self, order: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Indices of flat gradients and of sparse ones, each in this order of names."""
+        """Splits names into indices of flat gradients and of sparse ones, each in this order."""
         index_of = {name: index for index, name in enumerate(self.names)}
         indices = [index_of[name] for name in order]
         return (
@@ -102,19 +108,17 @@ class BucketList:
         return SparseBucket(member, name, parameter, index, self._process_group)
 
     def members(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the parameters of each."""
+        """Returns the names of each bucket's parameters."""
         return tuple(tuple(self.names[i] for i in bucket.layout.members) for bucket in self.all)
 
     def missing(self) -> list[str]:
-        """The names of the parameters that have no gradient yet."""
+        """Returns the names of the parameters that have no gradient yet."""
         return [self.names[index] for bucket in self.all for index in sorted(bucket.missing)]
 
     def restore_grads(self) -> None:
-        """Gives gradients that were packed and not launched back to `.grad`.
-
-        They are there for a later pass, or for zero_grad().
-        """
+        """Moves gradients that were packed but not launched back to `.grad`."""
         for bucket in self.flat:
+            # A later pass may add to them, or zero_grad() drop them.
             bucket.restore_grads()
 
     def mark_rest_unused(self) -> None:
@@ -127,7 +131,7 @@ class BucketList:
 def plan(
     parameters: Sequence[torch.Tensor], order: Iterable[int], caps: Sequence[int]
 ) -> list[BucketLayout]:
-    """`assign_buckets` for the gradients of these parameters."""
+    """Runs `assign_buckets` on the gradients of these parameters."""
     gradients = [
         Gradient(p.numel(), p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters
     ]
@@ -142,9 +146,9 @@ def make_buckets(
     memory: Memory | None = None,
     strides: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[Bucket, ...]:
-    """The buckets of all parameters, in the order of launch; arguments as of `assign_buckets`.
+    """Makes the buckets of all parameters, in the order of launch; see `assign_buckets`.
 
-    They lie one behind the other in `memory`, or, where that is None, each in memory of its own.
+    The buckets lie one behind the other in `memory`; without it each has memory of its own.
     """
     layouts = plan(parameters, order, caps)
     ends = dict.fromkeys(memory or (), 0)

@@ -1,4 +1,4 @@
-"""What a Reducer asks of a bucket, whether its gradients are dense or sparse."""
+"""The interface of a bucket, whether its gradients are dense or sparse."""
 
 from collections.abc import Callable, Collection
 from enum import Enum, auto
@@ -17,20 +17,23 @@ class BucketState(Enum):
     FILLING -- launch --> LAUNCHED -- wait --> LANDED -- finish --> FILLING
     """
 
-    FILLING = auto()  # gradients are marked ready; nothing has been sent
-    LAUNCHED = auto()  # the buffer belongs to the collective until it has been waited for
-    LANDED = auto()  # the buffer holds the average, `.grad` does not yet
+    # Gradients are marked ready, and nothing has been sent.
+    FILLING = auto()
+    # The buffer belongs to the collective: nothing else may read it or write to it.
+    LAUNCHED = auto()
+    # The buffer holds the average, `.grad` does not yet.
+    LANDED = auto()
 
 
 class LaunchArgs(NamedTuple):
-    """How all buckets of one average are sent.
+    """The arguments of all launches of one average.
 
     Attributes:
         hook, state: the comm hook and its first argument.
-        weight: of this rank's gradients. The weights of all ranks add up to the world size. With 0
-            the rank contributes zeros, whatever its gradients hold.
-        scale: factor of each gradient as it is packed: the weight (1 where that is 0) and, for the
-            hooks of this package, the division by the world size.
+        weight: the weight of this rank's gradients. The weights of all ranks add up to the world
+            size. With 0 the rank contributes zeros, whatever its gradients hold.
+        scale: the factor of each gradient as it is packed: the weight (1 where that is 0) and, for
+            the hooks of this package, the division by the world size.
     """
 
     hook: CommHook
@@ -40,14 +43,14 @@ class LaunchArgs(NamedTuple):
 
 
 class GradientBucket(Protocol):
-    """Gradients that are sent together.
+    """A bucket: gradients that are averaged together.
 
     Attributes:
         layout: the members, by index, and their offsets.
         state: changed by `launch`, `wait` and `finish` alone.
         missing: members whose gradient has neither been marked ready nor unused.
-        is_sparse: whether it holds one sparse gradient and no flat buffer.
-        packs_early: whether `pack_one` is due with each gradient, before `mark_ready`.
+        is_sparse: True if it holds one sparse gradient and no flat buffer.
+        packs_early: True if `pack_one` must be called with each gradient, before `mark_ready`.
     """
 
     layout: BucketLayout
@@ -57,21 +60,21 @@ class GradientBucket(Protocol):
     packs_early: bool
 
     def index(self) -> int:
-        """Its place in the order of launch, 0 for the first."""
+        """Returns its place in the order of launch, 0 for the first."""
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The members' parameters."""
+        """Returns the members' parameters."""
 
     @property
     def begun(self) -> bool:
-        """Whether a member has been marked ready or unused."""
+        """True if a member has been marked ready or unused."""
 
     @property
     def arrived(self) -> bool:
-        """Whether no other rank is waited for. May be asked in any thread."""
+        """True if this bucket waits for no other rank. Safe to call from any thread."""
 
     def pack_one(self, index: int, scale: float) -> None:
-        """Packs one gradient, times `scale`, as soon as it is there."""
+        """Packs one ready gradient, times `scale`."""
 
     def mark_ready(self, index: int) -> bool:
         """Marks the gradient of parameter `index` ready; True if no other is missing."""
@@ -80,10 +83,10 @@ class GradientBucket(Protocol):
         """Marks parameter `index` as one that gets no gradient in this pass."""
 
     def launch(self, args: LaunchArgs) -> None:
-        """Packs the gradients and sends them; returns while they are under way."""
+        """Packs the gradients and starts the average; returns before it is there."""
 
     def wait(self) -> None:
         """Waits for the average, if launched. Idempotent."""
 
     def finish(self, used: Collection[int] | None) -> None:
-        """Waits, unpacks the averages of members in `used` (None: all) and is empty again."""
+        """Waits, unpacks the averages of members in `used` (None: all), and empties the bucket."""

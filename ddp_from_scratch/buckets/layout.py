@@ -1,24 +1,23 @@
-"""Which gradient lies in which bucket, and where: arithmetic alone, no tensors, no communication.
+"""Layout of gradients in buckets: arithmetic alone, no tensors, no communication.
 
-Step 0 of a gradient's way: decided once before the first backward, and once more after it, when
-the order in which gradients become ready is known.
-
-A bucket is one flat buffer. Gradients lie in it one behind the other, none is split:
+Decided before the first backward pass, and once more after it, when the order in which gradients
+become ready is known. A bucket is one flat buffer. Gradients lie in it one behind the other, and
+none is split:
 
     bucket 0   |<-- fc2.bias -->|<------------ fc2.weight ------------>|
     offset     0                10                                     1290
     bucket 1   |<-- fc1.bias -->|<------------ fc1.weight ---- ... --->|
 
 The rule is that of torch's DDP (`compute_bucket_assignment_by_size` in
-torch/csrc/distributed/c10d/reducer.cpp): gradients of one dtype on one device share a bucket; it
-is closed as soon as its size reaches the cap; the first bucket has a smaller cap, so that the
-first all-reduce starts early.
+torch/csrc/distributed/c10d/reducer.cpp): gradients of one dtype on one device share a bucket; a
+bucket is closed as soon as its size reaches the cap.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+# As in torch's DDP. The first bucket is small, so that the first all-reduce starts early.
 FIRST_BUCKET_CAP_MB = 1.0
 BUCKET_CAP_MB = 25.0
 
@@ -28,12 +27,12 @@ Caps: TypeAlias = float | Sequence[float] | Literal["auto"] | None
 
 @dataclass(frozen=True)
 class Gradient:
-    """What the layout needs to know of one gradient.
+    """The size of one gradient, and the kind of bucket it needs.
 
     Attributes:
         numel: number of elements.
         nbytes: size in bytes.
-        key: gradients with equal keys may share a bucket; in use it is (dtype, device).
+        key: gradients with equal keys may share a bucket. Usually (dtype, device).
     """
 
     numel: int
@@ -43,7 +42,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The gradients of one bucket and where each begins.
+    """The gradients of one bucket and their offsets.
 
     Attributes:
         members: indices of the parameters, in the order in which they lie in the buffer.
@@ -64,16 +63,17 @@ class BucketLayout:
 
 
 def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
-    """The caps of the first buckets, in bytes; the last of them is that of all later ones.
+    """Converts `bucket_cap_mb` to caps in bytes; the last one is that of all later buckets.
 
     Args:
-        bucket_cap_mb: cap in MiB; 0 puts every gradient into a bucket of its own, `inf` puts all
-            into one. A sequence gives the first bucket's cap, the second's, and so on. None means
-            1 MiB for the first bucket and 25 MiB for the others, as in torch's DDP, and "auto"
-            (`bucket_tuning.py`) begins with that.
+        bucket_cap_mb: cap in MiB. 0 puts every gradient into a bucket of its own, `inf` puts all
+            into one. A sequence gives the first bucket's cap, the second's, and so on. None means 1
+            MiB for the first bucket and 25 MiB for the others, as in torch's DDP. "auto" begins
+            with the same (`bucket_tuning.py`).
 
     Raises:
-        ValueError: a cap is negative or not a number, the sequence is empty, or the word another.
+        ValueError: a cap is negative or not a number, the sequence is empty, or the string is not
+            "auto".
     """
     sizes: float | Sequence[float]
     if bucket_cap_mb is None or bucket_cap_mb == AUTO:
@@ -85,6 +85,7 @@ def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     caps = sizes if isinstance(sizes, Sequence) else (sizes,)
     if not caps or not all(cap >= 0 for cap in caps):
         raise ValueError(f"bucket_cap_mb must be 0 or more, got {bucket_cap_mb}")
+    # 2**62 is more than any model has, and fits an int: `inf` has no integer.
     return tuple(int(min(cap * 2**20, 2**62)) for cap in caps)
 
 
@@ -96,13 +97,13 @@ def assign_buckets(
     """Distributes gradients over buckets, in the order in which they are expected to be ready.
 
     Args:
-        gradients: all gradients; an index into this sequence names one.
-        order: every index once, the gradient that is ready first at the front.
-        caps: size in bytes at which the first bucket of each key is closed, the second, and so
-            on; the last one holds for all later buckets.
+        gradients: all gradients; an index into this sequence stands for one.
+        order: every index once, the first ready gradient first.
+        caps: size in bytes at which the first bucket of each key is closed, the second, and so on;
+            the last one holds for all later buckets.
 
     Returns:
-        The buckets in the order in which they fill up, which is the order to launch them in.
+        The buckets in the order in which they fill up, which is also the order of launch.
 
     Raises:
         ValueError: `order` does not hold every index exactly once.
@@ -124,7 +125,8 @@ def assign_buckets(
             filled.append(open_members.pop(key))
             open_bytes[key] = 0
             closed[key] = closed.get(key, 0) + 1
-    # What never reached its cap is full with its last member; sort those by that member's turn.
+    # A bucket is full with its last member, also one that never reached its cap. So sorting by the
+    # last members' turns gives the order in which buckets fill up.
     turn = {index: position for position, index in enumerate(order)}
     filled.extend(open_members.values())
     filled.sort(key=lambda members: turn[members[-1]])

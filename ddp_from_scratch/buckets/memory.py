@@ -1,4 +1,4 @@
-"""The memory that buckets lie in: one flat tensor for all gradients of a dtype on a device."""
+"""Memory for buckets: one flat tensor for all gradients of a dtype on a device."""
 
 import ctypes
 import mmap
@@ -12,7 +12,8 @@ from ddp_from_scratch.group import check_group
 
 Memory: TypeAlias = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
-# Elements that a bucket begins at a multiple of: cache lines, and vectors of any instruction set.
+# Each bucket begins at a multiple of this many elements: at a cache line, and aligned for the
+# vectors of any instruction set.
 ALIGNMENT = 64
 
 _HUGE_PAGE = 2**21  # bytes
@@ -20,14 +21,15 @@ _libc = ctypes.CDLL(None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> Memory:
-    """Zeros for the gradients of all parameters, however they are distributed over buckets.
+    """Allocates zeros for the gradients of all parameters, enough for any layout.
 
-    Where the group's backend has memory of its own for what it sends, it is that: on the mpi
-    backend memory that the ranks of a machine share, and reduce in place. Collective there.
+    Uses the memory that the group's backend offers, if any. The mpi backend offers memory that the
+    ranks of a machine share, and reduces in place there; the call is then collective.
     """
     numel: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
         key = (parameter.dtype, parameter.device)
+        # ALIGNMENT more for each: in the worst case every gradient is a bucket of its own.
         numel[key] = numel.get(key, 0) + parameter.numel() + ALIGNMENT
     return {key: _zeros(number, *key, process_group) for key, number in numel.items()}
 
@@ -35,7 +37,7 @@ def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGrou
 def _zeros(
     numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    # Not nccl's, which nobody has measured here.
+    # CPU alone: nccl offers memory, too, but its effect here has not been measured.
     if device.type == "cpu":
         backend = check_group(process_group)._get_backend(device)
         if backend.supports_tensor_alloc(device):
@@ -44,11 +46,8 @@ def _zeros(
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Asks Linux for huge pages where `tensor` lies, which nobody has written to yet; returns it.
-
-    The processor then finds its way through large memory with fewer looks into page tables. A wish:
-    where it cannot be granted, and for small tensors, nothing changes.
-    """
+    """Asks Linux for huge pages for a tensor that has not been written to yet; returns it."""
+    # Fewer TLB misses on large buffers. Best effort: nothing depends on the result.
     if _libc is not None and tensor.device.type == "cpu" and tensor.nbytes >= _HUGE_PAGE:
         begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = tensor.data_ptr() + tensor.nbytes - begin
@@ -57,11 +56,10 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The strides that a gradient of this parameter has in a bucket.
-
-    They are the parameter's own where these leave no hole, so that autograd, which lays a gradient
-    out as its parameter, never has to transpose (channels-last models).
-    """
+    """Returns the strides that a gradient of this parameter has in a bucket."""
+    # Autograd gives a gradient the strides of its parameter. With the same strides in the bucket no
+    # copy has to transpose (channels-last models). Strides with holes need more than numel
+    # elements.
     dense = parameter.is_contiguous() or parameter.permute(_memory_order(parameter)).is_contiguous()
     return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
 
@@ -69,15 +67,14 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 def window(
     buffer: torch.Tensor, offset: int, parameter: torch.Tensor, strides: tuple[int, ...]
 ) -> torch.Tensor:
-    """The elements of `buffer` from `offset` on, in the parameter's shape, with these strides."""
+    """Returns the part of `buffer` from `offset` on, in the parameter's shape and these strides."""
     return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
 
 
 def lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are the same elements of the same memory.
-
-    Being the same object says less: `module.to(...)` puts other memory under a tensor that stays.
-    """
+    """True if two tensors of one shape and dtype are the same elements of the same memory."""
+    # Identity of the objects is not enough: `module.to(...)` replaces the memory of a tensor that
+    # stays the same object.
     return tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride()
 
 

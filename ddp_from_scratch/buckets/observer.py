@@ -1,4 +1,4 @@
-"""Observers of a Reducer: drift checks, stall reports, tuning, buffers, optimizers."""
+"""The interface of observers: buffers, tuning, stall reports, drift checks, optimizers."""
 
 import torch
 
@@ -6,19 +6,19 @@ from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 
 
 class Observer:
-    """Called by a Reducer at each step of an average; here each method does nothing.
+    """An object that a Reducer calls at each step of an average. Its methods do nothing here.
 
-    A Reducer holds a list of observers, empty unless an option asks for one.
+    A Reducer's list of observers is empty unless an option asks for one.
     """
 
     def on_all_launched(self) -> None:
-        """Every bucket of this average has been launched, on this rank."""
+        """Called when this rank has launched every bucket of this average."""
 
     def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
-        """The averages of this bucket are in `.grad`."""
+        """Called when the averages of this bucket are in `.grad`."""
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """All buckets are unpacked and empty again. All ranks come to this: it may communicate.
+        """Called when all buckets are unpacked. Every rank comes here, so it may communicate.
 
         Args:
             iteration: the number of averages so far, 1 after the first.
@@ -26,4 +26,4 @@ class Observer:
         """
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step some of the Reducer's parameters."""
+        """Called before an optimizer steps some of the Reducer's parameters."""

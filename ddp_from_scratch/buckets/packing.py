@@ -1,4 +1,4 @@
-"""Copies gradients into a flat buffer, and averages out of it."""
+"""Copies gradients into a flat buffer (pack), and averages out of it (unpack)."""
 
 from collections.abc import Collection, Sequence
 
@@ -7,34 +7,32 @@ import torch
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.buckets.memory import dense_strides, lies_at, window
 
-_SMALL = 2**15  # bytes of a gradient
+# Bytes of a gradient, in the mean of a bucket. Below this a call of its own costs more than the
+# copy itself.
+_SMALL = 2**15
 
 
 class Packing:
-    """The members of a bucket, each with a window of the flat buffer.
+    """The windows of a bucket's members in the flat buffer.
 
         gradients   | a |   | b |   | c |        a tensor each
                       |       |       |
         buffer      | a     | b     | c     |    views: windows of it
 
-    With `gradient_as_bucket_view` the parameter's `.grad` is such a window between backward passes:
-    another tensor object over the same memory, so that `module.half()`, which gives that object
-    other memory, leaves the window where it is.
-
-    Large gradients on a CPU are then packed one by one as they come, while they are in the cache,
-    and `.grad` is None until the average is there: autograd's next contribution comes as a gradient
-    of its own and is added.
+    With `gradient_as_bucket_view` a parameter's `.grad` is such a window between backward passes.
+    Large gradients on a CPU are then packed one by one as they become ready, while they are in the
+    cache, and `.grad` is None until the average is there.
 
     Args:
         layout: the members and their offsets.
         parameters: the members' parameters, in the layout's order.
         flat: the buffer.
-        gradient_as_bucket_view: let `.grad` be the window.
-        strides: of the members' windows; None takes their parameters' own.
+        gradient_as_bucket_view: True makes `.grad` the window.
+        strides: the strides of the members' windows; None takes the parameters' own.
 
     Attributes:
-        views: a window for each member, with the shape of its parameter. Never somebody's `.grad`.
-        one_by_one: whether `pack_one` is to be called with each gradient.
+        views: a window for each member, with the shape of its parameter. Never used as a `.grad`.
+        one_by_one: True if `pack_one` must be called with each gradient.
     """
 
     def __init__(
@@ -49,20 +47,22 @@ class Packing:
         self._strides = strides or [dense_strides(parameter) for parameter in parameters]
         self._as_view = gradient_as_bucket_view
         self.views = self.windows_of(flat)
-        # The tensors that become `.grad`, apart from `views`: a program may change their memory.
+        # The tensors that become `.grad`. Not `views` themselves: `module.half()` gives a `.grad`
+        # other memory, and the window must stay where it is.
         self._lent = self.windows_of(flat) if gradient_as_bucket_view else []
         self._position = {index: position for position, index in enumerate(layout.members)}
-        # Addresses are compared in every pass, and a view's never changes.
+        # Addresses are compared in every pass. A view's never changes, so it is asked for once.
         addresses = [view.data_ptr() for view in self.views]
         self._rows = list(zip(layout.members, parameters, self.views, addresses, strict=True))
-        # One call for all members, where each by itself would cost more than its elements.
+        # Copy all members in one call where a call for each would cost more than its elements.
         self._together = flat.device.type != "cpu" or flat.nbytes < _SMALL * len(parameters)
         self.one_by_one = gradient_as_bucket_view and not self._together
-        self._packed: set[int] = set()  # in the buffer already, multiplied by `_scale`
+        # Members whose gradient is in the buffer already, multiplied by `_scale`.
+        self._packed: set[int] = set()
         self._scale = 1.0
 
     def windows_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """A window of `buffer` for each member."""
+        """Returns a window of `buffer` for each member."""
         return [
             window(buffer, offset, parameter, strides)
             for offset, parameter, strides in zip(
@@ -71,7 +71,7 @@ class Packing:
         ]
 
     def pack_one(self, index: int, scale: float) -> None:
-        """Copies the gradient of parameter `index` in, multiplied; adds it if it comes again."""
+        """Copies the gradient of parameter `index` in, times `scale`. Adds it if one is there."""
         position = self._position[index]
         parameter, view = self._parameters[position], self.views[position]
         gradient = parameter.grad
@@ -79,18 +79,21 @@ class Packing:
             return
         if index in self._packed:
             view.add_(gradient, alpha=scale)
-        elif lies_at(gradient, view):  # accumulated in place
+        elif lies_at(gradient, view):
+            # Autograd has accumulated in place: it lies there, but unscaled.
             _multiply(view, scale)
         elif scale == 1:
             view.copy_(gradient)
         else:
             torch.mul(gradient, scale, out=view)
+        # Without a `.grad`, autograd's next contribution comes as a gradient of its own. Added in
+        # place it would be unscaled, and this one scaled.
         parameter.grad = None
         self._packed.add(index)
         self._scale = scale
 
     def restore_grads(self) -> None:
-        """Gives what `pack_one` has packed back to `.grad`, to rounding."""
+        """Moves gradients that `pack_one` has packed back to `.grad`, up to rounding."""
         for index in self._packed:
             position = self._position[index]
             _multiply(self.views[position], 1 / self._scale)
@@ -102,8 +105,8 @@ class Packing:
 
         Args:
             scale: factor of each gradient.
-            unused: members that got no gradient in this pass; they contribute what `.grad` holds
-                from earlier passes, or zeros.
+            unused: members without a gradient in this pass. They contribute the `.grad` that
+                earlier passes have left, or zeros.
 
         Raises:
             RuntimeError: the gradient of a member that is not unused is gone.
@@ -121,14 +124,17 @@ class Packing:
                     )
                 view.zero_()
             elif gradient.data_ptr() == address and gradient.stride() == view.stride():
-                in_place.append(view)  # accumulated in place: it lies there already
+                in_place.append(view)
                 if index in unused:
-                    parameter.grad = view.clone()  # stays as it is if no rank has used it
+                    # The buffer will hold the average. If no rank has used this parameter, `.grad`
+                    # must keep its own value.
+                    parameter.grad = view.clone()
             else:
                 sources.append(gradient)
                 windows.append(view)
                 if self._as_view and index not in unused:
-                    parameter.grad = self._lend(position)  # its own memory is free again
+                    # Frees the memory of the gradient before the average is there.
+                    parameter.grad = self._lend(position)
         if self._together or scale == 1:
             _copy(windows, sources)
             if scale != 1:
@@ -140,11 +146,11 @@ class Packing:
                 view.mul_(scale)
 
     def unpack(self, used: Collection[int] | None, unused: Collection[int]) -> None:
-        """Puts the averages in the buffer into `.grad`; forgets what was packed.
+        """Puts the averages in the buffer into `.grad`, and forgets the packed members.
 
         Args:
             used: the members to unpack; None means all.
-            unused: as of `pack`: they get a `.grad` even where they have none.
+            unused: see `pack`. These get a `.grad` even if they have none.
         """
         self._packed.clear()
         gradients, windows = [], []
@@ -158,19 +164,21 @@ class Packing:
             if gradient is not None:
                 gradients.append(gradient)
                 windows.append(view)
-            elif index in unused:  # else set to None by the user while it was under way
+            elif index in unused:
+                # A used member had a gradient at the launch. Without one now, the user dropped it.
                 parameter.grad = view.clone()
         _copy(gradients, windows)
 
     def detach_grads(self) -> None:
-        """Gives every `.grad` that is a window of the buffer memory of its own."""
+        """Copies every `.grad` that is a window of the buffer to memory of its own."""
         for _, parameter, view, _ in self._rows:
             if parameter.grad is not None and lies_at(parameter.grad, view):
                 parameter.grad = view.clone()
 
     def _lend(self, position: int) -> torch.Tensor:
-        """The window as a tensor that may become `.grad`: the same one as long as it lies there."""
+        """Returns the window as a tensor that may become `.grad`."""
         lent = self._lent[position]
+        # The same object in every pass, unless the program has given it other memory.
         if lent.data_ptr() != self._rows[position][3]:
             view = self.views[position]
             lent = self._lent[position] = view.as_strided(

@@ -1,8 +1,8 @@
-"""The sparse gradient of one parameter: gathered, and never laid into a flat buffer.
+"""A bucket for the sparse gradient of one parameter: gathered, never packed into a flat buffer.
 
-An embedding made with `sparse=True` gives a gradient that holds the rows of its weight that were
-looked up, and their indices. How many there are differs between ranks and steps, so they cannot be
-all-reduced: every rank gathers all of them, and the sum of equal rows is the average.
+An embedding made with `sparse=True` gives a gradient that holds only the rows of its weight that
+were looked up, and their indices. The number of rows differs between ranks and steps, so they
+cannot be all-reduced. Instead every rank gathers all rows, and adds up equal ones:
 
     rank 0   rows 3 7        padded   3 7 0 0        all ranks   1 3 5 7 9
     rank 1   rows 1 3 5 9             1 3 5 9                    each row: sum / 2
@@ -17,12 +17,12 @@ from ddp_from_scratch.buckets.gradient_bucket import BucketState, LaunchArgs
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.group import of_member
 
-# Kinds of gradient that ranks tell each other. A sparse one's is its number of sparse dimensions.
+# Kinds of gradient, as ranks exchange them. A sparse one's kind is its number of sparse dimensions.
 _NONE, _DENSE = 0, -1
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """The ids of the parameters that a module declares to have sparse gradients."""
+    """Returns the ids of the parameters that a layer declares to have sparse gradients."""
     return {
         id(layer.weight)
         for layer in module.modules()
@@ -31,22 +31,21 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
 
 
 class SparseBucket:
-    """A `GradientBucket` of one parameter, whose `.grad` is a tensor of its own.
+    """A `GradientBucket` of one parameter, without a flat buffer.
 
-    - ready: `mark_ready` or `mark_unused`, as of `Bucket`.
-    - launch: all ranks exchange the kind of their gradient and its number of rows, asynchronously.
-      No comm hook sees it: hooks are for flat buffers.
-    - wait: the rows are gathered in a second collective, since only now is their number known. It
-      is in the same order on all ranks, as buckets are waited for in order.
+    - ready: `mark_ready` or `mark_unused`, as for `Bucket`. - launch: all ranks exchange the kind
+    of their gradient and its number of rows, asynchronously. No
+      comm hook is called: hooks are for flat buffers.
+    - wait: a second collective gathers the rows.
     - unpack: the sum of the rows becomes `.grad`.
 
     The result is coalesced and has the same bits on every rank: each adds up the same rows in the
-    order of ranks. Where the gradient is dense on all ranks (the weight is also used elsewhere), it
-    is averaged as a dense one.
+    order of ranks. If the gradient is dense on all ranks (the weight is also used elsewhere), it is
+    averaged as a dense one.
 
     Args:
         member: the index of the parameter.
-        name: of the parameter, for errors.
+        name: the parameter's name, for errors.
         parameter: the parameter.
         index: its place in the order of launch.
         process_group: the ranks that take part.
@@ -69,27 +68,30 @@ class SparseBucket:
         self.missing = {member}
         self.state = BucketState.FILLING
         self._work: dist.Work | None = None
-        self._mine: tuple[torch.Tensor, ...] = ()  # this rank's part; empty for none
+        # This rank's part, divided by the world size: (indices, values) of a sparse gradient,
+        # (gradient,) of a dense one, () of none.
+        self._mine: tuple[torch.Tensor, ...] = ()
         self._kinds: list[torch.Tensor] = []
+        # None until LANDED.
         self._average: torch.Tensor | None = None
 
     def index(self) -> int:
-        """Its place in the order of launch."""
+        """Returns its place in the order of launch."""
         return self._index
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The one parameter."""
+        """Returns the one parameter."""
         return [self._parameter]
 
     # Ready --------------------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
-        """Whether its gradient has been marked ready or unused."""
+        """True if its gradient has been marked ready or unused."""
         return not self.missing
 
     def pack_one(self, index: int, scale: float) -> None:
-        """Changes nothing: it is packed at the launch."""
+        """Does nothing: `launch` takes the gradient."""
 
     def mark_ready(self, index: int) -> bool:
         """Marks its one gradient ready. Idempotent."""
@@ -97,24 +99,25 @@ class SparseBucket:
         return True
 
     def mark_unused(self, index: int) -> None:
-        """Marks it as unused: it contributes what `.grad` holds from earlier passes, if any."""
+        """Marks it as unused: it contributes the `.grad` of earlier passes, if any."""
         self.missing.discard(index)
 
     # Launch -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def launch(self, args: LaunchArgs) -> None:
-        """Exchanges the number of rows; returns while that is under way.
+        """Exchanges the numbers of rows; returns before they are there.
 
         Args:
-            args: the weight alone counts. It is multiplied in here, with the division.
+            args: only the weight is used: it is multiplied in here, with the division.
         """
         gradient = self._parameter.grad
         kind, rows = _NONE, 0
         if gradient is not None and args.weight != 0:
             scale = args.weight / dist.get_world_size(self._process_group)
             if gradient.is_sparse:
-                own = gradient.coalesce()  # equal rows are added up before they are sent
+                # Adds up equal rows of this rank, so that each is sent once.
+                own = gradient.coalesce()
                 self._mine = own.indices(), own.values() * scale
                 kind, rows = own.sparse_dim(), own._nnz()
             else:
@@ -131,7 +134,7 @@ class SparseBucket:
 
     @property
     def arrived(self) -> bool:
-        """Whether no other rank is waited for, as far as is known before `wait`."""
+        """True if this bucket waits for no other rank, as far as is known before `wait`."""
         work = self._work
         return work is None or work.is_completed()
 
@@ -139,11 +142,13 @@ class SparseBucket:
         """Gathers the rows, if launched, and keeps the average. Idempotent.
 
         Raises:
-            RuntimeError: the gradient is sparse on some ranks and dense on others. On every rank.
+            RuntimeError: on every rank: the gradient is sparse on some ranks and dense on others.
         """
         if self._work is None or self._average is not None:
             return
         self._work.wait()
+        # Only now is the size of the second collective known. Buckets are waited for in order, so
+        # all ranks start it at the same place among the collectives.
         kinds, rows = torch.stack(self._kinds).t().tolist()
         found = {kind for kind in kinds if kind != _NONE}
         if len(found) > 1:
@@ -158,7 +163,7 @@ class SparseBucket:
 
     @torch.no_grad()
     def finish(self, used: Collection[int] | None = None) -> None:
-        """Waits for the average and puts it into `.grad`. Idempotent; arguments as of `Bucket`.
+        """Waits for the average and puts it into `.grad`. Idempotent; see `Bucket.finish`.
 
         Raises: as `wait`.
         """
@@ -188,11 +193,14 @@ class SparseBucket:
             torch.cat([part[:, :count] for part, _, count in parts], dim=1),
             torch.cat([part[:count] for _, part, count in parts]),
             shape,
-            check_invariants=False,  # they came out of a sparse tensor; says so to torch's warning
+            # The indices came out of a sparse tensor. torch warns unless this is given.
+            check_invariants=False,
         ).coalesce()
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))]
+        # An empty all-gather is not sent: the padded size is the same on every rank, so all leave
+        # it out.
         if mine.numel():
             dist.all_gather(parts, mine, group=self._process_group)
         return parts

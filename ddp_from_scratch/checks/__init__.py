@@ -1,1 +1,1 @@
-"""Raises or reports where a step would be wrong, or waits for long."""
+"""Checks that averages will be right, and reports steps that stall."""

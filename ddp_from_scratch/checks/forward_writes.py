@@ -1,43 +1,41 @@
-"""Parameters that a forward pass writes to, which nothing keeps equal over ranks."""
+"""Detects parameters that a forward pass writes to: nothing keeps these equal over ranks."""
 
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-# A layer with `max_norm` rescales, in forward, the rows that this rank has looked up.
+# With `max_norm` these layers rescale, in forward, the rows that this rank has looked up.
 _RESCALING = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 class ForwardWrites:
-    """Compares parameters' version counters before and after a forward pass that trains.
+    """Compares parameters' version counters before and after a forward pass in training.
 
-    Writes to `parameter.data` are not counted by torch, and so not noticed here.
+    Writes to `parameter.data` are missed: torch does not count them.
 
     Args:
-        parameters: all that ranks hold alike, those that are frozen, too, by name.
+        parameters: all parameters that ranks hold alike, also frozen ones, by name.
 
     Attributes:
-        names: of those that have been written to so far.
+        names: the parameters that forward passes have written to so far.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = parameters
+        # Versions at the beginning of the forward pass under way; None outside of one in training.
         self._before: list[int] | None = None
         self.names: list[str] = []
 
     def on_enter(self, trains: bool) -> None:
-        """A forward pass begins; only one that trains counts.
+        """Begins a forward pass; watches it only if it trains.
 
-        An earlier one that an exception ended is forgotten.
+        Forgets an earlier forward pass that an exception has ended.
         """
         self._before = [p._version for p in self._parameters.values()] if trains else None
 
     def on_exit(self) -> list[str]:
-        """It has ended; returns the names of the parameters that it has written to.
-
-        Idempotent: nothing where none has begun.
-        """
+        """Ends the forward pass; returns the names of parameters it has written to. Idempotent."""
         before, self._before = self._before, None
         if before is None:
             return []
@@ -49,7 +47,7 @@ class ForwardWrites:
         return written
 
     def on_any_rank(self, process_group: dist.ProcessGroup | None) -> bool:
-        """Whether some rank's forward pass has written to parameters. Collective."""
+        """True if a forward pass has written to parameters on some rank. Collective."""
         device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
         mine = torch.tensor([len(self.names)], device=device)
         written = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
@@ -61,7 +59,7 @@ def check_rescaling(module: torch.nn.Module, parameters: Mapping[str, torch.Tens
     """Raises if a layer is known to rescale one of these parameters in forward.
 
     Raises:
-        ValueError: it is an embedding with `max_norm`.
+        ValueError: the layer is an embedding with `max_norm`.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for layer in module.modules():

@@ -1,4 +1,4 @@
-"""Checks before a forward pass, a step and a launch: is the average going to be right?"""
+"""Checks before a forward pass, a launch and an optimizer step."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
 
 class GradientChecks:
-    """Raises where gradients would not be averaged, or not be averages; names parameter and rank.
+    """Raises if gradients would not be averaged, or not rightly; names the parameter and the rank.
 
     Args:
-        module: whose forward passes are checked.
-        snapshot: its parameters as they were.
+        module: its forward passes are checked.
+        snapshot: the module's parameters when the Reducer was made.
         backward: the pass that fills the buckets.
-        buckets: of its gradients.
+        buckets: the buckets of the gradients.
         process_group: the ranks that take part.
 
     Raises:
@@ -39,29 +39,31 @@ class GradientChecks:
         self._module, self._snapshot, self._backward = module, snapshot, backward
         self._buckets, self._process_group = buckets, process_group
         self._rank = dist.get_rank(process_group)
-        self._writes: ForwardWrites | None = None  # one rank cannot differ from others
+        # None with one rank, which cannot differ from others.
+        self._writes: ForwardWrites | None = None
         if dist.get_world_size(process_group) > 1:
             check_rescaling(module, snapshot.parameters)
             self._writes = ForwardWrites(snapshot.parameters)
 
     def before_forward(self) -> None:
-        """Raises if the forward pass that begins, one of training, would not be averaged right."""
+        """Raises if the training pass that begins would not be averaged rightly."""
         if trains(self._module):
             self._snapshot.check(self._module, self._backward.varies, self._rank)
             self.check_complete()
 
     def note_writes(self) -> None:
-        """Notes the parameters' versions before a forward pass."""
+        """Records the parameters' versions before a forward pass."""
         if self._writes is not None:
             self._writes.on_enter(trains(self._module))
 
     def after_forward(self, compared: bool) -> None:
-        """Raises if forward wrote to parameters, as it did not before, and ranks are not compared.
+        """Raises if forward has written to parameters and ranks will not be compared.
 
         Args:
-            compared: whether the first average is still to come, or ranks are compared later on.
+            compared: True if the first average is still to come, or ranks are compared regularly.
         """
         written = self._writes.on_exit() if self._writes is not None else []
+        # Writes before the first average make the Reducer compare ranks. Later ones would not.
         if written and not compared:
             raise RuntimeError(
                 f"a forward pass on rank {self._rank} has written to {_shortened(written)}, which "
@@ -70,7 +72,7 @@ class GradientChecks:
             )
 
     def any_written(self) -> bool:
-        """Whether a forward pass has written to parameters, on any rank. Collective."""
+        """True if a forward pass has written to parameters on any rank. Collective."""
         return self._writes is not None and self._writes.on_any_rank(self._process_group)
 
     def check_complete(self) -> None:
@@ -81,6 +83,8 @@ class GradientChecks:
                 f"an optimizer stepped during backward on rank {self._rank}, on gradients that are "
                 f"not averaged yet: let it step when backward() has returned"
             )
+        # The last bucket is unpacked last: if it is not FILLING, an exception has ended `finish`
+        # before the end.
         if not is_idle or self._buckets.all[-1].state is not BucketState.FILLING:
             raise RuntimeError(
                 f"the last backward pass on rank {self._rank} was broken off: {AGAIN}"
@@ -93,10 +97,9 @@ class GradientChecks:
             )
 
     def check_weight(self, weight: GradientWeight) -> None:
-        """Raises where synchronised batch norm would mix gradients before they are weighed.
-
-        Collective there.
-        """
+        """Raises if ranks' weights differ and there is synchronised batch norm. Collective then."""
+        # Synchronised batch norm mixes gradients of all ranks before the Reducer multiplies by
+        # weights.
         if self.has_sync_batch_norm() and not weight.all_equal():
             raise RuntimeError(
                 "the weights of ranks differ, and the module has synchronised batch norm, which "
@@ -105,21 +108,21 @@ class GradientChecks:
             )
 
     def layers_communicate(self) -> bool:
-        """Whether layers have collectives in the Reducer's own group."""
+        """True if layers have collectives in the Reducer's own group."""
         ours = self._process_group or dist.group.WORLD
         found = (layer.process_group or dist.group.WORLD for layer in self._snapshot.communicating)
         return any(group is ours for group in found)
 
     def has_sync_batch_norm(self) -> bool:
-        """Whether a layer that trains takes its moments over several ranks."""
-        # Not as of the snapshot: layers may have been converted since.
+        """True if a layer in training takes its moments over several ranks."""
+        # Looks at the module, not at the snapshot: layers may have been converted since.
         return any(
             isinstance(layer, _BatchNorm) and hasattr(layer, "process_group") and layer.training
             for layer in self._module.modules()
         )
 
     def check_static(self, differences: Sequence[tuple[int, int, int]]) -> None:
-        """Raises if a backward pass was not as the first one."""
+        """Raises if the backward pass differs from the first one."""
         if differences:
             names = self._buckets.names
             counts = [f"{names[i]} {now} instead of {then}" for i, now, then in differences]
@@ -129,7 +132,7 @@ class GradientChecks:
             )
 
     def second_gradient(self, index: int) -> RuntimeError:
-        """The error where a gradient came after the launch: the average would overwrite it."""
+        """Returns the error for a gradient after the launch, which the average would overwrite."""
         return RuntimeError(
             f"parameter {self._buckets.names[index]} got a second gradient on rank {self._rank} "
             f"while the first was being averaged. Accumulate several backward passes under "
@@ -155,12 +158,11 @@ class GradientChecks:
 
 
 def trains(module: torch.nn.Module) -> bool:
-    """Whether the forward pass that begins is one of training, which all ranks take part in.
-
-    An evaluation is one rank's own affair; recomputing, for activation checkpointing, is part of
-    backward. Reentrant checkpointing of the whole module runs it without gradients first.
-    """
+    """True if a forward pass of training begins, in which all ranks take part."""
+    # Recomputing a forward pass, for activation checkpointing, is part of backward.
     recomputing = torch._C._current_graph_task_id() != -1
+    # One rank alone may evaluate. But a module in training mode without gradients may be inside a
+    # reentrant checkpoint, which runs its forward pass without them first.
     return not recomputing and (torch.is_grad_enabled() or module.training)
 
 

@@ -1,4 +1,4 @@
-"""A module's parameters when they were laid into buckets, to notice when they change."""
+"""Records a module's parameters when they are laid out in buckets, to detect later changes."""
 
 from collections.abc import Collection
 
@@ -11,8 +11,8 @@ class ModuleSnapshot:
     """The parameters of a module at one moment.
 
     Args:
-        module: looked at now, and again by each `difference()`.
-        ignore: names of parameters that are left out.
+        module: recorded now, and compared by each `difference()`.
+        ignore: names of parameters to leave out.
 
     Attributes:
         parameters: all others, by name.
@@ -26,15 +26,16 @@ class ModuleSnapshot:
         self._look_at(module)
 
     def _look_at(self, module: torch.nn.Module) -> None:
-        # Comparing owners is enough, and cheaper than collecting names in every forward pass.
+        # Comparing the ids that each submodule owns is enough, and cheaper than collecting names in
+        # every forward pass.
         self._owners = [(owner, _owned(owner)) for owner in module.modules()]
         self.communicating = [m for m in module.modules() if hasattr(m, "process_group")]
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Those that require a gradient, by name.
+        """Returns the parameters that require a gradient, by name.
 
         Raises:
-            ValueError: none does.
+            ValueError: no parameter requires a gradient.
         """
         found = {name: p for name, p in self.parameters.items() if p.requires_grad}
         if not found:
@@ -42,30 +43,31 @@ class ModuleSnapshot:
         return found
 
     def check(self, module: torch.nn.Module, may_freeze: bool, rank: int) -> None:
-        """Raises if there is a difference; arguments as of `difference`."""
+        """Raises if there is a difference; see `difference` for the arguments."""
         difference = self.difference(module, may_freeze)
         if difference is not None:
             raise RuntimeError(f"{difference} on rank {rank} after the Reducer was made: {AGAIN}")
 
     def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
-        """The first change, such as "parameter fc.bias was added"; None if there is none.
+        """Returns the first change, such as "parameter fc.bias was added"; None without a change.
 
         Args:
-            module: the one that the snapshot was made of.
-            may_freeze: a parameter that required a gradient then may require none now.
+            module: the module of the snapshot.
+            may_freeze: True lets a parameter that required a gradient require none now.
         """
         if any(_owned(owner) != owned for owner, owned in self._owners):
             now = self._parameters_of(module)
             for name in self.parameters | now:
                 then, this = self.parameters.get(name), now.get(name)
                 if this is None and hasattr(then, "_st_info"):
-                    continue  # inside a DTensor from the first forward on: `arguments.take_local`
-                # What is no Parameter is there for one call only (torch.func.functional_call).
+                    # Inside a DTensor from the first forward on; see `torch_ddp/arguments.py`.
+                    continue
+                # A substitute is there for one call only (torch.func.functional_call).
                 if then is not this and not (then is not None and _is_substitute(this)):
                     verb = "removed" if this is None else "added" if then is None else "replaced"
                     return f"parameter {name} was {verb}"
-            # A layer was replaced, with its parameters kept: converted batch norm. Not for what is
-            # there for one call only: what comes later may have the number of what has gone.
+            # A layer was replaced and its parameters were kept: converted batch norm. Substitutes
+            # are not recorded: once they are freed, Python may give their ids to other objects.
             if not any(_is_substitute(parameter) for parameter in now.values()):
                 self._look_at(module)
         for name, parameter in self.parameters.items():

@@ -1,8 +1,4 @@
-"""Reports the bucket, the ranks and the parameters that a step waits for, when it waits for long.
-
-Ranks tell each other through the store that the process group was opened with, not through the
-group: its collectives are what is stuck.
-"""
+"""Reports a step that waits for long: the bucket, the ranks and the parameters it waits for."""
 
 import json
 import sys
@@ -19,19 +15,22 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
 
-_WAKES = 3  # in the time after which a wait is reported
-_made: Counter[str] = Counter()  # watches, by group; all ranks of a group make them alike
+# The thread wakes so many times in the time after which a wait is reported.
+_WAKES = 3
+# Number of watches so far, by group. All ranks of a group make them in the same order, so a watch
+# gets the same key in the store on every rank.
+_made: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The point that a Reducer has come to; equal as long as nothing happens.
+    """A Reducer's position in a step; equal to an earlier one if nothing has happened in between.
 
     Attributes:
         step: the number of averages before this one.
-        bucket: the first that is under way, or the end of backward; None where the step waits for
-            no other rank.
-        text: the gradients that have arrived on this rank, and those that have not.
+        bucket: the first bucket under way, or the end of backward; None if the step waits for no
+            rank.
+        text: the gradients that have arrived on this rank, and those that are missing.
     """
 
     step: int
@@ -42,7 +41,7 @@ class Progress:
     def of(
         cls, step: int, launched: int, buckets: Sequence[GradientBucket], names: Sequence[str]
     ) -> "Progress":
-        """Reads it off the buckets, the first `launched` of which are under way. In any thread."""
+        """Reads the position from buckets, the first `launched` under way. In any thread."""
         waits = None
         if launched:
             under_way = (bucket for bucket in buckets[:launched] if not bucket.arrived)
@@ -52,7 +51,8 @@ class Progress:
             elif launched == len(buckets):
                 waits = "the end of the backward pass"
         missing = [names[index] for bucket in buckets for index in sorted(bucket.missing)]
-        if launched == len(buckets):  # those that have landed count anew already
+        if launched == len(buckets):
+            # Buckets that are unpacked miss all their members again, for the next step.
             missing = []
         text = f"{len(names) - len(missing)} of {len(names)} gradients have arrived"
         if launched < len(buckets) and buckets[launched].missing:
@@ -63,18 +63,18 @@ class Progress:
 
 
 class StallWatch(Observer):
-    """A thread that looks at a Reducer from time to time, and reports when it waits for long.
+    """A thread that looks at a Reducer from time to time, and reports a step that does not move on.
 
-    It wakes three times in `after` seconds. Where the step has moved on it does nothing: a step
-    that goes well costs nothing, on a GPU one event for each bucket. Where it has not moved, it
-    publishes this rank's progress, once. Where it has not moved for `after` seconds while a bucket
-    is under way, it writes every rank's progress to standard error; one rank does, once in a step.
+    It wakes three times in `after` seconds. A step that has moved on costs nothing more (on a GPU,
+    one event for each bucket). A step that has not moved publishes this rank's progress, once.
+    After `after` seconds with a bucket under way, every rank's progress is written to standard
+    error, by one rank, once in a step.
 
-    It ends with the Reducer, with the process group, or with the process.
+    The thread ends with the Reducer, with the process group, or with the process.
 
     Args:
         after: seconds.
-        progress: a bound method, held weakly.
+        progress: a bound method that returns the Reducer's position, held weakly.
         process_group: the ranks that take part.
 
     Raises:
@@ -89,7 +89,8 @@ class StallWatch(Observer):
     ) -> None:
         if not 0 < after < float("inf"):
             raise ValueError(f"stall_after must be a positive number of seconds, got {after}")
-        # On a GPU the host does not wait: an event for each bucket tells when it has landed.
+        # (step, bucket, event), oldest first. On a GPU the host does not wait for a bucket, so an
+        # event shows that it has landed. Written by the training thread, read by the watcher's.
         self._flying: deque[tuple[int, int, torch.cuda.Event]] = deque()
         group = process_group or dist.group.WORLD
         assert group is not None
@@ -107,21 +108,23 @@ class StallWatch(Observer):
         )
         thread = threading.Thread(target=watcher.run, name="ddp stall watch", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, stop, thread)  # at exit, too
+        # Not __del__: this runs at Python's exit, too.
+        weakref.finalize(self, _end, stop, thread)
 
     def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
-        """The averages are in `.grad`, on a GPU as soon as its stream has come to here."""
+        """Records an event behind the average of this bucket, on a GPU."""
         device = bucket.parameters()[0].device
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             self._flying.append((iteration, bucket.index(), event))
+            # Drops events that are over, so that the list stays short.
             while self._flying and self._flying[0][2].query():
                 self._flying.popleft()
 
 
 class _Watcher:
-    """The thread's part; holds the Reducer weakly, and the group's store only while it reports."""
+    """The thread's code. Holds the Reducer weakly, and the group's store only while it reports."""
 
     def __init__(
         self,
@@ -138,7 +141,9 @@ class _Watcher:
 
     def run(self) -> None:
         before = published = None
+        # The time since which `before` holds, and the step of the last report.
         since, reported = 0.0, -1
+        # The event ends a wait early when the Reducer is gone.
         while not self._stop.wait(self._after / _WAKES) and dist.is_initialized():
             now = self._look(before)
             if now is None:
@@ -154,9 +159,11 @@ class _Watcher:
                 waited = time.monotonic() - since
                 if now.bucket and waited > 0.99 * self._after and now.step != reported:
                     reported = now.step
+                    # The first rank to count writes the report for all.
                     if store.add(f"report {now.step}", 1) == 1:
                         print(self._report(now, waited, store), file=sys.stderr, flush=True)
-            except (RuntimeError, ValueError):  # the group was destroyed meanwhile
+            except (RuntimeError, ValueError):
+                # The group was destroyed meanwhile.
                 return
 
     def _look(self, before: Progress | None) -> Progress | None:
@@ -168,16 +175,18 @@ class _Watcher:
             step, index, event = self._flying[0]
         except IndexError:
             return now
-        # `now` counts the gradients of the next step already.
+        # The host is ahead of the GPU: `now` counts the gradients of the next step already.
         text = f"all gradients of step {step} have arrived, and since then {now.text}"
-        # The event is asked only when nothing else has happened.
+        # Query the event only if nothing else has happened since the last look.
         if before is not None and before.text in (text, now.text) and event.query():
             return now
         return Progress(step, f"bucket {index}", text)
 
     def _store(self) -> dist.Store:
-        # mpi's group puts its store in place when it is asked for this, as new_group does.
+        # The mpi backend puts its store in place when this property is read, as `new_group` does.
         _ = dist.distributed_c10d._get_default_group().bound_device_id
+        # Ranks exchange progress through the store that the group was opened with. The group's own
+        # collectives are stuck.
         return dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
 
     def _report(self, now: Progress, waited: float, store: dist.Store) -> str:
@@ -186,7 +195,7 @@ class _Watcher:
             text = "nothing is known of it: it has gone on, ended, or does not watch"
             if store.check([str(rank)]):
                 step, published = json.loads(store.get(str(rank)))
-                # One that has all averages of the last step may not have counted them yet.
+                # A rank may have all averages of the last step and not have counted them yet.
                 recent = abs(step - now.step) <= 1
                 text = published if recent else f"{text} (last heard of at {step})"
             lines.append(f"  rank {rank}: {text}")
@@ -196,7 +205,8 @@ class _Watcher:
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
     stop.set()
-    if thread is not threading.current_thread():  # the Reducer's last reference may be the thread's
+    # The thread itself may drop the last reference to the Reducer, and cannot join itself.
+    if thread is not threading.current_thread():
         thread.join(1.0)
 
 

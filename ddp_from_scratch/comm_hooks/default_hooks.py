@@ -16,25 +16,24 @@ Future = torch.futures.Future[Any]
 def average(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
     """All-reduces the bucket to its average over ranks, in full precision. The default.
 
-    The division comes before the sum, as in torch's DDP: n summands of 1/n each cannot overflow
-    a 16-bit float where the average would not, and the result has the same bits as torch's.
-
-    The future is the collective's own, whose value is a list: nothing runs on its thread.
+    The result has the same bits as torch's DDP.
     """
+    # The division comes before the sum, as in torch's DDP: n summands of 1/n each cannot overflow a
+    # 16-bit float where the average would not.
+    # The future is the collective's own, whose value is a list: nothing runs on its thread.
     return _divided(average, process_group, bucket)
 
 
 def while_packing(hook: CommHook, state: Any) -> tuple[CommHook, float]:
-    """Splits a hook into the hook that runs after packing and a factor folded into packing.
+    """Splits a hook into the hook that runs after packing and a factor that packing multiplies by.
 
-    Multiplying a whole bucket afterwards would cost a pass over memory. `average` and its
-    compressed forms do without. Other hooks are not split: they are given the gradients as they
-    are.
+    Hooks other than `average` and its compressed forms are not split: their factor is 1.
     """
     if hook not in _AFTER_DIVISION:
         return hook, 1.0
     if hook is average and _backend_divides(state):
         return _average_by_backend, 1.0
+    # Multiplying the whole bucket after packing would cost one more pass over memory.
     return _AFTER_DIVISION[hook], 1.0 / dist.get_world_size(state)
 
 
@@ -46,14 +45,15 @@ def _divided(hook: CommHook, process_group: dist.ProcessGroup | None, bucket: Bu
 
 
 def _backend_divides(process_group: dist.ProcessGroup | None) -> bool:
-    """Whether it has ReduceOp.AVG, with the bits of a division before the sum."""
+    """True if the backend has ReduceOp.AVG, with the bits of a division before the sum."""
     if not dist.is_initialized():
         return False
     backend, ranks = dist.get_backend(process_group), dist.get_world_size(process_group)
-    # ddp_from_scratch.mpi divides first where 1/n is exact, else the sum, which has other bits.
+    # The mpi backend divides before the sum only where 1/n is exact, for powers of two. Else it
+    # divides the sum, which gives other bits.
     if getattr(process_group or dist.group.WORLD, "divides_first_where_exact", False):
         return ranks & (ranks - 1) == 0
-    # One rank has nothing to divide, and for nccl that would be a pass over the whole bucket.
+    # nccl with one rank: dividing by 1 would still be a pass over the whole bucket.
     return backend == "nccl" and ranks > 1
 
 
@@ -63,7 +63,7 @@ def _sum(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
 
 def _average_by_backend(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
     buffer, ranks = bucket.buffer(), dist.get_world_size(process_group)
-    # nccl multiplies by 1/n in the buffer's dtype: for 3 ranks and bfloat16 all would be 0.2 % off.
+    # nccl rounds 1/n to the buffer's dtype first: 3 ranks in bfloat16 would all be 0.2 % off.
     if buffer.element_size() == 2 and ranks & (ranks - 1):
         buffer.mul_(1.0 / ranks)
         return _sum(process_group, bucket)
@@ -78,15 +78,15 @@ def keep_local(state: Any, bucket: Bucket) -> Future:
 
 
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
-    """As `average`, with a future of a tensor, for what is wrapped around it."""
+    """Averages as `average` does, with a future of one tensor, for hooks that wrap this one."""
     return average(process_group, bucket).then(_first)
 
 
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
     """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
 
-    Divided in the bucket's own precision, before the cast: what is sent is as large as the
-    average, and rounded once. Smaller than 6e-8 becomes 0.
+    The division comes before the cast, in the bucket's own precision. So the sent values are as
+    large as the average, and rounded once. Values below 6e-8 become 0.
 
     Follows: torch's `fp16_compress_hook`, which casts first and then divides.
     """
@@ -96,7 +96,7 @@ def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) 
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
     """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range.
 
-    On every backend (torch's own refuses builds without NCCL).
+    Runs on every backend; torch's own refuses builds without NCCL.
     """
     return _divided(bf16_compress_hook, process_group, bucket)
 
@@ -105,7 +105,8 @@ def _sum_in(dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket:
     buffer = bucket.buffer()
     if buffer.is_complex():
         buffer = torch.view_as_real(buffer)
-    if buffer.element_size() <= dtype.itemsize:  # nothing to gain
+    # A bucket of 16-bit gradients would not get smaller.
+    if buffer.element_size() <= dtype.itemsize:
         return _sum(process_group, bucket)
     compressed = bucket.scratch(buffer.shape, dtype)
     compressed.copy_(buffer)
@@ -125,7 +126,8 @@ def _all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Future:
     work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
-    return (work or of_member(work)).get_future()  # None on a rank outside of the group
+    # `work` is None on a rank outside of the group, where `of_member` raises.
+    return (work or of_member(work)).get_future()
 
 
 def _first(future: Future) -> torch.Tensor:
@@ -133,20 +135,19 @@ def _first(future: Future) -> torch.Tensor:
     return value[0]
 
 
+# Hooks with at most one collective for each bucket. A hook that starts a second one when the first
+# has landed, as PowerSGD does, might start it before the next bucket's on one rank and after it on
+# another: ranks would no longer issue the same collectives in the same order.
 _ONE_COLLECTIVE = frozenset(
     {average, keep_local, allreduce_hook, fp16_compress_hook, bf16_compress_hook}
 )
 
 
 def may_overlap(hook: CommHook) -> bool:
-    """Whether several buckets may be under way with this hook at a time.
-
-    Not so where a hook may start another collective once the first has landed, as PowerSGD does:
-    it would come before the next bucket's on one rank and after it on another.
-    """
+    """True if several buckets may be under way with this hook at a time."""
     return hook in _ONE_COLLECTIVE
 
 
 def is_ours(hook: CommHook) -> bool:
-    """Whether it is of this package, whose hooks remember parameters and not buckets."""
+    """True for a hook of this package: such hooks remember parameters, not buckets."""
     return getattr(hook, "__module__", "").startswith("ddp_from_scratch.")

@@ -1,4 +1,4 @@
-"""PowerSGD: a bucket's gradients sent as matrices of low rank. A comm hook with a state.
+"""PowerSGD: a comm hook that sends a bucket's gradients as matrices of low rank.
 
     reducer.register_comm_hook(ddp.power_sgd.PowerSGDState(rank=2), ddp.power_sgd.power_sgd_hook)
 
@@ -21,18 +21,18 @@ from ddp_from_scratch.group import of_member
 
 @dataclass
 class PowerSGDState:
-    """Settings, and what is remembered from step to step on this rank.
+    """The settings of PowerSGD, and its memory from step to step on this rank.
 
-    For each gradient that is sent as a matrix that is Q, the right factor of the last step, the
-    same on all ranks; and the error, what was left out so far, each rank's own. What the ranks send
-    depends on the mean of their errors alone, but for rounding.
+    For each compressed gradient it remembers Q, the right factor of the last step, the same on all
+    ranks; and the error, the part of the gradient that has not been sent yet, each rank's own. The
+    sent matrices depend on the mean of the ranks' errors alone, but for rounding.
 
     Attributes:
-        rank: of the matrices that are sent; more is closer to the gradient and larger.
-        start: so many averages come first in full precision.
+        rank: the rank of the matrices. A higher one is closer to the gradient, and sends more.
+        start: number of first averages that are sent in full precision.
         process_group: the ranks that take part; None means all.
-        iteration: the number of averages so far.
-        sent: the number of elements handed over to be all-reduced, and `of` what they stand for.
+        iteration: number of averages so far.
+        sent: number of elements that were all-reduced, and `of` the number they stand for.
     """
 
     rank: int = 1
@@ -41,7 +41,8 @@ class PowerSGDState:
     iteration: int = 0
     sent: int = 0
     of: int = 0
-    _errors: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # of a parameter
+    # By parameter, not by bucket: buckets are laid out again.
+    _errors: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     _qs: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,10 +52,10 @@ class PowerSGDState:
             )
 
     def q(self, parameter: torch.Tensor, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """The right factor of the last step (a warm start), or the same random one on all ranks."""
+        """Returns the right factor of the last step (a warm start); at first a random one."""
         found = self._qs.get(parameter)
         if found is None:
-            # Ranks come to new parameters in the same order, that of their buckets.
+            # The same on all ranks: they come to new parameters in the same order, that of buckets.
             generator = torch.Generator().manual_seed(7919 + len(self._qs))
             found = torch.randn(rows, self.rank, generator=generator).to(like)
             self._qs[parameter] = found
@@ -68,11 +69,12 @@ class PowerSGDState:
         average: torch.Tensor,
         q: torch.Tensor,
     ) -> None:
-        """Keeps `q`, and what `average` leaves out of `gradient`, for the next step if `finite`."""
+        """Keeps `q` and the error `gradient - average` for the next step, if `finite`."""
         if parameter not in self._errors:
             self._errors[parameter] = torch.zeros_like(gradient)
         error, q_before = self._errors[parameter], self._qs[parameter]
-        if finite.device.type != "cpu":  # is not waited for
+        if finite.device.type != "cpu":
+            # Without a branch on `finite`, for which the host would wait.
             error.copy_(torch.where(finite, gradient - average, error))
             q_before.copy_(torch.where(finite, q, q_before))
         elif finite:
@@ -80,12 +82,12 @@ class PowerSGDState:
             q_before.copy_(q)
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the errors: for gradients of a loss that is scaled by another factor now."""
+        """Multiplies the errors by `factor`: the loss scale has changed by as much."""
         for error in self._errors.values():
             error.mul_(factor)
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """What is remembered, by the names of the module's parameters, for a checkpoint.
+        """Returns the memory, by the names of the module's parameters, for a checkpoint.
 
         Returns:
             "iteration"; "qs", the same on all ranks; "errors", this rank's own. Tensors are not
@@ -99,10 +101,10 @@ class PowerSGDState:
         }
 
     def load_state_dict(self, module: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` gave; from another `rank`, with new random factors.
+        """Loads the result of `state_dict`; with another `rank`, the right factors begin at random.
 
         On as many ranks, each with its own errors, the averages have the same bits. On more or
-        fewer, give every rank the mean of all errors: nothing is lost.
+        fewer ranks, give every rank the mean of all errors: then nothing is lost.
 
         Raises:
             KeyError: the module has no parameter of a name.
@@ -118,41 +120,43 @@ class PowerSGDState:
 
 
 class _Later(torch.futures.Future[Any]):
-    """A future that is computed by the thread that waits for it, when it does."""
+    """A future whose value is computed by the thread that waits for it."""
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
         super().__init__()
         self._compute = compute
         self._value: torch.Tensor | None = None
 
+    # A callback of the first all-reduce would be simpler, but not every backend can start a
+    # collective inside a callback.
     def wait(self) -> torch.Tensor:
-        """Computes it the first time."""
+        """Computes the value the first time."""
         if self._value is None:
             self._value = self._compute()
         return self._value
 
     def value(self) -> torch.Tensor:
-        """As `wait`."""
+        """Returns the result of `wait`."""
         return self.wait()
 
     def then(self, callback: Callable[[Any], Any]) -> "_Later":
-        """Runs `callback` when that is waited for."""
+        """Returns a future that runs `callback` when it is waited for."""
         return _Later(lambda: callback(self))
 
 
 def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
-    """Averages the bucket's matrices as P Q^T of rank `state.rank`, the rest in full.
+    """Averages the bucket's matrices as P Q^T of rank `state.rank`, and other gradients in full.
 
-    With M the gradient plus what earlier steps left out, as a matrix of n x m:
+    With M the gradient plus its error so far, as a matrix of n x m:
 
-    1. P = M Q, averaged over ranks (launched here; the rest of the bucket goes with it).
-    2. P is made orthonormal: it is the same on all ranks. Q = M^T P, averaged.
-    3. The average is P Q^T. What it is off from M is kept for the next step, Q too.
+    1. P = M Q, averaged over ranks. Launched here, together with the other gradients of the bucket.
+    2. P is made orthonormal, the same on all ranks. Q = M^T P, averaged over ranks.
+    3. The average is P Q^T. Its difference from M is the new error.
 
-    Gradients that n + m numbers times the rank would not make smaller are sent as they are.
+    A gradient that P and Q would not make smaller, n m <= (n + m) rank, is sent as it is.
 
-    What is not finite (an overflow, after which GradScaler leaves the step out) is sent on, and
-    the bucket's errors and Qs stay as they were: they would never be finite again.
+    After an overflow, values that are not finite are passed on, so that GradScaler skips the step.
+    The bucket's errors and Qs stay as they were.
     """
     buffer = bucket.buffer()
     if state.iteration < state.start:
@@ -171,15 +175,18 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
         else:
             rest.append(gradient)
     qs_before = [state.q(parameter, m.shape[1], m) for parameter, _, m in matrices]
-    # Products with a narrow matrix are transposed: so a CPU takes half the time.
+    # Products with a narrow matrix are computed transposed: a CPU takes half the time for them.
     parts = [(q.t() @ m.t()).t() for (_, _, m), q in zip(matrices, qs_before, strict=True)]
     wire = _flat([*parts, *rest], buffer).mul_(scale)
     work = _all_reduce(wire, state)
     state.of += buffer.numel()
 
+    # Runs in `wait`: all ranks wait for buckets in the same order, so the second collective, too,
+    # has the same place on every rank.
     def finish() -> torch.Tensor:
         work.wait()
         received = _like(wire, [*parts, *rest])
+        # Every rank makes the same sums orthonormal, so P is the same on all.
         ps = [torch.linalg.qr(p.float()).Q for p in received[: len(parts)]]
         for gradient, average in zip(rest, received[len(parts) :], strict=True):
             gradient.copy_(average)
@@ -188,7 +195,8 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
             wire_q = _flat(qs, buffer).mul_(scale)
             _all_reduce(wire_q, state).wait()
             qs = [q.float() for q in _like(wire_q, qs)]
-            # The same on all ranks.
+            # Computed from sums, so all ranks decide alike. Errors that are not finite once would
+            # never be finite again.
             finite = wire.isfinite().all() & wire_q.isfinite().all()
         for (parameter, gradient, _), p, q in zip(matrices, ps, qs, strict=True):
             average = (p @ q.t()).reshape(gradient.shape).to(gradient.dtype)

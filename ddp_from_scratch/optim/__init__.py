@@ -1,1 +1,1 @@
-"""SGD on flat parameters, and SGD whose state the ranks of a machine share."""
+"""Optimizers on flat parameters: SGD, and SGD whose state the ranks of a machine share."""

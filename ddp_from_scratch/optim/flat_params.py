@@ -1,4 +1,4 @@
-"""Parameters of a bucket in one flat tensor, and their momentum in another: what `sgd.py` steps.
+"""Flat parameters and momentum: neighbours of a bucket moved into one tensor, which `sgd.py` steps.
 
 bucket.buffer   |<- fc2.bias ->|<------ fc2.weight ------>|<- fc1.bias ->| ...
 run.gradient    |<- fc2.bias ->|<------ fc2.weight ------>|    a part of the buffer
@@ -16,27 +16,28 @@ from ddp_from_scratch.buckets.memory import lies_at
 
 Allocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
-# Bytes that a parameter begins at a multiple of, as torch allocates it. A matrix product of BLAS
-# rounds otherwise where its operand lies at an odd address.
+# Each parameter begins at a multiple of this many bytes, as torch allocates it. At other addresses
+# BLAS rounds a matrix product differently.
 _ALIGNMENT = 64
 
 
-class FlatRun:
-    """Neighbours in a bucket that belong to one parameter group.
+class FlatParams:
+    """A run: neighbours in a bucket that belong to one parameter group, in one flat tensor.
 
     Args:
         bucket: holds their gradients.
         members: their positions in the bucket.
         group: the index of their parameter group.
-        flat: whether to move the parameters into one flat tensor. Where not, the run is never
-            `in_place()` and holds no tensor of its own.
+        flat: True moves the parameters into one flat tensor. False leaves them: the run is then
+            never `in_place()` and holds no tensor of its own.
         allocate: makes a flat tensor like another one.
 
     Attributes:
         group: as given.
-        parameters: of the members.
-        gradients: where their gradients are to lie: windows of `gradient`, which is flat.
-        places: where the parameters are to lie: windows of `flat`.
+        parameters: the members' parameters.
+        gradient, gradients: the part of the bucket's buffer for the run, and its windows: one for
+            the `.grad` of each member.
+        flat, places: the flat tensor, and its windows: one for the `.data` of each member.
     """
 
     def __init__(
@@ -55,21 +56,23 @@ class FlatRun:
         self.gradient = bucket.buffer()[begin : begin + numel]
         self.flat = allocate(self.gradient) if flat else self.gradient[:0]
         self.places = self._windows(self.flat) if flat else []
+        # Allocated by the first step with momentum, if there is one.
         self._momentum: torch.Tensor | None = None
         self._momentum_places: list[torch.Tensor] = []
+        # The parameters stay the same objects: the module and other optimizers hold them.
         for parameter, place in zip(self.parameters, self.places, strict=flat):
             place.copy_(parameter)
             parameter.data = place
 
     def _windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The part of `flat` for each member, at the offset and with the strides of its `.grad`."""
+        """Cuts `flat` into windows, each with the offset and strides of a member's gradient."""
         begin = self.gradient.storage_offset()
         return [
             flat.as_strided(g.shape, g.stride(), g.storage_offset() - begin) for g in self.gradients
         ]
 
     def in_place(self) -> bool:
-        """Whether all parameters and gradients lie where they were put."""
+        """True if all parameters and gradients lie in their windows."""
         return bool(self.places) and all(
             parameter.grad is not None
             and lies_at(parameter.grad, gradient)
@@ -82,11 +85,12 @@ class FlatRun:
     def gather_momentum(
         self, states: Sequence[dict[str, Any]]
     ) -> tuple[bool, torch.Tensor | None, bool]:
-        """Puts the momentum of all members into one flat tensor, if it is not there.
+        """Moves the momentum of all members into one flat tensor, unless it is there already.
 
         Returns:
-            Whether it could be done, the flat tensor, and whether it has no values yet. It cannot
-            where only some members have been stepped before.
+            Three values: False if only some members have momentum, which cannot be moved; the flat
+                tensor;
+            True if it has no values yet.
         """
         buffers = [state.get("momentum_buffer") for state in states]
         first = all(buffer is None for buffer in buffers)
@@ -95,29 +99,27 @@ class FlatRun:
         flat, places = self.momentum()
         for state, buffer, place in zip(states, buffers, places, strict=True):
             if buffer is not place:
-                if buffer is not None:  # loaded, or from before the buckets were rebuilt
+                if buffer is not None:
+                    # Loaded from a checkpoint, or from an earlier layout of the buckets.
                     place.copy_(buffer)
                 state["momentum_buffer"] = place
         return True, flat, first
 
     def momentum(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A flat tensor for the momentum of all members, and its windows."""
+        """Returns a flat tensor for the momentum of all members, and its windows."""
         if self._momentum is None:
             self._momentum = self._allocate(self.flat)
             self._momentum_places = self._windows(self._momentum)
         return self._momentum, self._momentum_places
 
 
-def flat_runs(
+def make_flat_params(
     bucket: Bucket,
     groups: Sequence[int | None],
     shared: set[int],
     allocate: Allocate,
-) -> list[FlatRun]:
-    """Cuts the bucket where the group changes, and where a parameter cannot be moved or aligned.
-
-    Most sizes are multiples of 16 elements; after one that is not, the next run begins.
-    """
+) -> list[FlatParams]:
+    """Cuts the bucket into runs, each of one group, to be moved together or not at all."""
     traits = [
         (group, can_move(parameter, view) and id(parameter) not in shared)
         for group, parameter, view in zip(groups, bucket.parameters(), bucket.views, strict=True)
@@ -125,6 +127,7 @@ def flat_runs(
     offsets, itemsize = bucket.layout.offsets, bucket.buffer().itemsize
     cuts: list[int] = []
     for i in range(len(traits)):
+        # Most sizes are multiples of 16 elements. After one that is not, the next run begins.
         odd = bool(cuts) and (offsets[i] - offsets[cuts[-1]]) * itemsize % _ALIGNMENT
         if i == 0 or odd or traits[i] != traits[i - 1]:
             cuts.append(i)
@@ -132,26 +135,28 @@ def flat_runs(
     for begin, end in zip(cuts, [*cuts[1:], len(traits)], strict=True):
         group, flat = traits[begin]
         if group is not None:
-            runs.append(FlatRun(bucket, range(begin, end), group, flat, allocate))
+            runs.append(FlatParams(bucket, range(begin, end), group, flat, allocate))
     return runs
 
 
 def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether a flat call gives the bits of a call of its own, and the strides can stay."""
-    # On a CPU torch computes the last elements of a 16-bit tensor, those that do not fill a vector,
-    # with one rounding more.
+    """True if a parameter keeps its strides in a flat tensor, and its bits in a flat step."""
+    # The last elements of a tensor do not fill a vector. In 16 bits on a CPU, torch computes these
+    # with one rounding more; in a flat tensor other elements are the last.
     sixteen_bit_on_cpu = parameter.element_size() == 2 and parameter.device.type == "cpu"
     return parameter.stride() == view.stride() and not sixteen_bit_on_cpu
 
 
 def overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:
-    """The ids of parameters that share memory with another: moved, they would part in silence."""
+    """Returns the ids of parameters that share memory with another one."""
+    # Moved, such parameters would no longer share memory, and nothing would report it.
     ranges = sorted(
         (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, id(parameter))
         for parameter in parameters
         if parameter.numel()
     )
     found = set()
+    # The end of all ranges so far, and the parameter that ends there.
     furthest, last = 0, 0
     for begin, end, this in ranges:
         if begin < furthest:

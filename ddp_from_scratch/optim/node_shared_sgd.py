@@ -1,16 +1,16 @@
-r"""SGD on one copy of the parameters for all ranks of a machine; each steps its share of them.
+r"""SGD on one copy of the parameters for all ranks of a machine; each rank steps its share of them.
 
-In the ordinary way every rank of a machine ends a step with the same average, takes the same step
-with it, and has the same parameters. Here there is one copy of parameters and momentum in memory
-that the ranks share, and each does a part of the work for all:
+With an ordinary optimizer every rank of a machine ends a step with the same average, takes the same
+step, and has the same parameters. Here the ranks share one copy of parameters and momentum in
+memory, and each does a part of the work for all:
 
     gradients    rank 0   |  a0  |  b0  |        rank 1   |  a1  |  b1  |
                              \______\__________________/______/
     parameters            |  a - lr (a0 + a1) / 2  |  b - lr (b0 + b1) / 2  |
                              rank 0's share           rank 1's share
 
-A chunk of the average exists only in the cache of the rank that steps with it. On several machines
-each share is averaged with the ranks that have the same share on the others.
+A chunk of the average exists only in the cache of the rank that steps with it. With several
+machines, each share is averaged with the ranks that have the same share on the others.
 """
 
 import zlib
@@ -25,39 +25,40 @@ from torch.autograd.graph import increment_version
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.memory import lies_at
 from ddp_from_scratch.node.process_group import SharedMemoryGroup
-from ddp_from_scratch.optim.flat_params import FlatRun, can_move, overlapping
+from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.optim.sgd import SGD, update
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import check_sync
 
-Stretch = tuple[int, int, bool]  # begin and end in a run; whether momentum has no values there yet
+# Begin and end in a run; True if momentum has no values there yet.
+Stretch = tuple[int, int, bool]
 
 
 class NodeSharedSGD(SGD):
     """`ddp.SGD` with one copy of parameters and momentum for all ranks of a machine.
 
-    The parameters are those of `ddp.SGD`, to the last bit where the world size is a power of two
-    (and elsewhere to rounding). `backward_and_step` is where it is fast: no gradient is averaged in
-    `.grad`, which is None afterwards (but for sparse ones). `backward()` and `step()` are right,
-    too: between them `.grad` holds averages as ever, to be clipped or unscaled.
+    The parameters are those of `ddp.SGD`: to the last bit if the world size is a power of two, else
+    to rounding. `backward_and_step` is the fast way: no gradient is averaged in `.grad`, which is
+    None afterwards (except sparse ones). `backward()` and `step()` work, too: between them `.grad`
+    holds averages, to be clipped or unscaled.
 
-    A step begins when all ranks have ended their backward pass and returns when all shares are
-    stepped, so no forward or backward pass sees a parameter half written. What writes to a
-    parameter by hand writes to that of every rank of the machine: let all ranks do it alike, or one
-    of them, and put a barrier (`dist.barrier()`) before and after it.
+    A step begins when all ranks have ended their backward pass, and returns when all shares are
+    stepped. So no forward or backward pass sees a parameter half written. A write to a parameter by
+    hand changes it for every rank of the machine: let all ranks write alike, or one of them, with a
+    barrier (`dist.barrier()`) before and after.
 
-    Parameters move into shared memory in the first step, which compares them over all ranks first.
+    The first step compares the parameters over all ranks, and moves them into shared memory.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize, reducer: as of `ddp.SGD`;
-            the reducer's process group must be of the mpi backend, and its parameters all among
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize, reducer: see `ddp.SGD`.
+            The reducer's process group must be of the mpi backend. Its parameters must all be among
             `params`, float32 or float64 on the CPU, no two of them in the same memory.
 
     Raises:
-        ValueError: as `ddp.SGD`; or these conditions are not met.
+        ValueError: see `ddp.SGD`; or these conditions are not met.
         RuntimeError: from a step: `.data` of a parameter was replaced, a comm hook is registered
-            (`backward_and_step`), the ranks step with other learning rates or parameters, or this
-            is inside `join()`.
+            (`backward_and_step`), the ranks step with different learning rates or parameters, or
+            the step is inside `join()`.
     """
 
     def __init__(self, *args: Any, reducer: Reducer, **settings: Any) -> None:
@@ -73,28 +74,33 @@ class NodeSharedSGD(SGD):
                 "was none: the Reducer's warning says why; ddp.SGD does without"
             )
         self._check_groups()
+        # `_moved`: tensors have moved since the last step; the next one frees the memory that they
+        # left.
         self._checked = self._moved = False
 
     def backward_and_step(self, loss: torch.Tensor) -> None:
-        """`loss.backward()` and `step()` in one, with gradients that are never averaged in `.grad`.
+        """Runs `loss.backward()` and `step()` in one, without averages in `.grad`.
 
-        Raises: as `ddp.SGD`, and where a comm hook is registered.
+        Raises: see `ddp.SGD`, and if a comm hook is registered.
         """
         if self._reducer is None:
-            super().backward_and_step(loss)  # which raises
+            # Raises: a copy of the optimizer has no Reducer.
+            super().backward_and_step(loss)
             return
         self._check_groups()
         self._arrange()
+        # The ranks read each other's local gradients in shared memory, so buckets send nothing.
         with self._reducer.comm.keeping_local():
             super().backward_and_step(loss)
         for runs in self._runs.values():
             for run in runs:
                 for parameter in run.parameters:
+                    # Local gradients, which look like averages but are none.
                     parameter.grad = None
 
     def _arrange(self) -> None:
         if self._reducer is not None and not self._checked:
-            # Their memory becomes one: differences would go unnoticed.
+            # The parameters of all ranks become one: a difference would go unnoticed.
             ours = {id(p) for b in self._reducer.flat_buckets for p in b.parameters()}
             module = self._reducer.module
             others = [n for n, p in module.named_parameters() if id(p) not in ours]
@@ -115,7 +121,7 @@ class NodeSharedSGD(SGD):
         return self._group.empty_for_all(like.numel(), like.dtype)
 
     @torch.no_grad()
-    def _step_runs(self, runs: Sequence[FlatRun]) -> None:
+    def _step_runs(self, runs: Sequence[FlatParams]) -> None:
         if self._reducer is not None and self._reducer.comm.joining:
             raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
         for run in runs:
@@ -125,20 +131,21 @@ class NodeSharedSGD(SGD):
             momentum = run.momentum()[0] if group["momentum"] != 0 else None
             stretches = self._stretches(run, momentum is not None)
             receive = partial(_update_stretches, run.flat, momentum, stretches, group)
-            # In `step` these are averages already, and stay what they are.
+            # In `step` the gradients are averages already; averaging equal values changes nothing.
             self._group.reduce_to_owners(
                 run.gradient, dist.ReduceOp.AVG, receive, _label(stretches, group)
             )
+            # Autograd cannot see writes to the flat tensor, nor those of other ranks.
             increment_version(run.parameters)
         if runs is list(self._runs.values())[-1]:
-            # Parameters are whole again, and nobody needs another rank's gradients any more; nor
-            # the memory that they lay in before they were moved.
+            # After this barrier parameters are whole again and no rank reads another's gradients.
+            # If tensors have moved, the memory that they left is freed as well.
             end = self._group.free_unused if self._moved else self._group.barrier().wait
             self._moved = False
             end()
 
-    def _stretches(self, run: FlatRun, has_momentum: bool) -> list[Stretch]:
-        """The parts of a run that have gradients, neighbours together."""
+    def _stretches(self, run: FlatParams, has_momentum: bool) -> list[Stretch]:
+        """Returns the parts of a run that have gradients; adjacent ones are merged."""
         stretches: list[Stretch] = []
         for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
             if not lies_at(parameter, place):
@@ -148,7 +155,8 @@ class NodeSharedSGD(SGD):
                 )
             if parameter.grad is None:
                 continue
-            if not lies_at(parameter.grad, run.gradients[index]):  # laid out anew, or moved
+            # The buckets were laid out again, or the program has set another `.grad`.
+            if not lies_at(parameter.grad, run.gradients[index]):
                 run.gradients[index].copy_(parameter.grad)
             first = has_momentum and self._move_momentum(parameter, run.momentum()[1][index])
             begin = int(place.storage_offset())
@@ -159,13 +167,14 @@ class NodeSharedSGD(SGD):
         return stretches
 
     def _move_momentum(self, parameter: torch.Tensor, place: torch.Tensor) -> bool:
-        """Lets its momentum lie in `place`; whether that has no values yet."""
+        """Moves a parameter's momentum to `place`; True if it has no values yet."""
         state = self.state[parameter]
         held = state.get("momentum_buffer")
         if held is None:
             place.zero_()
         elif held is not place:
-            place.copy_(held)  # loaded, or from before the buckets were laid out anew
+            # Loaded from a checkpoint, or from an earlier layout of the buckets.
+            place.copy_(held)
         state["momentum_buffer"] = place
         return held is None
 
@@ -178,7 +187,7 @@ def _update_stretches(
     at: int,
     gradient: torch.Tensor,
 ) -> None:
-    """Steps what lies in `flat` from `at` on, as far as `gradient` goes and has values."""
+    """Steps the part of `flat` that begins at `at` with these elements of the average."""
     for begin, end, first in stretches:
         low, high = max(begin, at), min(end, at + gradient.numel())
         if low < high:
@@ -187,6 +196,7 @@ def _update_stretches(
 
 
 def _label(stretches: Sequence[Stretch], group: dict[str, Any]) -> str:
+    # The ranks compare this text: all must step alike, since each steps its share for all.
     settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     told = ", ".join(f"{name}={group[name]}" for name in settings if group[name])
     return f"step with {told} of parts {zlib.crc32(repr(stretches).encode()):08x}"

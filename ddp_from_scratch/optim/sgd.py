@@ -1,11 +1,11 @@
-"""SGD on the Reducer's flat buckets: what uses the averages at the end of a gradient's way.
+"""SGD on the Reducer's flat buckets, one call for each bucket instead of one for each parameter.
 
 A bucket's gradients lie in one flat tensor already. Here its parameters and their momentum do, too,
-at the same offsets, so that a step is one call for each bucket instead of one for each parameter:
+at the same offsets:
 
-    gradients       |<- fc2.bias ->|<------ fc2.weight ------>|    bucket.py: `.grad`s are windows
-    parameters      |<- fc2.bias ->|<------ fc2.weight ------>|    flat_run.py: `.data`s are, too,
-    momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    and momentum buffers
+    gradients       |<- fc2.bias ->|<------ fc2.weight ------>|    `bucket.py`: `.grad` is a window
+    parameters      |<- fc2.bias ->|<------ fc2.weight ------>|    `flat_params.py`: so is `.data`,
+    momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    and the momentum buffer
 """
 
 import inspect
@@ -21,20 +21,19 @@ from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.memory import in_huge_pages
 from ddp_from_scratch.buckets.observer import Observer
-from ddp_from_scratch.optim.flat_params import FlatRun, flat_runs, overlapping
+from ddp_from_scratch.optim.flat_params import FlatParams, make_flat_params, overlapping
 from ddp_from_scratch.reducer.reducer import Reducer
 
-# Three arrays of this many float32 stay in the cache from the first operation of a step to its
-# last, and there are few enough calls for what a call costs to be small beside them.
+# Elements of a chunk. Three arrays of so many float32 stay in the cache from the first operation of
+# a step to the last. Smaller chunks would make more calls, which have a cost of their own.
 _CHUNK = 2**18
 
 
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of torch's optimizers that does not import torch._dynamo, for a second, to call it.
+    """Wraps a method of torch's optimizers so that a call does not import torch._dynamo."""
 
-    torch wraps it so that torch.compile does not trace it. Nothing does before that import.
-    """
-
+    # The import takes a second. torch wraps the method so that torch.compile does not trace it, and
+    # nothing traces before that import.
     @wraps(method)
     def call(*args: Any, **options: Any) -> Any:
         imported = "torch._dynamo" in sys.modules
@@ -47,26 +46,26 @@ class SGD(torch.optim.SGD):
     """torch.optim.SGD with one flat call per bucket; the same parameters to the last bit.
 
     State, parameter groups and `state_dict()` are those of torch.optim.SGD, and either one loads
-    what the other saved. Learning-rate schedulers, GradScaler, gradient clipping and step hooks
-    work on it as on torch's. The order of operations is that of `foreach=False`.
+    the other's. Learning-rate schedulers, GradScaler, gradient clipping and step hooks work as with
+    torch's. The order of operations is that of `foreach=False`.
 
     The phases of a step:
 
-    1. arrange: when the Reducer has laid its buckets out anew, or a parameter group has changed,
-       the parameters are moved into flat tensors, neighbours of one group together: a *run*.
-    2. step each run with one flat call.
-    3. one by one, with the same bits: the members of a run that is not whole (a gradient is None
-       or not the bucket's window, `.data` was replaced), parameters in no bucket, and 16-bit
-       floats on a CPU (where torch rounds the last few elements of a tensor otherwise).
+    1. arrange: if the Reducer has laid its buckets out again, or a parameter group has changed, the
+       parameters are moved into flat tensors, neighbours of one group together: a *run*.
+    2. step each run with one flat call. 3. one by one, with the same bits: the members of a run
+    that is not whole (a gradient is None or not
+       the bucket's window, `.data` was replaced), parameters in no bucket, and 16-bit floats on a
+       CPU.
 
-    Parameters move, once in general, in the first step. What was a view of one before then is not
-    one of it any longer; neither `state_dict()`, nor `load_state_dict()`, nor a deep copy notices.
+    Parameters move in the first step, and rarely later. An older view of a parameter does not
+    follow it; `state_dict()`, `load_state_dict()` and deep copies are not affected.
 
     A copy of the optimizer (deep or pickled) has no Reducer and steps one by one.
 
     Args:
-        params: parameters, named parameters or groups, as every optimizer takes them. Some may be
-            none of the Reducer's.
+        params: parameters, named parameters or groups, as every optimizer takes them. Some may not
+            be the Reducer's.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD. Neighbours
             of one group are stepped together, so groups that alternate from one parameter to the
             next (weights and biases, say) leave little of the gain.
@@ -94,6 +93,7 @@ class SGD(torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
         if not all(bucket.gradient_as_bucket_view for bucket in reducer.flat_buckets):
             raise ValueError("reducer must be made with gradient_as_bucket_view=True")
+        # None in a copy of the optimizer.
         self._reducer: Reducer | None = reducer
         if not any(group is not None for b in reducer.flat_buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
@@ -109,13 +109,13 @@ class SGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with what `.grad` holds.
+        """Steps all parameters with their `.grad`.
 
         Args:
             closure: computes the loss and its gradients first; as in torch.optim.SGD.
 
         Returns:
-            What `closure` returned, or None.
+            The result of `closure`, or None.
 
         Raises:
             RuntimeError: gradients are not averaged yet (from the Reducer).
@@ -125,6 +125,7 @@ class SGD(torch.optim.SGD):
             with torch.enable_grad():
                 loss = closure()
         self._arrange()
+        # That closure has stepped the runs itself, in the course of backward.
         if not isinstance(closure, _BackwardAndStep):
             for runs in self._runs.values():
                 self._step_runs(runs)
@@ -133,36 +134,30 @@ class SGD(torch.optim.SGD):
         return loss
 
     def backward_and_step(self, loss: torch.Tensor) -> None:
-        """`loss.backward()` and `step()` in one: a bucket is stepped as soon as it has landed.
+        """Runs `loss.backward()` and `step()` in one: steps a bucket as soon as it has landed.
 
-        While the first buckets are being stepped the last are still on their way. The result is
-        that of the two calls, bit for bit.
-
-        It is a call of its own, and not how `step()` behaves, because nothing can be done between
-        backward and step here: clipping by the global norm and GradScaler look at every gradient
-        before the first parameter changes, so they need the two calls. Between those,
-        `.grad` must hold averages; that is why `backward()` waits for them.
+        The first buckets are stepped while the last are under way. The result is that of the two
+        calls, bit for bit. It is a call of its own, since nothing can be done between backward and
+        step here: clipping by the global norm and GradScaler look at every gradient before the
+        first parameter changes, so they need the two calls.
 
         Raises:
-            RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is
-                inside `no_sync()`. Nothing was stepped then. Also after an earlier part of the
-                loss went backward outside of `no_sync()`.
+            RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
+                `no_sync()`. Nothing was stepped then. Also after an earlier part of the loss went
+                backward outside of `no_sync()`.
         """
         if self._reducer is None:
             raise RuntimeError("a copy of a ddp.SGD has no Reducer: call backward() and step()")
         self._arrange()
         backward = _BackwardAndStep(loss, self._reducer, self._runs, self._step_runs)
-        # Through step(), so that it counts as one for hooks and schedulers.
+        # Through step(), so that hooks and schedulers see one step.
         self.step(backward)
 
     # 1. arrange ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _arrange(self) -> None:
-        """Moves parameters into flat tensors if buckets or groups are not as they were.
-
-        Idempotent: otherwise it does nothing.
-        """
+        """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
         buckets = () if self._reducer is None else self._reducer.flat_buckets
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):
@@ -174,18 +169,19 @@ class SGD(torch.optim.SGD):
             for parameter in group["params"]
             if id(parameter) not in inside
         ]
+        # Also parameters in no bucket: one of these may share its memory with one that would move.
         shared = overlapping([p for group in self.param_groups for p in group["params"]])
-        self._runs: dict[GradientBucket, list[FlatRun]] = {
-            b: flat_runs(b, self._groups_of(b), shared, self._allocate) for b in buckets
+        self._runs: dict[GradientBucket, list[FlatParams]] = {
+            b: make_flat_params(b, self._groups_of(b), shared, self._allocate) for b in buckets
         }
         self._arranged_for = (buckets, groups)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Where parameters and momentum are moved to."""
+        """Allocates memory for flat parameters or momentum."""
         return in_huge_pages(torch.empty_like(like))
 
     def _groups_of(self, bucket: Bucket) -> list[int | None]:
-        """The index of the parameter group of each member; None for those not ours."""
+        """Returns the index of each member's parameter group; None for a parameter of no group."""
         group_of = {
             id(parameter): index
             for index, group in enumerate(self.param_groups)
@@ -196,7 +192,7 @@ class SGD(torch.optim.SGD):
     # 2. step each run ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step_runs(self, runs: Sequence[FlatRun]) -> None:
+    def _step_runs(self, runs: Sequence[FlatParams]) -> None:
         for run in runs:
             group = self.param_groups[run.group]
             momentum, first = None, False
@@ -234,8 +230,8 @@ class _BackwardAndStep(Observer):
         self,
         loss: torch.Tensor,
         reducer: Reducer,
-        runs: Mapping[GradientBucket, Sequence[FlatRun]],
-        step: Callable[[Sequence[FlatRun]], None],
+        runs: Mapping[GradientBucket, Sequence[FlatParams]],
+        step: Callable[[Sequence[FlatParams]], None],
     ) -> None:
         self._loss, self._reducer, self._runs, self._step = loss, reducer, runs, step
         self._stepped = 0
@@ -245,6 +241,7 @@ class _BackwardAndStep(Observer):
         try:
             self._loss.backward()
         finally:
+            # Also after an error: a later backward() must not step.
             self._reducer.remove_observer(self)
         if not self._stepped:
             self._reducer.checks.check_complete()
@@ -255,7 +252,7 @@ class _BackwardAndStep(Observer):
         return self._loss
 
     def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
-        """Steps the bucket's parameters, but for sparse gradients, which are stepped alone."""
+        """Steps the bucket's parameters. Sparse gradients are stepped later, one by one."""
         if bucket in self._runs:
             self._step(self._runs[bucket])
             self._stepped += 1
@@ -268,13 +265,11 @@ def _update_flat(
     first: bool,
     group: dict[str, Any],
 ) -> None:
-    """`update` of flat tensors; on a CPU in pieces that stay in its cache.
-
-    Not with torch's fused kernel, which reads them once but rounds the last few elements otherwise.
-    """
+    """Runs `update` on flat tensors; on a CPU in chunks that stay in its cache."""
     if parameter.device.type != "cpu":
         update(parameter, gradient, momentum, first, group)
         return
+    # Not torch's fused kernel: it reads memory once, but rounds the last few elements differently.
     cut = partial(torch.split, split_size_or_sections=_CHUNK * torch.get_num_threads())
     parts = cut(parameter)
     momenta: Sequence[torch.Tensor | None] = [None] * len(parts)
@@ -291,13 +286,13 @@ def update(
     first: bool,
     group: dict[str, Any],
 ) -> None:
-    """The arithmetic of SGD, in torch's order of operations. `gradient` stays as it is.
+    """Computes one step of SGD, in torch's order of operations. Does not change `gradient`.
 
     Args:
-        parameter: is stepped.
+        parameter: changed in place.
         gradient: of the parameter's shape.
-        momentum: is updated; None without momentum.
-        first: `momentum` has no values yet and becomes the gradient, undampened.
+        momentum: changed in place; None without momentum.
+        first: True if `momentum` has no values yet. It becomes the gradient, undampened.
         group: lr, momentum, dampening, weight_decay, nesterov and maximize.
     """
     if group["maximize"]:

@@ -1,15 +1,13 @@
-"""Tuning of the bucket size: `bucket_cap_mb="auto"` tries several in training, and keeps one.
+"""Tunes the bucket size: `bucket_cap_mb="auto"` tries several in training, and keeps the fastest.
 
-A *turn* of one layout, from one average to the next; the clock is read at the end of each:
+Each layout of the buckets has its turn. A turn tries backward with overlap ("during") and without
+("at its end"), twice each; the clock is read at the end of each average:
 
-    | laid out anew | during | at its end | during | at its end |   laid out anew, the next one ...
-      not counted     ^ backward           ^ the second time
+    | new layout    | during | at its end | during | at its end |   new layout ...
+      not counted
 
-A round is a turn of each layout. What is measured is the whole step, from the end of one average to
-that of the next, as the user feels it: backward and what it does not hide, the optimizer, forward,
-the data. An evaluation or a slow batch now and then is in it, too, so the median decides, and
-another layout begins each round, so that what comes back every so many steps does not always meet
-the same one.
+A round is a turn of each layout. A measured time is that of a whole step, from one average to the
+next: backward and any communication behind it, the optimizer, forward, the data.
 """
 
 import math
@@ -31,20 +29,22 @@ from ddp_from_scratch.comm_hooks import default_hooks
 from ddp_from_scratch.reducer.comm_state import CommState
 
 DEFAULT = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
-# In the order of preference, where they cost the same.
+# In the order of preference, if they cost the same.
 CAPS: tuple[float | tuple[float, ...], ...] = (DEFAULT, 4.0, 1.0, math.inf)
 ROUNDS = 5
-TIE = 0.01  # of the shortest step: so much longer is as good,
-SURE = 0.6  # and so is what was longer in a smaller part of the steps than this: that is noise
+# A candidate is as good as the best if its median step is longer by no more than this part,
+TIE = 0.01
+# or if it was longer in a smaller part of the steps than this: such a difference is noise.
+SURE = 0.6
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to send gradients.
+    """A way to launch buckets.
 
     Attributes:
-        bucket_cap_mb: as of `bucket_caps`.
-        overlap: launch buckets during backward, not at its end.
+        bucket_cap_mb: see `bucket_caps`.
+        overlap: True launches buckets during backward, False at its end.
     """
 
     bucket_cap_mb: float | Sequence[float]
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """The candidate of one average, and whether its time counts."""
+    """The candidate of one average; `counted` is True if its time counts."""
 
     candidate: Candidate
     counted: bool
@@ -62,18 +62,17 @@ class Trial:
 def candidates(
     layouts: Mapping[float | tuple[float, ...], Sequence[Hashable]], overlap: bool
 ) -> list[list[Candidate]]:
-    """The candidates to choose from, for each layout.
-
-    Caps that lay buckets out alike are one. A single bucket is full at the end of backward, so it
-    makes no difference when it is launched.
+    """Lists the candidates to choose from, for each layout.
 
     Args:
         layouts: the buckets that each cap leads to.
-        overlap: whether buckets may be launched during backward.
+        overlap: True if buckets may be launched during backward.
     """
+    # Caps that lead to the same buckets are one candidate; the preferred cap comes first.
     first: dict[tuple[Hashable, ...], float | tuple[float, ...]] = {}
     for cap, buckets in layouts.items():
         first.setdefault(tuple(buckets), cap)
+    # A single bucket is full at the end of backward: overlap makes no difference for it.
     return [
         [Candidate(cap, way) for way in ([True, False] if overlap and len(b) > 1 else [overlap])]
         for b, cap in first.items()
@@ -81,34 +80,36 @@ def candidates(
 
 
 def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[Trial]:
-    """What to do the coming averages with: each candidate counted twice in a round.
+    """Plans the coming averages: in a round each candidate is tried twice.
 
     Args:
-        groups: the candidates of each layout, as `candidates`.
-        rounds: each layout has one turn in each.
+        groups: the candidates of each layout, as `candidates` returns them.
+        rounds: each layout has one turn in each round.
 
     Returns:
-        Nothing, if there is nothing to choose from.
+        The trials in order; none if there is only one candidate.
     """
     found: list[Trial] = []
     if sum(map(len, groups)) == 1:
         return found
     for number in range(rounds):
         for place in range(len(groups)):
+            # Another layout begins each round. Otherwise events that recur every so many steps
+            # might always hit the same one.
             group = groups[(number + place) % len(groups)]
+            # The first step includes the work of laying out the buckets, so it is not counted.
             found += [Trial(group[0], False), *(Trial(c, True) for c in (*group, *group))]
     return found
 
 
 def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
-    """The first that is as good as the best; those with overlap come first.
-
-    By the median over steps of how long each was beside the others of its round: what slows the
-    machine for a while slows all alike.
+    """Returns the first candidate that is as good as the best; those with overlap come first.
 
     Args:
-        times: of each candidate, in the order of `trials`; as many of each.
+        times: seconds of each candidate's steps, in the order of `trials`; as many of each.
     """
+    # Each step is compared with the others of its round: a machine that is slow for a while slows
+    # all of them alike. Medians, since an evaluation or a slow batch is in a step now and then.
     usual = [statistics.median(alike) for alike in zip(*times.values(), strict=True)]
     medians = {
         candidate: statistics.median(map(truediv, steps, usual))
@@ -125,22 +126,17 @@ def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
 
 
 class BucketTuning(Observer):
-    """Tries buckets of several sizes in training, and keeps the fastest.
-
-    In each of the first averages one candidate is tried. Which one does not depend on any clock, so
-    all ranks lay out the same buckets at the end of the same average. After the last, the longest
-    time over ranks of each step is agreed on, once: from the same times every rank makes the same
-    choice.
+    """Tries buckets of several sizes in the first averages, and keeps the fastest.
 
     Args:
-        buckets: are laid out as each candidate says.
-        comm: launches early or late, as each candidate says.
+        buckets: laid out as each candidate requires.
+        comm: launches early or late, as each candidate requires.
         order: the order in which gradients become ready.
         process_group: the ranks that take part.
 
     Attributes:
         present: the candidate of the next average.
-        settled: whether it stays that.
+        settled: True once `present` is final.
     """
 
     def __init__(
@@ -153,16 +149,22 @@ class BucketTuning(Observer):
         self.settled = False
         self.present = Candidate(DEFAULT, comm.overlap)
         self._buckets, self._comm, self._order = buckets, comm, order
+        # The order that the present layout was made for. A new order means new buckets, made by the
+        # Reducer.
         self._known_order = order.final
         self._overlap, self._process_group = comm.overlap, process_group
+        # Trials still to come; None until the first average has ended. The plan depends on no
+        # clock, so all ranks lay out the same buckets at the end of the same average.
         self._ahead: list[Trial] | None = None
         self._trial: Trial | None = None
         self._times: dict[Candidate, list[float]] = {}
-        self._last = math.nan  # the clock at the end of the last average
+        # The clock at the end of the last average.
+        self._last = math.nan
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         """Prepares the next average: the next candidate, or the best one for good."""
-        if self._order.final is not self._known_order:  # buckets were laid out at its end
+        # The Reducer has laid out the buckets at the end of this average: its time means nothing.
+        if self._order.final is not self._known_order:
             self._known_order = self._order.final
             return
         now, order = clock(self._buckets.parameters[0].device), self._order.present()
@@ -181,11 +183,9 @@ class BucketTuning(Observer):
             self._apply(self._trial.candidate, order)
 
     def check_hook(self, hook: CommHook) -> None:
-        """Raises if `hook` may not follow buckets that are laid out in another way so often.
-
-        A hook that remembers a bucket by its index (torch's PowerSGD does) would take it for
-        another. The hooks of this package remember parameters.
-        """
+        """Raises if `hook` may not be used while buckets are still laid out in different ways."""
+        # A hook that remembers a bucket by its index (torch's PowerSGD does) would take it for
+        # another. The hooks of this package remember parameters.
         if not self.settled and not default_hooks.is_ours(hook):
             raise RuntimeError(
                 f'bucket_cap_mb="auto" has not settled, and the comm hook {hook!r} may remember '
@@ -199,6 +199,8 @@ class BucketTuning(Observer):
                 dtype=torch.float64,
                 device=self._buckets.parameters[0].device,
             )
+            # The longest time over ranks is the step's time. From the same times every rank makes
+            # the same choice.
             dist.all_reduce(times, dist.ReduceOp.MAX, group=self._process_group)
             self._times = dict(zip(self._times, times.tolist(), strict=True))
             self._apply(choose(self._times), order)
@@ -212,7 +214,7 @@ class BucketTuning(Observer):
 
 
 def clock(device: torch.device) -> float:
-    """Seconds. A GPU is waited for, which the program is otherwise ahead of."""
+    """Returns seconds. Waits for a GPU first, which the program is otherwise ahead of."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

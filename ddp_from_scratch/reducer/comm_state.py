@@ -1,4 +1,4 @@
-"""How buckets are sent: the comm hook, this rank's weight, with overlap or without."""
+"""Settings of the next average: the comm hook, this rank's weight, overlap."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,45 +13,49 @@ from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
 
 class CommState:
-    """The comm hook, and the weight of this rank in the next average.
+    """The comm hook, the weight of this rank, and overlap, for the next average.
 
     Args:
         process_group: the ranks that take part.
-        overlap: launch buckets during backward, not at its end.
+        overlap: True launches buckets during backward, False at its end.
 
     Attributes:
-        overlap: as given, or as `bucket_cap_mb="auto"` has chosen.
+        overlap: as given, or the choice of `bucket_cap_mb="auto"`.
         hook, state: the comm hook, and its first argument.
-        several_at_once: whether several buckets may be under way at a time.
-        args: of the launches of this average, once `agree_args` has made them.
-        weight: of this rank, if it was set; until the end of the next average.
-        joining: whether `join()` sets the weights.
+        several_at_once: True if several buckets may be under way at a time.
+        args: the arguments of this average's launches; None until `agree_args`.
+        weight: the weight of this rank in the next average; None means 1.
+        joining: True if `join()` sets the weights.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool) -> None:
         self.overlap = overlap
         self.hook: CommHook = default_hooks.average
         self.state: Any = process_group
+        # False for a hook that may start several collectives: with one bucket under way at a time,
+        # all ranks issue them in the same order.
         self.several_at_once = True
+        # Reset by whatever they are made from: the hook and the weight.
         self.args: LaunchArgs | None = None
         self.weight: GradientWeight | None = None
         self.joining = False
         self._process_group = process_group
-        self._cpu_group: dist.ProcessGroup | None = None  # of gloo, where the group has no CPU
+        # A gloo group to agree on weights, if the group takes no CPU tensors. Opened when needed.
+        self._cpu_group: dist.ProcessGroup | None = None
 
     def set_overlap(self, overlap: bool) -> None:
         """Launches buckets during backward from now on, or at its end."""
         self.overlap = overlap
 
     def set_joining(self, joining: bool) -> None:
-        """Lets `join()` set the weights, or the program again."""
+        """Leaves the weights to `join()` while `joining` is True."""
         self.joining = joining
 
     def set_hook(self, hook: CommHook, state: Any) -> None:
-        """Lets this comm hook send from now on.
+        """Uses this comm hook from now on.
 
         Raises:
-            TypeError: it cannot be called.
+            TypeError: `hook` is not callable.
         """
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
@@ -69,22 +73,23 @@ class CommState:
         return GradientWeight.of(amount, self._cpu_group or self._process_group)
 
     def set_weight(self, weight: GradientWeight | None) -> None:
-        """Multiplies this rank's gradients by it in the next average; None means 1."""
+        """Sets the factor of this rank's gradients in the next average; None means 1."""
         self.weight, self.args = weight, None
 
     def agree_args(self) -> LaunchArgs:
-        """Fixes the launches of this average. Waits for the weights of all ranks, if any are set.
+        """Fixes the arguments of this average's launches. Waits for ranks' weights, if any are set.
 
         Raises: as `GradientWeight.value`.
         """
         weight = 1.0 if self.weight is None else self.weight.value()
         hook, factor = default_hooks.while_packing(self.hook, self.state)
+        # With weight 0 the bucket writes zeros itself: gradients need only the division.
         self.args = LaunchArgs(hook, self.state, weight, weight * factor or factor)
         return self.args
 
     @contextmanager
     def keeping_local(self) -> Iterator[None]:
-        """Inside, passes end as ever, but buckets keep local gradients (`node_shared_sgd.py`).
+        """Keeps local gradients in the buckets inside the context; used by `node_shared_sgd.py`.
 
         Raises:
             RuntimeError: a comm hook is registered.

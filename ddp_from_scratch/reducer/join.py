@@ -1,10 +1,10 @@
-"""Ranks that run out of data early go on taking part in the other ranks' collectives.
+"""Uneven data: ranks that run out of batches still take part in the other ranks' collectives.
 
     with ddp.join(reducer):
         for x, y in loader:          # not as many batches on every rank
             ...
 
-Built on torch's own protocol (`torch.distributed.algorithms.join`), so that other things that
+Built on torch's own protocol (`torch.distributed.algorithms.join`), so that other objects that
 communicate in every step, such as ZeroRedundancyOptimizer, may join in one context.
 """
 
@@ -25,17 +25,16 @@ from ddp_from_scratch.sync.gradient_weight import GradientWeight
 class JoinableReducer(Joinable):
     """A Reducer that takes part in a `Join` context.
 
-    In each step a rank with data and one without do at the same time:
+    In each step ranks with data and ranks without do the same, in this order:
 
-    - `notify` before the forward pass: the rank is there (torch's protocol). Without data:
+    - report that they are there (torch's protocol): `notify` before a forward pass, or without data
       `_Hook.main_hook`.
-    - `send_buffers`, where the last step has averaged: both. They come from the highest of the
-      ranks that have data.
-    - Agree on the number of ranks that average in this step.
-    - backward: the buckets' all-reduces. `main_hook`: the same, with a weight of zero.
+    - send buffers, if the last step has averaged, from the highest rank that has data
+    (`send_buffers`). - agree on the number of ranks that average in this step (`agree`). -
+    all-reduce the buckets: in backward, or without data in `main_hook`, with a weight of zero.
 
-    When no rank has data left, the one with the highest rank among those that ended last gives
-    its parameters and buffers to all.
+    When no rank has data left, the highest rank of those that ended last gives its parameters and
+    buffers to all.
 
     Args:
         reducer: averages the gradients.
@@ -45,19 +44,22 @@ class JoinableReducer(Joinable):
         super().__init__()
         self.reducer = reducer
         self.by_initial_world_size = True
-        self.last_rank: int | None = None  # whose parameters all have, after a context has ended
-        self._outside = self._join_config  # disabled
-        self._averaged = True  # the last step, so that ranks' buffers are not the same any more
+        # The rank whose parameters all ranks have since the last context ended.
+        self.last_rank: int | None = None
+        # The disabled configuration. `end` restores it, since torch's `Join` never does.
+        self._outside = self._join_config
+        # True if the last step averaged: then buffers are due before the next one.
+        self._averaged = True
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The part of a rank without data; called by torch's `Join`."""
+        """Returns the part of a rank without data; called by torch's `Join`."""
         self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         self._averaged = True
         return _Hook(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the tensors that ranks exchange lie."""
+        """The device of the tensors that ranks exchange."""
         return self.reducer.device
 
     @property
@@ -66,48 +68,52 @@ class JoinableReducer(Joinable):
         return self.reducer.process_group or dist.group.WORLD
 
     def notify(self) -> None:
-        """Called before each forward pass that trains. Collective inside a `Join` context.
+        """Begins a step on a rank with data. Called before each forward pass in training.
+
+        Collective inside a `Join` context.
 
         Raises:
-            RuntimeError: some rank has no data left, with `throw_on_early_termination`, or where
-                the module has synchronised batch norm.
+            RuntimeError: some rank has no data left, with `throw_on_early_termination` or
+                synchronised batch norm in the module.
         """
         if not self._join_config.enable:
             return
         sync = self.reducer.sync
         self.reducer.set_joining(True)
+        # The order of these collectives is that of `main_hook`, or ranks with and without data
+        # would wait for each other.
         Join.notify_join_context(self)
         self.check_norms(1.0)
         self.send_buffers(has_data=True)
+        # Weight 0 under no_sync(): the others need to know whether anybody averages in this step.
         weight = self.agree(1.0 if sync else 0.0)
         self.step(sync)
         if sync:
             self.reducer.comm.set_weight(None if self.by_initial_world_size else weight)
 
     def send_buffers(self, has_data: bool) -> None:
-        """Before a step that follows an average: the buffers of a rank that has data to all."""
+        """Sends the buffers of a rank with data to all, if the last step averaged. Collective."""
         if self._averaged and self.reducer.buffer_sync.will_send():
             self.reducer.buffer_sync.in_join(self.agree_on_rank(has_data))
 
     def step(self, averages: bool) -> None:
-        """Whether the step that begins averages, on any rank."""
+        """Records that a step begins; `averages` is True if any rank averages in it."""
         self._averaged = averages
 
     def end(self) -> None:
-        """No rank is in the context any longer; torch's `Join` leaves that unsaid. Idempotent.
-
-        Each forward pass would go on to agree on ranks and weights: buffers would come from the
-        highest rank, and `Reducer.weight` would be overruled.
-        """
+        """Leaves the context. Idempotent."""
+        # torch's `Join` never announces its end. Without this, each forward pass would go on to
+        # agree on ranks and weights: buffers would come from the highest rank, and `Reducer.weight`
+        # would be overruled.
         self._join_config = self._outside
         self.reducer.set_joining(False)
 
     def agree(self, amount: float) -> GradientWeight:
-        """This rank's part among those that average in this step."""
+        """Agrees on this rank's part among the ranks that average in this step. Collective."""
         return self.reducer.comm.agree_weight(amount)
 
     def check_norms(self, amount: float) -> None:
-        """Raises, on every rank, where layers wait for a rank that has no data left. Collective.
+        """Raises, on every rank, if batch norm would wait for a rank without data. Collective.
 
         Args:
             amount: 1 on ranks with data, else 0.
@@ -121,7 +127,7 @@ class JoinableReducer(Joinable):
             )
 
     def agree_on_rank(self, candidate: bool) -> int:
-        """The highest rank among the candidates. Collective."""
+        """Returns the highest rank among the candidates. Collective."""
         rank = dist.get_rank(self.reducer.process_group) if candidate else -1
         highest = torch.tensor([rank], device=self.join_device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.reducer.process_group)
@@ -133,18 +139,19 @@ class _Hook(JoinHook):
         self.joinable = joinable
 
     def main_hook(self) -> None:
-        """One step of the others."""
+        """Takes part in one step of the other ranks."""
         self.joinable.check_norms(0.0)
         self.joinable.send_buffers(has_data=False)
         nothing = self.joinable.agree(0.0)
-        averages = nothing.total() != 0  # else they accumulate
+        # Zero if all others are under no_sync(): they accumulate and launch no bucket.
+        averages = nothing.total() != 0
         self.joinable.step(averages)
         if averages:
             self.joinable.reducer.set_joining(True)
             self.joinable.reducer.contribute_nothing(nothing)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Nobody has data left."""
+        """Ends the context: no rank has data left."""
         src = self.joinable.last_rank = self.joinable.agree_on_rank(is_last_joiner)
         reducer = self.joinable.reducer
         broadcast_parameters(reducer.module, src, reducer.process_group, reducer.ignore)
@@ -161,19 +168,19 @@ def join(
 ) -> Iterator[None]:
     """Lets ranks have different numbers of batches.
 
-    A rank that leaves the block early goes on with the others' collectives until all have left.
-    At the end all have the parameters and buffers of one that was last. A step under `no_sync()`
-    has its forward pass inside it, too.
+    A rank that leaves the block early takes part in the others' collectives until all have left. At
+    the end all ranks have the parameters and buffers of one that was last. A step under `no_sync()`
+    must have its forward pass inside it, too.
 
     Args:
         reducer: averages the gradients.
-        divide_by_initial_world_size: divide by the number of all ranks, as if those without data
-            had a gradient of zero, or only by the number of those that still have data.
+        divide_by_initial_world_size: True divides by the number of all ranks, as if those without
+            data had gradients of zero. False divides by the number of ranks that still have data.
         enable: False for ranks that are known to have the same number of batches.
-        throw_on_early_termination: raise on every rank as soon as one has no data left.
+        throw_on_early_termination: True raises on every rank as soon as one has no data left.
 
     Raises:
-        RuntimeError: when the first rank has no data left, with `throw_on_early_termination` or
+        RuntimeError: the first rank has no data left, with `throw_on_early_termination` or
             synchronised batch norm.
 
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
@@ -181,6 +188,7 @@ def join(
     joinable = JoinableReducer(reducer)
 
     def before_forward(module: torch.nn.Module, inputs: object) -> None:
+        # Not for an evaluation, nor for a forward pass that a checkpoint recomputes in backward.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             joinable.notify()
 

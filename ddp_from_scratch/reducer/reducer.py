@@ -36,63 +36,63 @@ class Reducer:
 
     The phases of one backward pass:
 
-    - ready: a hook on each parameter runs when its `.grad` is complete, and marks it ready.
-    - pack and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously,
-      once every earlier bucket has been launched. The order is that of the bucket's index on every
-      rank, never that of readiness, so that all ranks issue the same collectives.
+    - ready: a hook on each parameter runs when its `.grad` is complete, and marks it ready. - pack
+    and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously, once
+      every earlier bucket has been launched. Buckets are launched in the order of their index on
+      every rank, never in the order of readiness, so that all ranks issue the same collectives.
     - wait and unpack: at the end of backward, for every bucket in order. When `backward()` returns,
       every `.grad` is the average over ranks.
 
-    The average is taken of what `.grad` holds, and averaging is linear: gradients accumulated under
-    `no_sync()` are averaged by the next pass outside of it, and a second pass through one graph
-    adds to an average and is averaged again. After the first pass the buckets are laid out again,
-    in the order in which rank 0's gradients became ready (torch's DDP: before its second step).
+    The whole `.grad` is averaged, also gradients that were accumulated under `no_sync()` before. So
+    a second pass through one graph, which adds to an average, is averaged again. After the first
+    pass the buckets are laid out again, in the order in which rank 0's gradients became ready.
 
     Args:
         module: its parameters with `requires_grad` are synchronised. All ranks must hold the same
             ones (`broadcast_parameters` checks that). A forward pass that writes to parameters
             makes ranks compare them (`check_every`).
-        process_group: the ranks that take part; None means all of them.
+        process_group: the ranks that take part; None means all.
         bucket_cap_mb: size in MiB at which a bucket is closed: 0 one bucket for each parameter,
             `inf` one for all; None and a sequence as in `bucket_caps`. "auto" tries several in the
             first averages, with and without overlap, and settles on one (`bucket_tuning.py`).
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
-            most of the memory of the gradients; `.grad` must then not be detached in place, and
-            on a CPU that of large ones is None from when it is ready until the average is there.
-        find_unused_parameters: parameters may take no part in a backward pass, others on each
-            rank. `.grad` of what no rank used stays as it was, elsewhere it becomes the average.
-            The buckets keep their first layout.
+            most of the memory of the gradients. `.grad` must then not be detached in place, and on
+            a CPU a large `.grad` is None from when it is ready until the average is there.
+        find_unused_parameters: parameters may take no part in a backward pass, different ones on
+            each rank. The `.grad` of a parameter that no rank used stays as it was; others become
+            the average. The buckets keep their first layout.
         static_graph: every backward pass is as the first: the same unused parameters, and as many
-            gradients for each parameter. One that differs raises and names the parameter.
-        skip_unused: do not send a bucket none of whose parameters this rank has used since the last
-            average; the first sends all. All ranks must use the same ones: otherwise they wait for
-            each other.
-        broadcast_buffers: at the end of each backward pass that averages all ranks get rank 0's
-            buffers (batch norm's running statistics), so that each may evaluate at any time.
+            gradients for each parameter. A pass that differs raises and names the parameter.
+        skip_unused: skip a bucket if this rank has used none of its parameters since the last
+            average; the first average skips none. All ranks must use the same parameters, or they
+            wait for each other.
+        broadcast_buffers: give all ranks rank 0's buffers (batch norm's running statistics) at the
+            end of each backward pass that averages, so that each rank may evaluate at any time.
         ignore: names of parameters and buffers that are not synchronised.
-        check_every: `check_sync` in every so many averages, for the state of optimizers that step
-            these parameters, too. None means never, but for forward passes that write to
-            parameters: then in the first average, and in every hundredth.
-        stall_after: seconds that a step waits before it is reported what for and for which ranks
+        check_every: run `check_sync` in every so many averages, also for the state of optimizers
+            that step these parameters. None means never, unless forward passes write to parameters:
+            then in the first average, and in every hundredth.
+        stall_after: seconds after which a step that waits is reported, with the ranks it waits for
             (`stall_watch.py`). None means never.
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
 
     Attributes:
-        module, device, process_group, ignore: as given; the device of the parameters.
-        sync: whether backward passes average. `no_sync()` sets it to False and back.
+        module, process_group, ignore: as given.
+        device: the device of the parameters.
+        sync: True if backward passes average. `no_sync()` sets it to False and back.
         iteration: the number of averages so far.
         comm: the comm hook, and this rank's weight.
-        checks: of forward passes, steps and gradients.
-        buffer_sync: sends the buffers.
+        checks: checks of forward passes, steps and gradients.
+        buffer_sync: synchronises the buffers.
 
     Raises:
         ValueError: no parameter requires a gradient, this rank is not in the group, or an argument
             is out of its range.
-        TypeError: `process_group` is none.
-        RuntimeError: no process group is open; from a forward pass, an optimizer's step or
-            `backward()`: as `GradientChecks`; from `backward()` on every rank: ranks have drifted
+        TypeError: `process_group` is not a process group.
+        RuntimeError: no process group is open. From a forward pass, an optimizer's step or
+            `backward()`: see `GradientChecks`. From `backward()` on every rank: ranks have drifted
             apart (`check_every`).
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
@@ -139,11 +139,16 @@ class Reducer:
         self._buckets.lay_out(self._pass.order.present())
         self.checks = GradientChecks(module, snapshot, self._pass, self._buckets, process_group)
         self._skip_unused = skip_unused
-        self._lock = threading.Lock()  # autograd has a thread for each device
-        self._next_bucket = 0  # every bucket before it has been launched
-        self._error: RuntimeError | None = None  # raised when all buckets have been averaged
+        # Autograd has a thread for each device, and hooks run in all of them.
+        self._lock = threading.Lock()
+        # Every bucket before this index has been launched. Reset when all are unpacked.
+        self._next_bucket = 0
+        # An error of this rank alone. Raised when all buckets have been averaged: until then other
+        # ranks count on this one.
+        self._error: RuntimeError | None = None
 
-        # Observers are called in this order: buffers and layout first, comparisons last.
+        # Observers are called in this order: buffers and layout first, comparisons last. An option
+        # that is off adds none, so it costs nothing.
         self._observers: list[Observer] = []
         self.buffer_sync = BufferSync(module, process_group, broadcast_buffers, ignore)
         self.set_broadcast_buffers(broadcast_buffers)
@@ -170,28 +175,28 @@ class Reducer:
 
     @property
     def flat_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets of the present layout, in the order of launch, less sparse gradients'."""
+        """The present buckets in the order of launch, without those of sparse gradients."""
         return self._buckets.flat
 
     @property
     def ready_order(self) -> list[str] | None:
-        """The names of the parameters in the order of the final layout, or None."""
+        """The names of the parameters in the order of the final layout; None before it."""
         return self._pass.order.final
 
     @property
     def bucket_cap_mb(self) -> float | Sequence[float] | None:
-        """As given (None: the default), or the choice of "auto", None until it is made."""
+        """The cap as given, or the choice of "auto"; None until "auto" has settled."""
         if self._tuning is None:
             return self._bucket_cap_mb  # type: ignore[no-any-return]
         return self._tuning.present.bucket_cap_mb if self._tuning.settled else None
 
     @property
     def overlap(self) -> bool:
-        """Whether the next backward pass launches buckets before its end."""
+        """True if the next backward pass launches buckets before its end."""
         return self.comm.overlap
 
     def stats(self) -> ReducerStats:
-        """Settings, buckets and their sizes at this moment."""
+        """Returns settings, buckets and their sizes at this moment."""
         used, hook = self._pass.used, self.comm.hook
         return ReducerStats(
             bucket_bytes=tuple(
@@ -212,7 +217,8 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients are accumulated locally; the next backward outside averages the sum."""
+        """Accumulates gradients locally inside; the next backward outside averages the sum."""
+        # Restored and not set to True: contexts may be nested.
         before = self.sync
         self.sync = False
         try:
@@ -221,15 +227,16 @@ class Reducer:
             self.sync = before
 
     def weight(self, amount: float) -> None:
-        """Lets this rank's gradients count by `amount` in the next average, then equally again.
+        """Weighs this rank's gradients by `amount` in the next average alone. Collective.
 
-        With the number of samples (or tokens) that its loss is the mean over, the result is the
-        gradient of the mean over the whole batch. Collective: called on every rank before the
-        backward pass. A rank with 0 runs backward, too; the values it computes do not matter.
+        Give the number of samples (or tokens) that this rank's loss is the mean over; the result is
+        then the gradient of the mean over the whole batch. Call it on every rank before the
+        backward pass. A rank with amount 0 runs backward, too; the values of its gradients do not
+        matter.
 
         Raises:
             ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
-            RuntimeError: inside `join()`; on every rank, the amounts differ and the module has
+            RuntimeError: inside `join()`; or, on every rank, the amounts differ and the module has
                 synchronised batch norm.
         """
         if self.comm.joining:
@@ -239,13 +246,13 @@ class Reducer:
         self.comm.set_weight(weight)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Lets `hook(state, bucket)` average each bucket from now on; see `comm_hooks`.
+        """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
 
-        One that is not of `ddp.comm_hooks` has one bucket under way at a time.
+        With a hook that is not one of `ddp.comm_hooks`, one bucket is under way at a time.
 
         Raises:
-            RuntimeError: a backward pass is under way, or `BucketTuning.check_hook`.
-            TypeError: `hook` cannot be called.
+            RuntimeError: a backward pass is under way, or see `BucketTuning.check_hook`.
+            TypeError: `hook` is not callable.
         """
         if any(bucket.begun for bucket in self._buckets.all):
             raise RuntimeError("a comm hook cannot be registered while gradients are under way")
@@ -254,25 +261,25 @@ class Reducer:
         self.comm.set_hook(hook, state)
 
     def set_static_graph(self) -> None:
-        """As `static_graph=True`, from the next backward pass on. Idempotent."""
+        """Acts as `static_graph=True` from the next backward pass on. Idempotent."""
         self._pass.set_static()
 
     def set_broadcast_buffers(self, enabled: bool) -> None:
-        """As `broadcast_buffers`, from now on. On all ranks alike."""
+        """Sets `broadcast_buffers` from now on. Must be called on all ranks alike."""
         self.buffer_sync.enable(enabled)
         others = [observer for observer in self._observers if observer is not self.buffer_sync]
         self._observers = [self.buffer_sync, *others] if enabled else others
 
     def add_observer(self, observer: Observer) -> None:
-        """Calls it at each step of the averages from now on."""
+        """Calls this observer at each step of the averages from now on."""
         self._observers.append(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Calls it no more."""
+        """Stops calling this observer."""
         self._observers.remove(observer)
 
     def remove(self) -> None:
-        """Takes every hook off the module, whose gradients are local from then on. Idempotent."""
+        """Removes every hook from the module, whose gradients then stay local. Idempotent."""
         self._hooks.remove()
         self._pass.stop()
 
@@ -281,7 +288,8 @@ class Reducer:
     def _on_gradient(self, index: int) -> None:
         """Marks parameter `index` ready: its `.grad` is complete. Called by autograd."""
         gradient = self._buckets.parameters[index].grad
-        if gradient is None:  # an undefined gradient: backward came by and brought nothing
+        if gradient is None:
+            # Autograd calls the hook also for an undefined gradient.
             return
         with self._lock:
             bucket = self._buckets.bucket_of[index]
@@ -289,6 +297,8 @@ class Reducer:
             if not filling and not self.sync:
                 raise self.checks.second_gradient(index)
             if self._pass.used is not None:
+                # Before the return below: gradients under no_sync() are averaged later, and count
+                # as used.
                 self._pass.used.on_gradient(index)
             if not self.sync:
                 return
@@ -298,7 +308,8 @@ class Reducer:
                 index, self._on_backward_end, self._buckets.restore_grads
             ):
                 return
-            if not filling:  # not raised yet: other ranks count on this rank's other buckets
+            if not filling:
+                # Not raised yet: other ranks count on this rank's other buckets.
                 self._error = self.checks.second_gradient(index)
                 return
             if bucket.packs_early:
@@ -307,7 +318,7 @@ class Reducer:
                 self._launch_full_buckets()
 
     def _on_enter(self, unreached: set[int]) -> None:
-        """Marks these unused: a backward pass has come to an output and will not reach them."""
+        """Marks unreached parameters unused, as a backward pass enters the graph of an output."""
         with self._lock:
             if not self.sync or self._pass.is_current() or self._pass.used is None:
                 return
@@ -318,10 +329,11 @@ class Reducer:
                 self._launch_full_buckets()
 
     def _may_launch_early(self) -> bool:
-        """Whether full buckets are launched now, during backward, or at its end."""
-        # Synchronised batch norm has collectives in backward. Two kinds of ours would come before
-        # them on one rank and after them on another: those that a hook starts when others have
-        # landed, and those of buckets that are full early where their parameters are unused.
+        """True if full buckets are launched now, during backward, and not at its end."""
+        # Synchronised batch norm has collectives in backward, and all ranks must issue all
+        # collectives in the same order. Two kinds of ours have no fixed place among them: those of
+        # a hook that starts several, and those of a bucket that is full earlier on one rank, since
+        # parameters are unused there.
         varies = self._pass.used is not None and self._pass.used.may_be_unused
         if varies or not self.comm.several_at_once:
             return self.comm.overlap and not self.checks.layers_communicate()
@@ -330,8 +342,10 @@ class Reducer:
     # Pack, launch -------------------------------------------------------------------------------
 
     def _launch_full_buckets(self) -> None:
-        """Launches, in order, up to the first bucket that is not full. Idempotent."""
+        """Launches buckets in order, up to the first that is not full. Idempotent."""
         buckets = self._buckets.all
+        # By index and not by readiness, which differs between ranks: all must issue the same
+        # collectives in the same order.
         while self._next_bucket < len(buckets) and not buckets[self._next_bucket].missing:
             bucket = buckets[self._next_bucket]
             if not self.comm.several_at_once:
@@ -344,7 +358,7 @@ class Reducer:
         return self._pass.used is not None and self._pass.used.none_of(bucket.layout.members)
 
     def _await_hook(self) -> None:
-        """Waits until a hook that starts several collectives has come to its last."""
+        """Waits until a hook that starts several collectives has finished the last bucket."""
         if self._next_bucket and not self.comm.several_at_once:
             self._buckets.all[self._next_bucket - 1].wait()
 
@@ -353,10 +367,7 @@ class Reducer:
     def _on_backward_end(self) -> None:
         """Launches the rest and finishes the average. Called by autograd when the pass is over.
 
-        Where gradients are still missing nothing is unpacked: a later backward pass may bring
-        them (a loss computed in parts, reentrant checkpointing), or else the next forward raises.
-        Where parameters may be unused, those that are missing now are unused in this pass.
-        Idempotent: called again after the last bucket was unpacked, it does nothing.
+        Idempotent: does nothing if no pass is under way.
         """
         if not self._pass.end():
             return
@@ -367,8 +378,11 @@ class Reducer:
         if not self.comm.several_at_once:
             self._await_hook()
         if self._next_bucket < len(self._buckets.all):
+            # Gradients are missing, so nothing is unpacked. A later pass may bring them (a loss
+            # computed in parts, reentrant checkpointing), or else the next forward pass raises.
             self._buckets.restore_grads()
             return
+        # Averaged first, then raised: the other ranks' averages need this rank's buckets.
         error, self._error = self._error, None
         self._finish(takes_part=error is None)
         if error is not None:
@@ -377,7 +391,7 @@ class Reducer:
             self.checks.check_static(self._pass.used.end_pass())
 
     def _finish(self, takes_part: bool) -> None:
-        """Waits for every bucket in order and unpacks it, but not on a rank that takes no part."""
+        """Waits for each bucket in order and unpacks it, but not on a rank that takes no part."""
         for observer in self._observers:
             observer.on_all_launched()
         used = None if self._pass.used is None else self._pass.used.agree()
@@ -387,10 +401,11 @@ class Reducer:
                 observer.on_landed(self.iteration, bucket)
         self._next_bucket = 0
         if self.comm.weight is not None:
-            self.comm.set_weight(None)  # ranks count equally again
+            # A weight holds for one average.
+            self.comm.set_weight(None)
         self.iteration += 1
-        # Here and not before a forward pass, which may be one rank's own affair (an evaluation):
-        # every rank is known to take part.
+        # Agreed here and not before a forward pass, which may be one rank's own (an evaluation):
+        # here every rank takes part.
         if self._pass.order.final is None and not self._pass.varies:
             self._buckets.lay_out(self._pass.order.agree(self.device, self.process_group))
         if self.iteration == 1 and self._drift is None and self.checks.any_written():
@@ -401,12 +416,12 @@ class Reducer:
     # In join() ----------------------------------------------------------------------------------
 
     def set_joining(self, joining: bool) -> None:
-        """Leaves weights and buffers to `join()`, or takes them back."""
+        """Leaves weights and buffers to `join()` while `joining` is True."""
         self.comm.set_joining(joining)
         self.buffer_sync.set_joining(joining)
 
     def contribute_nothing(self, weight: GradientWeight) -> None:
-        """Takes part in the others' next average with a weight of 0; `.grad` stays as it is."""
+        """Takes part in the others' next average with weight 0; `.grad` stays as it is."""
         self.comm.set_weight(weight)
         self._buckets.mark_rest_unused()
         self._launch_full_buckets()
@@ -416,7 +431,7 @@ class Reducer:
     # Around forward, and before a step ----------------------------------------------------------
 
     def prepare_backward(self, outputs: object) -> None:
-        """Backward will begin at these tensors: looks for parameters that their graph misses."""
+        """Looks for unused parameters in the graph of these tensors, where backward will begin."""
         self._pass.on_forward(outputs)
 
     def _before_forward(self) -> None:
@@ -437,5 +452,6 @@ class Reducer:
         self._observers.append(self._drift)
 
     def _progress(self) -> Progress:
-        buckets = self._buckets.all  # called in a thread: they may be laid out again meanwhile
+        # Read once: another thread calls this, and the buckets may be laid out again meanwhile.
+        buckets = self._buckets.all
         return Progress.of(self.iteration, self._next_bucket, buckets, self._buckets.names)

@@ -1,4 +1,4 @@
-"""A Reducer's settings and buckets at one moment, for logs and `repr`."""
+"""Settings and buckets of a Reducer at one moment, for logs and `repr`."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ class ReducerStats:
     """Settings and buckets of a `Reducer`.
 
     Attributes:
-        bucket_bytes: size of each, in the order of launch.
+        bucket_bytes: size of each bucket, in the order of launch.
         bucket_cap_bytes: size at which a bucket is closed, the largest of its caps.
-        parameters, parameter_bytes: their number, and their size together.
+        parameters, parameter_bytes: number of parameters, and their size together.
         iteration: number of averages so far.
-        rebuilt: whether the buckets are in the order in which gradients became ready.
+        rebuilt: True if the buckets are in the order in which gradients became ready.
         overlap, gradient_as_bucket_view, find_unused_parameters, static_graph: settings.
         comm_hook: its name.
     """

@@ -1,1 +1,1 @@
-"""Makes ranks equal, and finds out where they are not."""
+"""Synchronises parameters, buffers, weights and batch norm over ranks, and compares ranks."""

@@ -1,6 +1,6 @@
-"""One model on all ranks: compare first, then pass rank 0's parameters and buffers on.
+"""One model on all ranks: compares the models, then sends rank 0's parameters and buffers.
 
-It comes before a gradient's way: averages of gradients keep ranks equal only if they began equal.
+Averaged gradients keep ranks equal only if the ranks began equal.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from ddp_from_scratch.buckets.layout import Gradient, assign_buckets
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
 from ddp_from_scratch.group import check_group, on_gpu_of
 
-# A message holds about this much: large enough for the network, small enough that a rank passes
-# one on to its children while the next is on its way to it.
+# Size of a message, about. Large enough for the network; small enough that a rank passes one on to
+# its children while it receives the next.
 _MESSAGE_BYTES = 16 * 2**20
 
 _LAZY = " is lazy and has no shape yet"
@@ -27,11 +27,11 @@ def broadcast_parameters(
     process_group: dist.ProcessGroup | None = None,
     ignore: Collection[str] = (),
 ) -> None:
-    """Gives every rank the parameters and buffers of rank `src`, bit for bit.
+    """Gives every rank the parameters and buffers of rank `src`, bit for bit. Collective.
 
-    First all ranks compare their models; then the tensors travel by `send` and `recv` along a
-    binomial tree rooted at `src` (each rank receives once and passes on), coalesced into flat
-    messages per dtype.
+    All ranks compare their models first. Then the tensors travel by `send` and `recv` along a
+    binomial tree rooted at `src`, coalesced into flat messages per dtype: each rank receives once
+    and passes on.
 
     Args:
         module: the model; its tensors keep their storage, shape, strides and device.
@@ -43,7 +43,7 @@ def broadcast_parameters(
         ValueError: `src` is not a rank of the group, or the module has lazy parameters.
         RuntimeError: the models differ in number, names, order, shapes, strides, dtypes,
             requires_grad or sparseness of gradients of parameters or buffers. The text names the
-            first that differs and the two ranks, and is the same on every rank.
+            first difference and the two ranks, and is the same on every rank.
     """
     _check_rank(src, process_group)
     check_same_model(module, process_group, ignore)
@@ -57,10 +57,10 @@ def broadcast_buffers(
     process_group: dist.ProcessGroup | None = None,
     ignore: Collection[str] = (),
 ) -> None:
-    """Gives every rank the buffers of rank `src`, such as batch norm's running statistics.
+    """Gives every rank the buffers of rank `src`, such as running statistics. Collective.
 
-    For a Reducer without `broadcast_buffers=True`: called where they are read, before an evaluation
-    or a checkpoint. What rank `src` holds is the same either way.
+    For a Reducer without `broadcast_buffers=True`: call it before an evaluation or a checkpoint,
+    which read the buffers. Rank `src` keeps its own values.
 
     Args: as `broadcast_parameters`.
 
@@ -77,9 +77,7 @@ def check_same_model(
     process_group: dist.ProcessGroup | None = None,
     ignore: Collection[str] = (),
 ) -> None:
-    """Raises on every rank unless all hold the same parameters and buffers (values aside).
-
-    Ranks exchange a digest of 32 bytes; only where digests differ do they exchange descriptions.
+    """Raises on every rank if names, shapes or kinds of parameters or buffers differ. Collective.
 
     Raises:
         ValueError: the module has lazy parameters, whose shape is not known yet.
@@ -87,12 +85,14 @@ def check_same_model(
     """
     mine = _describe(module, ignore)
     lazy = next((line for line in mine if line.endswith(_LAZY)), None)
+    # Equal ranks exchange 32 bytes each. Descriptions are long, and sent only to name a difference.
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     world_size = dist.get_world_size(process_group)
     digests: list[bytes] = [b""] * world_size
     with on_gpu_of(module):
         dist.all_gather_object(digests, digest, group=process_group)
     if len(set(digests)) == 1:
+        # Raised after the exchange: a rank that raises before it would leave the others waiting.
         if lazy is not None:
             raise ValueError(
                 f"{lazy}: run one forward pass on every rank before broadcast_parameters"
@@ -106,7 +106,7 @@ def check_same_model(
 
 
 def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
-    """One line for each parameter and buffer, in order."""
+    """Describes each parameter and buffer in one line, in order."""
     lines = []
     sparse = sparse_parameters(module)
     for name, parameter in module.named_parameters():
@@ -150,10 +150,9 @@ def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
 
 
 def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[int | None, list[int]]:
-    """Where a rank stands in the binomial tree: its parent (None for the root) and children.
+    """Returns a rank's parent (None for the root) and children in the binomial tree.
 
-    With r counted from the root, r's parent is r less its lowest set bit; the child with the
-    largest subtree comes first. Eight ranks, root 0:
+    With r counted from the root, r's parent is r less its lowest set bit. Eight ranks, root 0:
 
         0 ── 4 ── 6 ── 7
         │    └─── 5
@@ -166,6 +165,7 @@ def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[int | No
         bit <<= 1
     parent = None if relative == 0 else (relative - bit + root) % world_size
     children = []
+    # The child with the largest subtree first: the longest way begins earliest.
     while bit := bit >> 1:
         if relative + bit < world_size:
             children.append((relative + bit + root) % world_size)
@@ -181,11 +181,14 @@ def send_tensors(
     parent, children = tree_neighbours(rank, world_size, src)
     for members in messages(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in members])
-        wire = flat.view(torch.uint8)  # bytes, which every backend can send, whatever the dtype
+        # Bytes, which every backend can send, whatever the dtype.
+        wire = flat.view(torch.uint8)
         if parent is not None:
+            # Received before it is sent on: a tree, so no two ranks wait for each other.
             _pass_on(wire, dist.irecv, [parent], process_group)
         _pass_on(wire, dist.isend, children, process_group)
         if parent is not None:
+            # The root has these values already. Copied in place: tensors keep storage and strides.
             sizes = [tensor.numel() for tensor in members]
             for tensor, values in zip(members, flat.split(sizes), strict=True):
                 tensor.copy_(values.view(tensor.shape))
@@ -197,17 +200,15 @@ def _pass_on(
     peers: Sequence[int],
     process_group: dist.ProcessGroup | None,
 ) -> None:
-    """Sends to these ranks, or receives from them, and waits.
-
-    In a batch, as nccl would otherwise open a communicator of its own for each pair of ranks.
-    """
+    """Sends to these ranks, or receives from them, and waits."""
+    # In a batch: nccl would otherwise open a communicator for each pair of ranks.
     operations = [dist.P2POp(way, wire, group=process_group, group_peer=peer) for peer in peers]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 
 
 def messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """The tensors of each message: one dtype and device, about `_MESSAGE_BYTES` together."""
+    """Yields the tensors of each message: one dtype and device, about `_MESSAGE_BYTES` together."""
     sizes = [Gradient(t.numel(), t.nbytes, (t.dtype, t.device)) for t in tensors]
     for layout in assign_buckets(sizes, range(len(tensors)), [_MESSAGE_BYTES]):
         if layout.numel:

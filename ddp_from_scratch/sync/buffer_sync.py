@@ -1,4 +1,4 @@
-"""Buffers made equal on all ranks, at a point that every rank is known to come to.
+"""Synchronises buffers at the end of backward, a point that every rank is known to reach.
 
 reducer = ddp.Reducer(model, broadcast_buffers=True)
 """
@@ -16,13 +16,13 @@ from ddp_from_scratch.sync.broadcast import messages, send_tensors
 
 
 class BufferHook(NamedTuple):
-    """Synchronises buffers in place of rank 0's.
+    """A hook that synchronises buffers in place of rank 0's.
 
     Attributes:
-        state: handed to the hook.
-        call: called with `state` and `{name: buffer}`; returns None or futures, which the end of
-            backward waits for.
-        before: whether it is called before the forward pass or after it.
+        state: the hook's first argument.
+        call: called with `state` and `{name: buffer}`; returns None or futures. The end of backward
+            waits for these.
+        before: True calls the hook before the forward pass, False after it.
     """
 
     state: Any
@@ -39,20 +39,16 @@ class _Message(NamedTuple):
 
 
 class BufferSync(Observer):
-    """Gives all ranks one rank's buffers at the end of each backward pass that averages.
+    """Gives all ranks one rank's buffers at the end of each synchronised backward pass.
 
-    They are launched behind the last bucket, and written when every bucket has landed.
-
-    Not before a forward pass, as in torch's DDP: that may be one rank's own (an evaluation). A
-    forward pass finds the same buffers either way. Inside `join()`, where the rank that sends is
-    agreed on from step to step, they are sent before forward, by `in_join`.
-
-    A hook takes the place of all that: `before_forward` or `after_forward` calls it.
+    Buffers are launched behind the last bucket, and written when every bucket has landed. With a
+    hook, `before_forward` or `after_forward` calls the hook instead. Inside `join()`, `in_join`
+    sends them before forward: the ranks agree in each step on the rank to send from.
 
     Args:
-        module: its buffers are sent, those that it has at the time.
+        module: the owner of the buffers; they are looked up again each time.
         process_group: the ranks that take part.
-        enabled: False never sends any.
+        enabled: False sends none.
         ignore: names of buffers that are left alone.
 
     Attributes:
@@ -69,37 +65,41 @@ class BufferSync(Observer):
         self._module, self._process_group, self._ignore = module, process_group, ignore
         self.enabled = enabled
         self.hook: BufferHook | None = None
+        # Hooks are called in the first forward pass after an average, as torch calls them.
         self._hook_is_due = True
         self._joining = False
         self._futures: list[torch.futures.Future[Any]] = []
+        # Under way from `_launch` to `_finish`, and the rank they come from.
         self._sent: list[_Message] = []
         self._src = 0
 
     def enable(self, enabled: bool) -> None:
-        """Sends buffers from now on, or none. On all ranks alike."""
+        """Turns synchronisation on or off. Must be called on all ranks alike."""
         self.enabled = enabled
 
     def set_hook(self, hook: BufferHook | None) -> None:
-        """Lets a hook synchronise buffers in place of rank 0's; None takes it away."""
+        """Lets a hook synchronise buffers in place of rank 0's; None removes the hook."""
         self.hook = hook
 
     def set_joining(self, joining: bool) -> None:
-        """Leaves the sending to `in_join`, or takes it back."""
+        """Leaves the sending to `in_join` while `joining` is True."""
         self._joining = joining
 
     def will_send(self) -> bool:
-        """Whether there are buffers to send, by the hook or without."""
+        """True if there are buffers to synchronise, with or without a hook."""
         return self.enabled and any(True for _ in self._named())
 
     # At the end of a backward pass --------------------------------------------------------------
 
     def on_all_launched(self) -> None:
-        """Sends rank 0's buffers to all. Collective."""
+        """Launches rank 0's buffers. Collective."""
+        # At the end of backward, not before forward as in torch's DDP: a forward pass may be one
+        # rank's own (an evaluation). Forward passes in training find the same buffers either way.
         if self.hook is None and not self._joining:
             self._launch(0)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Writes the buffers that came."""
+        """Writes the received buffers."""
         self._finish()
 
     @torch.no_grad()
@@ -112,7 +112,9 @@ class BufferSync(Observer):
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
         else:
             flat = buffers[0].new_empty(sum(buffer.numel() for buffer in buffers))
-        wire = flat.view(torch.uint8)  # bytes, which every backend can send, whatever the dtype
+        # Bytes, which every backend can send, whatever the dtype.
+        wire = flat.view(torch.uint8)
+        # Asynchronous: it travels while the buckets are waited for.
         work = dist.broadcast(wire, group=self._process_group, group_src=self._src, async_op=True)
         return _Message(buffers, flat, of_member(work))
 
@@ -134,18 +136,17 @@ class BufferSync(Observer):
 
     @torch.no_grad()
     def _write(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Writes values to buffers. A graph that is still alive is right, or raises in backward.
-
-        Autograd counts writes, and raises where a value that was saved for backward has changed. So
-        what may be saved (held by more than Python) is not written where it would stay the same, as
-        tables of positions do. Running statistics are written uncounted, as batch norm's own kernel
-        writes them: no backward pass in training reads them.
-        """
+        """Writes values to buffers so that a graph still alive is right, or raises in backward."""
         uncounted: tuple[torch.Tensor, ...] = ()
+        # Autograd counts writes, and raises in backward if a value that it saved has changed since.
+        # A buffer that more than Python holds may be such a value.
         if any(buffer._use_count() > 1 for buffer, _ in pairs):
             norms = [m for m in self._module.modules() if isinstance(m, _NormBase)]
             statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+            # Running statistics are written uncounted, as batch norm's own kernel writes them: no
+            # backward pass in training reads them.
             uncounted = tuple(buffer for buffer, _ in pairs if id(buffer) in statistics)
+            # Others, such as tables of positions, are not written if they would stay the same.
             pairs = [(b, v) for b, v in pairs if id(b) in statistics or not torch.equal(b, v)]
         if pairs:
             buffers, values = map(list, zip(*pairs, strict=True))
@@ -155,7 +156,7 @@ class BufferSync(Observer):
     # Around a forward pass ----------------------------------------------------------------------
 
     def in_join(self, src: int) -> None:
-        """Before a forward pass inside `join()`: rank `src`'s buffers to all. Collective."""
+        """Sends rank `src`'s buffers to all, before a forward pass in `join()`. Collective."""
         if self.hook is None:
             if self.enabled:
                 self._launch(src)
@@ -164,23 +165,22 @@ class BufferSync(Observer):
             self._run(self.hook)
 
     def before_forward(self) -> None:
-        """Calls a hook that comes before forward. Collective, as the hook is."""
+        """Calls a hook that is due before forward. Collective, as the hook is."""
         if self.hook is not None and self.hook.before and self._hook_is_due and self.enabled:
             self._run(self.hook)
 
     def after_forward(self, averages: bool) -> None:
-        """Calls a hook that comes after forward. Collective, as the hook is.
+        """Calls a hook that is due after forward. Collective, as the hook is.
 
         Args:
-            averages: whether this forward pass is followed by an average. Hooks are called in the
-                first forward pass after an average, as torch calls them.
+            averages: True if this forward pass is followed by an average.
         """
         if self.hook is not None and not self.hook.before and self._hook_is_due and self.enabled:
             self._run(self.hook)
         self._hook_is_due = averages
 
     def send(self, src: int, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """Rank `src`'s buffers, or these tensors, to all, at once; for hooks. Collective."""
+        """Sends rank `src`'s buffers, or these tensors, to all; for hooks. Collective."""
         buffers = [buffer for _, buffer in self._named()] if tensors is None else list(tensors)
         send_tensors(buffers, src, self._process_group)
 

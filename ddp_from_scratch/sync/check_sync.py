@@ -1,4 +1,4 @@
-"""Compares the ranks' models bit for bit, and names the first difference."""
+"""Compares parameters and optimizers' state over ranks, bit for bit; names the first difference."""
 
 import hashlib
 import math
@@ -13,13 +13,15 @@ from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.group import check_group, on_gpu_of
 from ddp_from_scratch.sync.checksum import checksums
 
-EVERY_AFTER_WRITES = 100  # averages from check to check where forward writes to parameters
+# Averages from one check to the next if forward passes write to parameters.
+EVERY_AFTER_WRITES = 100
 _WRITTEN = (
     "Forward passes write to parameters, and not from what is the same on every rank: write to "
     "them after the step, alike on every rank, or keep in a buffer what follows a rank's data"
 )
 
-Mark = tuple[str, int]  # dtype and shape, checksum
+# (dtype and shape, checksum): all that ranks exchange of a tensor, unless it differs.
+Mark = tuple[str, int]
 
 
 def check_sync(
@@ -29,17 +31,17 @@ def check_sync(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     ignore: Collection[str] = (),
 ) -> str:
-    """Compares the parameters of all ranks, and optimizers' state for them, bit for bit.
+    """Compares all ranks' parameters, and optimizers' state for them, bit for bit. Collective.
 
-    Where all is well ranks exchange 16 bytes each, and otherwise a checksum of every tensor and
-    the values of the first that differs. Collective.
+    Equal ranks exchange 16 bytes each. Otherwise ranks exchange a checksum of every tensor, and the
+    values of the first that differs.
 
     Args:
         module: its parameters are compared.
-        process_group: the ranks that take part; None means all of them.
-        optimizers: their state for these parameters is compared, too: tensors and numbers, in
-            lists and dicts as well. What only some ranks hold (of an optimizer that shards its
-            state) is compared among those.
+        process_group: the ranks that take part; None means all.
+        optimizers: their state for these parameters is compared, too: tensors and numbers, also in
+            lists and dicts. An optimizer that shards its state holds some of it on some ranks only;
+            it is compared among these.
         ignore: names of parameters that are left out.
 
     Returns:
@@ -56,18 +58,17 @@ def check_sync(
 
 
 class DriftCheck(Observer):
-    """`check_sync` in every so many averages of a Reducer.
+    """Runs `check_sync` in every so many averages of a Reducer.
 
-    It takes place at the end of a backward pass that averages, where every rank is known to take
-    part: a forward pass or a step may be one rank's own affair. So it compares the result of the
-    step before.
+    It runs at the end of a synchronised backward pass, so it compares the result of the step
+    before.
 
     Args:
         every: the number of averages from one check to the next.
-        module, process_group, ignore: as of `check_sync`.
-        after_writes: some rank's forward pass has written to parameters. The next average is
-            compared, too: a value computed from parameters alone keeps ranks equal, one computed
-            from a rank's data does not.
+        module, process_group, ignore: see `check_sync`.
+        after_writes: True if some rank's forward pass has written to parameters. Then the next
+            average is checked, too: writes from parameters alone keep ranks equal, writes from a
+            rank's data do not.
 
     Raises:
         ValueError: `every` is less than 1.
@@ -85,6 +86,7 @@ class DriftCheck(Observer):
             raise ValueError(f"check_every must be 1 or more, got {every}")
         self._every, self._after_writes, self._is_due = every, after_writes, after_writes
         self._module, self._process_group, self._ignore = module, process_group, ignore
+        # Weak: a check must not keep an optimizer, and its state, alive.
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -93,11 +95,12 @@ class DriftCheck(Observer):
             self._optimizers.append(weakref.ref(optimizer))
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Compares, where it is time to. Collective; a rank that takes no part is left out.
+        """Compares ranks if a check is due. Collective; leaves out a rank without data in `join()`.
 
         Raises:
             RuntimeError: on every rank, as `check_sync`.
         """
+        # Here every rank is known to take part. A forward pass or a step may be one rank's own.
         is_due, self._is_due = self._is_due, False
         if not is_due and iteration % self._every:
             return
@@ -126,6 +129,7 @@ class _Held:
     ) -> None:
         named = [(name, p) for name, p in module.named_parameters() if name not in ignore]
         self.tensors: dict[str, torch.Tensor] = {f"parameter {name}": p for name, p in named}
+        # Parameters come first, so their count cuts them off from optimizers' state.
         self.of_parameters = len(self.tensors)
         for number, optimizer in enumerate(optimizers):
             whose = "the optimizer" if number == 0 else f"optimizer {number + 1}"
@@ -140,12 +144,12 @@ class _Held:
         }
 
     def digest(self, count: int | None = None) -> bytes:
-        """8 bytes for the first `count` tensors; None means all."""
+        """Returns 8 bytes for the first `count` tensors; None means all."""
         return hashlib.sha256(repr(list(self.marks.items())[:count]).encode()).digest()[:8]
 
 
 def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The dense tensors and numbers in an optimizer's state, as tensors."""
+    """Yields the dense tensors and numbers in an optimizer's state, as tensors."""
     if isinstance(state, torch.Tensor):
         if state.layout == torch.strided:
             yield key, state
@@ -160,6 +164,7 @@ def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: str) -> str:
     device = _device(process_group)
     digest = 0 if held is None else int.from_bytes(held.digest(), "little", signed=True)
+    # 8 bytes of digest fit one int64, so one small tensor is all that equal ranks exchange.
     mine = torch.tensor([int(held is not None), digest], device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(gathered, mine, group=process_group)
@@ -170,20 +175,22 @@ def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: 
 
 
 def _device(process_group: dist.ProcessGroup | None) -> torch.device:
-    # nccl has no CPU tensors; what is computed on a GPU may be compared over gloo.
+    # nccl takes no CPU tensors. gloo takes them even if the model is on a GPU.
     return torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
 
 
 def _find_difference(
     held: _Held | None, process_group: dist.ProcessGroup | None, when: str
 ) -> None:
-    """Raises on every rank; returns where ranks only hold other parts of a state."""
+    """Raises on every rank, unless ranks only hold different parts of a sharded state."""
     everyone: list[dict[str, Mark] | None] = [None] * dist.get_world_size(process_group)
+    # Kinds and checksums of all tensors: every rank finds the same difference, so all raise alike.
     dist.all_gather_object(everyone, None if held is None else held.marks, group=process_group)
     for label in dict.fromkeys(label for marks in everyone for label in marks or ()):
         marks = {
             rank: theirs.get(label)
             for rank, theirs in enumerate(everyone)
+            # A parameter must be on every rank; a part of a state need not be (sharded optimizers).
             if theirs is not None and (label in theirs or label.startswith("parameter "))
         }
         first, mark = next(iter(marks.items()))
@@ -208,11 +215,9 @@ def _distance(
     differ: list[int],
     process_group: dist.ProcessGroup | None,
 ) -> float:
-    """The largest absolute difference from rank `first`'s values. Collective.
-
-    By pickled objects, since these exist on every backend, and this is the end of the run.
-    """
+    """Returns the largest absolute difference from rank `first`'s values. Collective."""
     rank = dist.get_rank(process_group)
+    # Pickled objects exist on every backend. They are slow, but this is the end of the run.
     values = None if tensor is None else tensor.detach().cpu()
     sent = [values if rank == first else None]
     dist.broadcast_object_list(sent, group=process_group, group_src=first)
@@ -222,6 +227,7 @@ def _distance(
         assert sent[0] is not None
         wide = torch.complex128 if values.is_complex() else torch.float64
         mine = (values.to(wide) - sent[0].to(wide)).abs().max().item()
+    # Every rank gets every distance, so that the text of the error is the same on all.
     everyone = [0.0] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, mine, group=process_group)
     return math.nan if any(math.isnan(one) for one in everyone) else max(everyone)

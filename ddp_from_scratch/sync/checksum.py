@@ -1,21 +1,23 @@
-"""Numbers that tell tensors apart by their bits, computed where the tensors are."""
+"""Checksums of tensors by their bits, computed on the tensors' own devices."""
 
 from collections.abc import Sequence
 
 import torch
 
-_WORDS = 2**16  # at a time: what is computed of them stays in a CPU's cache
-_FACTOR = 6364136223846793005  # Knuth's, of MMIX: makes the order of pieces count
+# Elements summed at a time: intermediate results stay in a CPU's cache.
+_WORDS = 2**16
+# Knuth's multiplier of MMIX. Each piece multiplies the sum so far: the order of pieces counts.
+_FACTOR = 6364136223846793005
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A 64-bit number for each tensor, equal for equal bits in equal (logical) order.
+    """Computes a 64-bit number for each tensor, equal for equal bits in equal (logical) order.
 
-    The elements' bits, as integers, times weights that are odd and random, summed modulo 2**64: a
-    change of one element always shows, and changes of several cancel out about once in 2**32
-    times at worst. On a GPU nothing but these numbers leaves it.
+    It is the sum, modulo 2**64, of the elements' bits as integers times odd random weights. A
+    change of one element always shows; changes of several cancel out about once in 2**32 times at
+    worst.
 
     Args:
         tensors: dense, of any dtypes, devices and strides.
@@ -26,7 +28,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
         if tensor.device not in weights:
             weights[tensor.device] = _weights().to(tensor.device)
         sums.append(_sum(_words(tensor), weights[tensor.device]))
-    # One transfer for each device, not for each tensor.
+    # One transfer for each device, not for each tensor; only the sums leave a GPU.
     found: dict[int, int] = {}
     for device in weights:
         where = [k for k, one in enumerate(sums) if one.device == device]
@@ -35,7 +37,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """All bits of the tensor, as a flat tensor of integers."""
+    """Returns all bits of the tensor, as a flat tensor of integers."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -50,9 +52,11 @@ def _sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _weights() -> torch.Tensor:
-    """Odd numbers, the same on every rank and in every version of torch."""
+    """Returns odd numbers, the same on every rank and in every version of torch."""
     numbers = torch.arange(1, _WORDS + 1, dtype=torch.int64)
-    for shift in (29, 32):  # spreads every bit of a small number over all 64
+    # Spreads every bit of a small number over all 64.
+    for shift in (29, 32):
         numbers = numbers * _FACTOR
         numbers = numbers ^ (numbers >> shift)
+    # An odd factor has an inverse modulo 2**64: no change of one element can vanish.
     return numbers | 1

@@ -9,14 +9,13 @@ from ddp_from_scratch.group import of_member
 
 
 class GradientWeight:
-    """This rank's amount out of that of all ranks, agreed while the forward pass runs.
+    """The factor of this rank's gradients: amount x world size / sum of all ranks' amounts.
 
-    Gradients are multiplied by `value()` before they are averaged over ranks: amount x world size
-    / total. The plain average over n ranks is thereby one that is weighted by the amounts; equal
-    amounts make every weight 1.
+    The plain average of gradients times these factors is the average weighted by amounts. Ranks
+    agree on the sum while the forward pass runs. Equal amounts make every factor 1.
 
     Args:
-        amount: this rank's samples or tokens.
+        amount: this rank's number of samples or tokens.
         sums: of all ranks' amounts and of their squares, float64, (2,), once `work` has ended.
         work: the all-reduce of `sums`.
         process_group: the ranks that take part.
@@ -31,23 +30,24 @@ class GradientWeight:
     ) -> None:
         self._amount, self._sums, self._work = amount, sums, work
         self._world_size = dist.get_world_size(process_group)
+        # `sums` as numbers, so that the all-reduce is waited for once.
         self._agreed: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, amount: float, process_group: dist.ProcessGroup | None) -> "GradientWeight":
-        """Starts to agree on the total. Collective: every rank gives its own amount.
+        """Starts to agree on the sum of all amounts. Collective: every rank gives its own.
 
         Args:
             amount: this rank's.
-            process_group: takes tensors on a CPU. To wait there for a number does not wait for the
-                GPU's earlier work.
+            process_group: must take CPU tensors.
 
         Raises:
             ValueError: `amount` is negative or not finite.
         """
         right = 0 <= amount < math.inf
-        # A wrong amount is sent as nan before it is raised: the others would wait for this rank.
+        # A wrong amount is sent as nan before this rank raises, or the others would wait for it.
         mine = [amount, amount**2] if right else [math.nan] * 2
+        # On the CPU: reading the sum from a GPU would wait for all its earlier work.
         sums = torch.tensor(mine, dtype=torch.float64)
         work = dist.all_reduce(sums, group=process_group, async_op=True)
         if not right:
@@ -64,24 +64,24 @@ class GradientWeight:
         return self._agreed
 
     def total(self) -> float:
-        """The amounts of all ranks together. Waits, the first time, until all have given theirs.
+        """Returns the sum of all ranks' amounts. The first call waits for all ranks to give theirs.
 
         Raises:
-            ValueError: one of them is negative or not finite.
+            ValueError: an amount is negative or not finite.
         """
         return self._agree()[0]
 
     def all_equal(self) -> bool:
-        """Whether all ranks have given the same amount, to rounding. Waits as `total` does."""
+        """True if all ranks gave the same amount, up to rounding. Waits as `total` does."""
         total, squares = self._agree()
-        # Never negative, and zero only where all are equal (Cauchy and Schwarz).
+        # The difference is never negative, and zero only if all amounts are equal (Cauchy-Schwarz).
         return self._world_size * squares - total**2 <= 1e-12 * total**2
 
     def value(self) -> float:
-        """The factor of this rank's gradients. Waits as `total` does.
+        """Returns the factor of this rank's gradients. Waits as `total` does.
 
         Raises:
-            ValueError: the amounts add up to zero. On every rank.
+            ValueError: on every rank: the amounts add up to zero.
         """
         total = self.total()
         if total == 0:

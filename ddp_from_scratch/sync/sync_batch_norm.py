@@ -1,6 +1,6 @@
-"""Batch norm over the batches of all ranks as if they were one, on CPUs too.
+"""Batch norm over the batches of all ranks as if they were one, also on CPUs.
 
-Stands beside a gradient's way. One collective in forward, for the moments; one in backward:
+One collective in forward, for the moments; one in backward:
 
     forward   rank r: n, mean, sum (x - mean)^2   -> all-gather ->   n, mean, variance of all
     backward  rank r: sum dy, sum dy (x - mean)   -> all-reduce ->   both sums over all
@@ -20,18 +20,18 @@ from torch.nn.modules.lazy import LazyModuleMixin
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Makes every batch norm of `module` one over all ranks.
+    """Converts every batch norm of `module` to one over all ranks.
 
-    A layer keeps its parameters (the same objects), buffers, hooks and mode, and a layer that is
-    used in two places stays one. `state_dict()` is the same before and after.
+    A layer keeps its parameters (the same objects), buffers, hooks and mode. A layer that is used
+    in two places stays one layer. `state_dict()` is the same before and after.
 
     Args:
-        module: changed in place, BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm alike.
-        process_group: the ranks whose batches make one; None means all. With a group other than
-            the Reducer's, a layer does not queue behind the buckets that are under way.
+        module: changed in place: BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm alike.
+        process_group: the ranks whose batches make one; None means all. With a group other than the
+            Reducer's, a layer does not queue behind the buckets that are under way.
 
     Returns:
-        `module`, or what replaces it if it is a batch norm itself.
+        `module`, or its replacement if it is a batch norm itself.
 
     Raises:
         ValueError: a layer is lazy and has no shape yet.
@@ -48,6 +48,7 @@ def convert_sync_batchnorm(
 
     def convert(layer: _BatchNorm) -> SyncBatchNorm:
         if layer not in converted:
+            # Without __init__, which would make new parameters: optimizers hold the old ones.
             converted[layer] = new = SyncBatchNorm.__new__(SyncBatchNorm)
             new.__dict__.update(layer.__dict__, process_group=process_group)
         return converted[layer]
@@ -62,14 +63,16 @@ def convert_sync_batchnorm(
 class SyncBatchNorm(_BatchNorm):
     """torch.nn.BatchNorm1d, 2d and 3d, with mean and variance taken over all ranks' batches.
 
-    Ranks may have unequal batches, and some none. Outputs, gradients and running statistics are
-    those of one process with the whole batch, and the running statistics have the same bits on
-    every rank. (Gradients of weight and bias are each rank's share; the Reducer averages them like
-    all others.) Every rank must run the layer in forward, and in backward, or none. Ranks that
-    count unequally weigh their losses: `Reducer.weight` would come too late.
+    Ranks may have batches of different sizes, or none. Outputs, gradients and running statistics
+    are those of one process with the whole batch; the running statistics have the same bits on
+    every rank. The gradients of weight and bias are each rank's part, which the Reducer averages
+    like all others.
 
-    In evaluation mode, and where there is one rank, it is torch's batch norm and communicates
-    nothing. 16-bit inputs are summed in float32, and what ranks exchange is summed in float64.
+    Every rank must run the layer in forward, and in backward, or none. If ranks have different
+    weights, multiply their losses by them: `Reducer.weight` would come too late.
+
+    In evaluation mode, and with one rank, it is torch's batch norm and communicates nothing. 16-bit
+    inputs are summed in float32; values exchanged in forward are summed in float64.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as in
@@ -119,8 +122,9 @@ class SyncBatchNorm(_BatchNorm):
             self._update_running_statistics(moments)
         anchor = None
         if moments.need_gradient and torch.is_grad_enabled():
-            # Other ranks have layers below this one that learn, and sum with this rank in backward:
-            # it comes by here for this, if for nothing else.
+            # No layer below this one learns on this rank, but some do on other ranks, whose
+            # backward needs this rank's sums. The anchor makes autograd run this layer's backward
+            # on this rank, too.
             anchor = torch.empty((), requires_grad=True, device=input.device)
         output: torch.Tensor = _Normalize.apply(
             input, self.weight, self.bias, anchor, moments, self.eps, self.process_group
@@ -134,7 +138,8 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError("SyncBatchNorm number of input channels should be non-zero")
 
     def _check_channels(self, input: torch.Tensor) -> None:
-        """Before anything is sent: a rank that raises halfway leaves the others waiting."""
+        """Raises if a parameter or buffer does not fit the input's channels."""
+        # Before anything is sent: a rank that raises halfway leaves the others waiting.
         for name in ("running_mean", "weight", "bias"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.numel() != input.size(1):
@@ -151,15 +156,19 @@ class SyncBatchNorm(_BatchNorm):
         if moments.empty:
             return
         factor = self.momentum
-        if factor is None:  # the average of all batches so far
+        if factor is None:
+            # As in torch: the average of all batches so far.
             factor = 1.0 / float(self.num_batches_tracked)
+        # As in torch: running variance is that of a sample, normalisation uses that of the
+        # population.
         unbiased = moments.variance * (moments.count / (moments.count - 1))
         for running, now in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
             running.copy_(running.double() * (1 - factor) + now * factor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
-        """A copy in the same process group, which cannot be copied."""
+        """Copies the layer, but not its process group, which cannot be copied."""
         new = SyncBatchNorm.__new__(SyncBatchNorm)
+        # Before its parts are copied, so that a reference back to the layer finds the copy.
         memo[id(self)] = new
         own = {name: value for name, value in self.__dict__.items() if name != "process_group"}
         new.__dict__.update(copy.deepcopy(own, memo), process_group=self.process_group)
@@ -168,14 +177,14 @@ class SyncBatchNorm(_BatchNorm):
 
 @dataclass(frozen=True)
 class _Moments:
-    """Of all ranks' values, for each channel.
+    """The moments of all ranks' values, for each channel.
 
     Attributes:
-        count: values of a channel, at least 1; float64, one element.
+        count: number of values of a channel, at least 1; float64, one element.
         mean: float64, (C,).
         variance: of the population, not of a sample; float64, (C,).
-        empty: no rank has any value.
-        need_gradient: other ranks' values came out of layers that learn, and this rank's did not.
+        empty: True if no rank has any value.
+        need_gradient: True if layers below this one learn on other ranks, and not on this one.
     """
 
     count: torch.Tensor
@@ -187,16 +196,17 @@ class _Moments:
 
 @torch.no_grad()
 def _moments_of_all_ranks(x: torch.Tensor, process_group: dist.ProcessGroup | None) -> _Moments:
-    """Collective: one all-gather of 2 C + 2 numbers.
+    """Gathers and merges all ranks' moments. Collective: one all-gather of 2 C + 2 numbers.
 
     Raises:
         ValueError: on every rank: all of them together have one value per channel.
     """
+    # Everything in one tensor, for a single collective.
     mine = _pack_moments(x)
     everyone = mine.new_empty(dist.get_world_size(process_group) * len(mine))
     dist.all_gather_into_tensor(everyone, mine, group=process_group)
     moments = _merge_moments(everyone.view(-1, len(mine)), x.size(1))
-    # Only where it may be so is the device waited for.
+    # bool() and int() wait for a GPU, so they are called only where the answer may matter.
     if not x.requires_grad:
         moments = replace(moments, need_gradient=bool(everyone[len(mine) - 1 :: len(mine)].any()))
     if x.numel() > x.size(1):
@@ -210,26 +220,26 @@ def _moments_of_all_ranks(x: torch.Tensor, process_group: dist.ProcessGroup | No
 
 
 def _pack_moments(x: torch.Tensor) -> torch.Tensor:
-    """[mean, sum of squared deviations, count, learns] of `x` (N, C, ...), float64, (2 C + 2,).
+    """Packs [mean, sum of squared deviations, count, learns] of `x` (N, C, ...) as float64.
 
-    The last is 1 where layers below take a gradient from `x`, else 0.
-
-    Deviations from the mean, not squares: where values are large and lie close together, the
-    difference of large squares would have nothing left.
+    `learns` is 1 if layers below take a gradient from `x`, else 0.
     """
     count = x.numel() // x.size(1)
     wide = x.to(_wide(x.dtype))
     mean = wide.sum(_all_but_channels(x)) / max(count, 1)
+    # Deviations from the mean, not squares: for large values close together, a difference of large
+    # squares has no correct digits left.
     squares = (wide - _along_channels(mean, x)).square_().sum(_all_but_channels(x))
-    # Filled where they are: a number that is copied to a GPU waits for what that has to do before.
+    # Filled on the device: copying a number to a GPU would wait for its earlier work.
     counted, learns = torch.full((2, 1), count, dtype=torch.float64, device=x.device)
     learns.fill_(x.requires_grad)
     return torch.cat([mean.double(), squares.double(), counted, learns])
 
 
 def _merge_moments(packed: torch.Tensor, channels: int) -> _Moments:
-    """The moments of all values from those of each rank, one in each row of `packed`."""
+    """Merges the moments of each rank, one in each row of `packed`."""
     means, squares, counts, _ = packed.split([channels, channels, 1, 1], dim=1)
+    # At least 1: a batch that is empty on all ranks must not divide by zero.
     count = counts.sum(0).clamp(min=1)
     mean = (counts * means).sum(0) / count
     variance = (squares + counts * (means - mean).square()).sum(0) / count
@@ -237,7 +247,7 @@ def _merge_moments(packed: torch.Tensor, channels: int) -> _Moments:
 
 
 class _Normalize(torch.autograd.Function):
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias, mean and variance those of all ranks.
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias, with mean and variance over all ranks.
 
     Backward, with sums over the values of a channel on all ranks, n of them:
 
@@ -260,7 +270,7 @@ class _Normalize(torch.autograd.Function):
         inverse = (moments.variance + eps).rsqrt().to(wide)
         ctx.save_for_backward(x, weight, mean, inverse, moments.count.to(wide))
         ctx.process_group = process_group
-        # Strides follow the first operand: the memory format is x's.
+        # x comes first: the result takes its strides from the first operand (memory format).
         y = x.to(wide) - _along_channels(mean, x)
         y.mul_(_along_channels(inverse if weight is None else inverse * weight, x))
         if bias is not None:
@@ -280,8 +290,9 @@ class _Normalize(torch.autograd.Function):
         if weight is not None and ctx.needs_input_grad[1]:
             d_weight = sums[1] * inverse
         if ctx.needs_input_grad[2]:
-            d_bias = sums[0].clone()  # this rank's, before the sum over all
-        # Where neither needs a gradient the input needs none on any rank, and nothing is sent.
+            # This rank's part, copied before the all-reduce below overwrites it.
+            d_bias = sums[0].clone()
+        # If neither needs a gradient, the input needs none on any rank: all skip the collective.
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
             dist.all_reduce(sums, group=ctx.process_group)
         if ctx.needs_input_grad[0]:
@@ -294,7 +305,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What values of `dtype` are summed in."""
+    """Returns the dtype in which values of `dtype` are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -303,5 +314,5 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
 
 
 def _along_channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`values` (C,) in the shape that is broadcast along x's channels."""
+    """Returns `values` (C,) in a shape that broadcasts along x's channels."""
     return values.view(-1, *[1] * (x.dim() - 2))

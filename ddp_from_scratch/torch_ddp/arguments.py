@@ -1,4 +1,4 @@
-"""What the constructor of torch's class refuses, or takes in more than one form."""
+"""Arguments of torch's constructor: checks them, and converts those that have several forms."""
 
 import warnings
 from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ NOT_LAZY = (
 
 
 def chosen_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    """The process group, that of a mesh of one dimension, or the default one.
+    """Returns the process group, the group of a mesh of one dimension, or the default group.
 
     Raises:
         RuntimeError: both are given, or the mesh has more dimensions.
@@ -36,12 +36,11 @@ def chosen_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
 
 
 def take_local(module: torch.nn.Module, device_mesh: Any) -> None:
-    """Lets the parameters of a module that other dimensions of the mesh shard be this rank's parts.
-
-    They are DTensors during forward alone (2-D parallelism): buckets hold plain tensors.
-    """
+    """Replaces DTensor parameters, sharded by another dimension of the mesh, by local parts."""
+    # A part of a larger mesh: its other dimensions may shard parameters.
     if device_mesh is not None and device_mesh._get_root_mesh() != device_mesh:
-        # Imported late: it takes a second, and most programs have no such mesh.
+        # Buckets hold plain tensors; the parameters are DTensors again during forward alone (2-D
+        # parallelism). Imported late: it takes a second, and most programs have no such mesh.
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         _pre_dp_module_transform(module)
@@ -50,7 +49,7 @@ def take_local(module: torch.nn.Module, device_mesh: Any) -> None:
 def checked_parameters(
     module: torch.nn.Module, ignore: Collection[str]
 ) -> list[torch.nn.Parameter]:
-    """The parameters that are not ignored.
+    """Returns the parameters that are not ignored.
 
     Raises:
         RuntimeError: some are lazy, or none requires a gradient.
@@ -74,7 +73,7 @@ def checked_delayed(
     named: Sequence[tuple[str, torch.nn.Parameter]] | None,
     trigger: torch.nn.Parameter | None,
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that are averaged on their own when the trigger's gradient is ready.
+    """Returns the parameters that are averaged on their own when the trigger's gradient is ready.
 
     Raises:
         ValueError: only one of the two is given, or the gradient of a parameter is sparse.
@@ -94,7 +93,7 @@ def checked_delayed(
 def checked_devices(
     device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]
 ) -> tuple[list[int] | None, int | None]:
-    """The numbers of the GPU of inputs and of outputs; None and None if inputs are not moved.
+    """Returns the GPU numbers of inputs and of outputs; None and None if inputs are not moved.
 
     Raises:
         ValueError: more than one GPU, or one given for a module that is not on a single GPU.
@@ -115,8 +114,9 @@ def checked_devices(
 
 
 def warn_of_deprecated(broadcast_buffers: bool | None, check_reduction: bool) -> None:
-    """Warns the caller of the constructor of what torch means to drop."""
+    """Warns of arguments that torch will drop."""
     if check_reduction:
+        # 3 levels up is the caller of the constructor.
         warnings.warn("check_reduction is deprecated", FutureWarning, stacklevel=3)
     if broadcast_buffers is not None:
         warnings.warn(

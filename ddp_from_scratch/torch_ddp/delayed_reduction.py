@@ -1,4 +1,4 @@
-"""Gradients that are averaged when the gradient of one chosen parameter is ready."""
+"""Averages some gradients at a chosen moment of backward, apart from the Reducer's buckets."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from ddp_from_scratch.comm_hooks import default_hooks
 
 
 class DelayedReduction:
-    """Averages the gradients of some parameters when a chosen one is ready.
+    """Averages the gradients of some parameters when the gradient of a chosen one is ready.
 
-    For gradients that are complete before the rest of backward is: those of embeddings that a
-    pipeline computes in several parts, for example. They have to be complete by then.
+    For gradients that are complete before the rest of backward, such as those of embeddings that a
+    pipeline computes in several parts. They must be complete by then.
 
     Args:
-        parameters: whose gradients are averaged; one bucket for each dtype and device.
-        trigger: their all-reduce begins when backward has computed its gradient.
+        parameters: the parameters to average; one bucket for each dtype and device.
+        trigger: backward's gradient for this parameter starts the all-reduce.
         process_group: the ranks that take part.
     """
 
@@ -29,14 +29,17 @@ class DelayedReduction:
         process_group: dist.ProcessGroup | None,
     ) -> None:
         self.process_group = process_group
+        # A cap that nothing reaches: all gradients are launched at the same moment anyway.
         self._buckets = make_buckets(parameters, range(len(parameters)), [2**62], True)
         self.hook = trigger.register_hook(self._launch)
 
     def _launch(self, gradient: torch.Tensor) -> None:
         for bucket in self._buckets:
             for index in bucket.layout.members:
-                bucket.mark_unused(index)  # it contributes what `.grad` holds
+                # No hook counts these gradients. A member marked unused contributes its `.grad`.
+                bucket.mark_unused(index)
             bucket.launch(LaunchArgs(default_hooks.average, self.process_group))
+        # Waiting here would hold up the rest of backward.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:

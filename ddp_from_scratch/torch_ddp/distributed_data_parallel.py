@@ -3,11 +3,11 @@
     from ddp_from_scratch import DistributedDataParallel
     model = DistributedDataParallel(model)
 
-A program written for torch's class goes on as it is. What the class does is done by parts that
-work without it: `broadcast_parameters`, `Reducer`, `join`.
+A program written for torch's class runs unchanged. The class combines parts that work without it:
+`broadcast_parameters`, `Reducer`, `join`.
 
-It derives from torch's class so that `isinstance` says yes to those who ask for torch's (Lightning,
-accelerate, `torch.distributed.checkpoint`, pipelines), and inherits nothing from it.
+It derives from torch's class so that `isinstance` is true for those who check for torch's
+(Lightning, accelerate, `torch.distributed.checkpoint`, pipelines), but inherits no code from it.
 """
 
 import weakref
@@ -43,40 +43,41 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 ):
     """Wraps a module so that its gradients are averaged over ranks during backward.
 
-    Construction compares the module on all ranks and sends rank 0's parameters and buffers to the
-    others. Each backward pass averages, unless it runs under `no_sync()`, and gives all ranks rank
-    0's buffers when it ends: forward passes send nothing, so that one rank may evaluate alone.
+    Construction compares the module on all ranks and gives all ranks rank 0's parameters and
+    buffers. Each backward pass averages, unless it runs under `no_sync()`, and gives all ranks rank
+    0's buffers when it ends. Forward passes send nothing, so that one rank may evaluate alone.
 
-    Unlike torch's class it decides in backward, not in forward, whether to synchronise; averages
+    Unlike torch's class it decides in backward, not in forward, whether to synchronise; it averages
     also the second of two backward passes through one graph; and calls through `.module`
     synchronise, too.
 
     Args: as torch's class. `module`, `process_group`, `gradient_as_bucket_view`,
-        `find_unused_parameters` and `static_graph` as `Reducer`, and
-        device_ids: of a module on one GPU, that GPU alone: inputs are moved there.
-        output_device: only together with `device_ids`; outputs stay where they are, as torch's do.
-        dim: of `scatter` and `gather`, which nothing here does.
-        broadcast_buffers: False sends no buffers, at construction neither.
-        forward_sync_buffers: whether forward passes find rank 0's buffers; they do in the first.
+        `find_unused_parameters` and `static_graph` as `Reducer`, and device_ids: of a module on one
+        GPU, that GPU alone: inputs are moved there. output_device: only together with `device_ids`;
+        outputs stay where they are, as torch's do. dim: of `scatter` and `gather`, which nothing
+        here does. broadcast_buffers: False sends no buffers, not even at construction.
+        forward_sync_buffers: True if forward passes after the first find rank 0's buffers; the
+        first
+            always does.
         init_sync: False trusts that all ranks hold the same module.
         bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` takes its place, if given.
         check_reduction: deprecated, without effect.
         delay_all_reduce_named_params: (name, parameter) pairs that are averaged on their own when
             the gradient of `param_to_hook_all_reduce` is ready.
         mixed_precision: `torch.nn.parallel.distributed._MixedPrecision`: the dtypes of parameters
-            and inputs during forward, of what is sent, and of buffers. `.grad` and the parameters
-            keep theirs.
+            and inputs during forward, of sent gradients, and of buffers. `.grad` and the parameters
+            keep their dtype.
         device_mesh: of one dimension, in place of `process_group`; the other dimensions of a larger
             one may shard the module's parameters (DTensors).
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
-        batched_grad_copy: makes no difference. The gradients of a bucket are always copied in one
-            call, but for large ones on a CPU, each of which is divided on the way.
+        batched_grad_copy: without effect. A bucket's gradients are always copied in one call,
+            except large ones on a CPU, each of which is divided while it is copied.
         lazy_bucket_allocation: only False: buckets keep their memory (`arguments.NOT_LAZY`).
         check_every, stall_after: not torch's; as `Reducer`.
 
     Attributes:
         module: the wrapped module.
-        reducer: what averages its gradients.
+        reducer: averages its gradients.
 
     Raises:
         ValueError, RuntimeError: as torch's class, and as `broadcast_parameters` and `Reducer`.
@@ -109,6 +110,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         check_every: int | None = None,
         stall_after: float | None = None,
     ) -> None:
+        # Not torch's DDP's own __init__, which would make its C++ reducer.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         delayed = arguments.checked_delayed(
@@ -117,6 +119,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if lazy_bucket_allocation:
             raise ValueError(arguments.NOT_LAZY)
         arguments.warn_of_deprecated(broadcast_buffers, check_reduction)
+        # None only means that the deprecated argument was not given.
         if broadcast_buffers is None:
             broadcast_buffers = True
         self.module = module
@@ -125,6 +128,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         arguments.take_local(module, device_mesh)
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self.dim, self.mixed_precision = dim, mixed_precision
+        # Delayed parameters are broadcast like all others, but the Reducer does not average them.
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignore | {name for name, _ in delayed}
         parameters = arguments.checked_parameters(module, self.parameters_to_ignore)
@@ -132,6 +136,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.device_ids, self.output_device = arguments.checked_devices(
             device_ids, output_device, parameters
         )
+        # Kept for `_build`, which runs again in a copy and for another process group.
         self._settings: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb_list or bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -145,10 +150,13 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             "stall_after": stall_after,
         }
         if init_sync:
+            # `forward_sync_buffers` is for forward passes alone: construction still sends buffers.
             if forward_sync_buffers is None and not broadcast_buffers:
                 ignore |= {name for name, _ in module.named_buffers()}
             broadcast_parameters(module, 0, self.process_group, ignore)
+        # As registered by the program; a new Reducer gets the same hook.
         self._comm_hook: tuple[Any, CommHook] | None = None
+        # Its name if it is one of `dist.BuiltinCommHookType`, for the logging data.
         self._builtin_hook: str | None = None
         if mixed_precision is not None:
             check_castable(module, self.parameters_to_ignore)
@@ -164,12 +172,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._build()
 
     def _build(self, buffer_hook: BufferHook | None = None) -> None:
-        """The parts that know the process group: a copy of this module makes its own."""
+        """Makes the parts that know the process group. A copy of this module makes its own."""
         self.reducer = WrappedReducer(
             self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
         )
-        # The module may be wrapped anew, or live on: this wrapper's hooks go with it. So nothing
-        # here may keep the wrapper alive.
+        # When the wrapper goes, its hooks go too: the module may live on, or be wrapped again. So
+        # nothing here may hold a reference to the wrapper.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
         self.buffer_sync.set_hook(buffer_hook)
         self._joinable = JoinableReducer(self.reducer)
@@ -185,9 +193,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         trains = torch.is_grad_enabled() and self.module.training
         if torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
-                # Before this rank waits for others that do not come.
+                # Raises before `notify`, in which this rank might wait for others for ever.
                 self.reducer.checks.before_forward()
             self._joinable.notify()
+        # Inside join(), `notify` has called the hook already.
         if trains and not self._join_config.enable:
             self.buffer_sync.before_forward()
         if self.device_ids:
@@ -203,14 +212,14 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return output
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether buffers are sent."""
+        """True if buffers are sent."""
         return self.buffer_sync.will_send()
 
     # What torch's class offers ------------------------------------------------------------------
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward passes average; `no_sync()` sets it to False and back."""
+        """True if backward passes average; `no_sync()` sets it to False and back."""
         return self.reducer.sync
 
     @require_backward_grad_sync.setter
@@ -219,33 +228,35 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @property
     def buffer_sync(self) -> BufferSync:
-        """What sends the buffers."""
+        """The part that synchronises the buffers."""
         return self.reducer.buffer_sync
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether forward passes find rank 0's buffers; may be set, on all ranks alike."""
+        """True if forward passes find rank 0's buffers; may be set, on all ranks alike."""
         return self.buffer_sync.enabled
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
+        # Also for a Reducer that `_build` makes later.
         self._settings["broadcast_buffers"] = value
         self.reducer.set_broadcast_buffers(value)
 
-    broadcast_buffers = forward_sync_buffers  # its older name
+    # torch's older name.
+    broadcast_buffers = forward_sync_buffers
 
     def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Inside, gradients are accumulated locally; the next backward outside averages the sum."""
+        """Accumulates gradients locally inside; the next backward outside averages the sum."""
         return self.reducer.no_sync()
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """As `Reducer.register_comm_hook`; the hook keeps torch's signature."""
+        """Calls `Reducer.register_comm_hook`; the hook keeps torch's signature."""
         self.reducer.register_comm_hook(state, hook)
         self._comm_hook = state, hook
 
     @property
     def _authoritative_rank(self) -> int | None:
-        """The rank whose parameters all have after `join()`."""
+        """The rank whose parameters all ranks have after `join()`."""
         return self._joinable.last_rank
 
     def join(
@@ -254,7 +265,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[Any]:
-        """As `ddp.join`, with this class's buffers."""
+        """Opens a context as `ddp.join` does, with this class's buffers."""
         return Join(
             [self],
             enable,
@@ -263,12 +274,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank without data does; torch's `Join` calls this."""
+        """Returns the part of a rank without data; called by torch's `Join`."""
         return self._joinable.join_hook(**kwargs)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the tensors that ranks exchange lie."""
+        """The device of the tensors that ranks exchange."""
         return self._joinable.join_device
 
     @property
@@ -282,16 +293,17 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @_join_config.setter
     def _join_config(self, value: Any) -> None:
-        if "_joinable" in self.__dict__:  # not yet in Joinable's own __init__
+        # Joinable's own __init__ sets it before `_joinable` exists.
+        if "_joinable" in self.__dict__:
             self._joinable._join_config = value
             self.reducer.set_joining(value.enable)
 
     def joined_before(self) -> bool:
-        """Whether a `join()` context has ended."""
+        """True if a `join()` context has ended."""
         return self._joinable.last_rank is not None
 
     def logging_data(self) -> dict[str, Any]:
-        """What there is to know about this wrapper; keys as torch's where they mean the same."""
+        """Returns settings and statistics, by torch's keys if they mean the same."""
         return wrapper_data(self, self.reducer, self._builtin_hook)
 
     _get_ddp_logging_data = logging_data
@@ -299,6 +311,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     # Copies -------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        # A process group cannot be copied. The default group is found again.
         if self._group is not None:
             raise RuntimeError("only a wrapper on the default process group can be copied")
         if self.delayed is not None:
@@ -306,8 +319,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         state = self.__dict__.copy()
         state["buffer_hook"] = self.buffer_sync.hook
         state["_comm_hook"] = None
+        # A copy makes these by `_build`: they know the process group and hold hooks on this module.
         for name in ("_group", "reducer", "_joinable", "_finalizer"):
             del state[name]
+        # `__setstate__` registers `_add_prefix` again.
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         return state
 
@@ -327,6 +342,7 @@ def _add_prefix(
 ) -> None:
     """Lets the wrapper load the state dict of the bare module, too."""
     inside = [key for key in state_dict if key.startswith(prefix)]
+    # A wrapper's own keys begin with `module.`, those of a bare module do not.
     if not any(key.startswith(f"{prefix}module.") for key in inside):
         for key in inside:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

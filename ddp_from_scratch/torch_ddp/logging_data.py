@@ -1,4 +1,4 @@
-"""A wrapper's settings and statistics as torch's DDP logging data."""
+"""Settings and statistics of a wrapper, as torch's DDP logging data."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ from ddp_from_scratch.reducer.reducer import Reducer
 
 
 def reducer_data(reducer: Reducer) -> dict[str, Any]:
-    """Settings and buckets; keys as those of torch's DDP logging data, where they mean the same."""
+    """Returns settings and buckets, by the keys of torch's logging data if they mean the same."""
     stats = reducer.stats()
     data: dict[str, Any] = {
         "module_name": type(reducer.module).__name__,
@@ -30,8 +30,9 @@ def reducer_data(reducer: Reducer) -> dict[str, Any]:
 
 
 def wrapper_data(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -> dict[str, Any]:
-    """`reducer_data` of its Reducer, and the settings of a `DistributedDataParallel`."""
+    """Returns `reducer_data` and the settings of a `DistributedDataParallel`."""
     group = wrapper.process_group
+    # torch's name of a built-in hook, in place of the name of its function here.
     hook = {"comm_hook": builtin_hook} if builtin_hook else {}
     return {
         **reducer_data(reducer),

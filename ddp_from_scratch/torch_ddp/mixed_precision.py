@@ -1,4 +1,4 @@
-"""Forward in a lower precision than that of the parameters, whose `.grad` keeps theirs."""
+"""Forward in a lower precision than that of the parameters and their `.grad`."""
 
 from collections.abc import Collection
 from typing import Any
@@ -24,17 +24,16 @@ def call_in(
     kwargs: dict[str, Any],
     ignore: Collection[str],
 ) -> Any:
-    """Calls `module` with its floating parameters, and its inputs, as `dtype`.
-
-    The parameters themselves stay as they are: autograd takes gradients back through the cast.
+    """Calls `module` with its floating parameters and its inputs cast to `dtype`.
 
     Args:
-        dtype: what to compute in.
-        module: what to call.
+        dtype: the dtype to compute in.
+        module: the module to call.
         inputs: its positional arguments.
         kwargs: its arguments by name.
         ignore: names of parameters that are not cast.
     """
+    # The parameters themselves stay as they are: autograd takes gradients back through the cast.
     lowered = {
         name: parameter.to(dtype)
         for name, parameter in module.named_parameters()
@@ -44,7 +43,7 @@ def call_in(
 
 
 def hook_for(precision: Any) -> CommHook | None:
-    """The comm hook that sends gradients in the dtype asked for; None for their own.
+    """Returns the comm hook that sends gradients in the requested dtype; None if none is needed.
 
     Args:
         precision: torch's `_MixedPrecision`: `param_dtype`, `reduce_dtype`, `buffer_dtype`.
@@ -78,7 +77,7 @@ def check_castable(module: torch.nn.Module, ignore: Collection[str]) -> None:
 def cast_buffers(
     module: torch.nn.Module, dtype: torch.dtype | None, ignore: Collection[str]
 ) -> None:
-    """Turns the floating buffers into `dtype` for good; None leaves them."""
+    """Casts the floating buffers to `dtype` for good; None leaves them."""
     for name, buffer in module.named_buffers():
         if dtype is not None and name not in ignore and buffer.is_floating_point():
             buffer.data = buffer.to(dtype)

@@ -1,4 +1,4 @@
-"""A class that derives from another for `isinstance` alone."""
+"""Subclasses that pass `isinstance` and inherit nothing."""
 
 from typing import Any, TypeVar
 
@@ -6,19 +6,20 @@ Class = TypeVar("Class", bound=type)
 
 
 def derives_in_name_alone(theirs: type, ours: Class) -> Class:
-    """Takes from `ours` all that it would inherit from `theirs` itself; changes and returns it.
+    """Removes from `ours` all that `theirs` itself would pass on; changes and returns `ours`.
 
-    Each attribute that `theirs` defines is what it would be if `ours` derived from the bases of
-    `theirs` instead, or else there is none. That holds for names that a later version adds, too.
-    Names that Python itself reads in a class (`__doc__`, `__annotations__`) are left alone.
+    Each attribute that `theirs` defines becomes the attribute that `ours` would have if it derived
+    from the bases of `theirs` instead; without one, access raises AttributeError.
 
     Args:
-        theirs: among the bases of `ours`, which defines what it offers itself.
-        ours: whose instances are to pass `isinstance(x, theirs)`.
+        theirs: one of the bases of `ours`.
+        ours: its instances pass `isinstance(x, theirs)`.
     """
     position = ours.__mro__.index(theirs)
     before, behind = ours.__mro__[:position], ours.__mro__[position + 1 :]
+    # Not a list of names: torch's later versions add more.
     for name, value in vars(theirs).items():
+        # Python itself reads `__doc__`, `__annotations__` and the like in a class.
         of_python = name.startswith("__") and not hasattr(value, "__get__")
         if of_python or any(name in vars(base) for base in before):
             continue
@@ -34,4 +35,5 @@ class _Absent:
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> Any:
+        # Not another error: hasattr() must be False.
         raise AttributeError(f"{owner.__name__} of {owner.__module__} has no {self._name}")

@@ -1,4 +1,4 @@
-"""Private parts of torch's DistributedDataParallel that programs use all the same."""
+"""Private parts of torch's DistributedDataParallel that programs use nevertheless."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,20 +20,21 @@ _BUILTIN = {
 
 
 class WrappedReducer(Reducer):
-    """A Reducer that offers what pipelines and Lightning call of torch's between its passes."""
+    """A Reducer with the methods that pipelines and Lightning call on torch's."""
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Backward will begin at these, whatever forward has returned."""
+        """Names the tensors where backward will begin, in place of the forward pass's outputs."""
         self.prepare_backward(outputs)
 
     def _rebuild_buckets(self) -> bool:
-        """Whether it has laid its buckets out anew; never here, but at the end of an average."""
+        """Returns False: here buckets are only laid out again at the end of an average."""
         return False
 
 
 class TorchInternals:
     """The part of `DistributedDataParallel` that torch does not document."""
 
+    # Set by `DistributedDataParallel`, the only subclass.
     _group: dist.ProcessGroup | None
     reducer: WrappedReducer
     delayed: DelayedReduction | None
@@ -51,40 +52,40 @@ class TorchInternals:
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup) -> None:
-        # The default one is not held: it is to be gone when it is closed, with gloo's threads.
+        # The default group is not held: when a program closes it, it must go, with gloo's threads.
         self._group = None if group is dist.group.WORLD else group
 
     @property
     def find_unused_parameters(self) -> bool:
-        """As given."""
+        """The setting, as given."""
         return bool(self._settings["find_unused_parameters"])
 
     @property
     def static_graph(self) -> bool:
-        """As given, or as `_set_static_graph` has made it."""
+        """The setting, as given or as `_set_static_graph` has changed it."""
         return bool(self._settings["static_graph"])
 
     @property
     def gradient_as_bucket_view(self) -> bool:
-        """As given."""
+        """The setting, as given."""
         return bool(self._settings["gradient_as_bucket_view"])
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets have been laid out anew, so that they stay as they are."""
+        """True if the buckets have their final layout."""
         return self.reducer.ready_order is not None
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """As `register_comm_hook`, by a name of `dist.BuiltinCommHookType`."""
+        """Registers a comm hook by a name of `dist.BuiltinCommHookType`."""
         self.register_comm_hook(self._group, _BUILTIN[comm_hook_type.name])
         self._builtin_hook = str(comm_hook_type)
 
     def _remove_autograd_hooks(self) -> None:
-        """As `Reducer.remove`."""
+        """Calls `Reducer.remove`."""
         self.reducer.remove()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """False lets outputs be those of the module itself, which here they always are.
+        """Accepts False: outputs are those of the module itself, which here they always are.
 
         Raises:
             ValueError: `val` is True.
@@ -93,16 +94,16 @@ class TorchInternals:
             raise ValueError("outputs are never cloned here")
 
     def _set_static_graph(self) -> None:
-        """As `static_graph=True`, from now on. Idempotent."""
+        """Acts as `static_graph=True` from now on. Idempotent."""
         self._settings["static_graph"] = True
         self.reducer.set_static_graph()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Averages over these ranks from now on; a no-op on one that is not among them.
+        """Averages over these ranks from now on; a no-op on a rank that is not among them.
 
-        They must hold the same parameters. The Reducer is a new one and lays its buckets out anew,
-        with the cap that "auto" has settled on. A comm hook stays, with its state: one that knows
-        a group has to be told another.
+        They must hold the same parameters. A new Reducer lays its buckets out again, with the cap
+        that "auto" has settled on. A comm hook stays, with its state: a state that holds another
+        group must be changed by the program.
 
         Raises:
             RuntimeError: gradients are under way.
@@ -113,24 +114,27 @@ class TorchInternals:
         old, self.process_group = self._group, new_process_group
         if self.delayed is not None:
             self.delayed.process_group = new_process_group
+        # The new Reducer gets the choice of "auto" and need not tune again.
         if self.reducer.bucket_cap_mb is not None:
             self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
             self._settings["overlap"] = self.reducer.overlap
+        # Removes the old Reducer's hooks: each gradient is to be averaged once.
         self._finalizer()
         self._build(self.reducer.buffer_sync.hook)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
+            # The hooks of `comm_hooks` have the process group as their state.
             self.reducer.register_comm_hook(self._group if state is old else state, hook)
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
     ) -> None:
-        """Lets `hook(state, {name: buffer})` synchronise buffers in place of rank 0's.
+        """Synchronises buffers with `hook(state, {name: buffer})` in place of rank 0's.
 
         Args:
-            state: handed to the hook.
-            hook: returns None or futures, which the end of backward waits for.
-            comm_hook_location: torch's `_BufferCommHookLocation`; after forward if None.
+            state: the hook's first argument.
+            hook: returns None or futures, for which the end of backward waits.
+            comm_hook_location: torch's `_BufferCommHookLocation`; None means after forward.
         """
         before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
         self.reducer.buffer_sync.set_hook(BufferHook(state, hook, before))
@@ -148,17 +152,18 @@ class TorchInternals:
     def _set_params_and_buffers_to_ignore_for_model(
         module: Any, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Names of parameters and buffers that are left alone; before `module` is wrapped."""
+        """Marks parameters and buffers to be left alone; called before `module` is wrapped."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
+                # torch's own mark: `_get_data_parallel_params` has no list of names.
                 tensor._ddp_ignored = True
 
     @staticmethod
     def _get_data_parallel_params(
         module: torch.nn.Module, named_params: bool = False
     ) -> Iterator[Any]:
-        """The parameters, or (name, parameter) pairs, that are not ignored."""
+        """Yields the parameters, or (name, parameter) pairs, that are not ignored."""
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
