@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.autograd.static_graph import StaticGraph
+from ddp_from_scratch.autograd.used_parameters import StaticGraph
 from tests.support.terms import BYTES, Terms, grads_of, mean, own, recorded
 
 each_view = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])

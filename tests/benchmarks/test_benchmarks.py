@@ -14,7 +14,7 @@ import torch
 from benchmarks import __main__ as run_set
 from benchmarks import breakdown, memory, overlap, scaling, step_time, two_hosts
 from benchmarks.harness import contenders, launch, timing, workloads
-from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES, Strategy
+from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES, ContenderSpec
 from benchmarks.harness.report import pyplot
 from ddp_from_scratch import UsageError
 from tests.benchmarks.test_figures import compare_files, run
@@ -24,7 +24,7 @@ from tests.support.tiers import slow
 TINY = workloads.Workload(
     "tiny",
     lambda: workloads.Transformer(11, 5, width=8, heads=2, depth=1),
-    lambda: workloads._text(2, 5, 11),
+    lambda: workloads.text_batch(2, 5, 11),
 )
 
 
@@ -49,9 +49,9 @@ def test_a_transformer_sees_no_later_token():
     assert not torch.allclose(before[4], changed[4])
 
 
-def all_strategies(world, gloo):
+def all_contenders(world, gloo):
     group = torch.distributed.new_group(backend="gloo") if gloo else None
-    chosen = step_time.strategies(world.backend, None)
+    chosen = step_time.specs(world.backend, None)
     torch.manual_seed(world.rank)
     compared = contenders.contenders(TINY, world.device, chosen, group)
     rounds = timing.rounds_for(None, 2, world.device, "")
@@ -65,8 +65,8 @@ def all_strategies(world, gloo):
 
 
 @pytest.mark.parametrize("backend", [slow("gloo"), "mpi"])
-def test_every_strategy_trains_to_the_same_parameters(ranks, backend):
-    everyone = ranks(backend, 2)(all_strategies, backend == "mpi")
+def test_every_contender_trains_to_the_same_parameters(ranks, backend):
+    everyone = ranks(backend, 2)(all_contenders, backend == "mpi")
     assert everyone[0] == everyone[1]  # the slowest rank's
 
 
@@ -77,16 +77,17 @@ def diverging(world):
             training.forward, training.zero_grad, lambda loss: training.update(2 * loss)
         )
 
-    references = [s for s in contenders.STRATEGIES if s.name in REFERENCES]
+    references = [s for s in contenders.CONTENDERS if s.name in REFERENCES]
     cases = {
-        "not averaged": ([*references, Strategy("x", contenders.alone)], "not the same on all"),
-        "another gradient": ([*references, Strategy("x", wrong)], "x and torch DDP, default have"),
+        contenders.alone: "not the same on all",
+        wrong: "x and torch DDP, default have",
     }
-    for chosen, told in cases.values():
+    for prepare, error in cases.items():
+        chosen = [*references, ContenderSpec("x", prepare)]
         torch.manual_seed(world.rank)
         compared = contenders.contenders(TINY, world.device, chosen)
         timing.interleave(compared, range(1), world.device)
-        with pytest.raises(RuntimeError, match=told):
+        with pytest.raises(RuntimeError, match=error):
             timing.check_equal(compared)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import compare, memory, overlap, step_time
+from benchmarks.harness import report
 from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES
 from benchmarks.harness.timing import Samples
 from ddp_from_scratch import UsageError
@@ -73,7 +74,7 @@ def test_overlap_of_each_cap():
         "at its end, 25 MB": 14.0,
         "torch DDP, 25 MB": 16.0,
     }
-    assert {s.name for s in overlap.strategies([1.0, 25.0])} == times.keys()
+    assert {s.name for s in overlap.specs([1.0, 25.0])} == times.keys()
     samples = [Samples(name, [time] * 4) for name, time in times.items()]
     small, large = overlap.overlaps(samples, [1.0, 25.0])
     assert (small.exposed, small.hidden[0], small.torch_hidden[0]) == (2.0, 0.5, 0.25)
@@ -90,7 +91,7 @@ def test_overlap_of_each_cap():
 def test_what_auto_settled_on_is_told_beside_the_best():
     times = {"during backward, 1 MB": 10.0, "at its end, 1 MB": 8.0, "torch DDP, 1 MB": 1.0}
     samples = [Samples(name, [time] * 4) for name, time in (times | {"auto": 10.0}).items()]
-    told = overlap.told_of_auto(samples, {"bucket_cap_mb": 4.0, "overlap": True})
+    told = overlap.describe_auto(samples, {"bucket_cap_mb": 4.0, "overlap": True})
     assert told == (
         "auto: bucket_cap_mb=4.0, during backward: 10.0 ms, 1.250 (1.250 to 1.250) x the best "
         "of the sweep (over all rounds at its end, 1 MB, 8.0 ms)"
@@ -209,3 +210,16 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path):
             compare.read(tmp_path / "bad.json")
     missing = run("-m", "benchmarks.compare", str(good), str(tmp_path / "none.json"), code=2)
     assert missing.stderr.count("\n") == 1
+
+
+def test_a_file_has_a_line_for_each_list_of_samples_and_can_be_compared(tmp_path):
+    samples = [{"name": name, "milliseconds": [1 / 3, 2e-7, 3, 123456.7]} for name in "ab"]
+    settings = {"benchmark": "step_time", "caps": [1.0, 4.0], "chosen": None}
+    report.write("name", "title", samples, settings=settings, folder=tmp_path)
+    path = tmp_path / "name.json"
+    content = json.loads(path.read_text())
+    assert content["settings"] == settings
+    assert content["samples"][1] == {"name": "b", "milliseconds": [0.333333, 2e-07, 3, 123457.0]}
+    lines = path.read_text().splitlines()
+    assert lines.count('   "milliseconds": [0.333333, 2e-07, 3, 123457.0]') == 2
+    assert compare.read(path).milliseconds["a"].shape == (4,)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
-from ddp_from_scratch.launch import rank_exit
+from ddp_from_scratch.launch import rank_process
 from tests.support.failing_run import RUN_PY, Run
 from tests.support.tiers import slow
 
@@ -179,15 +179,15 @@ def test_ranks_die_with_their_launcher(launcher: str, backend: str, tmp_path: Pa
 
 
 def test_ctrl_c_before_training_has_begun() -> None:
-    for processes in (1, 3):  # while the parent imports; while the ranks do
-        with Run(sys.executable, RUN_PY) as run:
-            while len(run.processes()) < processes:
-                time.sleep(0.05)
-            time.sleep(1.0)
+    for ranks in (1, 2):  # while the only rank imports; while the fork server does
+        with Run(sys.executable, RUN_PY, "--nproc", str(ranks)) as run:
+            while len(run.processes()) < ranks:
+                time.sleep(0.01)
+            time.sleep(0.5)
             assert "epoch" not in run.text
             run.signal(signal.SIGINT)
             assert assert_ends(run) == 128 + signal.SIGINT
-            told = "stopping all ranks; once more ends them at once\n" if processes > 1 else ""
+            told = "stopping all ranks; once more ends them at once\n" if ranks > 1 else ""
             assert run.text == f"\n--- standard error:\n{told}"
 
 
@@ -236,10 +236,10 @@ def test_how_a_rank_ends(
 
     monkeypatch.setattr(os, "_exit", end)
     slept: list[float] = []
-    monkeypatch.setattr(rank_exit.time, "sleep", slept.append)
+    monkeypatch.setattr(rank_process.time, "sleep", slept.append)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(Ended) as ended:
-        rank_exit.run_to_exit(main)
+        rank_process.run_to_exit(main)
     assert ended.value.args == (code,)
     err = capsys.readouterr().err
     if told.startswith("[rank 0]"):
@@ -254,7 +254,7 @@ def test_how_a_rank_ends(
     slept.clear()
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(Ended) as ended:
-        rank_exit.run_to_exit(main)
+        rank_process.run_to_exit(main)
     assert ended.value.args == (code,)
     if type(error) is UsageError:
         assert slept == [5.0]
@@ -263,5 +263,5 @@ def test_how_a_rank_ends(
 
 def test_how_a_rank_that_did_its_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as end:  # unwinds: MPI and gloo close in step
-        rank_exit.run_to_exit(lambda: 0)
+        rank_process.run_to_exit(lambda: 0)
     assert end.value.code == 0

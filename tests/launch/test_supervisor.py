@@ -167,7 +167,7 @@ SECRET = "known to all machines"
 PARENT = """
 import sys
 from ddp_from_scratch import start_ranks
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 counts, node, port, timeout = eval(sys.argv[1])
 run_to_exit(lambda: start_ranks(sys.argv[2:], counts, node, "127.0.0.1", port, timeout))
 """

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.mpi import collectives, datatypes
+from ddp_from_scratch.mpi import datatypes
 from tests.mpi.test_messages import messages
 
 DTYPES = (
@@ -254,7 +254,7 @@ def test_bitwise_reductions_are_for_integers():
 
 def in_pieces(world):
     """Everything again, as if MPI could count to 64 only."""
-    limits = [(collectives, "COUNTABLE"), (datatypes, "COUNTABLE"), (datatypes, "BLOCK")]
+    limits = [(datatypes, "COUNTABLE"), (datatypes, "BLOCK")]
     kept = [getattr(module, name) for module, name in limits]
     for module, name in limits:
         setattr(module, name, 16 if name == "BLOCK" else 64)

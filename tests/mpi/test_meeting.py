@@ -1,63 +1,25 @@
-"""Meetings of a machine's ranks, and the shares and order in which they reduce."""
+"""The barrier of a machine's ranks, fast and slow ones."""
 
 import random
 import time
-from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ddp_from_scratch.node.barrier import rounds_of
-from ddp_from_scratch.node.reduction import Reduction
-from ddp_from_scratch.node.staging import PIECE, share_of
-
-
-@given(st.integers(0, 10_000), st.integers(1, 9))
-def test_shares_cover_everything_once(numel, owners):
-    shares = [share_of(numel, rank, owners) for rank in range(owners)]
-    assert shares[0][0] == 0
-    assert shares[-1][1] == numel
-    assert all(end == begin for (_, end), (begin, _) in pairwise(shares))
-    assert all(begin % 16 == 0 or begin == numel for begin, _ in shares)
-
-
-def test_a_rank_past_the_owners_has_no_share():
-    assert share_of(100, 3, 2) == (100, 100)
-
-
-@given(st.integers(1, 70))
-def test_after_the_last_round_each_rank_has_heard_of_all(size):
-    heard = [{rank} for rank in range(size)]
-    for distances in rounds_of(size):
-        heard = [
-            own.union(*(heard[(rank - distance) % size] for distance in distances))
-            for rank, own in enumerate(heard)
-        ]
-    assert all(own == set(range(size)) for own in heard)
-
-
-def test_a_reduction_keeps_the_order_of_ranks():
-    tensors = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
-    sum_of = Reduction.of(dist.ReduceOp.SUM, torch.float32, 3)
-    assert sum_of.fold(tensors, torch.empty(1)).item() == 1.0
-    assert sum_of.fold(tensors[::-1], torch.empty(1)).item() == 0.0
-    average = Reduction.of(dist.ReduceOp.AVG, torch.int64, 2)
-    assert average.fold([torch.tensor([4]), torch.tensor([3])], torch.empty(1).long()).item() == 3
+from ddp_from_scratch.node.staging import PIECE
 
 
 def fast_and_slow_ranks(world):
     group = dist.new_group()
-    meeting = group._collectives.meeting
-    together, naps = meeting.barrier, random.Random(world.rank)
+    barrier = group._collectives.checked_barrier
+    together, naps = barrier.wait, random.Random(world.rank)
 
-    def barrier():
+    def wait():
         together()
         time.sleep(naps.choice([0.0, 0.003]))
 
-    meeting.barrier = barrier
+    barrier.wait = wait
     n = world.world_size
     for number in range(4):
         tensor = torch.arange(7 * PIECE // 8 * 2, dtype=torch.float32) + world.rank + number

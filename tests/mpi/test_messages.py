@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.mpi.p2p import PendingMessage
+from ddp_from_scratch.mpi.p2p import P2PWork
 
 
 def messages(world):
@@ -77,7 +77,7 @@ def a_handler_that_looks_at_messages(world):
     seen = []
     before = signal.signal(signal.SIGALRM, lambda *_: seen.append(message.is_completed()))
     try:
-        message = PendingMessage("recv", timedelta(seconds=5), Interrupted(), torch.empty(1))
+        message = P2PWork("recv", timedelta(seconds=5), Interrupted(), torch.empty(1))
         assert message.wait()
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ddp_from_scratch import mpi
-from ddp_from_scratch.node.barrier import LUGGAGE
+from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
 
 
 def a_rank_that_does_not_come(world):
@@ -83,16 +83,16 @@ def a_call_that_an_error_leaves(world):
     """One rank leaves a call while it waits for the others, and another one half way."""
     patience = timedelta(seconds=20)
     waiting, reducing = dist.new_group(timeout=patience), dist.new_group(timeout=patience)
-    dist.all_reduce(torch.ones(LUGGAGE), group=reducing)
+    dist.all_reduce(torch.ones(EAGER_NBYTES), group=reducing)
     if world.rank == 0:
         told = r"number 1 .* failed: the program's own limit"
         with interrupted_by(late, 0.2), pytest.raises(RuntimeError, match=told):
             dist.all_reduce(torch.ones(1), group=waiting)
-        reducing._collectives._all_reduce._staged = late
+        reducing._collectives._all_reduce._reduce_staged = late
     dist.barrier()
     told = "number 2 .* the program's own limit" if world.rank == 0 else "given up on it"
     with pytest.raises(RuntimeError, match=told):
-        dist.all_reduce(torch.ones(LUGGAGE), group=reducing)
+        dist.all_reduce(torch.ones(EAGER_NBYTES), group=reducing)
     # Its next call must not be taken for the one that it has left.
     told = r"left with TimeoutError\(" if world.rank == 0 else "given up on it"
     with pytest.raises(RuntimeError, match=told):

@@ -94,14 +94,15 @@ def a_machine_that_falls_silent(world, folder):
             group.allreduce([torch.ones(9)], options).wait()
         back.touch()
     else:
-        by_mpi = group._collectives._all_reduce._among_all
+        everyone = group._collectives._nodes.everyone
+        by_mpi = everyone.all_reduce
 
         def later(*arguments):
             while not back.exists():
                 time.sleep(0.01)
             by_mpi(*arguments)
 
-        group._collectives._all_reduce._among_all = later
+        everyone.all_reduce = later
         with suppress(RuntimeError):  # nor can it wait longer than that
             group.allreduce([torch.ones(9)], options).wait()
     group._worker.close(10.0)
@@ -219,19 +220,19 @@ def bytes_between_machines(world, sizes):
     communicator = mpi.runtime.MPI.COMM_WORLD
     machine = machines(sizes, world.rank)
     group = ProcessGroupMPI(communicator, timedelta(seconds=20), communicator.Split(machine))
-    ways = [group._collectives._all_reduce._across, group._collectives._all_reduce._among_all]
+    ways = [group._collectives._nodes.peers, group._collectives._nodes.everyone]
     m = len(sizes)
 
     def sent(tensor):
         """By all ranks together."""
         recorders = []
         for way in ways:
-            recorders.append(Recorder(way._communicator))
-            way._communicator = recorders[-1]
+            recorders.append(Recorder(way.handle))
+            way.handle = recorders[-1]
         all_reduce_in(group, tensor.fill_(1))
         assert tensor.eq(world.world_size).all()
         for way, recorder in zip(ways, recorders, strict=True):
-            way._communicator = recorder._communicator
+            way.handle = recorder._communicator
         return communicator.allreduce(sum(recorder.sent for recorder in recorders))
 
     for make in (torch.empty, lambda numel, dtype: group.empty(numel, dtype)):

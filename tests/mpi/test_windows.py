@@ -11,20 +11,20 @@ from ddp_from_scratch import mpi
 from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.node import shared_memory
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
-from ddp_from_scratch.node.barrier import LUGGAGE
+from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
 from ddp_from_scratch.node.reduction import CHUNK
 from ddp_from_scratch.node.staging import PIECE
 
 # Elements: on either side of what 2 and 4 ranks bring along, of what several machines leave to MPI,
 # and of what is staged in one piece, in two and in more than there are slots.
 SIZES = (
-    *(1, LUGGAGE // 16, LUGGAGE // 16 + 1, LUGGAGE // 8, LUGGAGE // 8 + 1),
+    *(1, EAGER_NBYTES // 16, EAGER_NBYTES // 16 + 1, EAGER_NBYTES // 8, EAGER_NBYTES // 8 + 1),
     *(STAGED_FROM // 4 - 1, STAGED_FROM // 4, 3 * CHUNK + 5, PIECE // 4 + 1, 5 * PIECE // 4 + 7),
 )
 
 
 # Elements, too many to be brought along.
-ROW = LUGGAGE
+ROW = EAGER_NBYTES
 
 
 OPERATIONS = {

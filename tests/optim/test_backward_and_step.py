@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_from_scratch import SGD, Reducer, broadcast_parameters
+from ddp_from_scratch.buckets.gradient_bucket import BucketState
 from ddp_from_scratch.optim import sgd
 from tests.support.sgd_pair import MOMENTUM, SEVERAL, Pair, assert_same, each_option, inputs
 
@@ -142,7 +143,7 @@ def steps_in_flight(world):
     original = sgd.update
 
     def record(*arguments: Any) -> None:
-        in_flight.append(sum(bucket.launched for bucket in reducer.flat_buckets))
+        in_flight.append(sum(b.state is not BucketState.FILLING for b in reducer.flat_buckets))
         original(*arguments)
 
     sgd.update = record

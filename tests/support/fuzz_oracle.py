@@ -1,7 +1,7 @@
 """What every rank must hold after each operation of a case: all ranks played in one process.
 
-Averaging is written out here, one parameter at a time, from what the guide promises: nothing of
-the package is used. Where the guide promises an error, that is what is expected.
+Averaging is written out here, one parameter at a time, from what the documents promise: nothing of
+the package is used. Where they promise an error, that is what is expected.
 """
 
 from collections import Counter

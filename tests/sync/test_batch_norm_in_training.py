@@ -19,7 +19,7 @@ from ddp_from_scratch import (
     convert_sync_batchnorm,
     join,
 )
-from ddp_from_scratch.checks.module_snapshot import Snapshot
+from ddp_from_scratch.checks.module_snapshot import ModuleSnapshot
 from tests.sync.test_sync_batch_norm import assert_one
 
 
@@ -81,7 +81,7 @@ def converted_later(world):
 def test_what_is_there_for_one_call_is_no_new_layer():
     """Its number may be that of a parameter which replaces another later."""
     model = CNN()
-    snapshot = Snapshot(model)
+    snapshot = ModuleSnapshot(model)
     seen, weight = snapshot.communicating, model[0].weight
     model[0]._parameters["weight"] = weight.detach() * 2  # as torch.func.functional_call does
     assert snapshot.difference(model) is None

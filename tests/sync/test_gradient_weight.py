@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.group import gloo_beside, takes_cpu_tensors
-from ddp_from_scratch.sync.gradient_weight import Share
+from ddp_from_scratch.sync.gradient_weight import GradientWeight
 from tests.support.terms import BYTES, Terms
 
 
@@ -112,7 +112,7 @@ def agreed_beside_gpus(world):
         assert not takes_cpu_tensors(on_gpus)
         beside = gloo_beside(on_gpus)
     assert dist.get_backend(beside) == "gloo"
-    shares = [Share.of(world.rank + 1.0, beside), Share.of(0.1, beside)]
+    shares = [GradientWeight.of(world.rank + 1.0, beside), GradientWeight.of(0.1, beside)]
     total = world.world_size * (world.world_size + 1) / 2
     assert [share.total() for share in shares] == [total, pytest.approx(0.1 * world.world_size)]
     assert [share.all_equal() for share in shares] == [False, True]

@@ -1,0 +1,169 @@
+"""A rank's own process: it ends with its parent, at once, and prints its message once."""
+
+import atexit
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
+from ddp_from_scratch.launch import output
+from ddp_from_scratch.launch.environment import PARENT, TERMINAL, launcher, reports_errors
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """In a rank: be killed when the process that started it is gone. Linux only.
+
+    A no-op where no launcher waits for its ranks: one started by hand may outlive its shell.
+    """
+    parent = os.environ.get(PARENT)
+    launched = launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
+    if not sys.platform.startswith("linux") or (parent is None and not launched):
+        return
+    die_with(os.getppid() if parent is None else int(parent))
+
+
+def die_with(parent: int) -> None:
+    """Has the system kill this process when its parent is gone. Linux only."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_to_terminal() -> None:
+    """In a rank that `start_mpirun` started on a terminal: print there, not through mpirun.
+
+    mpirun holds a line back until it is whole, and a progress bar never is. A no-op elsewhere.
+    """
+    for stream in (1, 2):
+        path = os.environ.get(f"{TERMINAL}{stream}")
+        if path is not None:
+            with suppress(OSError):
+                terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+                os.dup2(terminal, stream)
+                os.close(terminal)
+
+
+def run_to_exit(main: Callable[[], int]) -> NoReturn:
+    """Calls `main` and ends the process with the code that it returns.
+
+    ====================  ====  ================================================================
+    what `main` did       code  what is printed
+    ====================  ====  ================================================================
+    returned n            n     nothing
+    raised UsageError     2     its one line
+    KeyboardInterrupt     130   nothing
+    any other exception   1     the traceback
+    ====================  ====  ================================================================
+
+    A failing process ends without unwinding: MPI and gloo would wait in their destructors for
+    peers that wait for this one. The launcher sees the code and stops the others.
+    """
+    try:
+        code = main()
+    except PeerError:
+        code = 2
+    except UsageError as error:
+        # Inside a group the ranks have agreed on who reports. Before it each is on its own, most
+        # often with the same mistake: rank 0 reports, and its exit has the launcher stop the
+        # others. One that is not stopped has a mistake of its own.
+        if not _in_group() and not reports_errors():
+            time.sleep(5.0)
+        _say(f"error: {_printable(str(error))}")
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as end:  # argparse's --help
+        code = end.code if isinstance(end.code, int) else 1
+    except Exception as error:  # noqa: BLE001  # whatever it is, it ends this process
+        if is_communication_error(error):
+            _wait_to_be_stopped()
+            _say(f"error: rank {_rank()} lost the other ranks: {_first_line(error)}")
+        else:
+            _say("".join(f"[rank {_rank()}] {line}" for line in _traceback_lines(error)))
+        code = 1
+    output.flush(sys.stdout)
+    if code:
+        _remove_files()
+        os._exit(code)
+    sys.exit(0)
+
+
+_files: list[Path] = []
+
+
+def remove_at_exit(file: Path) -> None:
+    """Has a file removed when the process ends, also where it ends without unwinding."""
+    if not _files:
+        atexit.register(_remove_files)
+    _files.append(file)
+
+
+def _remove_files() -> None:
+    for file in _files:
+        with suppress(OSError):
+            file.unlink()
+
+
+def is_communication_error(error: Exception) -> bool:
+    """Whether it says only that some peer is gone, who will have said why.
+
+    gloo's errors are plain RuntimeErrors that begin with the place in its source, but for one that
+    follows a timeout.
+    """
+    said_by_gloo = r"\[[^]]*/gloo/|Gloo |Application timeout caused pair closure"
+    if isinstance(error, RuntimeError) and re.match(said_by_gloo, str(error)):
+        return True
+    dist = _distributed()
+    return isinstance(error, (CommunicationError, *([dist.DistError] if dist else [])))
+
+
+def _distributed() -> Any:
+    # A process that only starts others never imports it: it takes longer than all they do here.
+    return sys.modules.get("torch.distributed")
+
+
+def _in_group() -> bool:
+    dist = _distributed()
+    return dist is not None and bool(dist.is_initialized())
+
+
+def _wait_to_be_stopped() -> None:
+    """Leaves the word to the peer that failed: its launcher ends this process meanwhile.
+
+    Where all ranks are told of it at once (a timeout), the lowest speaks first.
+    """
+    time.sleep(2.0 + 0.2 * min(_rank(), 10))
+
+
+def _rank() -> int:
+    return int(_distributed().get_rank()) if _in_group() else 0
+
+
+def _traceback_lines(error: Exception) -> list[str]:
+    return "".join(traceback.format_exception(error)).splitlines(keepends=True)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _printable(text: str) -> str:
+    """One line, whatever the user's words have in them."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _say(text: str) -> None:
+    """Prints to standard error, in red where that is a terminal."""
+    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    text = text.rstrip("\n")
+    output.write(f"\033[31m{text}\033[0m" if colour else text, sys.stderr)
