@@ -50,6 +50,7 @@ class Collectives:
     """
 
     def __init__(self, everyone: MPICommunicator, node: MPICommunicator | None = None) -> None:
+        # In this order on all ranks: each of these exchanges messages when it is made.
         self._nodes = Nodes.of(everyone, node)
         self._rank, self._size = everyone.rank, everyone.size
         self._mpi = Transport(everyone.handle)
@@ -62,6 +63,7 @@ class Collectives:
 
     def free(self) -> None:
         """Gives all memory and communicators back, but `everyone`. Collective."""
+        # Last the communicators, which the others need to be freed.
         self._all_reduce.free()
         self.windows.free_unused()
         self.checked_barrier.free()

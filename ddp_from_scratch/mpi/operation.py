@@ -35,6 +35,7 @@ def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, second
     """
     result = []
     for operation in operations:
+        # Each prepared in its turn: the memory that it writes to is the one before's until then.
         place = operation.prepare()
         try:
             barrier.meet(operation.fingerprint, place, seconds)

@@ -58,13 +58,14 @@ class ProcessGroupMPI(dist.ProcessGroup):
         store: dist.Store | None = None,
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
+        # Messages and collectives share it: they differ in tags, and collectives run one by one.
         self._communicator = communicator.Dup()
         here = None if node is None else MPICommunicator(node.Dup())
         self._collectives = Collectives(MPICommunicator(self._communicator), here)
         self._timeout = timeout
-        self._sequence = 0
+        self._sequence = 0  # of calls, for error messages
         self._worker = Worker(f"mpi-group-{communicator.size}")
-        self._store = store
+        self._store = store  # until it is installed
 
     @property
     def divides_first(self) -> bool:
@@ -275,6 +276,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         try:
             return self.empty(size, dtype)
         except CommunicationError as error:
+            # Refused memory is no failure of the group: all ranks raise, and can go on.
             if not isinstance(error.__cause__, NoSharedMemory):
                 raise
             if self._collectives.checked_barrier.rank == 0:
@@ -345,10 +347,11 @@ class ProcessGroupMPI(dist.ProcessGroup):
         """Ends the worker thread and frees the communicator. Idempotent."""
         if self._communicator == MPI.COMM_NULL:
             return
+        # First, so that a second call finds nothing to do, also where this one fails.
         communicator, self._communicator = self._communicator, MPI.COMM_NULL
         seconds = self._timeout.total_seconds()
         if not self._worker.close(seconds):
-            return
+            return  # it still runs an operation in this memory
         # Freeing is collective: not where a rank has failed, or ends without coming here.
         with suppress(CommunicationError):
             self._collectives.checked_barrier.meet("destroy_process_group", "", seconds)
@@ -359,6 +362,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         self, kind: str, tensors: Tensors, operations: list[Operation], opts: Any = None
     ) -> MPIWork:
         """Gives the operations to the group's thread, under one handle."""
+        # Not for a call whose arguments were refused: that raised before.
         self._sequence += 1
         barrier = self._collectives.checked_barrier
         name = partial(_name_call, kind, self._sequence, tensors)

@@ -40,6 +40,7 @@ class Transport:
         self, joined: torch.Tensor, counts: Sequence[int], reduction: Reduction
     ) -> torch.Tensor:
         """This rank's part of the undivided reduction of `joined`, which may be overwritten."""
+        # Parts differ in size over ranks, so that cutting them needs a call for each rank.
         if joined.nbytes < datatypes.COUNTABLE:
             own = joined.new_empty(counts[self._rank])
             self._communicator.Reduce_scatter(
@@ -113,6 +114,8 @@ class Transport:
             Source and target, as ranks of the world, elements sent, elements expected; the same
             list on all ranks.
         """
+        # A rank can compare only what comes to it; then all ranks hear of all mismatches, since all
+        # must raise.
         coming = torch.empty(self._size, dtype=torch.int64)
         self._communicator.Alltoall(raw(torch.tensor(sent)), raw(coming))
         ours, world = self._communicator.Get_group(), MPI.COMM_WORLD.Get_group()

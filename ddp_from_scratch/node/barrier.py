@@ -62,9 +62,11 @@ class CheckedBarrier:
         self.eager, self.eager_nbytes = memory.eager, memory.eager_nbytes
         self._semaphores = DisseminationBarrier(memory.addresses, self.rank)
         self.same_place = True
-        # Meetings that this rank has come to; equal on all ranks, in whatever they do next.
+        # Meetings that this rank has come to. Ranks that are in the same meeting have the same.
         self._number = 0
+        # Of the last meeting; also the limit of each `wait` after it.
         self._timeout = self._deadline = 0.0
+        # Set once. Ranks that fail at different places can never meet again.
         self._failure: CommunicationError | None = None
         nodes.node.allgather(None)  # no rank may touch a semaphore that is not there yet
         _open.add(self)
@@ -108,7 +110,7 @@ class CheckedBarrier:
         parity = self.parity
         own = fingerprint.encode(operation, place)
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
-        # After the fingerprint: a rank that has come can be read.
+        # After the fingerprint, so that the fingerprint of a rank that has come is complete.
         self._memory.come[self.rank][0] = self._number
         self.wait()
         if self._nodes.count > 1:
@@ -123,6 +125,7 @@ class CheckedBarrier:
         """
         self._progress()
         self._semaphores.wait(self._next_check, self._check_in_vain)
+        # All have come, but one of them may have timed out just before the last did.
         self._check_given_up()
 
     def break_off(self, error: BaseException) -> None:
@@ -155,6 +158,7 @@ class CheckedBarrier:
             # Polled with growing pauses: between machines there is nothing to sleep on.
             pause = 1e-5
             while not arrived():
+                # Nor does a machine that is gone end the request.
                 if time.monotonic() > self._deadline:
                     raise self._time_out()
                 time.sleep(pause)
@@ -165,12 +169,14 @@ class CheckedBarrier:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]
         if self._nodes.count > 1:
             found += fingerprint.split(bytes(self._memory.heard[parity]))
+        # Compared as bytes, without decoding: this is in every collective's way.
         self.same_place = True
         for other in found:
             if not other.startswith(own):
                 self.same_place = False
         if self.same_place:
             return
+        # Places may differ, operations must not.
         operations = [fingerprint.operation_in(other) for other in found]
         if operations.count(operations[self.rank]) < len(operations):
             here = list(zip(self._ranks, operations, strict=False))
@@ -196,7 +202,7 @@ class CheckedBarrier:
             raise self.fail("another rank has given up on it")
 
     def _give_up(self, text: str) -> CommunicationError:
-        """As `fail`, where others may still come."""
+        """As `fail`, where others may still come: they fail, too."""
         self._memory.gave_up[0] = self._number
         return self.fail(text)
 
