@@ -209,6 +209,7 @@ def report(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) 
     print("\npredicted, not fitted: median of |predicted / measured - 1|")
     print(text_table(["", "error"], rows), flush=True)
 
+    # Between hosts as gloo, whose bytes go through sockets here, too.
     base = models.get("gloo") or next(iter(models.values()))
     inside = "mpi" if "mpi" in models else "gloo"
     within = models[inside].link

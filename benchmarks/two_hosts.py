@@ -169,7 +169,7 @@ def measure(options: argparse.Namespace) -> None:
         workload = WORKLOADS[options.model]
         torch.manual_seed(world.rank)
         batch = workload.batch()
-        ready = until_first_bucket(workload.model, batch)
+        ready = until_first_bucket(workload.model, batch)  # no byte can cross before
         meter = Meter()
         powers = ddp.power_sgd.PowerSGDState(rank=4, start=WARM_UP - 1)
         compared = contenders(workload.model, batch, backend, powers, options.cap)
@@ -181,11 +181,12 @@ def measure(options: argparse.Namespace) -> None:
             leave=False,
         )
         samples = interleave(metered, rounds, world.device)
-        meter.read()
+        meter.read()  # the last step's bytes: each step is counted before the next one
         check_alike(compared, workload.model)
         sent = gather_sent(meter, world.local_rank == 0)
         if world.rank == 0:
             nbytes = sum(p.numel() * p.element_size() for p in compared[0].model.parameters())
+            # Elements of its float32 matrices, in the steps since it began to compress.
             per_step = 4 * powers.sent // max(1, powers.iteration - powers.start)
             crossing: dict[str, int | None] = {
                 NO_COMMUNICATION: 0,

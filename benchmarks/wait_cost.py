@@ -92,7 +92,7 @@ def measure(rounds: int, folder: Path) -> None:
                     for _ in range(100):
                         square @ square
                 times[index, turn] = time.perf_counter() - began
-                wait()
+                wait()  # both halves: the computing ones wake the others
         dist.all_reduce(times, dist.ReduceOp.MAX)
         if world.rank == 0:
             names, medians = list(ways), times.median(1).values.tolist()

@@ -98,7 +98,7 @@ def check_memory(kind: str, *tensors: torch.Tensor) -> None:
 
 
 def check_dtype(kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-    """Raises unless what goes in is of the dtype that comes out."""
+    """Raises unless inputs are of the output's dtype."""
     if inputs[0].dtype != output.dtype:
         raise ValueError(
             f"{kind} needs inputs and outputs of one dtype, got {inputs[0].dtype} and "

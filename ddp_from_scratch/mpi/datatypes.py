@@ -77,7 +77,7 @@ def _many_bytes(count: int) -> MPI.Datatype:
 
 
 def raw(tensor: torch.Tensor) -> Buffer:
-    """A dense tensor as bytes, for everything that only moves it: any dtype."""
+    """A dense tensor as bytes of any dtype, for calls that only move it."""
     return (_memory(tensor), MPI.BYTE)
 
 

@@ -1,7 +1,7 @@
 """All-reduce by messages, among ranks of several machines.
 
-MPI reduces what it can compute with. It has no 16-bit floats, and float32 would be twice the bytes:
-they cross as they are, to be summed in float32 by the rank that owns the part.
+MPI reduces the dtypes that it has. It has no 16-bit floats, and float32 would be twice the bytes:
+they cross as they are, and the rank that owns a part sums it in float32.
 
     rank 0   | a0 | b0 |             | a0 | a1 |  sum             | a | b |
     rank 1   | a1 | b1 |  Alltoallv  | b0 | b1 |  ->  Allgatherv  | a | b |

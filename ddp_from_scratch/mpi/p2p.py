@@ -134,7 +134,7 @@ def progress() -> float:
     Returns:
         Seconds until it is to be called again; infinite where no message is under way.
     """
-    for work in list(_under_way):  # a copy: what has arrived leaves the set
+    for work in list(_under_way):  # a copy: messages that have arrived leave the set
         work.is_completed()
     return PAUSE if _under_way else math.inf
 

@@ -150,7 +150,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         operations = [self._collectives.all_reduce(tensor, op) for tensor in tensors]
-        return self._submit("all_reduce", tensors, operations, opts)
+        return self._submit("all_reduce", tensors, opts, *operations)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         return self.allreduce(tensors, opts)
@@ -158,14 +158,14 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> MPIWork:
         (tensor,) = tensors
         operation = self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank)
-        return self._submit("reduce", tensors, [operation], opts)
+        return self._submit("reduce", tensors, opts, operation)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MPIWork:
         operations = [
             self._collectives.reduce_scatter(output, parts, opts.reduceOp)
             for output, parts in zip(outputs, inputs, strict=True)
         ]
-        return self._submit("reduce_scatter", outputs, operations, opts)
+        return self._submit("reduce_scatter", outputs, opts, *operations)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any
@@ -180,16 +180,15 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> MPIWork:
         (tensor,) = tensors
-        return self._submit(
-            "broadcast", tensors, [self._collectives.broadcast(tensor, opts.rootRank)], opts
-        )
+        operation = self._collectives.broadcast(tensor, opts.rootRank)
+        return self._submit("broadcast", tensors, opts, operation)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> MPIWork:
         operations = [
             self._collectives.all_gather(parts, tensor)
             for parts, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._submit("all_gather", inputs, operations, opts)
+        return self._submit("all_gather", inputs, opts, *operations)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -209,33 +208,27 @@ class ProcessGroupMPI(dist.ProcessGroup):
             self._collectives.all_gather_single(output, input)
             for output, input in zip(outputs, inputs, strict=True)
         ]
-        return self._submit("all_gather_into_tensor", inputs, operations, opts)
+        return self._submit("all_gather_into_tensor", inputs, opts, *operations)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> MPIWork:
         (tensor,) = inputs
-        parts = outputs[0] if outputs else []
-        return self._submit(
-            "gather", inputs, [self._collectives.gather(parts, tensor, opts.rootRank)], opts
-        )
+        operation = self._collectives.gather(outputs[0] if outputs else [], tensor, opts.rootRank)
+        return self._submit("gather", inputs, opts, operation)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MPIWork:
         root = opts.rootRank == self.rank()
-        parts = output.view(-1).tensor_split(self.size()) if root else []
-        return self._submit(
-            "gather", [input], [self._collectives.gather(parts, input, opts.rootRank)], opts
+        return self.gather(
+            [output.view(-1).tensor_split(self.size())] if root else [], [input], opts
         )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MPIWork:
         (tensor,) = outputs
-        parts = inputs[0] if inputs else []
-        return self._submit(
-            "scatter", outputs, [self._collectives.scatter(tensor, parts, opts.rootRank)], opts
-        )
+        operation = self._collectives.scatter(tensor, inputs[0] if inputs else [], opts.rootRank)
+        return self._submit("scatter", outputs, opts, operation)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MPIWork:
-        return self._submit(
-            "all_to_all", inputs, [self._collectives.all_to_all(outputs, inputs)], opts
-        )
+        operation = self._collectives.all_to_all(outputs, inputs)
+        return self._submit("all_to_all", inputs, opts, operation)
 
     def all_to_all_single(
         self,
@@ -246,10 +239,10 @@ class ProcessGroupMPI(dist.ProcessGroup):
         opts: Any = None,
     ) -> MPIWork:
         operation = self._collectives.all_to_all_single(output, input, output_splits, input_splits)
-        return self._submit("all_to_all_single", [input], [operation], opts)
+        return self._submit("all_to_all_single", [input], opts, operation)
 
     def barrier(self, opts: Any = None) -> MPIWork:
-        return self._submit("barrier", [], [self._collectives.barrier()], opts)
+        return self._submit("barrier", [], opts, self._collectives.barrier())
 
     # The names of these methods in torch before 2.14.
     _allgather_base = all_gather_single
@@ -265,7 +258,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         monitored_barrier(self, limit, wait_all_ranks)
 
-    # Memory for what is sent, as backends of torch's own offer it -------------------------------
+    # Memory to send from, as backends of torch's own offer it -----------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -292,7 +285,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def free_unused(self) -> None:
         """Gives memory back that no rank uses any more. Collective, and a barrier."""
-        self._submit("free_unused", [], [self._collectives.free_unused()], _at_once()).wait()
+        self._submit("free_unused", [], _at_once(), self._collectives.free_unused()).wait()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `ddp_from_scratch.mpi.empty`."""
@@ -303,7 +296,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         return self._allocate("empty_for_all", self._collectives.empty_for_all(numel, dtype))
 
     def _allocate(self, kind: str, operation: Operation) -> torch.Tensor:
-        work = self._submit(kind, [], [operation])
+        work = self._submit(kind, [], None, operation)
         work.wait()
         (tensor,) = work.result()
         return tensor
@@ -320,7 +313,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         Ranks that call it with different labels all raise, as for different operations.
         """
         operation = self._collectives.reduce_to_owners(tensor, op, receive, label)
-        self._submit("reduce_to_owners", [tensor], [operation], _at_once()).wait()
+        self._submit("reduce_to_owners", [tensor], _at_once(), operation).wait()
 
     # Messages ------------------------------------------------------------------------------------
 
@@ -358,9 +351,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
             self._collectives.free()
             communicator.Free()
 
-    def _submit(
-        self, kind: str, tensors: Tensors, operations: list[Operation], opts: Any = None
-    ) -> MPIWork:
+    def _submit(self, kind: str, tensors: Tensors, opts: Any, *operations: Operation) -> MPIWork:
         """Gives the operations to the group's thread, under one handle."""
         # Not for a call whose arguments were refused: that raised before.
         self._sequence += 1

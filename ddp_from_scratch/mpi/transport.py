@@ -1,4 +1,4 @@
-"""MPI's collectives on dense tensors of any size: what MPI cannot count goes in pieces."""
+"""MPI's collectives on dense tensors of any size; larger ones than MPI can count go in pieces."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -10,7 +10,7 @@ from ddp_from_scratch.mpi.datatypes import operation_of, pieces, raw, values
 from ddp_from_scratch.mpi.runtime import MPI
 from ddp_from_scratch.node.reduction import Reduction
 
-Message: TypeAlias = tuple[int, torch.Tensor]  # the other rank, and what goes there or comes
+Message: TypeAlias = tuple[int, torch.Tensor]  # the other rank, and what is sent or received
 
 # Beyond the tags that programs use for messages of their own on the same communicator.
 _TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1

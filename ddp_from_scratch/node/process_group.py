@@ -1,4 +1,4 @@
-"""Process groups that offer more than torch's, declared for those who ask a group for it."""
+"""Abilities of process groups beyond torch's, as protocols."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
