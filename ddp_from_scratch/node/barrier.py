@@ -50,7 +50,8 @@ class CheckedBarrier:
 
     Attributes:
         rank, size: this rank's place among those of its machine, and their number.
-        same_place: all ranks gave the same place at the last meeting.
+        same_place: this machine's ranks, and the first of each other one, gave the same place at
+            the last meeting.
         eager, eager_nbytes: see `BarrierMemory`.
     """
 
@@ -108,10 +109,12 @@ class CheckedBarrier:
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._number += 1
         parity = self.parity
+        # Publish.
         own = fingerprint.encode(operation, place)
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
         # After the fingerprint, so that the fingerprint of a rank that has come is complete.
         self._memory.come[self.rank][0] = self._number
+        # Wait, exchange, compare.
         self.wait()
         if self._nodes.count > 1:
             self._exchange(parity)
