@@ -35,7 +35,7 @@ from benchmarks.harness.machine import describe
 from benchmarks.harness.report import RESULTS
 from benchmarks.summary import summarise
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 
 STOPPED = (130, 143)
 _PATIENCE_S = 15.0  # with a benchmark after Ctrl-C

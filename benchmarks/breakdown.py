@@ -62,7 +62,7 @@ from ddp_from_scratch import SGD, UsageError, process_group
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.packing import Packing
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.node.process_group import SharedMemoryGroup
 from ddp_from_scratch.node.reduction import Reduction
 from ddp_from_scratch.optim import node_shared_sgd, sgd

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.harness.text_table import text_table
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 
 REFERENCES = ("no communication", "torch DDP, views", "torch DDP, default")
 _DRAWS = 10_000

@@ -59,7 +59,7 @@ from benchmarks.harness.launch import add_results_option
 from benchmarks.harness.report import draw_lines, write
 from benchmarks.harness.text_table import text_table
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 
 RANKS = [2**k for k in range(3, 13)]
 

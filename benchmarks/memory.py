@@ -39,7 +39,7 @@ from benchmarks.harness.timing import check_distance
 from benchmarks.harness.workloads import WORKLOADS
 from ddp_from_scratch import UsageError, check_sync, process_group
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 
 MODELS = ("mlp", "resnet18")
 QUICK = (NO_COMMUNICATION, REFERENCES[1], "buckets, overlapped, views")

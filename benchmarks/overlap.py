@@ -67,7 +67,7 @@ from benchmarks.harness.timing import (
 )
 from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, process_group
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.world.process_group import World
 
 MODELS = ("mlp", "resnet18")

@@ -50,7 +50,7 @@ from benchmarks.harness.text_table import text_table
 from benchmarks.harness.timing import check_equal, interleave
 from ddp_from_scratch import UsageError, mpi, process_group
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 
 TORCH, REDUCER = "torch DDP, views", "Reducer"
 KINDS = {"alone": NO_COMMUNICATION, "torch": TORCH, "averaged": REDUCER}

@@ -45,7 +45,7 @@ from benchmarks.harness.text_table import text_table
 from benchmarks.harness.timing import Interval, Samples, check_equal, interleave, rounds_for
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 
 MODELS = ["mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500"]
 if torch.cuda.is_available():

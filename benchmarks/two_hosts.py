@@ -68,7 +68,7 @@ from benchmarks.harness.wire_meter import (
 )
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 
 _ROUNDS = {0.1: 5, 1.0: 15, 10.0: 30}  # by the wire's speed, about a minute each
 

@@ -26,7 +26,7 @@ from benchmarks.harness.report import on_terminal, write
 from benchmarks.harness.text_table import text_table
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.rank_exit import run_to_exit
+from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.launch.supervisor import start_mpirun
 
 

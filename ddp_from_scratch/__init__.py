@@ -13,19 +13,25 @@ The way of one gradient: `reducer.py` (hooks) → `bucket.py` (pack, launch, wai
 `comm_hooks.py` (what is sent), with `layout.py` saying what lies where.
 """
 
-from ddp_from_scratch import comm_hooks
-from ddp_from_scratch.comm_hooks import power_sgd
-from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch.supervisor import start_ranks
-from ddp_from_scratch.optim.node_shared_sgd import NodeSharedSGD
-from ddp_from_scratch.optim.sgd import SGD
-from ddp_from_scratch.reducer.join import JoinableReducer, join
-from ddp_from_scratch.reducer.reducer import Reducer
-from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
-from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from ddp_from_scratch.torch_ddp.distributed_data_parallel import DistributedDataParallel
-from ddp_from_scratch.world.process_group import World, process_group
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp_from_scratch import comm_hooks
+    from ddp_from_scratch.comm_hooks import power_sgd
+    from ddp_from_scratch.errors import UsageError
+    from ddp_from_scratch.launch.supervisor import start_ranks
+    from ddp_from_scratch.optim.node_shared_sgd import NodeSharedSGD
+    from ddp_from_scratch.optim.sgd import SGD
+    from ddp_from_scratch.reducer.join import JoinableReducer, join
+    from ddp_from_scratch.reducer.reducer import Reducer
+    from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
+    from ddp_from_scratch.sync.check_sync import check_sync
+    from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from ddp_from_scratch.torch_ddp.distributed_data_parallel import DistributedDataParallel
+    from ddp_from_scratch.world.process_group import World, process_group
+
+__version__ = "0.1.0"
 
 __all__ = [
     "SGD",
@@ -46,3 +52,38 @@ __all__ = [
     "process_group",
     "start_ranks",
 ]
+
+# Imported when first asked for (PEP 562): what starts ranks, or prints --help, needs no torch.
+_MODULES = {
+    "SGD": "optim.sgd",
+    "DistributedDataParallel": "torch_ddp.distributed_data_parallel",
+    "JoinableReducer": "reducer.join",
+    "NodeSharedSGD": "optim.node_shared_sgd",
+    "Reducer": "reducer.reducer",
+    "SyncBatchNorm": "sync.sync_batch_norm",
+    "UsageError": "errors",
+    "World": "world.process_group",
+    "broadcast_buffers": "sync.broadcast",
+    "broadcast_parameters": "sync.broadcast",
+    "check_sync": "sync.check_sync",
+    "comm_hooks": "comm_hooks",
+    "convert_sync_batchnorm": "sync.sync_batch_norm",
+    "join": "reducer.join",
+    "power_sgd": "comm_hooks",
+    "process_group": "world.process_group",
+    "start_ranks": "launch.supervisor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path = _MODULES[name]
+    module = import_module(f"{__name__}.{path}")
+    value = module if path == name else getattr(module, name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,10 +1,12 @@
 """The process group that a call is for, looked at before anything is sent."""
 
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.nn import functional
 
 _NOT_A_MEMBER = "this rank is not a member of the process group"
 
@@ -34,6 +36,25 @@ def check_group(process_group: Any) -> dist.ProcessGroup:
     if dist.get_rank(process_group) < 0:
         raise ValueError(_NOT_A_MEMBER)
     return process_group
+
+
+def _forget_default_group() -> None:
+    """Lets go of a default group that torch's functions hold as a default argument.
+
+    They take the one that is open when `torch.distributed.nn.functional` is imported (torch.optim
+    does so in the first step), and would keep it alive to the end, and with it gloo's threads,
+    which now and then abort a Python that is about to end. None means the default group, too.
+    """
+    for function in vars(functional).values():
+        if isinstance(function, FunctionType) and function.__defaults__ is not None:
+            function.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value
+                for value in function.__defaults__
+            )
+
+
+# A group of torch's `init_process_group` may have been opened before this import.
+_forget_default_group()
 
 
 def on_gpu_of(module: torch.nn.Module) -> AbstractContextManager[Any]:

@@ -17,7 +17,13 @@ from pathlib import Path
 
 from ddp_from_scratch.errors import UsageError
 
+# Variables that `supervisor` leaves to its ranks:
 STARTED_HERE = "DDP_STARTED_HERE"
+PARENT = "DDP_PARENT_PID"
+RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # a file to meet in, on one machine
+MACHINE_0 = "DDP_MACHINE_0"  # its address, on several: MASTER_ADDR is the way through the parent
+TERMINAL = "DDP_TERMINAL_"  # with 1 or 2: the terminal behind standard output or error
+
 # Processes or threads that one machine is asked for: beyond this it is a slip of the finger, which
 # would take the machine down.
 MOST_HERE = 1024
@@ -79,7 +85,7 @@ def started_here(environ: Mapping[str, str] = os.environ) -> bool:
     return STARTED_HERE in environ
 
 
-def speaks(environ: Mapping[str, str] = os.environ) -> bool:
+def reports_errors(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process reports what is wrong on its machine before ranks can agree on it.
 
     True for the first rank of each machine, and without a launcher.

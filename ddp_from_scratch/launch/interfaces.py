@@ -7,8 +7,7 @@ import struct
 import sys
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch.environment import Placement
-from ddp_from_scratch.launch.parent_link import MACHINE_0
+from ddp_from_scratch.launch.environment import MACHINE_0, Placement
 
 
 def choose_interface(placement: Placement) -> None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import gate
+from ddp_from_scratch.launch.environment import MACHINE_0
 from ddp_from_scratch.launch.gate import StrangerError
-from ddp_from_scratch.launch.parent_link import MACHINE_0
 
 SECRET = "DDP_SECRET"
 _LEAST_SECRET = 16  # characters

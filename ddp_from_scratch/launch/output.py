@@ -8,6 +8,18 @@ import sys
 from typing import TextIO
 
 
+def replace_closed() -> None:
+    """Opens /dev/null for each standard stream that is closed (`>&-`).
+
+    Else the next socket or file would get its number, and with it what is printed.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "r+")  # noqa: SIM115  # has the lowest number that is free
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def write(text: str, stream: TextIO) -> None:
     """Prints a line at once, or nothing where that fails."""
     try:

@@ -1,6 +1,17 @@
-"""The parent of the ranks on one machine: starts them, watches them, ends them together.
+"""Starts the ranks of one machine, watches them, and ends them together.
 
 Used where no launcher is: `python run.py`, and one such command on each of several machines.
+
+What the user sends                            What the ranks get
+---------------------------------------------  -----------------------------------------------------
+Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP             SIGTERM: they finish a step, save, and end. Under
+                                               mpirun SIGUSR1, all that it hands on in time
+a second Ctrl-C or SIGTERM                     SIGKILL (mpirun: SIGTERM, then SIGKILL at a third)
+SIGQUIT or SIGUSR2                             SIGTERM, and SIGKILL 5 s later
+SIGKILL                                        SIGKILL, from the system (`rank_process.die_with`)
+nothing, but one rank fails                    SIGTERM, and SIGKILL 5 s later
+
+Ranks live in sessions of their own, so that the terminal's Ctrl-C reaches them once, through here.
 """
 
 import ctypes
@@ -12,21 +23,34 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Protocol
 
 from ddp_from_scratch.launch import output
-from ddp_from_scratch.launch.environment import STARTED_HERE, mpirun_command, rank_environments
+from ddp_from_scratch.launch.environment import (
+    PARENT,
+    RENDEZVOUS_FILE,
+    STARTED_HERE,
+    TERMINAL,
+    mpirun_command,
+    rank_environments,
+)
+from ddp_from_scratch.launch.fork_server import OPTIMIZERS, ForkServer, can_fork
 from ddp_from_scratch.launch.interfaces import require_loopback
-from ddp_from_scratch.launch.multi_node import Machines
-from ddp_from_scratch.launch.parent_link import PARENT, PR_SET_PDEATHSIG, RENDEZVOUS_FILE, TERMINAL
+from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG
 
-# Ranks stop after a step, with a checkpoint.
+if TYPE_CHECKING:
+    from ddp_from_scratch.launch.multi_node import Machines
+
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# Ranks are ended.
 _ENDS = (signal.SIGQUIT, signal.SIGUSR2)
 _POLL_S = 0.05
 _GRACE_S = 5.0  # between asking the ranks to stop, after one failed, and killing them
+
+# What most programs of ranks import, beside torch.
+_PRELOAD = ("ddp_from_scratch.world.process_group", "ddp_from_scratch.reducer.reducer", OPTIMIZERS)
 
 
 def start_ranks(
@@ -36,6 +60,8 @@ def start_ranks(
     master_addr: str = "127.0.0.1",
     master_port: int = 29500,
     timeout: float = 600.0,
+    *,
+    preload: Sequence[str] = _PRELOAD,
 ) -> int:
     """Runs `command` once for each rank of this machine and waits for all of them.
 
@@ -43,6 +69,9 @@ def start_ranks(
     removed at the end: no port is opened. On several, machine 0 listens on `master_port` of
     `master_addr` and nowhere else, and talks to machines that know the job's secret: DDP_SECRET in
     the environment of all, or what machine 0 prints for the others where it has none.
+
+    On Linux, ranks of `[sys.executable, "program.py", ...]`, or of -m or -c in its place, are
+    forked from a process that has imported torch; any other command is executed.
 
     The first rank that fails ends all others, on every machine. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP
     reach the ranks as SIGTERM (a Python that is still importing would answer SIGINT with a
@@ -56,6 +85,7 @@ def start_ranks(
         master_addr: where machine 0 can be reached.
         master_port: the port that machine 0 listens on.
         timeout: seconds to wait for the other machines, and for a sign of life from them later.
+        preload: modules that are imported once, before ranks are forked.
 
     Returns:
         0 when every rank ended with 0, 128 + N after signal N, else the exit code of the first rank
@@ -67,16 +97,19 @@ def start_ranks(
     """
     ranks = rank_environments(counts, node_rank)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
-    if len(counts) > 1:
-        machines = Machines(counts, node_rank, master_addr, master_port, timeout)
-        try:
-            environments = [common | machines.environment | rank for rank in ranks]
-            return _Watch(command, environments, machines).run()
-        finally:
-            machines.close()
-    with tempfile.TemporaryDirectory(prefix="ddp-") as folder:  # mode 0700
-        common[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")
-        return _Watch(command, [common | rank for rank in ranks]).run()
+    machines: Machines | None = None
+    with ExitStack() as stack:
+        if len(counts) > 1:
+            # Here and not above: it imports torch, which a parent on one machine does without.
+            from ddp_from_scratch.launch import multi_node
+
+            machines = multi_node.Machines(counts, node_rank, master_addr, master_port, timeout)
+            stack.callback(machines.close)
+            common |= machines.environment
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-"))  # mode 0700
+            common[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")
+        return _Watch(command, [common | rank for rank in ranks], preload, machines).run()
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
@@ -84,8 +117,8 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
 
     Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach the ranks as SIGUSR1, which mpirun hands on and
     otherwise ignores. SIGQUIT and SIGUSR2 end all ranks.
-    Told to stop by anything else, Open MPI kills its ranks after 0.2 s, too early for them to have
-    written a checkpoint, and has no setting for that. A second one is such a SIGTERM.
+    At any other signal Open MPI kills its ranks after 0.2 s, too early for them to have written a
+    checkpoint, and has no setting for that. A second Ctrl-C is such a signal, SIGTERM.
 
     Returns:
         mpirun's exit code, which is that of the first rank that failed; 128 + N after signal N.
@@ -100,25 +133,44 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
         if os.isatty(stream):
             defaults[f"{TERMINAL}{stream}"] = os.ttyname(stream)
     _say(f"starting: {shlex.join(full)}")
-    return _Mpirun(full, [defaults | os.environ]).run()
+    return _MpirunWatch(full, [defaults | os.environ]).run()
+
+
+class _Child(Protocol):
+    """The part of `subprocess.Popen` that a forked rank has, too."""
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class _Watch:
-    """The ranks of this machine as child processes that end together."""
+    """The ranks of this machine as child processes that end together.
 
-    # What they are sent on the first signal that stops them, on the second, and so on.
+    1. Start one for each environment, with signals handled already.
+    2. Watch: until all have ended well, one has failed, or a signal asks for the end.
+    3. End what still runs.
+    """
+
+    # What the ranks are sent at the first signal that stops them, at the second, and so on.
     ladder: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
 
     def __init__(
         self,
         command: Sequence[str],
         environments: Sequence[dict[str, str]],
-        machines: Machines | None = None,
+        preload: Sequence[str] = (),
+        machines: "Machines | None" = None,
     ) -> None:
         self._command = list(command)
         self._environments = environments
+        self._preload = preload
         self._machines = machines
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._server: ForkServer | None = None
+        self._children: list[_Child] = []
+        # Handlers append to it, and `_pass_on` alone reads: a signal may come between two starts.
         self._received: list[int] = []
         self._passed_on = 0
         self._ended_by = 0
@@ -129,25 +181,32 @@ class _Watch:
             numbers.remove(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._remember) for number in numbers}
         try:
+            # 1. Start
+            self._server = self._make_server()
             for environment in self._environments:
                 self._children.append(self._start(os.environ | environment))
+            # 2. Watch
             return self._wait()
         finally:
+            # 3. End
             self._end_all()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _start(self, environ: dict[str, str]) -> "subprocess.Popen[bytes]":
-        # A session of its own: Ctrl-C reaches it once, through us.
+    def _make_server(self) -> ForkServer | None:
+        return ForkServer(self._preload) if can_fork(self._command) else None
+
+    def _start(self, environ: dict[str, str]) -> _Child:
+        if self._server is not None:
+            return self._server.start(self._command, environ)
         return subprocess.Popen(
             self._command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
         )
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        # Acted on by `_wait`, when all children are there: a signal may come between two starts.
         if number in _ENDS:
             self._ended_by = number
-        # A session that ends sends SIGHUP beside SIGTERM: that is no second wish.
+        # A session that ends sends SIGHUP beside SIGTERM: that does not count as a second one.
         elif number in (signal.SIGINT, signal.SIGTERM) or not self._received:
             self._received.append(number)
 
@@ -186,36 +245,37 @@ class _Watch:
 
     def _stopped(self) -> int:
         name = signal.Signals(self._received[0]).name
-        if self._machines is not None:
-            self._machines.tell_failure(f"stopped by {name}")
+        self._tell_machines(f"stopped by {name}")
         return 128 + self._received[0]
 
-    def _stopped_elsewhere(self, told: str) -> int:
-        # A rank here that all ranks agreed with has the same code, and somebody has said why.
+    def _stopped_elsewhere(self, reason: str) -> int:
+        # A rank here that all ranks agreed with has the same code, and some rank has said why.
         self._await_end(1.0)
         codes = [child.poll() for child in self._children]
         code = next((code for code in codes if code is not None and code > 1), None)
         if code is None:
-            _say(f"stopped: {told}")
+            _say(f"stopped: {reason}")
         return code or 1
 
     def _ended(self) -> int:
         name = signal.Signals(self._ended_by).name
         _say(f"ending all ranks ({name})")
-        if self._machines is not None:
-            self._machines.tell_failure(f"ended by {name}")
+        self._tell_machines(f"ended by {name}")
         return 128 + self._ended_by
 
     def _failed(self, index: int, code: int) -> int:
         rank = self._environments[index].get("RANK")
-        who = Path(self._command[0]).name if rank is None else f"rank {rank}"
-        text = f"{who} ended with exit code {code}"
+        name = Path(self._command[0]).name if rank is None else f"rank {rank}"
+        text = f"{name} ended with exit code {code}"
         if code < 0:
-            text = f"{who} was killed by {signal.Signals(-code).name}"
+            text = f"{name} was killed by {signal.Signals(-code).name}"
             _say(f"{text}; all other ranks were stopped")
-        if self._machines is not None:
-            self._machines.tell_failure(text)
+        self._tell_machines(text)
         return 128 - code if code < 0 else code
+
+    def _tell_machines(self, reason: str) -> None:
+        if self._machines is not None:
+            self._machines.tell_failure(reason)
 
     def _end_all(self) -> None:
         """Asks what still runs to stop, then kills it. Idempotent."""
@@ -224,6 +284,8 @@ class _Watch:
         self._signal(signal.SIGKILL)
         for child in self._children:
             child.wait()
+        if self._server is not None:
+            self._server.kill()
 
     def _await_end(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -237,12 +299,12 @@ class _Watch:
                 child.send_signal(number)
 
 
-class _Mpirun(_Watch):
+class _MpirunWatch(_Watch):
     """One child, mpirun, which watches the ranks itself."""
 
     ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 
-    def _start(self, environ: dict[str, str]) -> "subprocess.Popen[bytes]":
+    def _start(self, environ: dict[str, str]) -> _Child:
         libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
         return subprocess.Popen(
             self._command,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ddp_from_scratch.launch.environment import Placement
-from ddp_from_scratch.launch.rank_exit import remove_at_exit
+from ddp_from_scratch.launch.rank_process import remove_at_exit
 from ddp_from_scratch.mpi.runtime import broadcast_object
 
 

@@ -85,7 +85,7 @@ class NodeSharedSGD(SGD):
             return
         self._check_groups()
         self._arrange()
-        with self._reducer.sending.keeping_local():
+        with self._reducer.comm.keeping_local():
             super().backward_and_step(loss)
         for runs in self._runs.values():
             for run in runs:
@@ -116,7 +116,7 @@ class NodeSharedSGD(SGD):
 
     @torch.no_grad()
     def _step_runs(self, runs: Sequence[FlatRun]) -> None:
-        if self._reducer is not None and self._reducer.sending.joining:
+        if self._reducer is not None and self._reducer.comm.joining:
             raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
         for run in runs:
             if not run.gradient.numel():

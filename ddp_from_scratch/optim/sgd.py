@@ -8,21 +8,39 @@ at the same offsets, so that a step is one call for each bucket instead of one f
     momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    and momentum buffers
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.memory import in_huge_pages
+from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.optim.flat_params import FlatRun, flat_runs, overlapping
 from ddp_from_scratch.reducer.reducer import Reducer
 
 # Three arrays of this many float32 stay in the cache from the first operation of a step to its
 # last, and there are few enough calls for what a call costs to be small beside them.
 _CHUNK = 2**18
+
+
+def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch's optimizers that does not import torch._dynamo, for a second, to call it.
+
+    torch wraps it so that torch.compile does not trace it. Nothing does before that import.
+    """
+
+    @wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        imported = "torch._dynamo" in sys.modules
+        return (method if imported else inspect.unwrap(method))(*args, **options)
+
+    return call
 
 
 class SGD(torch.optim.SGD):
@@ -80,6 +98,11 @@ class SGD(torch.optim.SGD):
         if not any(group is not None for b in reducer.flat_buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
 
+    add_param_group = _without_dynamo(torch.optim.SGD.add_param_group)
+    zero_grad = _without_dynamo(torch.optim.SGD.zero_grad)
+    state_dict = _without_dynamo(torch.optim.SGD.state_dict)
+    load_state_dict = _without_dynamo(torch.optim.SGD.load_state_dict)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.setdefault("_reducer", None)  # in a copy
@@ -128,7 +151,7 @@ class SGD(torch.optim.SGD):
         if self._reducer is None:
             raise RuntimeError("a copy of a ddp.SGD has no Reducer: call backward() and step()")
         self._arrange()
-        backward = _BackwardAndStep(loss, self._reducer, lambda b: self._step_runs(self._runs[b]))
+        backward = _BackwardAndStep(loss, self._reducer, self._runs, self._step_runs)
         # Through step(), so that it counts as one for hooks and schedulers.
         self.step(backward)
 
@@ -152,7 +175,9 @@ class SGD(torch.optim.SGD):
             if id(parameter) not in inside
         ]
         shared = overlapping([p for group in self.param_groups for p in group["params"]])
-        self._runs = {b: flat_runs(b, self._groups_of(b), shared, self._allocate) for b in buckets}
+        self._runs: dict[GradientBucket, list[FlatRun]] = {
+            b: flat_runs(b, self._groups_of(b), shared, self._allocate) for b in buckets
+        }
         self._arranged_for = (buckets, groups)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
@@ -202,32 +227,38 @@ class SGD(torch.optim.SGD):
         update(parameter, parameter.grad, momentum, first, group)
 
 
-class _BackwardAndStep:
+class _BackwardAndStep(Observer):
     """The closure of `SGD.backward_and_step`: steps each bucket in the course of `backward()`."""
 
     def __init__(
-        self, loss: torch.Tensor, reducer: Reducer, step: Callable[[Bucket], None]
+        self,
+        loss: torch.Tensor,
+        reducer: Reducer,
+        runs: Mapping[GradientBucket, Sequence[FlatRun]],
+        step: Callable[[Sequence[FlatRun]], None],
     ) -> None:
-        self._loss, self._reducer, self._step = loss, reducer, step
+        self._loss, self._reducer, self._runs, self._step = loss, reducer, runs, step
         self._stepped = 0
 
     def __call__(self) -> torch.Tensor:
-        self._reducer.on_landed = self._on_landed
+        self._reducer.add_observer(self)
         try:
             self._loss.backward()
         finally:
-            self._reducer.on_landed = None
+            self._reducer.remove_observer(self)
         if not self._stepped:
-            self._reducer.check_complete()
+            self._reducer.checks.check_complete()
             raise RuntimeError(
                 "nothing was averaged, so nothing was stepped: backward_and_step() is inside "
                 "no_sync(), or the loss depends on none of the Reducer's parameters"
             )
         return self._loss
 
-    def _on_landed(self, bucket: Bucket) -> None:
-        self._step(bucket)
-        self._stepped += 1
+    def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
+        """Steps the bucket's parameters, but for sparse gradients, which are stepped alone."""
+        if bucket in self._runs:
+            self._step(self._runs[bucket])
+            self._stepped += 1
 
 
 def _update_flat(

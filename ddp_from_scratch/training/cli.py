@@ -10,10 +10,15 @@ from typing import Any, NoReturn
 
 from ddp_from_scratch.buckets.layout import AUTO
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.training.datasets import DATASETS
-from ddp_from_scratch.training.models import MODELS
-from ddp_from_scratch.training.settings import COMPRESSIONS, POWERSGD_RANK, PRECISIONS, Settings
-from ddp_from_scratch.world.process_group import BACKENDS
+from ddp_from_scratch.training.settings import (
+    COMPRESSIONS,
+    DATASETS,
+    MODELS,
+    POWERSGD_RANK,
+    PRECISIONS,
+    Settings,
+)
+from ddp_from_scratch.world.backends import BACKENDS
 
 _OF_TEST = {
     *("backend", "dataset", "data_dir", "download", "batch_size", "precision", "workers"),
@@ -29,11 +34,20 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see --help")
 
 
-def make_parser(about: str) -> Parser:
-    """The parser; `about` is the program's docstring, a sentence and then examples."""
+def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> Parser:
+    """The parser of a command line.
+
+    Args:
+        about: the program's docstring, a sentence and then examples with run.py.
+        program: behind `python`: a file, or -m and a module.
+    """
     about, _, examples = about.partition("\n\n")
+    name = Path(program[0]).name
+    if name == "-m":
+        examples = examples.replace("run.py", " ".join(program))
+        name = f"python {' '.join(program)}"
     parser = Parser(
-        prog="run.py",
+        prog=name,
         description=about,
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -215,13 +229,17 @@ def _size(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"must be a number or auto, got {text!r}") from None
 
 
-def parse(arguments: Sequence[str], about: str) -> tuple[Settings, argparse.Namespace]:
-    """The settings of the run, and what concerns its processes alone.
+def parse(
+    arguments: Sequence[str], about: str, program: Sequence[str] = ("run.py",)
+) -> tuple[Settings, argparse.Namespace]:
+    """The settings of the run, and the options that concern its processes alone.
+
+    `about` and `program` are those of `make_parser`.
 
     Raises:
         UsageError: an unknown option, a value out of range, options that do not go together.
     """
-    options = make_parser(about).parse_args(arguments)
+    options = make_parser(about, program).parse_args(arguments)
     for name, value in vars(options).items():
         if value == []:  # argparse's own reading of --epochs=--
             raise UsageError(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
-from ddp_from_scratch.launch.rank_exit import is_communication_error
+from ddp_from_scratch.launch.rank_process import is_communication_error
 
 
 @contextmanager

@@ -163,7 +163,7 @@ def _loader(
         # Not fork: a child of a process that has initialised MPI or CUDA inherits their locks and
         # handles, but not their threads.
         context = multiprocessing.get_context("forkserver")
-        _start_fork_server()
+        _start_fork_server(type(dataset).__module__)
     return DataLoader(
         dataset,
         batch_size=batch_size,
@@ -178,7 +178,7 @@ def _loader(
     )
 
 
-def _start_fork_server() -> None:
+def _start_fork_server(preload: str) -> None:
     """Start the process that this rank's workers are forked from. A no-op when it runs already.
 
     It ignores SIGTERM, SIGUSR1 and SIGHUP, as it ignores Ctrl-C anyway: a launcher sends them to
@@ -186,7 +186,7 @@ def _start_fork_server() -> None:
     and saves first.
     """
     # Import torch once and not once a worker.
-    forkserver.set_forkserver_preload(["torchvision.datasets"])
+    forkserver.set_forkserver_preload([preload])
     if threading.current_thread() is not threading.main_thread():
         forkserver.ensure_running()  # Only the main thread may change what a signal does.
         return

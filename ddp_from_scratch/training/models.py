@@ -9,12 +9,10 @@ import difflib
 from collections import OrderedDict
 
 import torch
-import torchvision
 from torch import nn
 
 from ddp_from_scratch.errors import UsageError
-
-MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...)"
+from ddp_from_scratch.training.settings import MODELS
 
 # The images are enlarged to the first of these that the architecture can take.
 _SIZES = (32, 64, 96, 112, 128, 224, 299)
@@ -41,6 +39,9 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
         return _cnn(channels, image_size, num_classes)
     if name == "mlp":
         return _mlp(channels, image_size, num_classes)
+    # Here and not above: it takes longer to import than torch.
+    import torchvision
+
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         close = difflib.get_close_matches(name.lower(), ["cnn", "mlp", *known], n=3)
@@ -127,6 +128,8 @@ def _torchvision_model(name: str, channels: int, size: int, num_classes: int) ->
         options["image_size"] = size
     if name.startswith("maxvit"):
         options["input_size"] = (size, size)
+    import torchvision
+
     model: nn.Module = torchvision.models.get_model(
         name, weights=None, num_classes=num_classes, **options
     )

@@ -6,12 +6,12 @@ import hashlib
 import os
 import random
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torchvision
 
 import ddp_from_scratch
 from ddp_from_scratch.training.coordination import require_same, together
@@ -40,7 +40,8 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
     torch.set_num_threads(settings.threads)
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats only with it
-    torch.use_deterministic_algorithms(settings.deterministic)
+    if settings.deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(settings.deterministic)  # imports torch's compiler: 1 s
     torch.backends.cudnn.benchmark = not settings.deterministic
     seed_generators(settings.seed)
     return group
@@ -54,7 +55,7 @@ def versions() -> dict[str, str]:
         source.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
     return {
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torchvision": metadata.version("torchvision"),
         "ddp_from_scratch's source": source.hexdigest()[:16],
     }
 

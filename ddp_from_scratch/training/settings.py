@@ -11,8 +11,10 @@ from typing import Any, Literal
 from ddp_from_scratch.buckets.layout import AUTO
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.environment import MOST_HERE
-from ddp_from_scratch.world.process_group import MAX_TIMEOUT
+from ddp_from_scratch.world.backends import MAX_TIMEOUT
 
+DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "fake")
+MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...)"
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
 POWERSGD_RANK = 2

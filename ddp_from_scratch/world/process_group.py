@@ -10,20 +10,17 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-# Its functions have the default group of the time of this import as a default argument. Imported
-# later (torch.optim does, in the first step), it would keep the group alive to the end, and with it
-# gloo's threads, which now and then abort a Python that is about to end.
+# Imported with a group open (torch.optim does so in the first step), it would keep that one alive.
 import torch.distributed.nn.functional
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment, interfaces
 from ddp_from_scratch.launch.environment import Placement
-from ddp_from_scratch.launch.parent_link import die_with_parent, write_to_terminal
+from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
 from ddp_from_scratch.world import rendezvous
+from ddp_from_scratch.world.backends import BACKENDS, MAX_TIMEOUT
 
-BACKENDS = ("gloo", "nccl", "mpi")
 _opened = count()  # groups so far; all ranks open the same
-MAX_TIMEOUT = 1e6  # seconds; the backends count in milliseconds and overflow far beyond
 
 
 @dataclass(frozen=True)

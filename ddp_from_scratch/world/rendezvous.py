@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.environment import Placement
-from ddp_from_scratch.launch.parent_link import MACHINE_0, RENDEZVOUS_FILE
+from ddp_from_scratch.launch.environment import MACHINE_0, RENDEZVOUS_FILE, Placement
 
 
 def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":

@@ -240,6 +240,7 @@ def namespaces(pid):
     return [line for line in listed.splitlines() if line.startswith(f"ddp-{pid}-")]
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.usefixtures("root")
 def test_ctrl_c_leaves_no_host_behind():
@@ -296,6 +297,7 @@ with process_group(os.environ["CROSSING"]) as world:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.usefixtures("root")
 @pytest.mark.parametrize(("backend", "times"), [("gloo", 1.5), ("mpi", 1.0)])
@@ -311,6 +313,7 @@ def test_what_a_flat_ring_and_a_hierarchy_send(backend, times, monkeypatch):
         assert times * 16e6 <= bytes_of_host <= 1.1 * times * 16e6
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.usefixtures("root")
 def test_a_rank_that_fails_ends_all():

@@ -71,16 +71,16 @@ def test_placement() -> None:
     assert environment.placement(by_hand).one_machine
 
 
-def test_speaks_is_true_on_the_first_rank_of_a_machine() -> None:
-    assert environment.speaks({})
+def test_reports_errors_is_true_on_the_first_rank_of_a_machine() -> None:
+    assert environment.reports_errors({})
     for first, environ in (
         ("LOCAL_RANK", TORCHRUN),
         ("OMPI_COMM_WORLD_LOCAL_RANK", OPEN_MPI),
         ("MPI_LOCALRANKID", MPICH),
         ("SLURM_LOCALID", SRUN),
     ):
-        assert not environment.speaks(environ)
-        assert environment.speaks(environ | {first: "0"})
+        assert not environment.reports_errors(environ)
+        assert environment.reports_errors(environ | {first: "0"})
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Collectives on the mpi backend give torch.distributed's answers."""
+"""Collectives on the mpi backend: torch.distributed's calls give torch.distributed's answers."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.mpi import datatypes
-from tests.mpi.test_p2p import messages
+from tests.mpi.test_messages import messages
 
 DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8),

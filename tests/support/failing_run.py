@@ -180,6 +180,6 @@ def main(failure: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from ddp_from_scratch.launch.rank_exit import run_to_exit
+    from ddp_from_scratch.launch.rank_process import run_to_exit
 
     run_to_exit(lambda: main(sys.argv[1], sys.argv[2:]))

@@ -2,11 +2,13 @@
 
     results = ranks("gloo", 2)(average_of, 3.0)      # calls average_of(world, 3.0) on both ranks
 
-Starting ranks takes seconds (each imports torch), so a crew of ranks is started once for each
-backend and world size and serves all tests. A test that fails on some rank, or does not end in
-time, fails with every rank's traceback or stack, and its crew is replaced.
+A crew of ranks is started once for each backend and world size and serves all tests. Ranks of mpi
+take seconds to start, as each imports torch; all others are forked from one process that has. A
+test that fails on some rank, or does not end in time, fails with every rank's traceback or stack,
+and its crew is replaced.
 """
 
+import atexit
 import faulthandler
 import os
 import signal
@@ -18,9 +20,12 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from ddp_from_scratch.launch.fork_server import OPTIMIZERS, ForkedRank, ForkServer, can_fork
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 90.0
@@ -52,10 +57,7 @@ class Crew:
         command = [sys.executable, str(Path(__file__)), backend, address]
         found: dict[int, tuple[int, Connection]] = {}
         with Listener(address, "AF_UNIX") as listener, self._log.open("ab") as log:
-            self._launchers = [
-                subprocess.Popen(c, env=e, stdout=log, stderr=log, start_new_session=True)
-                for c, e in self._launch(command)
-            ]
+            self._launchers = [self._launch(c, e, log) for c, e in self._commands(command)]
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
             deadline = time.monotonic() + START_LIMIT_S
             while len(found) < world_size and time.monotonic() < deadline and not self.ended:
@@ -70,7 +72,16 @@ class Crew:
         self.pids = [found[rank][0] for rank in range(world_size)]
         self._connections = [found[rank][1] for rank in range(world_size)]
 
-    def _launch(self, command: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    def _launch(
+        self, command: list[str], environ: dict[str, str], log: BinaryIO
+    ) -> "subprocess.Popen[bytes] | ForkedRank":
+        if can_fork(command):
+            return _fork_server().start([*command, log.name], environ)
+        return subprocess.Popen(
+            command, env=environ, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def _commands(self, command: list[str]) -> list[tuple[list[str], dict[str, str]]]:
         if self.backend == "mpi":
             return [(["mpirun", "-n", str(self.world_size), *command], os.environ | MPIRUN)]
         file = str(Path(self._folder.name) / "rendezvous")
@@ -128,11 +139,13 @@ class Crew:
     def end(self) -> None:
         for launcher in self._launchers:
             # mpirun cleans up after itself if it is let; ranks that hang are killed all the same.
-            launcher.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                launcher.wait(3.0)
-            with suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + 3.0
+            while launcher.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if launcher.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
         for connection in self._connections:
             connection.close()
@@ -149,6 +162,13 @@ class Crew:
 
     def _read_log(self) -> str:
         return self._log.read_text(errors="replace")[-20000:]
+
+
+@cache
+def _fork_server() -> ForkServer:
+    server = ForkServer(["ddp_from_scratch", OPTIMIZERS])
+    atexit.register(server.kill)
+    return server
 
 
 MPIRUN = {
@@ -190,8 +210,18 @@ def mpirun(world_size: int, program: str, **environment: str) -> "subprocess.Com
     )
 
 
-def serve(backend: str, address: str) -> None:
-    """A rank: calls what the test sends, until the test is gone."""
+def serve(backend: str, address: str, log: str | None = None) -> None:
+    """A rank: calls what the test sends, until the test is gone.
+
+    Args:
+        backend: of the process group.
+        address: the test's socket.
+        log: where it prints; None leaves that to who has started it.
+    """
+    if log is not None:
+        file = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     import torch
 

@@ -1,4 +1,4 @@
-"""Messages between two ranks on the mpi backend: order, progress, errors."""
+"""Messages between two ranks on the mpi backend."""
 
 import signal
 from datetime import timedelta

@@ -1,21 +1,56 @@
-"""How a rank's process ends: at once, with an exit code, and with its message printed once."""
+"""A rank's own process: it ends with its parent, at once, and prints its message once."""
 
 import atexit
+import ctypes
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
-
-import torch.distributed as dist
+from typing import Any, NoReturn
 
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.launch import output
-from ddp_from_scratch.launch.environment import speaks
+from ddp_from_scratch.launch.environment import PARENT, TERMINAL, launcher, reports_errors
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """In a rank: be killed when the process that started it is gone. Linux only.
+
+    A no-op where no launcher waits for its ranks: one started by hand may outlive its shell.
+    """
+    parent = os.environ.get(PARENT)
+    launched = launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
+    if not sys.platform.startswith("linux") or (parent is None and not launched):
+        return
+    die_with(os.getppid() if parent is None else int(parent))
+
+
+def die_with(parent: int) -> None:
+    """Has the system kill this process when its parent is gone. Linux only."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_to_terminal() -> None:
+    """In a rank that `start_mpirun` started on a terminal: print there, not through mpirun.
+
+    mpirun holds a line back until it is whole, and a progress bar never is. A no-op elsewhere.
+    """
+    for stream in (1, 2):
+        path = os.environ.get(f"{TERMINAL}{stream}")
+        if path is not None:
+            with suppress(OSError):
+                terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+                os.dup2(terminal, stream)
+                os.close(terminal)
 
 
 def run_to_exit(main: Callable[[], int]) -> NoReturn:
@@ -41,7 +76,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         # Inside a group the ranks have agreed on who reports. Before it each is on its own, most
         # often with the same mistake: rank 0 reports, and its exit has the launcher stop the
         # others. One that is not stopped has a mistake of its own.
-        if not dist.is_initialized() and not speaks():
+        if not _in_group() and not reports_errors():
             time.sleep(5.0)
         _say(f"error: {_printable(str(error))}")
         code = 2
@@ -86,8 +121,20 @@ def is_communication_error(error: Exception) -> bool:
     follows a timeout.
     """
     said_by_gloo = r"\[[^]]*/gloo/|Gloo |Application timeout caused pair closure"
-    gloo = isinstance(error, RuntimeError) and re.match(said_by_gloo, str(error))
-    return isinstance(error, (dist.DistError, CommunicationError)) or bool(gloo)
+    if isinstance(error, RuntimeError) and re.match(said_by_gloo, str(error)):
+        return True
+    dist = _distributed()
+    return isinstance(error, (CommunicationError, *([dist.DistError] if dist else [])))
+
+
+def _distributed() -> Any:
+    # A process that only starts others never imports it: it takes longer than all they do here.
+    return sys.modules.get("torch.distributed")
+
+
+def _in_group() -> bool:
+    dist = _distributed()
+    return dist is not None and bool(dist.is_initialized())
 
 
 def _wait_to_be_stopped() -> None:
@@ -99,7 +146,7 @@ def _wait_to_be_stopped() -> None:
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return int(_distributed().get_rank()) if _in_group() else 0
 
 
 def _traceback_lines(error: Exception) -> list[str]:

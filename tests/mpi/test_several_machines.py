@@ -1,4 +1,4 @@
-"""All-reduce over several machines on the mpi backend, which are groups of ranks here."""
+"""All-reduces of ranks on several machines, on one that stands for them."""
 
 import time
 from contextlib import suppress
@@ -16,7 +16,7 @@ from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
 from ddp_from_scratch.node.reduction import CHUNK
 from ddp_from_scratch.node.staging import PIECE_ACROSS
-from tests.mpi.test_shared_memory import OPERATIONS, ROW, SIZES
+from tests.mpi.test_windows import OPERATIONS, ROW, SIZES
 
 
 def machines(sizes, rank):

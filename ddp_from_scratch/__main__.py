@@ -1,0 +1,17 @@
+"""The program `run.py` of an installed package: python -m ddp_from_scratch --help."""
+
+import signal
+
+if __name__ == "__main__":
+    # As in run.py: Ctrl-C ends the process without a traceback, also while it imports.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import sys
+
+from ddp_from_scratch.launch import output
+from ddp_from_scratch.launch.rank_process import run_to_exit
+from ddp_from_scratch.training.main import main
+
+if __name__ == "__main__":
+    output.replace_closed()
+    run_to_exit(lambda: main(["-m", "ddp_from_scratch"], sys.argv[1:]))

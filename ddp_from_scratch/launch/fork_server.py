@@ -1,0 +1,262 @@
+"""Forks ranks from a process that has imported torch: starting many costs little more than one.
+
+    supervisor --exec--> fork server          fresh: one thread, no CUDA context
+        |                    | imports torch
+        |   commands ->      |--fork--> rank 0: runs the command as a new Python would
+        |   <- exit codes    `--fork--> rank 1
+
+The server is a process of its own, so that ranks inherit nothing of the caller's: no thread, lock,
+file, random state or CUDA context. Linux only.
+"""
+
+import atexit
+import gc
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+
+from ddp_from_scratch.launch.environment import PARENT
+from ddp_from_scratch.launch.rank_process import die_with
+
+# What torch's optimizers import at their first call, which takes as long as torch itself.
+OPTIMIZERS = "torch._dynamo"
+
+_PACKAGES = str(Path(__file__).parents[2])
+_SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from {} import serve; serve()"
+
+
+def can_fork(command: Sequence[str]) -> bool:
+    """True where ranks that run `command` may be forked: this Python, a script, -m or -c, Linux."""
+    if not hasattr(os, "pidfd_open") or len(command) < 2 or command[0] != sys.executable:
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:  # a kernel before 5.3
+        return False
+    if command[1] in ("-m", "-c"):
+        return len(command) > 2
+    return Path(command[1]).is_file()
+
+
+class ForkServer:
+    """The caller's end of a fork server, which is started at once and ends with its caller.
+
+    Args:
+        preload: modules that it imports beside torch, before it forks the first rank.
+    """
+
+    def __init__(self, preload: Sequence[str] = (OPTIMIZERS,)) -> None:
+        self._connection, theirs = Pipe()
+        self._ranks: list[ForkedRank] = []
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", _SERVE.format(__name__), _PACKAGES),
+                    *(str(theirs.fileno()), str(os.getpid()), *preload),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> "ForkedRank":
+        """Asks for a rank. Returns before it runs, or the server has finished its imports."""
+        rank = ForkedRank(self)
+        with suppress(OSError):  # a server that has ended: every rank's exit code says so
+            self._connection.send((len(self._ranks), list(command), dict(environ)))
+        self._ranks.append(rank)
+        return rank
+
+    def receive(self, timeout: float | None = 0.0) -> None:
+        """Takes in all that the server has reported, once it has or `timeout` seconds are over."""
+        try:
+            while self._connection.poll(timeout):
+                index, pid, code = self._connection.recv()
+                self._ranks[index].update(pid, code)
+                timeout = 0.0
+        except (EOFError, OSError):
+            # Ranks end with their server. It ends before them where it is killed or cannot import.
+            code = self._process.wait() or -signal.SIGKILL
+            for rank in self._ranks:
+                rank.update(rank.pid, code)
+
+    def kill(self) -> None:
+        """Ends the server and all its ranks at once. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+
+class ForkedRank:
+    """One rank, with the part of `subprocess.Popen` that a supervisor needs.
+
+    Attributes:
+        pid: None until it has been forked.
+        returncode: its exit code, -N after signal N; None until it has ended, as far as is known.
+    """
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+        self.pid: int | None = None
+        self.returncode: int | None = None
+
+    def update(self, pid: int | None, code: int | None) -> None:
+        """Notes what the server has reported. The first exit code stays."""
+        self.pid = pid
+        if self.returncode is None:
+            self.returncode = code
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        if self.returncode is None:
+            self._server.receive()
+        return self.returncode
+
+    def wait(self) -> int:
+        """The exit code, once it has ended."""
+        while self.returncode is None:
+            self._server.receive(None)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal. Before it has been forked any signal ends it, and the server with it."""
+        if self.poll() is not None:
+            return
+        if self.pid is None:
+            self._server.kill()
+            self.returncode = -number
+        else:
+            os.kill(self.pid, number)
+
+
+# In the server -----------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Forks a rank for each command that comes, until the caller is gone; runs it in the rank."""
+    path, file, caller, *preload = sys.argv[1:]
+    connection = Connection(int(file))
+    os.set_inheritable(connection.fileno(), False)
+    die_with(int(caller))
+    for name in ("torch", *preload):
+        import_module(name)
+    sys.path.remove(path)
+    # Collecting garbage would write to pages with torch's objects, and so copy them in every rank.
+    gc.collect()
+    gc.freeze()
+    command = _serve(connection)
+    if command is not None:
+        _run(command)
+
+
+def _serve(connection: Connection) -> list[str] | None:
+    """In a rank its command, in the server None at the end."""
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    running: dict[int, tuple[int, int]] = {}  # by pidfd: the caller's index and the process id
+    safe = _can_run_in_a_fork()
+    while True:
+        for file, _ in poller.poll():
+            if file in running:
+                index, pid = running.pop(file)
+                poller.unregister(file)
+                os.close(file)
+                connection.send((index, pid, _exit_code(pid)))
+                continue
+            try:
+                index, command, environ = connection.recv()
+            except EOFError:
+                return None
+            server = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                for other in running:
+                    os.close(other)
+                _begin_rank(server, environ)
+                if safe:
+                    return list(command)
+                os.execv(command[0], command)
+            connection.send((index, pid, None))
+            file = os.pidfd_open(pid)
+            running[file] = (index, pid)
+            poller.register(file, select.POLLIN)
+
+
+def _can_run_in_a_fork() -> bool:
+    """False where a preloaded module has started a thread, or CUDA: a fork would lack its half."""
+    import torch
+
+    # The threads of numpy's OpenBLAS are not counted: it ends them before each fork, such as this
+    # one, and starts others when it needs them.
+    trial = os.fork()
+    if trial == 0:
+        os._exit(0)
+    os.waitpid(trial, 0)
+    return len(os.listdir("/proc/self/task")) == 1 and not torch.cuda.is_initialized()
+
+
+def _exit_code(pid: int) -> int:
+    # Left a zombie until the server ends: its process id names no other process in the meantime,
+    # so that the caller's signal cannot reach one.
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None, "not WNOHANG"
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _begin_rank(server: int, environ: dict[str, str]) -> None:
+    die_with(server)
+    os.setsid()  # Ctrl-C reaches it once, through the supervisor
+    os.environ.clear()
+    os.environ.update(environ)
+    if PARENT in environ:
+        os.environ[PARENT] = str(server)
+    # The last collection finds them again, or triton's classes would count as leaked.
+    atexit.register(gc.unfreeze)
+    # Python's own generator is seeded at a fork, and torch's is the same in every new process.
+    if "numpy" in sys.modules:
+        import_module("numpy.random").seed()
+
+
+def _run(command: list[str]) -> None:
+    """Runs what is behind the interpreter's name, as that would: `-m NAME`, `-c TEXT` or a file."""
+    sys.orig_argv = command
+    sys.excepthook = _print_traceback
+    kind, *rest = command[1:]
+    folder = ""
+    if kind == "-m":
+        sys.argv, folder = rest, os.getcwd()
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+    else:
+        sys.argv, folder = [kind, *rest], str(Path(kind).resolve().parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+    if kind == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        exec(compile(rest[0], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    else:
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _print_traceback(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Without the frames of the server, which begin every traceback here."""
+    while traceback is not None and traceback.tb_frame.f_code is not _run.__code__:
+        traceback = traceback.tb_next
+    traceback = traceback and traceback.tb_next
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__") == "runpy":
+        traceback = traceback.tb_next
+    sys.__excepthook__(kind, error.with_traceback(traceback), traceback)

@@ -1,0 +1,117 @@
+"""Trains an image classifier on several processes at once, gradients averaged from scratch.
+
+Examples:
+    python run.py                                two gloo processes on this machine
+    python run.py --backend mpi --nproc 4        the same on MPI: starts itself under mpirun
+    mpirun -n 4 python run.py --backend mpi      under a launcher of yours;
+    torchrun --nproc-per-node 2 run.py             torchrun and srun, too
+    python run.py --backend nccl                 one process for each visible GPU
+    python run.py --nproc 8,2 --node-rank 0 --master-addr HOST
+                                                 two machines without a launcher: the same on the
+                                                 other one, with --node-rank 1 and the DDP_SECRET
+                                                 that this one prints
+    python run.py test --checkpoint FILE         the test accuracy of a saved model
+"""
+
+# Imports torch only in a process that trains: --help, a wrong option and the parent of the ranks
+# answer at once.
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
+from ddp_from_scratch.training.cli import parse
+from ddp_from_scratch.training.settings import Settings
+
+_TRAINER = "ddp_from_scratch.training.loop"
+
+
+def main(program: Sequence[str], arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit code.
+
+    Args:
+        program: behind `python`: a file, or -m and a module. Ranks are started with it.
+        arguments: of the program.
+
+    Raises:
+        UsageError: an option is wrong, or does not fit the launcher.
+    """
+    settings, options = parse(arguments, str(__doc__), program)
+    # A job's interactive shell, as `srun --pty bash` gives it, is a step with a single task.
+    in_slurm_shell = (
+        environment.launcher() == "srun" and environment.started() == 1 and options.nproc
+    )
+    if environment.launcher() == "none" or in_slurm_shell:
+        code = _start(settings.backend, options, [sys.executable, *program, *arguments])
+        if code is not None:
+            return code
+    elif not environment.started_here():
+        _refuse_starting(options)
+    return _train_or_test(settings, options)
+
+
+def _refuse_starting(options: argparse.Namespace) -> None:
+    for name in ("nproc", "node_rank", "master_addr", "master_port"):
+        if getattr(options, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for starting without a launcher, but "
+                f"{environment.launcher()} has started this process already: leave it out"
+            )
+
+
+def _start(backend: str, options: argparse.Namespace, command: Sequence[str]) -> int | None:
+    """Starts the ranks; None when this process is to be the only one."""
+    node_rank = options.node_rank or 0
+    default = _visible_gpus() if backend == "nccl" else 2
+    counts = environment.parse_counts(options.nproc or str(default), node_rank)
+    if len(counts) > 1:
+        if backend == "mpi":
+            raise UsageError(
+                "--backend mpi runs on several machines under mpirun: mpirun --host A:8,B:2 "
+                "python run.py --backend mpi"
+            )
+        if options.node_rank is None or options.master_addr is None:
+            raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
+    elif options.master_addr is not None or options.master_port is not None:
+        raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
+    if counts == (1,):
+        return None
+    if backend == "mpi":
+        return start_mpirun(counts[0], command)
+    return start_ranks(
+        command,
+        counts,
+        node_rank,
+        options.master_addr or "127.0.0.1",
+        options.master_port or 29500,
+        options.timeout,
+        preload=[_TRAINER],
+    )
+
+
+def _visible_gpus() -> int:
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UsageError(
+            "--backend nccl needs a GPU, and none is visible here: use --backend gloo or mpi"
+        )
+    return count
+
+
+def _train_or_test(settings: Settings, options: argparse.Namespace) -> int:
+    """This rank's part."""
+    from ddp_from_scratch.training.evaluate import test
+    from ddp_from_scratch.training.loop import Trainer
+    from ddp_from_scratch.world.process_group import process_group
+
+    with process_group(settings.backend, timeout=settings.timeout) as world:
+        if options.command == "test":
+            test(settings, options.dataset, options.checkpoint, world)
+            return 0
+        number = Trainer(settings, world).run()
+        return 128 + number if number else 0
