@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.node.process_group import InstallsStore
 
 _WAKES = 3  # in the time after which a wait is reported
 _made: Counter[str] = Counter()  # watches, by group; all ranks of a group make them alike
@@ -176,8 +177,9 @@ class _Watcher:
         return Progress(step, f"bucket {index}", text)
 
     def _store(self) -> dist.Store:
-        # mpi's group puts its store in place when it is asked for this, as new_group does.
-        _ = dist.distributed_c10d._get_default_group().bound_device_id
+        group = dist.distributed_c10d._get_default_group()
+        if isinstance(group, InstallsStore):
+            group.install_store()
         return dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
 
     def _report(self, now: Progress, waited: float, store: dist.Store) -> str:

@@ -40,7 +40,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     Collectives return at once with a handle; they run in order, on one thread per group. Messages
     (`send`, `recv`) do not queue behind them: two ranks may each post a receive before their send.
-    Also a `SharedMemoryGroup` and a `DividesFirst` (node/process_group.py).
+    Also a `SharedMemoryGroup`, `DividesFirst` and `InstallsStore` (node/process_group.py).
 
     Args:
         communicator: the group's ranks; duplicated, so that no other library's messages can be

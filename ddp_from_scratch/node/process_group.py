@@ -47,3 +47,11 @@ class DividesFirst(Protocol):
     @property
     def divides_first(self) -> bool:
         """True where AVG divides the summands, not the sum: the bits of torch's DDP."""
+
+
+@runtime_checkable
+class InstallsStore(Protocol):
+    """A default process group whose store torch may not have noted yet."""
+
+    def install_store(self) -> None:
+        """Makes the group's store the one that `torch.distributed` has noted. Idempotent."""

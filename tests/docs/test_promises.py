@@ -200,7 +200,7 @@ def test_constants_named_for_contributors_are_there():
     folders = (PACKAGE, ROOT / "benchmarks", ROOT / "tests" / "support")
     source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     named = set(re.findall(r"`(_?[A-Z]{2,}(?:_[A-Z]+)+|[A-Z]{6,})`", CONTRIBUTING))
-    assert {"BACKENDS", "STRATEGIES"} & named
+    assert {"BACKENDS", "CONTENDERS"} & named
     assert {name for name in named if not re.search(rf"^{name}\b", source, re.MULTILINE)} == set()
 
 
