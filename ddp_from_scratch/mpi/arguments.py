@@ -25,7 +25,7 @@ _LAZY = _bits("Negative", "Conjugate")
 
 
 def size_of(tensor: torch.Tensor) -> str:
-    """As `elements`."""
+    """As `elements`, of a tensor."""
     return elements(tensor.numel(), tensor.dtype)
 
 

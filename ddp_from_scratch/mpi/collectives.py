@@ -93,6 +93,7 @@ class Collectives:
         self, tensor: torch.Tensor, op: ReduceOp, receive: Receive, label: str
     ) -> Operation:
         check_memory("reduce_to_owners", tensor)
+        # Between machines MPI reduces the shares: it must have the operation.
         reduction = reduction_of(op, tensor.dtype, self._size)
 
         def run() -> Result:
@@ -235,6 +236,7 @@ class Collectives:
         expected, sizes = [o.numel() for o in outputs], [i.numel() for i in inputs]
 
         def run() -> Result:
+            # Before anything is sent: MPI would wait for ever for elements that do not come.
             self._check_pairs("all_to_all", expected, sizes, outputs[0].dtype)
             received = _scratch_for(outputs)
             self._mpi.exchange(enumerate(inputs), enumerate(received.split(expected)))

@@ -95,6 +95,7 @@ def reduction_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Reduction:
     Raises:
         RuntimeError: MPI does not have it for this dtype.
     """
+    # Asked of MPI on one machine, too: what a program may call must not depend on its placement.
     operation(op, torch.float32 if dtype in WIDENED else dtype)
     return Reduction.of(op, dtype, size)
 

@@ -94,6 +94,7 @@ class P2PWork(dist._Work):
         Raises:
             CommunicationError: it failed, or did not end in time. The text names it.
         """
+        # torch passes zero for "no timeout given".
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         began = time.monotonic()
         while not self.is_completed():

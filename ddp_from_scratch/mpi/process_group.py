@@ -108,9 +108,10 @@ class ProcessGroupMPI(dist.ProcessGroup):
         """
         self.install_store()
 
+    # torch sets it on a part of a group that was split.
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
-        """A part of a group that was split has the device of the whole: none."""
+        """Ignored: the whole has no device either."""
 
     def install_store(self) -> None:
         """Makes the job's store the default one, where torch noted a placeholder. Idempotent."""
@@ -140,6 +141,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         """A group of some of this one's ranks; None on the others, which need not call it."""
         if self.rank() not in ranks:
             return None
+        # Of this group's communicator: `ranks` are places in it, not ranks of the world.
         part = create_subgroup(self._communicator, ranks, timeout or self._timeout)
         part.setGroupName(group_name or "")
         part.setGroupDesc(group_desc or "")
@@ -385,4 +387,4 @@ def create_subgroup(
     try:
         return ProcessGroupMPI(communicator, timeout)
     finally:
-        communicator.Free()
+        communicator.Free()  # the group has a duplicate

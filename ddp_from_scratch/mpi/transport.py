@@ -31,6 +31,7 @@ class Transport:
         """Leaves the undivided reduction in `flat` on the root, and keeps it on the others."""
         op = operation_of(reduction)
         for piece in pieces(flat):
+            # MPI takes the root's own elements from where the result goes.
             if self._rank == root:
                 self._communicator.Reduce(MPI.IN_PLACE, values(piece), op, root)
             else:
@@ -64,6 +65,7 @@ class Transport:
             counts = [part.nbytes for part in parts]
             self._communicator.Allgatherv(raw(flat), [raw(gathered)[0], counts, MPI.BYTE])
         else:
+            # Each part from its rank: a broadcast goes in pieces that MPI can count.
             parts[self._rank].copy_(flat)
             for root, part in enumerate(parts):
                 self.broadcast(part, root)
