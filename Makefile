@@ -1,6 +1,6 @@
 # Every target sets up .venv first. A second run installs nothing, until pyproject.toml changes.
 #
-#     make run ARGS="--epochs 3"       passes options on (run, test and bench)
+#     make run ARGS="--epochs 3"       passes options on (run, test, test-all and bench)
 #     make test PYTHON=python3.12      chooses the Python that .venv is made of
 
 PYTHON ?= python3.12 python3.11 python3.13 python3
@@ -14,16 +14,19 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install
 NEW_ENOUGH := import ensurepip, sys; sys.exit(sys.version_info < (3, 11))
 
 .DELETE_ON_ERROR:
-.PHONY: help run test bench lint format clean
+.PHONY: help run test test-all bench lint format clean
 
 help: ## print this list (the default)
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/installed ## train on the shipped digits, 2 ranks on MPI, and print the test accuracy
 	.venv/bin/python run.py --backend mpi --nproc 2 $(ARGS)
 
-test: .venv/installed ## run the tests
+test: .venv/installed ## run the tests of every module, in some minutes
 	.venv/bin/python -m pytest $(ARGS)
+
+test-all: .venv/installed ## run all tests: torch's own, random programs, two hosts and more cases
+	.venv/bin/python -m pytest -m "" $(ARGS)
 
 bench: .venv/installed ## measure beside torch's DistributedDataParallel; ARGS=--quick is rough
 	.venv/bin/python -m benchmarks $(ARGS)

@@ -1,4 +1,4 @@
-"""Runs the benchmarks one after another, and prints at the end what they come to.
+"""python -m benchmarks: runs the benchmarks one after another, and prints a summary.
 
 Examples:
     python -m benchmarks                  15 seconds for a model and backend (make bench)
@@ -7,12 +7,13 @@ Examples:
     python -m benchmarks overlap memory   only these
 
 two_hosts needs root, `ip` and `tc`; it is left out elsewhere, and with --quick. breakdown,
-allreduce, waiting and scaling run with --full only.
+allreduce, wait_cost and scaling run with --full only.
 
-benchmarks/README.md says what each measures and how to read it. Nothing else should run meanwhile.
+benchmarks/README.md explains what each measures and how to read it. Nothing else should run
+meanwhile.
 
-Exit code 0: all is well. That of the first benchmark that failed otherwise; the rest run all the
-same. 130, 143: stopped by Ctrl-C, by SIGTERM.
+Exit code: 0, or that of the first benchmark that failed (the rest still run); 130 after Ctrl-C, 143
+after SIGTERM.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from benchmarks.harness import network
 from benchmarks.harness.launch import default_ranks
 from benchmarks.harness.machine import describe
 from benchmarks.harness.report import RESULTS
-from benchmarks.harness.summary import summarise
+from benchmarks.summary import summarise
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
@@ -40,25 +41,25 @@ STOPPED = (130, 143)
 _PATIENCE_S = 15.0  # with a benchmark after Ctrl-C
 
 
-def always() -> str | None:
-    """What there is no reason to leave out."""
+def no_obstacle() -> str | None:
+    """None: this benchmark runs everywhere."""
     return None
 
 
-def where_mpirun_is() -> str | None:
-    """Why a benchmark on mpi cannot run here, or None."""
+def needs_mpirun() -> str | None:
+    """The reason that a benchmark on mpi cannot run here, or None."""
     found = shutil.which("mpirun") or (Path(sys.executable).parent / "mpirun").exists()
     return None if found else "there is no mpirun"
 
 
-def where_two_ranks_are() -> str | None:
-    """Why two ranks cannot run here, or None."""
+def needs_two_ranks() -> str | None:
+    """The reason that two ranks cannot run here, or None."""
     return "there is one GPU" if default_ranks() < 2 else None
 
 
-def where_two_hosts_are() -> str | None:
-    """Why this machine cannot imitate two hosts with a wire between them, or None."""
-    return where_mpirun_is() or network.missing("tc", "unshare")
+def needs_two_hosts() -> str | None:
+    """The reason that this machine cannot imitate two hosts and a wire between them, or None."""
+    return needs_mpirun() or network.missing("tc", "unshare")
 
 
 @dataclass(frozen=True)
@@ -70,34 +71,34 @@ class Benchmark:
         arguments: without an option; None leaves it out.
         quick: with --quick.
         full: with --full.
-        obstacle: says why it cannot run here, or None.
+        obstacle: returns the reason that it cannot run here, or None.
     """
 
     name: str
     arguments: tuple[str, ...] | None = ()
     quick: tuple[str, ...] | None = ("--quick",)
     full: tuple[str, ...] | None = ("--full",)
-    obstacle: Callable[[], str | None] = always
+    obstacle: Callable[[], str | None] = no_obstacle
 
 
-# What saturated cores do to a step: twice as many ranks as there are on a machine with 2 cores.
+# Saturated cores: twice as many ranks as a machine with 2 cores has.
 _CROWDED = ("--backend", "mpi", "--nproc", "4", "--model", "mlp")
-# A rank on each host: two on each are beside what the cores of a small machine can do.
+# A rank on each host: two on each are more than the cores of a small machine can do.
 _TWO_HOSTS = ("--backend", "gloo", "--ranks", "2")
 
-# Those of the targets that differ most: much to send, many layers, many small ones.
+# The most different models of the targets: much to send, many layers, many small ones.
 _MODELS = ("--model", "mlp", "resnet18", "transformer", "layers500")
 
 SET = [
     Benchmark("step_time", _MODELS),
-    Benchmark("step_time", _CROWDED, quick=None, full=None, obstacle=where_mpirun_is),
-    Benchmark("overlap", ("--model", "mlp"), obstacle=where_two_ranks_are),
+    Benchmark("step_time", _CROWDED, quick=None, full=None, obstacle=needs_mpirun),
+    Benchmark("overlap", ("--model", "mlp"), obstacle=needs_two_ranks),
     Benchmark("memory", ("--model", "mlp")),
-    Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=where_two_hosts_are),
-    Benchmark("breakdown", None, None, obstacle=where_mpirun_is),
-    Benchmark("allreduce", None, None, ("--nproc", "2", "4"), where_mpirun_is),
-    Benchmark("waiting", None, None, (), where_mpirun_is),
-    Benchmark("scaling", None, None, (), where_mpirun_is),
+    Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=needs_two_hosts),
+    Benchmark("breakdown", None, None, obstacle=needs_mpirun),
+    Benchmark("allreduce", None, None, ("--nproc", "2", "4"), needs_mpirun),
+    Benchmark("wait_cost", None, None, (), needs_mpirun),
+    Benchmark("scaling", None, None, (), needs_mpirun),
 ]
 
 
@@ -126,7 +127,7 @@ def main() -> int:
         first_failure = first_failure or code
         if code in STOPPED:
             break
-    tell(lines, options.results or RESULTS, began)
+    report(lines, options.results or RESULTS, began)
     return first_failure
 
 
@@ -155,8 +156,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def run(command: list[str]) -> int:
     """The exit code of a benchmark, which shares this terminal.
 
-    Where this process is stopped, the benchmark has ended, too: it is told to, not killed, since it
-    has ranks to end, and maybe hosts to remove.
+    Where this process is stopped, the benchmark has ended, too.
     """
     child = subprocess.Popen(command)
     try:
@@ -168,13 +168,14 @@ def run(command: list[str]) -> int:
         raise
     finally:
         if child.poll() is None:
+            # Not killed: it has ranks to end, and maybe hosts to remove.
             child.terminate()
             child.wait()
     return 128 - code if code < 0 else code
 
 
-def tell(lines: list[str], results: Path, began: float) -> None:
-    """Prints the summary: machine, ratios, and what became of each command."""
+def report(lines: list[str], results: Path, began: float) -> None:
+    """Prints the summary: machine, ratios, and the outcome of each command."""
     machine = describe()
     commit = f"{machine['commit']}{' with changes' if machine['uncommitted_changes'] else ''}"
     print(f"\n== summary: {machine['processor']}, {machine['cores']} cores, commit {commit}")
@@ -183,7 +184,7 @@ def tell(lines: list[str], results: Path, began: float) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends the benchmark that runs, and with it its ranks."""
+    """Unwinds on SIGTERM: `run` then ends the benchmark, and with it its ranks."""
     raise SystemExit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""How fast an all-reduce is, by size: this library's backends beside plain MPI and a memory copy.
+"""python -m benchmarks.allreduce: times an all-reduce by size, beside plain MPI and a memory copy.
 
 Examples:
     python -m benchmarks.allreduce                     2 ranks, float32, 256 B to 64 MB
@@ -8,8 +8,8 @@ Examples:
 One MPI job holds all contenders, which take turns: gloo (a group beside the mpi group), mpi with
 an ordinary tensor, mpi with a tensor from `mpi.empty`, and mpi4py's blocking Allreduce as it is, a
 megabyte at a time, and with the allocator told to keep its pages (glibc). "mpi, alone" is the same
-call in a group of one rank, which has nobody to meet: for small tensors what torch's and this
-library's Python take. With a GPU for each rank nccl is measured, too. A turn is a single call from
+call in a group of one rank, which meets no other: for small tensors the time of torch's and this
+library's Python. With a GPU for each rank nccl is measured, too. A turn is a single call from
 1 MB on, and up to 50 in a row below. Bus bandwidth is 2 (n - 1) / n x bytes / time, as in
 nccl-tests; for the copy of the same buffer it is bytes / time; a group of one has none. The slowest
 rank counts.
@@ -49,8 +49,8 @@ class Contender:
     """A way to all-reduce.
 
     Attributes:
-        call: what is timed.
-        before, after: what is not.
+        call: timed.
+        before, after: not timed.
     """
 
     call: Callable[[], Any]
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> None:
                 calls = max(1, min(50, 2**20 // nbytes))
                 times[nbytes] = take_turns(compared, max(rounds, 3), calls, world.device)
             if world.rank == 0:
-                tell(backend, dtype, world.world_size, times, options.results)
+                report(backend, dtype, world.world_size, times, options.results)
 
 
 def contenders_on_cpu(
@@ -150,7 +150,7 @@ def contenders_on_cpu(
 
         def keep_pages() -> None:
             set_thresholds(2**30)
-            plain()  # which leaves the pages that the next call finds
+            plain()  # untimed: leaves the pages that the next call finds
 
         contenders[PLAIN] = Contender(plain)
         contenders["mpi4py, 1 MB at a time"] = Contender(in_pieces)
@@ -176,7 +176,7 @@ def contenders_on_gpu(
 
 
 def set_thresholds(nbytes: int) -> None:
-    """From how many bytes on glibc gives freed memory back to the system.
+    """Sets the bytes from which on glibc gives freed memory back to the system.
 
     Open MPI's ring allocates a buffer on every call, and the system would fill its pages with zeros
     each time.
@@ -192,8 +192,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Seconds of a call in every round, of the slowest rank.
 
-    A round is so many calls of each contender, one after another: what a single one of a few
-    microseconds takes depends on what ran before it. Three rounds before the first do not count.
+    A round is `calls` calls of each contender, one after another: the time of a single one of a few
+    microseconds depends on the call before it. Three rounds before the first do not count.
     """
     order = np.random.default_rng(0)  # the same on every rank
     ways = list(contenders.values())
@@ -215,7 +215,7 @@ def take_turns(
     return dict(zip(contenders, times[:, 3:].tolist(), strict=True))
 
 
-def tell(
+def report(
     backend: str, dtype: str, ranks: int, times: dict[int, dict[str, list[float]]], folder: Path
 ) -> None:
     """Prints the medians, writes all samples, draws bus bandwidth by size."""
@@ -225,8 +225,8 @@ def tell(
         row = [f"{nbytes:,}"]
         for name in names:
             bandwidth = bus_bandwidth(name, ranks, nbytes, of_size[name])
-            told = "" if bandwidth is None else f" {bandwidth:6.2f}"
-            row.append(f"{1e6 * float(np.median(of_size[name])):,.0f} us{told}")
+            speed = "" if bandwidth is None else f" {bandwidth:6.2f}"
+            row.append(f"{1e6 * float(np.median(of_size[name])):,.0f} us{speed}")
         rows.append(row)
     title = f"all-reduce, {ranks} ranks, {dtype}"
     print(f"\n{title}: median time, and bus bandwidth in GB/s")

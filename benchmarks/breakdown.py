@@ -1,4 +1,4 @@
-"""Where a training step's time goes: what each rank's main thread does, part by part.
+"""python -m benchmarks.breakdown: splits a training step into the parts of each rank's main thread.
 
 Examples:
     python -m benchmarks.breakdown                    gloo and mpi, MLP and ResNet-18, two processes
@@ -39,12 +39,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.contenders import (
+    CONTENDERS,
     NO_COMMUNICATION,
     REFERENCES,
-    STRATEGIES,
     WORKLOADS,
     Contender,
-    Strategy,
+    ContenderSpec,
     contenders,
 )
 from benchmarks.harness.launch import (
@@ -58,17 +58,19 @@ from benchmarks.harness.launch import (
 from benchmarks.harness.report import draw_parts, write
 from benchmarks.harness.text_table import text_table
 from benchmarks.harness.timing import WARM_UP, Samples, check_equal, interleave, rounds_for
-from ddp_from_scratch import SGD, NodeSharedSGD, UsageError, process_group
+from ddp_from_scratch import SGD, UsageError, process_group
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.packing import Packing
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.optim import node_shared_sgd
+from ddp_from_scratch.node.process_group import SharedMemoryGroup
+from ddp_from_scratch.node.reduction import Reduction
+from ddp_from_scratch.optim import node_shared_sgd, sgd
 
 MODELS = ("mlp", "resnet18")
 DURATION = Duration(usual=10.0, full=30.0)
 ALWAYS = (NO_COMMUNICATION, REFERENCES[1])
-CONTENDERS = (
+DEFAULT_CONTENDERS = (
     "buckets, overlapped, views",
     "ddp.SGD",
     "ddp.SGD, one flat bucket",
@@ -115,7 +117,7 @@ class StepClock:
         self._since = now
 
     def timed(self, contender: Contender) -> Contender:
-        """Its step, in parts: what is in no other is "forward"."""
+        """The contender with its step in parts; time that is in no other is "forward"."""
 
         def step() -> None:
             self._step = defaultdict(float)
@@ -125,29 +127,29 @@ class StepClock:
                 contender.step()
             own_took = time.thread_time() - own
             self._step[OTHERS] = max(time.process_time() - of_all - own_took, 0.0)
-            self._step = defaultdict(float)  # what comes between steps belongs to none
+            self._step = defaultdict(float)  # time between steps belongs to none
 
         return replace(contender, step=step)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, these calls are parts of their own, whatever contender makes them."""
+        """Inside, these calls are parts of their own, in every contender."""
         watched: list[tuple[Any, str, str]] = [
             (torch.Tensor, "backward", "backward"),
             (torch.optim.SGD, "step", "optimizer"),
             (SGD, "step", "optimizer"),
-            (SGD, "_step_runs", "optimizer"),
+            (sgd, "update", "optimizer"),
             (Packing, "pack_one", "packing"),
             (Packing, "pack", "packing"),
             (Packing, "unpack", "packing"),
             (Bucket, "wait", "waiting"),
-            (NodeSharedSGD, "_step_runs", "waiting"),
-            (node_shared_sgd, "_update_stretches", "optimizer"),
+            (node_shared_sgd, "update", "optimizer"),
+            (Reduction, "fold", "averaging"),
         ]
-        if dist.get_backend().startswith("mpi"):
-            from ddp_from_scratch.node.reduction import Reduction
-
-            watched.append((Reduction, "fold", "averaging"))
+        # Of the job's own class: NodeSharedSGD, which alone calls these, meets the others there.
+        group = type(dist.group.WORLD)
+        if issubclass(group, SharedMemoryGroup):
+            watched += [(group, "reduce_to_owners", "waiting"), (group, "free_unused", "waiting")]
         with ExitStack() as patches:
             for owner, name, part in watched:
                 call = self._as_part(getattr(owner, name), part)
@@ -192,11 +194,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--contender",
         nargs="+",
-        choices=[s.name for s in STRATEGIES if not s.on_gloo and s.name not in ALWAYS],
-        default=CONTENDERS,
+        choices=[s.name for s in CONTENDERS if not s.on_gloo and s.name not in ALWAYS],
+        default=DEFAULT_CONTENDERS,
         metavar="NAME",
         help=f"beside {' and '.join(ALWAYS)}, by the names of benchmarks.step_time (default: "
-        f"{'; '.join(CONTENDERS)})",
+        f"{'; '.join(DEFAULT_CONTENDERS)})",
     )
     DURATION.add_options(parser, quick="mlp", full="the same models")
     options = parser.parse_args(arguments)
@@ -208,10 +210,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def chosen(options: argparse.Namespace, backend: str) -> list[Strategy]:
-    """Those that run in a job of this backend; what they are compared with, too."""
+def chosen(options: argparse.Namespace, backend: str) -> list[ContenderSpec]:
+    """Contenders that run in a job of this backend, references among them."""
     names = {*ALWAYS, *options.contender}
-    return [s for s in STRATEGIES if s.name in names and backend in s.backends]
+    return [s for s in CONTENDERS if s.name in names and backend in s.backends]
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -254,7 +256,7 @@ Parts = dict[str, list[float]]
 def take_apart(
     compared: Sequence[Contender], rounds: Iterator[int], device: torch.device
 ) -> tuple[list[Samples], list[Parts]]:
-    """`interleave`, and what every part took in each round: ms, the mean over ranks."""
+    """`interleave`, and the time of every part in each round: ms, the mean over ranks."""
     clock = StepClock()
     with clock.watching():
         samples = interleave([clock.timed(contender) for contender in compared], rounds, device)

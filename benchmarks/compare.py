@@ -1,15 +1,15 @@
-"""Compares two result files of one benchmark: what got slower, or faster, beyond the noise.
+"""python -m benchmarks.compare OLD.json NEW.json: finds what got slower or faster beyond the noise.
 
 Examples:
     python -m benchmarks.compare OLD.json NEW.json
     python -m benchmarks.compare OLD.json NEW.json --reference "torch DDP, views"
 
-Times do not travel from one machine to another, nor from a busy hour to a quiet one, so what is
-compared is each contender's ratio to a reference that ran in the same rounds: a step without
-communication, unless another is asked for. The change is the new median ratio over the old one. It
-counts if its bootstrap interval leaves out 1, and if it is larger than --at-least, since two runs
-of one program differ by more than the noise within each. The interval is so wide that in 95 of 100
-comparisons of a program with itself not one contender falls outside.
+Times do not travel from one machine to another, nor from a busy hour to a quiet one. So each
+contender's ratio to a reference that ran in the same rounds is compared: a step without
+communication, unless --reference names another. The change is the new median ratio over the old
+one. It counts if its bootstrap interval leaves out 1, and if it is larger than --at-least, since
+two runs of one program differ by more than the noise within each. The interval is so wide that in
+95 of 100 comparisons of a program with itself not one contender falls outside.
 
 Exit code 0: nothing got slower. 1: something did. 2: the files cannot be compared.
 """
@@ -34,11 +34,11 @@ _DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Results:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
-        settings: what was asked for.
-        machine: what it was measured on.
+        settings: of the measurement.
+        machine: that it ran on.
         milliseconds: by contender; the same rounds for all.
     """
 
@@ -95,7 +95,7 @@ def main() -> int:
     old, new = read(options.old), read(options.new)
     reference = common_reference(old, new, options.reference)
     changes = compare(old, new, reference, options.at_least)
-    tell(old, new, reference, changes)
+    report(old, new, reference, changes)
     return int(any(change.verdict == "slower" for change in changes))
 
 
@@ -127,7 +127,7 @@ def read(path: Path) -> Results:
 
 
 def common_reference(old: Results, new: Results, wanted: str | None) -> str:
-    """What both files have their ratios taken to.
+    """The contender to which ratios are taken in both files.
 
     Raises:
         UsageError: the files are of different benchmarks, or it is not in both.
@@ -135,8 +135,8 @@ def common_reference(old: Results, new: Results, wanted: str | None) -> str:
     if old.settings != new.settings:
         keys = sorted(old.settings.keys() | new.settings.keys())
         differing = [k for k in keys if old.settings.get(k) != new.settings.get(k)]
-        told = ", ".join(f"{k} {old.settings.get(k)} and {new.settings.get(k)}" for k in differing)
-        raise UsageError(f"the files are of different benchmarks: {told}")
+        pairs = ", ".join(f"{k} {old.settings.get(k)} and {new.settings.get(k)}" for k in differing)
+        raise UsageError(f"the files are of different benchmarks: {pairs}")
     candidates = REFERENCES if wanted is None else (wanted,)
     for name in candidates:
         if name in old.milliseconds and name in new.milliseconds:
@@ -165,13 +165,13 @@ def compare(old: Results, new: Results, reference: str, at_least: float = 0.03) 
 
 
 def _medians(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Of so many samples drawn from these with replacement."""
+    """Medians of samples drawn from these with replacement."""
     drawn: np.ndarray = np.median(random.choice(values, (_DRAWS, len(values))), axis=1)
     return drawn
 
 
-def tell(old: Results, new: Results, reference: str, changes: list[Change]) -> None:
-    """Prints the changes, and what else is not the same in the two files."""
+def report(old: Results, new: Results, reference: str, changes: list[Change]) -> None:
+    """Prints the changes, and other differences between the two files."""
     for key in sorted(old.machine.keys() | new.machine.keys()):
         if old.machine.get(key) != new.machine.get(key):
             print(f"{key}: {old.machine.get(key)}, then {new.machine.get(key)}")

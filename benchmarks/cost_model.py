@@ -1,13 +1,13 @@
-"""What a step costs by the number of ranks: a model fitted to benchmarks/scaling.py.
+"""python -m benchmarks.cost_model: predicts a step by the number of ranks from benchmarks.scaling.
 
 Examples:
     python -m benchmarks.cost_model                         after python -m benchmarks.scaling
     python -m benchmarks.cost_model --gbit 25 --latency-us 10 --per-host 8
     python -m benchmarks.cost_model --params 25.6e6 --layers 161 --batch 32
 
-Prints what was fitted with its error on measurements that were held out, and predicts 8 to 4,096
-ranks; arithmetic alone, nothing is started. Reads what scaling.py has written into --results, and
-writes cost_model.json and .png there.
+Prints the fitted model with its error on measurements that were held out, and predicts 8 to 4,096
+ranks; arithmetic alone, nothing is started. Reads the files of scaling.py in --results, and writes
+cost_model.json and .png there.
 
 The model is Hockney's (1994), as used for collectives by Thakur, Rabenseifner and Gropp (2005): a
 message of m bytes takes alpha + m beta, and adding m bytes to others takes m gamma. For an
@@ -28,10 +28,10 @@ and a binomial broadcast. A step computes
 with s1 for forward and backward, s2 for what passes over the parameters once (the optimizer,
 clearing), s3 for what each layer costs however small it is.
 
-More ranks than cores: ranks take turns on the cores, and what travels between them here is copied
-by the same cores. So everything measured with n ranks on c cores is taken to last max(1, n / c)
-times as long. Whether that holds is part of the error that is stated: runs with more than 4 ranks
-are held out, and told apart. Predictions are for ranks with a core each, as fast as one here.
+More ranks than cores: ranks take turns on the cores, and the same cores copy what travels between
+them here. So everything measured with n ranks on c cores is taken to last max(1, n / c) times as
+long. The stated error includes this assumption: runs with more than 4 ranks are held out, and have
+rows of their own. Predictions are for ranks with a core each, as fast as one here.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.costs import (
+from benchmarks.harness.costs import (
     ALGORITHMS,
     Link,
     Measured,
@@ -79,9 +79,9 @@ class Prediction:
     all_reduce: dict[str, float]
 
     def efficiency(self, algorithm: str, hidden: bool) -> float:
-        """What the step alone is of the whole, with all or none of the communication hidden.
+        """The step alone as a share of the whole, with all or none of the communication hidden.
 
-        Hidden at best is what runs beside backward, two thirds of the computation.
+        At best the communication beside backward is hidden, two thirds of the computation.
         """
         travel = self.all_reduce[algorithm]
         if hidden:
@@ -122,7 +122,7 @@ def main() -> int:
         raise UsageError(
             f"no measurements in {options.results}: run python -m benchmarks.scaling first"
         )
-    tell(runs, options)
+    report(runs, options)
     return 0
 
 
@@ -159,7 +159,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def read(backend: str, folder: Path) -> list[Measured]:
-    """What scaling.py has left of a backend in this folder, by ranks."""
+    """Measurements of scaling.py on a backend in this folder, by ranks."""
     runs = []
     for path in folder.glob(f"scaling-{backend}-*.json"):
         runs.append(measured(json.loads(path.read_text())["samples"]))
@@ -183,7 +183,7 @@ def measured(samples: Mapping[str, Any]) -> Measured:
     )
 
 
-def tell(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) -> None:
+def report(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) -> None:
     """Fits, prints, writes and draws."""
     models = {backend: fit_model(of, ALGORITHMS[backend]) for backend, of in runs.items()}
     rows = [

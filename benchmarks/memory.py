@@ -1,15 +1,15 @@
-"""How much memory training takes: per rank and per node, beside torch's DDP.
+"""python -m benchmarks.memory: measures the memory of training, per rank and per node.
 
 Examples:
     python -m benchmarks.memory                   gloo and mpi, MLP and ResNet-18, two processes
     python -m benchmarks.memory --model resnet50 --backend mpi --nproc 4
     python -m benchmarks.memory --quick           the MLP on gloo, three contenders
 
-Every contender has processes of its own, since what one has freed the next would use. They take six
-steps while a thread looks every 5 ms at /proc/self/smaps_rollup:
+Every contender has processes of its own: it would use memory that another one has freed. They take
+six steps while a thread reads /proc/self/smaps_rollup every 5 ms:
 
-    rank    Private_Dirty: what belongs to this process alone, files that it only reads left out
-    node    the sum over ranks of Pss_Anon and Pss_Shmem: with what ranks share, counted once
+    rank    Private_Dirty: memory of this process alone, without files that it only reads
+    node    the sum over ranks of Pss_Anon and Pss_Shmem: shared memory counts once
 
 Both less what they were before the model was made: Python, torch and MPI are the same for all. The
 peak is that of the whole run (buckets are laid out anew in the first steps), "steady" that of the
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES, STRATEGIES, contenders
+from benchmarks.harness.contenders import CONTENDERS, NO_COMMUNICATION, REFERENCES, contenders
 from benchmarks.harness.launch import add_common_options, default_ranks, start
 from benchmarks.harness.report import draw_bars, on_terminal, write
 from benchmarks.harness.text_table import text_table
@@ -43,7 +43,7 @@ from ddp_from_scratch.launch.rank_process import run_to_exit
 
 MODELS = ("mlp", "resnet18")
 QUICK = (NO_COMMUNICATION, REFERENCES[1], "buckets, overlapped, views")
-# They take what the default takes, or more.
+# Their peaks are the default's, or higher.
 LADDER = (
     "one all-reduce per parameter",
     "one flat bucket",
@@ -96,7 +96,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add_common_options(parser, MODELS)
     parser.add_argument("--nproc", type=int, default=default_ranks(), help="default: 2")
-    names = [s.name for s in STRATEGIES]
+    names = [s.name for s in CONTENDERS]
     parser.add_argument(
         "--contender",
         nargs="+",
@@ -124,7 +124,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace, backend: str, model: str) -> int:
-    """Starts ranks for each contender in turn; prints, writes and draws what they found.
+    """Starts ranks for each contender in turn; prints, writes and draws their memory.
 
     Returns:
         The exit code of the first rank that failed, or 0.
@@ -134,7 +134,7 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     """
     chosen = [
         s.name
-        for s in STRATEGIES
+        for s in CONTENDERS
         if s.name in options.contender and backend in s.backends and not s.on_gloo
     ]
     title = f"{WORKLOADS[model].name}; {backend}, {options.nproc} ranks"
@@ -175,16 +175,16 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: trains with one contender; rank 0 writes what all of them took."""
+    """A rank's part: trains with one contender; rank 0 writes the memory of all ranks."""
     (backend,), (model,), (name,) = options.backend, options.model, options.contender
     torch.set_num_threads(1)
     with process_group(backend) as world:
-        dist.barrier()  # what the backend allocates at its first use
+        dist.barrier()  # now, and not in a phase: the backend allocates at its first use
         torch.manual_seed(world.rank)
         before = read(world.device)
         with Watch(world.device) as watch:
-            strategy = [s for s in STRATEGIES if s.name == name]
-            (contender,) = contenders(WORKLOADS[model], world.device, strategy, keep_start=False)
+            spec = [s for s in CONTENDERS if s.name == name]
+            (contender,) = contenders(WORKLOADS[model], world.device, spec, keep_start=False)
             phases = [watch.peak()]
             for _ in range(STEPS):
                 contender.step()
@@ -203,10 +203,10 @@ def measure(options: argparse.Namespace) -> None:
 
 
 class Watch:
-    """Looks at this process's memory from a thread of its own.
+    """Watches this process's memory from a thread of its own.
 
     Args:
-        device: a GPU is not looked at, it counts by itself.
+        device: torch counts a GPU's memory by itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -257,7 +257,7 @@ class Watch:
 
 
 def read(device: torch.device) -> Memory:
-    """What this process holds now."""
+    """Memory of this process now."""
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
         return Memory(allocated, allocated)
@@ -265,17 +265,17 @@ def read(device: torch.device) -> Memory:
 
 
 def parse_rollup(text: str) -> Memory:
-    """Of the kernel's lines "Pss_Anon:    123 kB"."""
+    """Memory from the kernel's lines "Pss_Anon:    123 kB"."""
     lines = (line.split() for line in text.splitlines()[1:])
     sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
     return Memory(sizes["Private_Dirty"], sizes["Pss_Anon"] + sizes["Pss_Shmem"])
 
 
 def growth(sample: dict[str, Any], kind: str, steady: bool = False) -> int:
-    """Bytes over what was there at first; of the largest rank, or of the node.
+    """Bytes more than at first; of the largest rank, or of the node.
 
     Args:
-        sample: a contender's: for each rank what it held before, and its peak in each phase.
+        sample: a contender's: for each rank its memory before, and its peak in each phase.
         kind: "private" for a rank's own, "node" for the sum over ranks.
         steady: in the last steps; otherwise at any time.
     """

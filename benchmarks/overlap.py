@@ -1,4 +1,4 @@
-"""How much of the communication is hidden behind backward, by the size of a bucket.
+"""python -m benchmarks.overlap: measures the communication hidden behind backward, by bucket size.
 
 Examples:
     python -m benchmarks.overlap                  gloo and mpi, MLP and ResNet-18, two processes
@@ -9,8 +9,8 @@ For each cap, in the same rounds: a Reducer that launches its buckets during bac
 launches them at its end, and torch's DDP; all with gradients as views of their buckets and no
 buffers sent, so that they differ in nothing else. With `alone` a step without communication:
 
-    communication  =  at its end - alone               what there is to be hidden
-    exposed        =  during backward - alone          what the step is longer by
+    communication  =  at its end - alone               to be hidden
+    exposed        =  during backward - alone          by so much the step is longer
     hidden share   =  1 - exposed / communication      1: all of it; 0: none
 
 each the median over rounds, the share with a 95 % bootstrap interval. It is negative where
@@ -18,8 +18,8 @@ overlapping costs more than it hides: backward and communication want the same c
 has no way to launch at the end, and is taken by the communication of the Reducer with the same
 buckets. The best cap is the one with the shortest step.
 
-Below the table: what bucket_cap_mb="auto" settles on in a training of its own beforehand (it times
-whole steps, which here are those of all the others, too), timed in the same rounds as the rest.
+Below the table: the cap that bucket_cap_mb="auto" settles on in a training of its own beforehand
+(it times whole steps, which here are those of all the others, too), timed in the same rounds.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from benchmarks.harness.contenders import (
     NO_COMMUNICATION,
     TORCH_BEST,
     WORKLOADS,
-    Strategy,
+    ContenderSpec,
     Training,
     Workload,
     alone,
@@ -80,16 +80,14 @@ VIEWS = {"gradient_as_bucket_view": True}
 
 @dataclass(frozen=True)
 class Overlap:
-    """What became of one cap.
+    """Results of one cap.
 
     Attributes:
         cap: of every bucket, in MiB.
         milliseconds: the median step, with overlap.
-        exposed: what that is longer than a step without communication, in ms.
+        exposed: ms more than a step without communication.
         hidden: the share of the communication that is not exposed, with its interval.
-        torch_milliseconds: the same three of torch's DDP.
-        torch_exposed: see there.
-        torch_hidden: see there.
+        torch_milliseconds, torch_exposed, torch_hidden: the same three of torch's DDP.
     """
 
     cap: float
@@ -145,20 +143,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def strategies(caps: list[float]) -> list[Strategy]:
+def specs(caps: list[float]) -> list[ContenderSpec]:
     """A step without communication, and three ways for each cap."""
-    found = [Strategy(NO_COMMUNICATION, alone)]
+    found = [ContenderSpec(NO_COMMUNICATION, alone)]
     for cap in caps:
         found += [
-            Strategy(_name(DURING, cap), reducer(bucket_cap_mb=cap, **VIEWS)),
-            Strategy(_name(AT_END, cap), reducer(bucket_cap_mb=cap, overlap=False, **VIEWS)),
-            Strategy(_name(TORCH, cap), torch_ddp(bucket_cap_mb=cap, **TORCH_BEST)),
+            ContenderSpec(_name(DURING, cap), reducer(bucket_cap_mb=cap, **VIEWS)),
+            ContenderSpec(_name(AT_END, cap), reducer(bucket_cap_mb=cap, overlap=False, **VIEWS)),
+            ContenderSpec(_name(TORCH, cap), torch_ddp(bucket_cap_mb=cap, **TORCH_BEST)),
         ]
     return found
 
 
 def settle(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """The arguments of a Reducer that "auto" settles on, trained by itself."""
+    """The Reducer's arguments that "auto" settles on, trained by itself."""
     found: list[Reducer] = []
 
     def prepare(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
@@ -166,7 +164,7 @@ def settle(workload: Workload, device: torch.device) -> dict[str, Any]:
         found.append(Reducer(model, group, bucket_cap_mb=AUTO, **VIEWS))
         return two_calls(model, foreach_sgd(model))
 
-    (training,) = contenders(workload, device, [Strategy(AUTO, prepare)], keep_start=False)
+    (training,) = contenders(workload, device, [ContenderSpec(AUTO, prepare)], keep_start=False)
     while found[0].bucket_cap_mb is None:
         training.step()
     return {"bucket_cap_mb": found[0].bucket_cap_mb, "overlap": found[0].overlap}
@@ -186,19 +184,19 @@ def measure(options: argparse.Namespace) -> None:
             torch.manual_seed(world.rank)
             chosen = settle(workload, world.device)
             gc.collect()
-            auto = Strategy(AUTO, reducer(**chosen, **VIEWS))
-            compared = contenders(workload, world.device, [*strategies(options.cap), auto])
+            auto = ContenderSpec(AUTO, reducer(**chosen, **VIEWS))
+            compared = contenders(workload, world.device, [*specs(options.cap), auto])
             title = f"{workload.name}; {backend}, {world.world_size} ranks"
             rounds = rounds_for(options.seconds, options.rounds, world.device, title)
             samples = interleave(compared, rounds, world.device)
             check_equal(compared)
             if world.rank == 0:
-                tell(options, world, model, title, samples, chosen)
+                report(options, world, model, title, samples, chosen)
             compared.clear()
             gc.collect()  # hooks make cycles of model and Reducer
 
 
-def tell(
+def report(
     options: argparse.Namespace,
     world: World,
     model: str,
@@ -210,7 +208,7 @@ def tell(
     found = overlaps(samples, options.cap)
     count = len(samples[0].milliseconds)
     print(f"\n{title}, {count} steps each\n{table(found, samples[0])}", flush=True)
-    print(told_of_auto(samples, chosen), flush=True)
+    print(describe_auto(samples, chosen), flush=True)
     settings = {
         "benchmark": "overlap",
         "model": model,
@@ -237,7 +235,7 @@ def tell(
 
 
 def overlaps(samples: list[Samples], caps: list[float]) -> list[Overlap]:
-    """What became of each cap; `samples` by the names of `strategies`."""
+    """Results of each cap; `samples` have the names of `specs`."""
     by_name = {s.name: np.array(s.milliseconds) for s in samples}
     bare = by_name[NO_COMMUNICATION]
     found = []
@@ -295,8 +293,8 @@ def table(found: list[Overlap], bare: Samples) -> str:
     return f"{text}\n{note}"
 
 
-def told_of_auto(samples: list[Samples], chosen: dict[str, Any]) -> str:
-    """What "auto" settled on, and how that does beside the best of all Reducers in the sweep."""
+def describe_auto(samples: list[Samples], chosen: dict[str, Any]) -> str:
+    """The cap of "auto", beside the best of all Reducers in the sweep."""
     auto = next(s for s in samples if s.name == AUTO)
     swept = [s for s in samples if s.name.startswith((DURING, AT_END))]
     best = min(swept, key=lambda s: s.quartiles[1])

@@ -1,10 +1,10 @@
-"""How a step grows with ranks, parameters, layers and batch; and the cost model fitted to that.
+"""python -m benchmarks.scaling: times a step by ranks, parameters, layers and batch.
 
 Examples:
     python -m benchmarks.scaling                     gloo and mpi; 1, 2, 4 and 8 ranks
     python -m benchmarks.scaling --quick             gloo; 1, 2 and 4 ranks, fewer rounds
     python -m benchmarks.scaling --backend mpi --nproc 1 2 3 4
-    python -m benchmarks.cost_model --help           the model, and what it predicts from this
+    python -m benchmarks.cost_model --help           the model that is fitted to this
 
 For each number of ranks it times an all-reduce by size, and a training step of models of equal
 layers: without communication, with torch's DDP (gradients as views) and with a Reducer, which take
@@ -18,8 +18,8 @@ turns. It prints
                       been trained; as a multiple of the parameters' bytes
 
 Where there are more ranks than cores the ranks take turns: the time that n ranks on c cores can
-reach at best is n/c of one's. `ideal` counts that in, so it shows what is lost to communication and
-not what cores are missing. All ranks are on this machine; two_hosts.py has a wire.
+reach at best is n/c of one's. `ideal` counts that in, so it shows the loss to communication and not
+to missing cores. All ranks are on this machine; two_hosts.py has a wire.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks import cost_model
-from benchmarks.costs import Shape, oversubscribed
 from benchmarks.harness.contenders import NO_COMMUNICATION, Contender
+from benchmarks.harness.costs import Shape, oversubscribed
 from benchmarks.harness.launch import add_results_option, backend_of_job, start
 from benchmarks.harness.report import draw_lines, on_terminal, write
 from benchmarks.harness.text_table import text_table
@@ -75,10 +75,10 @@ def main() -> int:
                 return code
         paths = [options.results / f"{file_name(backend, nproc)}.json" for nproc in options.nproc]
         runs = [json.loads(path.read_text())["samples"] for path in paths]
-        tell(backend, runs, options.results)
+        report(backend, runs, options.results)
         measured[backend] = [cost_model.measured(run) for run in runs]
     if 2 in options.nproc:
-        cost_model.tell(measured, cost_model.parse(["--results", str(options.results)]))
+        cost_model.report(measured, cost_model.parse(["--results", str(options.results)]))
     return 0
 
 
@@ -115,7 +115,7 @@ def file_name(backend: str, ranks: int) -> str:
 
 
 def shapes(ranks: int) -> list[Shape]:
-    """What is trained with so many ranks; each once."""
+    """Models to train with so many ranks; each once."""
     strong = Shape(BASE.layers, BASE.width, max(1, WHOLE_BATCH // ranks))
     return list(dict.fromkeys([*PARAMETERS, *LAYERS, *BATCHES, strong]))
 
@@ -142,7 +142,7 @@ def measure(options: argparse.Namespace) -> None:
             all_reduce[nbytes] = slowest(lambda t=tensor: dist.all_reduce(t), options.rounds)  # type: ignore[misc]
             add[nbytes] = slowest(lambda t=tensor, o=other: t.add_(o), options.rounds)  # type: ignore[misc]
             progress.update()
-        for kind in KINDS:  # what only the first model of a process costs
+        for kind in KINDS:  # untimed: the first model of a process costs more memory
             grown(Shape(2, 64, 2), (torch.zeros(2, 64), torch.zeros(2, dtype=torch.long)), kind)
         cases = []
         for shape in trained:
@@ -210,7 +210,7 @@ def grown(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> 
     Resident memory; what ranks share counts on each of them.
     """
     gc.collect()
-    # What is free goes back, or it would serve unseen: buckets of the model before, and the heap.
+    # Free memory goes back, or the model would grow into it unseen: old buckets, and the heap.
     if dist.get_backend() == "mpi":
         mpi.empty(1)
     ctypes.CDLL(None).malloc_trim(0)
@@ -252,10 +252,10 @@ def contender(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str)
     return Contender(KINDS[kind], model, step)
 
 
-# What is shown --------------------------------------------------------------------------------
+# Tables ---------------------------------------------------------------------------------------
 
 
-def tell(backend: str, runs: Sequence[dict[str, Any]], folder: Path) -> None:
+def report(backend: str, runs: Sequence[dict[str, Any]], folder: Path) -> None:
     """Prints and draws one backend's runs."""
     by_ranks = {run["ranks"]: run for run in runs}
     print(f"\n{backend}: median ms of a step, {runs[0]['cores']} cores")
@@ -332,7 +332,7 @@ def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
 
 
 def case_of(run: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """What was measured of a model."""
+    """The measurements of a model."""
     wanted = (shape.layers, shape.width, shape.batch)
     return next(
         case for case in run["cases"] if (case["layers"], case["width"], case["batch"]) == wanted

@@ -1,4 +1,4 @@
-"""How long a training step takes: the rungs of the ladder beside torch's DDP, in one run.
+"""python -m benchmarks.step_time: times a training step, this library's beside torch's DDP.
 
 Examples:
     python -m benchmarks.step_time                    gloo and mpi, two processes, every model
@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.contenders import (
+    CONTENDERS,
     GLOO_REFERENCES,
     NO_COMMUNICATION,
     REFERENCES,
-    STRATEGIES,
     WORKLOADS,
-    Strategy,
+    ContenderSpec,
     contenders,
 )
 from benchmarks.harness.launch import (
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def models_that_fit(options: argparse.Namespace, backend: str, nproc: int) -> list[str]:
-    """The models that were asked for; of a full sweep those that do not fit are left out, aloud.
+    """The chosen models; a full sweep leaves out those that do not fit, and prints that.
 
     Raises:
         UsageError: one does not fit into the memory, or none.
@@ -76,7 +76,7 @@ def models_that_fit(options: argparse.Namespace, backend: str, nproc: int) -> li
     fitting = []
     for model in options.model:
         try:
-            check_memory(model, len(strategies(backend, options.contender)), nproc)
+            check_memory(model, len(specs(backend, options.contender)), nproc)
         except UsageError as error:
             if not options.full or (model == options.model[-1] and not fitting):
                 raise
@@ -102,7 +102,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--contender",
         nargs="+",
-        choices=[s.name for s in STRATEGIES if s.name not in ALWAYS],
+        choices=[s.name for s in CONTENDERS if s.name not in ALWAYS],
         metavar="NAME",
         help="only these beside torch's DDP and no communication, by their names in the table",
     )
@@ -117,11 +117,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def strategies(backend: str, chosen: list[str] | None) -> list[Strategy]:
-    """Those that run in a job of this backend; where some were chosen, these and references."""
+def specs(backend: str, chosen: list[str] | None) -> list[ContenderSpec]:
+    """Contenders in a job of this backend; where some were chosen, these and references."""
     return [
         s
-        for s in STRATEGIES
+        for s in CONTENDERS
         if backend in s.backends and (chosen is None or s.name in chosen or s.name in ALWAYS)
     ]
 
@@ -133,7 +133,7 @@ def measure(options: argparse.Namespace) -> None:
     panels = {}
     with process_group(backend) as world:
         gloo = dist.new_group(backend="gloo") if backend == "mpi" else None
-        compared = strategies(backend, options.contender)
+        compared = specs(backend, options.contender)
         for name in options.model:
             workload = WORKLOADS[name]
             torch.manual_seed(world.rank)
@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace) -> None:
                 kept = [asdict(s) for s in samples]
                 write(file, title, kept, settings=settings, folder=options.results)
                 panels[workload.name] = {s.name: s.quartiles for s in samples}
-            # The next model's would come beside them: hooks make cycles of model and Reducer.
+            # Before the next model's are made: hooks make cycles of model and Reducer.
             of_model.clear()
             gc.collect()
         if world.rank == 0:

@@ -1,4 +1,4 @@
-"""A training step across a slow wire: this library and torch's DDP beside what the wire allows.
+"""python -m benchmarks.two_hosts: times a step across a slow wire, beside the wire's own limit.
 
 Examples:
     sudo python -m benchmarks.two_hosts              1 Gbit/s, gloo and mpi, 2 and 4 ranks
@@ -7,7 +7,7 @@ Examples:
     sudo python -m benchmarks.two_hosts --gbit 0.5 --backend mpi --ranks 4 --model mlp
 
 Needs Linux, root, `ip` and `tc`, and for mpi Open MPI. Two network namespaces on this machine are
-the hosts, a veth pair with a token bucket at both ends is the wire (benchmarks/network.py); they
+the hosts, a veth pair with a token bucket at both ends is the wire (harness/network.py); they
 are removed at the end, after Ctrl-C and after a failure. The contenders take turns in one process
 group. How to read the table:
 
@@ -15,7 +15,7 @@ group. How to read the table:
                cross over its speed; but no less than a step takes without communication, which is
                more where the wire is fast. Overlapping cannot do better. Two hosts that sum N bytes
                send N each: half of the summands, and the sums of the other half. With compression N
-               is what is left of the gradients; torch's PowerSGD does not tell.
+               is the compressed size; torch's PowerSGD does not count it.
     MB sent    by the host that sent more, in a step, by its interface's counter, headers and all;
                x is that as a multiple of what must cross. A flat ring of 2 ranks on each of 2 hosts
                (gloo) sends 1.5 N over the wire, sums taken in each host first (mpi) send N.
@@ -23,7 +23,7 @@ group. How to read the table:
 TCP, IP and Ethernet headers take 4 % of the wire's speed. It refuses results that cannot have come
 through the wire: fewer bytes on the interface than must cross, or more than its speed lets through.
 Ranks that compute on this machine's few cores compute at the same time as they communicate: on slow
-wires (1 Gbit/s and less) that costs little, at 10 Gbit/s the processor is what limits. torch's
+wires (1 Gbit/s and less) that costs little, at 10 Gbit/s the processor is the limit. torch's
 PowerSGD gets one bucket for all gradients: with several on gloo, each rank's callbacks start their
 collectives in an order of their own, and it fails.
 """
@@ -150,7 +150,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def rounds_at(gbit: float) -> int:
-    """How many rounds are worth their time at this speed."""
+    """Rounds that take about a minute at this speed."""
     return next((rounds for speed, rounds in _ROUNDS.items() if gbit <= speed), 30)
 
 
@@ -224,11 +224,11 @@ def measure(options: argparse.Namespace) -> None:
             write(name, title, kept, settings=settings, folder=options.results)
 
 
-# What is shown --------------------------------------------------------------------------------
+# Tables ---------------------------------------------------------------------------------------
 
 
 def table(results: list[Result], samples: list[Samples]) -> str:
-    """Times, ratios to torch's DDP and to the bound, and what crossed the wire."""
+    """Times, ratios to torch's DDP and to the bound, and bytes on the wire."""
     by_name = {s.name: s for s in samples}
     rows = []
     for r, s in zip(results, samples, strict=True):

@@ -1,4 +1,4 @@
-"""What a rank that waits costs one that computes, when there are as many of them as cores.
+"""python -m benchmarks.wait_cost: measures how much a waiting rank slows one that computes.
 
 Examples:
     python -m benchmarks.wait_cost              one computing and one waiting rank for each core
@@ -86,7 +86,7 @@ def measure(rounds: int, folder: Path) -> None:
         for turn in turns:
             for index, wait in enumerate(ways.values()):
                 dist.barrier()
-                time.sleep(0.02)  # until those that wait do
+                time.sleep(0.02)  # until the waiting ranks wait
                 began = time.perf_counter()
                 if computes:
                     for _ in range(100):
@@ -103,11 +103,11 @@ def measure(rounds: int, folder: Path) -> None:
             half, cores = world.world_size // 2, len(os.sched_getaffinity(0))
             title = f"{half} ranks compute while {half} wait, on {cores} cores"
             print(f"\n{title}: median ms of the work")
-            headers = ["how they wait", "ms", "/ nobody waits"]
+            headers = ["way to wait", "ms", "/ nobody waits"]
             print(text_table(headers, rows), flush=True)
-            settings = {"benchmark": "waiting", "nproc": world.world_size}
+            settings = {"benchmark": "wait_cost", "nproc": world.world_size}
             samples = dict(zip(names, times.tolist(), strict=True))
-            write("waiting", title, samples, settings=settings, folder=folder)
+            write("wait_cost", title, samples, settings=settings, folder=folder)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.support import tiers
 from tests.support.ranks import Crew
+from tests.support.tiers import slow
 
 # The console scripts of this Python (mpirun, torchrun) before any other's.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -29,3 +32,33 @@ def ranks() -> Iterator[Callable[[str, int], Crew]]:
     yield crew
     for found in crews.values():
         found.end()
+
+
+# The first tier has both backends and both sizes.
+@pytest.fixture(params=["gloo-3", "mpi-2", slow("gloo-2"), slow("mpi-3")])
+def crew(ranks, request):
+    backend, world_size = request.param.split("-")
+    return ranks(backend, int(world_size))
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def pair(ranks, request):
+    return ranks(request.param, 2)
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def trio(ranks, request):
+    return ranks(request.param, 3)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """A process group of one, in this process."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.sort(items)

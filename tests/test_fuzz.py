@@ -16,10 +16,11 @@ from tests.support.fuzz_case import (
     Weigh,
     Zero,
 )
+from tests.support.tiers import slow
 
 
 @pytest.mark.parametrize(
-    ("backend", "world_size", "count"), [("gloo", 2, 14), ("gloo", 3, 8), ("mpi", 2, 8)]
+    ("backend", "world_size", "count"), [slow("gloo", 2, 14), ("gloo", 3, 8), ("mpi", 2, 8)]
 )
 def test_random_programs_do_what_one_process_does(ranks, backend, world_size, count):
     total = run(lambda: ranks(backend, world_size), world_size, count, seed=4)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.soak import Memory, soak
+from tests.support.tiers import slow
 
 
 def short_soak(world, seed):
@@ -13,7 +14,7 @@ def short_soak(world, seed):
     return checked
 
 
-@pytest.mark.parametrize(("world_size", "seed"), [(2, 10), (4, 11)])
+@pytest.mark.parametrize(("world_size", "seed"), [(2, 10), slow(4, 11)])
 def test_random_operations_give_what_numpy_gives(ranks, world_size, seed):
     checked = ranks("mpi", world_size)(short_soak, seed)
     assert min(checked) > 100
@@ -49,6 +50,7 @@ def many_collectives(world):
     return before, after, Memory.now()
 
 
+@pytest.mark.slow
 def test_ten_thousand_collectives_leak_nothing(ranks):
     for before, after, after_groups in ranks("mpi", 2)(many_collectives):
         assert after.resident - before.resident < 2, (before, after)

@@ -1,6 +1,6 @@
-"""What is compared: ways to keep a model in step, each a function that takes one training step.
+"""Contenders: ways to keep a model in step over ranks, each a function that takes a training step.
 
-A strategy is one line of `STRATEGIES`.
+A line of `CONTENDERS` adds one.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_from_scratch as ddp
 from benchmarks.harness.workloads import WORKLOADS, Workload
 
-__all__ = ["WORKLOADS", "Contender", "Strategy", "Workload", "contenders"]
+__all__ = ["WORKLOADS", "Contender", "ContenderSpec", "Workload", "contenders"]
 
 Step = Callable[[], None]
 
@@ -30,7 +30,7 @@ LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 
 @dataclass(frozen=True)
 class Training:
-    """How a model that was prepared takes a step.
+    """A model made ready to take steps.
 
     Attributes:
         forward: the module to call.
@@ -47,8 +47,8 @@ Prepare = Callable[[nn.Module, dist.ProcessGroup | None], Training]
 
 
 @dataclass(frozen=True)
-class Strategy:
-    """A way to keep models in step.
+class ContenderSpec:
+    """A way to keep models in step, to be made into a `Contender` on each rank.
 
     Attributes:
         name: for the table.
@@ -65,7 +65,7 @@ class Strategy:
 
 @dataclass
 class Contender:
-    """One strategy at work on its own copy of the model.
+    """A way to keep models in step, at work on its own copy of the model.
 
     Attributes:
         name: for the table.
@@ -95,7 +95,7 @@ def foreach_sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def alone(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
-    """No communication at all: what every other strategy adds to."""
+    """No communication at all: every other contender adds to that."""
     return two_calls(model, foreach_sgd(model))
 
 
@@ -150,56 +150,56 @@ _SYNC_BUFFERS = {"forward_sync_buffers", "broadcast_buffers"} & set(
 )
 TORCH_BEST: dict[str, object] = {"gradient_as_bucket_view": True, max(_SYNC_BUFFERS): False}
 
-STRATEGIES = [
-    Strategy(NO_COMMUNICATION, alone),
-    Strategy(REFERENCES[0], torch_ddp()),
-    Strategy(REFERENCES[1], torch_ddp(**TORCH_BEST)),
-    Strategy(GLOO_REFERENCES[0], torch_ddp(), ("mpi",), on_gloo=True),
-    Strategy(GLOO_REFERENCES[1], torch_ddp(**TORCH_BEST), ("mpi",), on_gloo=True),
-    Strategy("one all-reduce per parameter", reducer(bucket_cap_mb=0, overlap=False)),
-    Strategy("one flat bucket", reducer(bucket_cap_mb=float("inf"), overlap=False)),
-    Strategy("buckets", reducer(overlap=False)),
-    Strategy("buckets, overlapped (default)", reducer()),
-    Strategy("buckets, overlapped, views", reducer(gradient_as_bucket_view=True)),
-    Strategy("ddp.SGD", flat_sgd()),
-    Strategy("ddp.SGD, one flat bucket", flat_sgd(bucket_cap_mb=float("inf"), overlap=False)),
-    Strategy("ddp.SGD, backward_and_step", flat_sgd(at_once=True)),
-    Strategy("NodeSharedSGD, backward_and_step", flat_sgd(True, ddp.NodeSharedSGD), ("mpi",)),
+CONTENDERS = [
+    ContenderSpec(NO_COMMUNICATION, alone),
+    ContenderSpec(REFERENCES[0], torch_ddp()),
+    ContenderSpec(REFERENCES[1], torch_ddp(**TORCH_BEST)),
+    ContenderSpec(GLOO_REFERENCES[0], torch_ddp(), ("mpi",), on_gloo=True),
+    ContenderSpec(GLOO_REFERENCES[1], torch_ddp(**TORCH_BEST), ("mpi",), on_gloo=True),
+    ContenderSpec("one all-reduce per parameter", reducer(bucket_cap_mb=0, overlap=False)),
+    ContenderSpec("one flat bucket", reducer(bucket_cap_mb=float("inf"), overlap=False)),
+    ContenderSpec("buckets", reducer(overlap=False)),
+    ContenderSpec("buckets, overlapped (default)", reducer()),
+    ContenderSpec("buckets, overlapped, views", reducer(gradient_as_bucket_view=True)),
+    ContenderSpec("ddp.SGD", flat_sgd()),
+    ContenderSpec("ddp.SGD, one flat bucket", flat_sgd(bucket_cap_mb=float("inf"), overlap=False)),
+    ContenderSpec("ddp.SGD, backward_and_step", flat_sgd(at_once=True)),
+    ContenderSpec("NodeSharedSGD, backward_and_step", flat_sgd(True, ddp.NodeSharedSGD), ("mpi",)),
 ]
 
 
 def contenders(
     workload: Workload,
     device: torch.device,
-    strategies: Sequence[Strategy] | None = None,
+    specs: Sequence[ContenderSpec] | None = None,
     gloo: dist.ProcessGroup | None = None,
     keep_start: bool = True,
 ) -> list[Contender]:
-    """Every strategy, each with the same parameters and, on this rank, the same batch.
+    """Every contender, each with the same parameters and, on this rank, the same batch.
 
     Args:
-        workload: what to train.
-        device: where.
-        strategies: None means those that need no group but the default one, on any backend.
-        gloo: a gloo group of all ranks, for strategies that ask for it.
+        workload: to train.
+        device: to train on.
+        specs: None means those that need no group but the default one, on any backend.
+        gloo: a gloo group of all ranks, for contenders that need one.
         keep_start: keep a copy of the parameters as they were, for `check_equal`.
     """
-    if strategies is None:
-        strategies = [s for s in STRATEGIES if s.backends == BACKENDS]
+    if specs is None:
+        specs = [s for s in CONTENDERS if s.backends == BACKENDS]
     inputs, labels = (tensor.to(device) for tensor in workload.batch())
     start: list[torch.Tensor] = []
 
-    def contender(strategy: Strategy) -> Contender:
+    def contender(spec: ContenderSpec) -> Contender:
         torch.manual_seed(0)
         model = workload.model().to(device)
         if keep_start and not start:
             start.extend(parameter.detach().clone() for parameter in model.parameters())
-        training = strategy.prepare(model, gloo if strategy.on_gloo else None)
+        training = spec.prepare(model, gloo if spec.on_gloo else None)
 
         def step() -> None:
             training.zero_grad()
             training.update(cross_entropy(training.forward(inputs), labels))
 
-        return Contender(strategy.name, model, step, start)
+        return Contender(spec.name, model, step, start)
 
-    return [contender(strategy) for strategy in strategies]
+    return [contender(spec) for spec in specs]

@@ -1,4 +1,4 @@
-"""Starts the ranks of a benchmark, on each backend with the launcher that it needs."""
+"""Launch of a benchmark's ranks, and the options that benchmarks share."""
 
 import argparse
 import math
@@ -63,12 +63,12 @@ def add_results_option(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Duration:
-    """For how many seconds a benchmark takes steps of a model on a backend, after warm-up.
+    """Seconds for which a benchmark takes steps of a model on a backend, after warm-up.
 
     Attributes:
-        usual: where nothing is said.
-        full: with --full,
-        quick: and with --quick.
+        usual: without an option.
+        full: with --full.
+        quick: with --quick.
     """
 
     usual: float
@@ -91,8 +91,8 @@ class Duration:
         )
         sweep = parser.add_mutually_exclusive_group()
         for name, what, seconds in (("quick", quick, self.quick), ("full", full, self.full)):
-            told = f"{what}, {seconds:g} seconds each"
-            sweep.add_argument(f"--{name}", action="store_true", help=told)
+            described = f"{what}, {seconds:g} seconds each"
+            sweep.add_argument(f"--{name}", action="store_true", help=described)
 
     def settle(self, options: argparse.Namespace) -> None:
         """Fills in --seconds.
@@ -131,8 +131,8 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
 
     Args:
         module: the benchmark.
-        backend: of the job; every rank is told, as its last options, this
-        nproc: and the number of ranks.
+        backend: of the job.
+        nproc: number of ranks. Every rank gets this and the backend as its last options.
         arguments: other options.
 
     Returns:
@@ -146,7 +146,7 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
 
 
 def check_memory(model: str, copies: int, nproc: int) -> None:
-    """Refuses what would not fit, before a rank is started.
+    """Refuses copies that would not fit into memory, before a rank is started.
 
     A copy of a model is taken for four times its parameters: these, momentum, gradients, buckets.
 

@@ -1,4 +1,4 @@
-"""What a measurement was taken on; absolute times mean nothing without it."""
+"""Description of the machine; absolute times mean nothing without it."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ def describe() -> dict[str, Any]:
 
 
 def uncommitted_changes() -> bool | None:
-    """Whether tracked files differ from the commit; what benchmarks have written does not count.
+    """True where tracked files differ from the commit; files of benchmarks do not count.
 
     None where there is no repository.
     """

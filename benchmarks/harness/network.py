@@ -5,7 +5,7 @@
     |  ranks   lo   [wire]--|--tbf--|--[wire]   lo   ranks  |
     +-----------------------+  tbf  +-----------------------+
 
-Each host has a loopback of its own; what goes to the other host goes through the wire, a veth pair.
+Each host has a loopback of its own; bytes to the other host pass the wire, a veth pair.
 A token bucket (`tc-tbf`) at each end lets it out at the wire's speed, both ways at a time. The
 processor and the memory are shared: two hosts of this kind compute half as fast as real ones.
 """
@@ -31,7 +31,7 @@ INTERFACE = "wire"
 _COUNTERS = Path(f"/sys/class/net/{INTERFACE}/statistics")
 _NAME = re.compile(r"ddp-(\d+)-[01]")  # of a namespace: ddp-<who made it>-<number>
 
-# Without a word from Open MPI, one connection carries both directions and sends in one at a time.
+# One connection, Open MPI's default, carries both directions and sends in one at a time.
 _MPI_LINKS = "2"
 
 # torch warns that these addresses have no names.
@@ -46,7 +46,7 @@ class Host:
     address: str
 
     def command(self, *command: str) -> list[str]:
-        """What runs `command` on this host."""
+        """A command line that runs `command` on this host."""
         return ["ip", "netns", "exec", self.name, *command]
 
     def named_command(self, *command: str) -> list[str]:
@@ -55,18 +55,18 @@ class Host:
         return self.command("unshare", "--uts", "sh", "-c", rename, self.address, *command)
 
     def sent_bytes(self) -> int:
-        """What has left through this host's end of the wire so far, headers and all."""
+        """Bytes that have left through this host's end of the wire so far, headers and all."""
         return int(_run(*self.command("cat", str(_COUNTERS / "tx_bytes"))))
 
 
 def crossed_bytes() -> tuple[int, int]:
-    """On a host: what has left through the wire so far and what has come, headers and all."""
+    """Bytes sent and received through the wire so far, headers and all; called on a host."""
     sent, received = ((_COUNTERS / f"{way}_bytes").read_text() for way in ("tx", "rx"))
     return int(sent), int(received)
 
 
 def missing(*tools: str) -> str | None:
-    """Why this machine cannot have such hosts, if so.
+    """The reason that this machine cannot have such hosts, or None.
 
     Args:
         tools: commands that are needed beside `ip`.
@@ -90,7 +90,7 @@ def check_available(backends: Sequence[str]) -> None:
     """Raises where this machine cannot have two hosts, or Open MPI cannot span them.
 
     Raises:
-        UsageError: it says what is missing.
+        UsageError: it names what is missing.
     """
     why = missing("tc", *(["unshare"] if "mpi" in backends else []))
     if why is not None:
@@ -123,7 +123,7 @@ def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
             _run(*at, "link", "set", "lo", "up")
             _run(*at, "link", "set", INTERFACE, "up")
             if gbit is not None:
-                # What may leave at once: enough for a timer that is late by a millisecond.
+                # Bytes that may leave at once: enough for a timer that is late by a millisecond.
                 burst = max(256 * 1024, int(gbit * 1e9 / 8 * 1e-3))
                 bucket = ["rate", f"{gbit:g}gbit", "burst", str(burst), "latency", "50ms"]
                 _run("tc", "-n", host.name, "qdisc", "add", "dev", INTERFACE, "root", "tbf",
@@ -200,7 +200,7 @@ def stoppable() -> Iterator[None]:
 
 
 def _agent(hosts: Sequence[Host]) -> str:
-    """What Open MPI calls in place of ssh: `agent HOST COMMAND...`, the command for a shell."""
+    """The script that Open MPI calls in place of ssh: `agent HOST COMMAND...`, for a shell."""
     cases = [
         f'{host.address}) exec {shlex.join(host.named_command("sh", "-c"))} "$*" ;;'
         for host in hosts

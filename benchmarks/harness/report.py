@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a JSON file with every sample, and a picture."""
+"""Report of a benchmark: a JSON file with every sample, and a picture."""
 
 import json
 import os
@@ -15,8 +15,8 @@ try:
 except ImportError:  # numbers are worth having where nothing can be installed
     pyplot = None
 else:
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # after the choice of how to draw
+    matplotlib.use("Agg")  # before pyplot, which looks for a screen otherwise
+    from matplotlib import pyplot
 
 RESULTS = Path(__file__).parents[1] / "results"
 _NO_PICTURE = "not drawn: there is no matplotlib"
@@ -30,14 +30,14 @@ def write(
     settings: Mapping[str, Any] | None = None,
     folder: Path | None = None,
 ) -> None:
-    """Every sample, and what it was measured on.
+    """Writes every sample, and the machine, to a JSON file: a list of numbers is one line of it.
 
     Args:
         name: of the file.
         title: for people.
-        samples: what was measured; for `compare.py` a list of dicts with `name` and
+        samples: for `compare.py` a list of dicts with `name` and
             `milliseconds`, the contenders' samples of the same rounds.
-        settings: what was asked for. `compare.py` compares files in which they are the same.
+        settings: of the measurement. `compare.py` compares files with equal ones.
         folder: where to; None means `RESULTS`.
     """
     folder = folder or RESULTS
@@ -50,8 +50,30 @@ def write(
         "samples": samples,
     }
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(compact_json(content) + "\n")
     print(f"written to {os.path.relpath(path)}", flush=True)
+
+
+def compact_json(value: Any, indent: str = "") -> str:
+    """JSON with a line for each key, and a list of numbers on one line; floats of 6 digits."""
+    inner = indent + " "
+    if isinstance(value, Mapping):
+        entries = [f"{json.dumps(str(k))}: {compact_json(v, inner)}" for k, v in value.items()]
+        opening, closing = "{}"
+    elif isinstance(value, list | tuple) and any(isinstance(entry, Mapping) for entry in value):
+        entries = [compact_json(entry, inner) for entry in value]
+        opening, closing = "[]"
+    else:
+        return json.dumps(_rounded(value))
+    separator = f",\n{inner}"
+    return f"{opening}\n{inner}{separator.join(entries)}\n{indent}{closing}"
+
+
+def _rounded(value: Any) -> Any:
+    # 6 digits of a time are far below the noise of any measurement, and a third of the file.
+    if isinstance(value, list | tuple):
+        return [_rounded(entry) for entry in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def draw_lines(
@@ -70,10 +92,10 @@ def draw_lines(
     Args:
         name: of the file.
         title: above it.
-        axes: what x and y are.
+        axes: labels of x and y.
         lines: points by label.
         logarithmic: both axes; otherwise only x.
-        ticks: the values to write at the x axis.
+        ticks: values written at the x axis.
         stars: points to mark as the best.
         folder: where to; None means `RESULTS`.
     """
@@ -110,7 +132,7 @@ def draw_bars(
     Args:
         name: of the file.
         title: above all panels.
-        label: what the bars measure.
+        label: of the bars' axis.
         panels: by title, and in it by contender: low, middle, high. The bar ends at the middle.
         folder: where to; None means `RESULTS`.
     """
@@ -155,7 +177,7 @@ def draw_parts(
     Args:
         name: of the file.
         title: above it.
-        label: what the parts measure.
+        label: of the parts' axis.
         bars: by contender, and in it by part, in one order.
         folder: where to; None means `RESULTS`.
     """
@@ -187,5 +209,5 @@ def _save(name: str, figure: Any, folder: Path | None) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether somebody watches; under mpirun that is known once the process group is open."""
+    """True where standard error is a terminal; under mpirun only once the group is open."""
     return sys.stderr.isatty()

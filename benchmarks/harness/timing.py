@@ -1,4 +1,4 @@
-"""Times contenders fairly: interleaved in one process group, the slowest rank counts."""
+"""Fair timing: contenders interleaved in one process group; the slowest rank counts."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,16 +60,16 @@ def median_interval(values: np.ndarray) -> Interval:
 def interleave(
     contenders: Sequence[Contender], rounds: Iterable[int], device: torch.device
 ) -> list[Samples]:
-    """One step of each contender in every round, in an order drawn anew each round.
+    """Times one step of each contender in every round, in a new random order each round.
 
     `WARM_UP` rounds before the first are not counted (torch's DDP and ours rebuild their buckets in
     the first, allocators settle). Whatever slows the machine for a while slows all alike.
 
     Args:
-        contenders: what takes turns.
-        rounds: is asked for the next round when the one before is over, so that it may count or
-            look at the clock (`rounds_for`); it must end alike on all ranks.
-        device: is waited for at both ends of a step.
+        contenders: take turns.
+        rounds: gives the next round when the one before is over, so that it may count or look at
+            the clock (`rounds_for`); must end alike on all ranks.
+        device: synchronized at both ends of a step.
     """
     order = np.random.default_rng(0)  # the same on every rank
     for _ in range(WARM_UP):
@@ -100,8 +100,8 @@ def rounds_for(
 ) -> Iterator[int]:
     """Rounds for `interleave`, with a progress bar on rank 0: `count` of them, or by the clock.
 
-    By the clock of rank 0, which tells the others, at least `FEWEST_ROUNDS`. The bar is there at
-    once; the time begins with the first round, after the warm-up.
+    The clock is rank 0's, and there are at least `FEWEST_ROUNDS`. The bar appears at once; the time
+    begins with the first round, after the warm-up.
     """
     bar = tqdm(
         total=count or round(seconds or 0.0),
@@ -130,10 +130,10 @@ def _rounds(
 
 
 def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> None:
-    """Refuses to compare what did not compute the same.
+    """Refuses to compare contenders that did not compute the same.
 
-    Parameters must be equal over ranks to the bit, and over strategies up to the rounding of
-    differently ordered sums: the distance between two strategies' parameters may be `tolerance` of
+    Parameters must be equal over ranks to the bit, and over contenders up to the rounding of
+    differently ordered sums: the distance between two contenders' parameters may be `tolerance` of
     how far training has moved them, where the start is known.
 
     Raises:

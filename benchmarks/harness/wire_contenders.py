@@ -1,4 +1,4 @@
-"""What takes turns across a slow wire: torch's DDP and this library, exact and compressed."""
+"""Contenders across a slow wire: torch's DDP and this library, exact and compressed."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ BF16, POWER_SGD = "Reducer, bf16", "Reducer, PowerSGD rank 4"
 TORCH_POWER_SGD = "torch DDP, PowerSGD rank 4"
 COMPRESSED = (BF16, POWER_SGD, TORCH_POWER_SGD)
 
-# What is called, and what steps it.
+# The module to call, and its optimizer.
 Training = tuple[nn.Module, torch.optim.Optimizer]
 
 # A small step: after some steps of ResNet-18 that are ten times as large, 4 ranks are 2 % of the
@@ -153,7 +153,7 @@ def until_first_bucket(
 
 
 def check_alike(compared: Sequence[Contender], model: Callable[[], nn.Module]) -> None:
-    """Refuses to compare what did not compute the same. Collective.
+    """Refuses to compare contenders that did not compute the same. Collective.
 
     Each contender's parameters must be equal over ranks to the bit. Those in full precision may be
     a twentieth of the way that training has gone apart: sums differ in their order, and rounding

@@ -1,4 +1,4 @@
-"""What crosses the wire between two hosts: counted, and refused where it went another way."""
+"""Meter of the wire between two hosts: counts bytes, and refuses those that took another way."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ def limit_ms(nbytes: float, gbit: float) -> float:
 
 
 class Meter:
-    """Counts what crosses this host's end of the wire, step by step.
+    """Counts the bytes that leave through this host's end of the wire, step by step.
 
     It reads before each step, when the ranks have met: then the bytes of the step before have all
     arrived. (That counts their meeting in, some hundred bytes.)
@@ -83,7 +83,7 @@ class Meter:
         return step
 
     def read(self) -> None:
-        """Attributes what has crossed since to the step before."""
+        """Attributes the bytes since the last reading to the step before."""
         now = network.crossed_bytes()[0]
         self.sent.setdefault(self._name, []).append(now - self._last)
         self._last = now
@@ -94,7 +94,7 @@ def gather_sent(meter: Meter, counts: bool) -> dict[str, list[list[int]]]:
 
     Args:
         meter: this rank's.
-        counts: whether it speaks for its host.
+        counts: True on the one rank that speaks for its host.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, meter.sent if counts else None)
@@ -103,7 +103,7 @@ def gather_sent(meter: Meter, counts: bool) -> dict[str, list[list[int]]]:
 
 
 def check_crossed(results: list[Result], gbit: float) -> None:
-    """Refuses what did not come through the wire.
+    """Refuses results that did not come through the wire.
 
     Raises:
         RuntimeError: a host sent less than it must have, or faster than the wire lets it.
@@ -116,7 +116,7 @@ def check_crossed(results: list[Result], gbit: float) -> None:
                         f"{r.name} sent {nbytes:,} bytes from host {host} in a step, and "
                         f"{r.must_cross:,} must cross: it went round the wire"
                     )
-                # What the token bucket has saved up may leave at once.
+                # The token bucket lets its savings leave at once.
                 if limit_ms(nbytes, gbit) > 1.02 * milliseconds + 10:
                     raise RuntimeError(
                         f"{r.name} sent {nbytes:,} bytes from host {host} in {milliseconds:.0f} "

@@ -1,4 +1,4 @@
-"""What is trained: models, each with the batch of one rank."""
+"""Workloads: models to train, each with the batch of one rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Workload:
 
     Attributes:
         name: for the table.
-        model: makes the model; drawn from torch's generator.
+        model: makes the model, random with torch's generator.
         batch: makes inputs and labels. The model's output has a row of logits for each label.
     """
 
@@ -83,7 +83,7 @@ def _images(count: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(count, 3, side, side), torch.randint(1000, (count,))
 
 
-def _text(count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+def text_batch(count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(vocabulary, (count, length + 1))
     return tokens[:, :-1], tokens[:, 1:].flatten()
 
@@ -112,7 +112,7 @@ WORKLOADS = {
     "transformer": Workload(
         "transformer, 39 MB, 2 x 64 tokens",
         lambda: Transformer(8192, 64, width=384, heads=6, depth=4),
-        lambda: _text(2, 64, 8192),
+        lambda: text_batch(2, 64, 8192),
     ),
     "layers500": Workload(
         "500 layers, 2 MB, batch 16",
@@ -122,6 +122,6 @@ WORKLOADS = {
     "gpt2": Workload(  # for a GPU
         "GPT-2, 475 MB, 4 x 512 tokens",
         lambda: Transformer(50257, 1024, width=768, heads=12, depth=12),
-        lambda: _text(4, 512, 50257),
+        lambda: text_batch(4, 512, 50257),
     ),
 }

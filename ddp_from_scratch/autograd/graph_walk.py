@@ -1,4 +1,4 @@
-"""Which parameters the graph of a forward pass does not reach."""
+"""Walks the graph of a forward pass to find the parameters that it does not reach."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ def find_tensors(value: object) -> Iterator[torch.Tensor]:
 def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
     """The leaves that a backward pass from `outputs` would give a gradient.
 
-    None where that cannot be told: reentrant checkpointing builds a part of the graph only during
+    None where that is not known: reentrant checkpointing builds a part of the graph only during
     the backward pass.
     """
     leaves: list[torch.Tensor] = []
@@ -55,7 +55,7 @@ class _Forward:
     """One forward pass.
 
     Attributes:
-        reached: the parameters that its graph reaches; None if that cannot be told.
+        reached: the parameters that its graph reaches; None if that is not known.
         others: the other leaves that it reaches.
     """
 
@@ -67,11 +67,11 @@ class _Forward:
 class GraphWatch:
     """Walks the graph of each forward pass, and notices when a backward pass enters it.
 
-    1. `on_forward`: walks from the module's outputs to the parameters.
-    2. When a backward pass comes to one of these outputs, `on_enter` is called with the indices
-       of parameters that get no gradient in it: those that the walk did not reach, if autograd,
-       which knows by now what this pass will execute, says so, too. It may cover other forward
-       passes, or more. Not so where a walk met reentrant checkpointing, which hides parameters.
+    `on_forward` walks from the module's outputs to the parameters. When a backward pass comes to
+    one of these outputs, `on_enter` is called with the indices of parameters that get no gradient
+    in it. These are the ones that the walk did not reach and that autograd, which knows by now what
+    this pass will execute, leaves out as well: the pass may cover other forward passes, or more.
+    Where a walk met reentrant checkpointing, which hides parameters, none are reported.
 
     A pass that accumulates nothing, `torch.autograd.grad`, is not reported.
 

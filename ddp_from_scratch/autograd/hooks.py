@@ -1,6 +1,6 @@
-"""Who calls the Reducer: autograd with each gradient, the module around forward, optimizers.
+"""Hooks that call a Reducer: autograd's with each gradient, the module's, and optimizers'.
 
-What calls it must neither keep it alive for ever, nor follow the module into a copy.
+They neither keep the Reducer alive for ever nor act in a copy of the module.
 """
 
 import weakref
@@ -55,7 +55,7 @@ class Hooks:
         ours = frozenset(id(parameter) for parameter in parameters)
         self._handles += [
             module.register_forward_pre_hook(ModuleHook(lambda *_: before_forward())),
-            module.register_forward_hook(ModuleHook(lambda *told: after_forward(told[-1]))),
+            module.register_forward_hook(ModuleHook(lambda *args: after_forward(args[-1]))),
             # Unlike a check before a forward pass, independent of how the model is called.
             _before_steps(partial(_on_step, weakref.WeakMethod(before_step), ours)),
         ]

@@ -1,4 +1,4 @@
-"""In which order gradients become ready, which is that of the buckets."""
+"""The order in which gradients become ready, which is that of the buckets."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 class ReadyOrder:
-    """Counts gradients until all ranks have agreed on rank 0's order, once and for good.
+    """Records gradients until all ranks have agreed on rank 0's order, once and for good.
 
     Args:
         names: of the parameters, in the order of registration.

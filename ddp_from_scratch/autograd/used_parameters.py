@@ -1,33 +1,26 @@
-"""Which parameters take part in a backward pass, on this rank and on any."""
+"""The parameters that a backward pass used, on this rank and on any."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.autograd.static_graph import StaticGraph
 
+class UsedParameters:
+    """Counts the gradients that came, and agrees on them with the other ranks.
 
-class Usage:
-    """Keeps account of the gradients that came, and agrees on it with the other ranks.
-
-    There are three kinds of model. One where every parameter gets one gradient in each pass: then
-    nothing is agreed on. One whose parameters may be unused: ranks tell each other what they used
-    at the end of each pass. And one with a static graph: they do so at the end of the first.
+    Made only where it can matter: parameters may be unused (then ranks tell each other at the end
+    of each pass which ones they used), the graph is static (then at the end of the first pass), or
+    buckets without a used parameter are not sent.
 
     Args:
-        parameters: those that are meant; an index into these names one.
+        parameters: an index into these stands for a parameter.
         process_group: the ranks that take part.
         find_unused: parameters may be unused, others in each pass.
         static: the graph is the same in every pass.
 
     Attributes:
-        rank: of this process in the group.
         may_be_unused: whether a parameter may get no gradient.
-        stayed: whether this rank used the same in each pass.
-
-    Raises:
-        ValueError: this rank is not in the group.
     """
 
     def __init__(
@@ -37,23 +30,18 @@ class Usage:
         find_unused: bool,
         static: bool,
     ) -> None:
-        self.rank = dist.get_rank(process_group)
-        if self.rank < 0:
-            raise ValueError("this rank is not a member of the process group")
         self._parameters, self._count = parameters, len(parameters)
         self._device = parameters[0].device
-        # What another Reducer, or none, has accumulated: local, and not seen by our hooks.
-        self._inherited = {i for i, p in enumerate(parameters) if p.grad is not None}
-        self._has_agreed = False
         self._process_group = process_group
         self._find_unused = find_unused
         self.may_be_unused = find_unused or static
         self._static = StaticGraph(self._count) if static else None
+        # `.grad`s from before, accumulated by another Reducer or none: local, unseen by our hooks.
+        self._inherited = {i for i, p in enumerate(parameters) if p.grad is not None}
+        self._has_agreed = False
         self._used: set[int] = set()  # since the last average, under no_sync() too
         self._used_by_any: set[int] | None = None  # of a static graph
         self._unforeseen: set[int] = set()  # of a static graph: used, but not averaged
-        self._before: set[int] | None = None  # what this rank used for the last average
-        self.stayed = True
 
     @property
     def is_static(self) -> bool:
@@ -66,26 +54,26 @@ class Usage:
         return self._find_unused and not self.is_static
 
     def set_static(self) -> None:
-        """From the next pass on the graph is the same in every one. Idempotent."""
+        """Makes the graph static from the next pass on. Idempotent."""
         if self._static is None:
             self._static = StaticGraph(self._count)
         self.may_be_unused = True
 
-    def note(self, index: int) -> None:
-        """A gradient came, whether it is averaged in this pass or accumulated for a later one."""
+    def on_gradient(self, index: int) -> None:
+        """Notes a gradient, to be averaged in this pass or accumulated for a later one."""
         self._used.add(index)
+
+    def is_last_gradient(self, index: int) -> bool:
+        """Counts a gradient of a pass that averages; True when it is its parameter's last."""
+        return self._static is None or self._static.count(index)
 
     def none_of(self, indices: Iterable[int]) -> bool:
         """Whether none of these need be averaged: no gradient came since the last average."""
-        # In the first average all are: what was inherited may be one rank's alone.
+        # In the first average all are: inherited gradients may be one rank's alone.
         return self._has_agreed and self._used.isdisjoint(indices)
 
-    def count(self, index: int) -> bool:
-        """A gradient came in a pass that averages; True when it is its parameter's last."""
-        return self._static is None or self._static.count(index)
-
     def unused(self, unreached: set[int]) -> set[int]:
-        """What will get no gradient in the pass that begins, given what its graph misses."""
+        """The parameters without a gradient in the pass that begins; its graph misses these."""
         return unreached if self._static is None else self._static.unused()
 
     def agree(self) -> set[int] | None:
@@ -97,8 +85,6 @@ class Usage:
         used, self._used = self._used, set()
         inherited, self._inherited = self._still_inherited() - used, set()
         self._has_agreed = True
-        self.stayed &= self._before in (None, used)
-        self._before = used
         if not self.may_be_unused:
             return None
         if self._used_by_any is not None:
@@ -107,6 +93,7 @@ class Usage:
         # From pinned memory, so that the host does not wait for what a GPU has to do before.
         mine = torch.zeros(self._count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         mine[list(used)] = 1
+        # More than all ranks' ones together, so that one sum carries both counts.
         mine[list(inherited)] = beyond = 1 + dist.get_world_size(self._process_group)
         counts = mine.to(self._device, non_blocking=True)
         work = dist.all_reduce(counts, group=self._process_group, async_op=True)
@@ -121,13 +108,47 @@ class Usage:
         return used | inherited
 
     def _still_inherited(self) -> set[int]:
-        """What was inherited and has not been dropped, by `zero_grad()`."""
+        """Inherited gradients that `zero_grad()` has not dropped."""
         return {index for index in self._inherited if self._parameters[index].grad is not None}
 
     def end_pass(self) -> list[tuple[int, int, int]]:
-        """What broke the promise of a static graph: (parameter, gradients now, in the first)."""
+        """Breaches of a static graph: (parameter, gradients now, gradients in the first pass)."""
         if self._static is None:
             return []
         differences = self._static.end_pass()
         unforeseen = self._unforeseen.difference(index for index, _, _ in differences)
         return [*differences, *((index, 1, 0) for index in sorted(unforeseen))]
+
+
+class StaticGraph:
+    """The number of gradients of each parameter in a backward pass, the same in every one.
+
+    The first pass is counted to its end; nothing is known before it. From then on a parameter is
+    ready with its last gradient (with reentrant checkpointing, or a parameter shared by several
+    checkpointed segments, autograd accumulates several), and those that got none are known to be
+    unused before the pass begins.
+
+    Args:
+        count: the number of parameters.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._expected: list[int] | None = None  # None until the first pass has ended
+        self._counted = [0] * count
+
+    def count(self, index: int) -> bool:
+        """Counts one gradient; True when it is the last of its parameter in this pass."""
+        self._counted[index] += 1
+        return self._expected is not None and self._counted[index] == self._expected[index]
+
+    def unused(self) -> set[int]:
+        """The parameters that get no gradient, as far as that is known yet."""
+        return {index for index, times in enumerate(self._expected or []) if times == 0}
+
+    def end_pass(self) -> list[tuple[int, int, int]]:
+        """Ends a pass; returns (parameter, gradients now, gradients in the first) that differ."""
+        counted, self._counted = self._counted, [0] * len(self._counted)
+        if self._expected is None:
+            self._expected = counted
+        pairs = zip(counted, self._expected, strict=True)
+        return [(i, now, then) for i, (now, then) in enumerate(pairs) if now != then]

@@ -1,29 +1,23 @@
-"""One bucket: a flat buffer, the gradients that lie in it, and its all-reduce under way.
+"""A flat buffer for the gradients of several parameters: pack, launch, wait, unpack."""
 
-Steps 4 to 6 of a gradient's way: pack, launch, wait, unpack.
-"""
-
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
+from ddp_from_scratch.buckets.gradient_bucket import BucketState, LaunchArgs
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.buckets.memory import in_huge_pages
 from ddp_from_scratch.buckets.packing import Packing
 
-CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
-
 
 class Bucket:
-    """A flat buffer and the gradients of its members.
+    """A `GradientBucket` of dense gradients, averaged as one flat tensor.
 
-    The phases of one backward pass:
-
-    1. `mark_ready`: once per member, as its gradient arrives; `mark_absent` for a member that
-       gets none. True when the bucket is now full.
-    2. `launch`: pack the gradients into the buffer and hand it to the comm hook.
-    3. `finish`: wait for the average and put it back into `.grad`.
+    - ready: `mark_ready` once per member, as its gradient arrives; `mark_unused` for a member
+      that gets none.
+    - pack and launch: `launch` copies the gradients into the buffer and hands it to the comm hook.
+    - wait and unpack: `finish` waits for the average and puts it into `.grad`.
 
     A comm hook sees it as torch's `dist.GradBucket`: `index`, `is_last`, `buffer`, `set_buffer`,
     `gradients`, `parameters`.
@@ -37,6 +31,8 @@ class Bucket:
         flat: the buffer, of the layout's size; None makes one.
         strides: of the members' windows; None takes their parameters' own.
     """
+
+    is_sparse = False
 
     def __init__(
         self,
@@ -56,14 +52,16 @@ class Bucket:
         if flat is None:
             flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self._flat = flat
-        self._sent = self._flat  # what a comm hook sees: it may put another tensor in its place
+        self._sent = flat  # the comm hook's buffer: it may put another tensor in its place
         self._packing = Packing(layout, self._parameters, flat, gradient_as_bucket_view, strides)
+        self.packs_early = self._packing.one_by_one
+        self.state = BucketState.FILLING
         self.missing = set(layout.members)
-        self._absent: set[int] = set()  # counted in, without a gradient
-        self._room: torch.Tensor | None = None
+        self._unused: set[int] = set()  # counted in, without a gradient
+        self._scratch: torch.Tensor | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    # What a comm hook sees ----------------------------------------------------------------------
+    # For comm hooks -----------------------------------------------------------------------------
 
     def index(self) -> int:
         """Its place in the order of launch, 0 for the first."""
@@ -87,11 +85,11 @@ class Bucket:
         """One window of `buffer()` for each member, with the shape of its parameter."""
         return self._packing.windows_of(self._sent)
 
-    def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def scratch(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor to compress the buffer into, the same one in every pass."""
-        if self._room is None or (self._room.shape, self._room.dtype) != (shape, dtype):
-            self._room = in_huge_pages(torch.empty(shape, dtype=dtype, device=self._flat.device))
-        return self._room
+        if self._scratch is None or (self._scratch.shape, self._scratch.dtype) != (shape, dtype):
+            self._scratch = in_huge_pages(torch.empty(shape, dtype=dtype, device=self._flat.device))
+        return self._scratch
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The members' parameters, in the order in which their gradients lie in the buffer."""
@@ -102,86 +100,74 @@ class Bucket:
         """A window of the flat buffer for each member: with views its `.grad` lies there."""
         return self._packing.views
 
-    # 1. ready -----------------------------------------------------------------------------------
+    # Ready --------------------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
-        """Whether some of its gradients have been counted in."""
+        """Whether a member has been marked ready or unused."""
         return len(self.missing) < len(self._parameters)
 
-    @property
-    def launched(self) -> bool:
-        """Whether its all-reduce is under way."""
-        return self._future is not None
+    def pack_one(self, index: int, scale: float) -> None:
+        """Packs one gradient, times `scale`, as soon as it is there; adds one that comes again."""
+        self._packing.pack_one(index, scale)
 
-    @property
-    def landed(self) -> bool:
-        """Whether it waits for no other rank: its average is there, or nothing was launched."""
-        return self._future is None or self._future.done()
+    def mark_ready(self, index: int) -> bool:
+        """Marks the gradient of parameter `index` ready; True if no other is missing.
 
-    def mark_ready(self, index: int, factor: float = 1.0) -> bool:
-        """Counts the gradient of parameter `index` in; True when no other is missing.
-
-        A gradient that changes before the launch is packed as it is then. Where it is packed at
-        once, one that comes again is added.
-
-        Args:
-            index: of a member.
-            factor: what `launch` will be told.
+        A gradient that changes before the launch is packed as it is then. Idempotent.
         """
-        if self._packing.one_by_one:
-            self._packing.pack_one(index, factor)
         self.missing.discard(index)
-        self._absent.discard(index)
+        if self._unused:
+            self._unused.discard(index)
         return not self.missing
 
-    def mark_absent(self, index: int) -> bool:
-        """Counts parameter `index` in without a gradient; True when no other is missing.
+    def mark_unused(self, index: int) -> None:
+        """Marks parameter `index` as one without a gradient in this pass.
 
-        It contributes what `.grad` holds from earlier passes, or zeros. A no-op for one that has
-        been counted in.
+        It contributes what `.grad` holds from earlier passes, or zeros. A no-op once it is ready.
         """
         if index in self.missing:
             self.missing.discard(index)
-            self._absent.add(index)
-        return not self.missing
+            self._unused.add(index)
 
     @torch.no_grad()
-    def hold(self) -> None:
+    def restore_grads(self) -> None:
         """Gives packed gradients back to `.grad`, to rounding: the pass ended before the launch."""
-        if not self.launched:
-            self._packing.hold()
+        if self.state is BucketState.FILLING:
+            self._packing.restore_grads()
 
-    # 2. launch ----------------------------------------------------------------------------------
+    # Pack, launch -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launch(
-        self,
-        comm_hook: CommHook,
-        state: Any = None,
-        share: float = 1.0,
-        factor: float = 1.0,
-    ) -> None:
-        """Packs the gradients and lets `comm_hook` send them; returns while they are under way.
+    def launch(self, args: LaunchArgs) -> None:
+        """Packs the gradients and lets the comm hook send them; returns while they are under way.
 
-        Args:
-            comm_hook: averages `buffer()` over ranks; see comm_hooks.py.
-            state: handed to the hook.
-            share: the gradients are multiplied by it first. The shares of all ranks add up to the
-                world size, so that the hook's average over ranks is weighted by them.
-            factor: they are multiplied by it, too.
+        Raises:
+            RuntimeError: it is under way already, or a gradient is gone.
+            TypeError: the hook returned no future.
         """
-        self._packing.pack(share * factor, self._absent)
-        if share == 0:
+        if self.state is not BucketState.FILLING:
+            raise RuntimeError(f"bucket {self._index} is launched a second time")
+        self._packing.pack(args.scale, self._unused)
+        if args.weight == 0:
             self._flat.zero_()  # also what is not a number: the loss of an empty batch
         self._sent = self._flat
-        future = comm_hook(state, self)
+        future = args.hook(args.state, self)
         if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"a comm hook must return a torch.futures.Future, "
-                f"{getattr(comm_hook, '__name__', comm_hook)} returned {type(future).__name__}"
+                f"{getattr(args.hook, '__name__', args.hook)} returned {type(future).__name__}"
             )
         self._future = future
+        self.state = BucketState.LAUNCHED
+
+    # Wait ---------------------------------------------------------------------------------------
+
+    @property
+    def arrived(self) -> bool:
+        """Whether no other rank is waited for. May be asked in any thread."""
+        future = self._future
+        return future is None or future.done()
 
     def wait(self) -> None:
         """Waits for the average, if the bucket was launched, and leaves it in the buffer.
@@ -190,7 +176,7 @@ class Bucket:
             RuntimeError: the all-reduce failed (a peer died, a timeout).
             TypeError: the comm hook's future gave something else than a tensor.
         """
-        if self._future is None:
+        if self._future is None or self.state is BucketState.LANDED:
             return
         average = self._future.wait()
         if isinstance(average, (list, tuple)) and len(average) == 1:
@@ -205,14 +191,15 @@ class Bucket:
                 target = torch.view_as_real(target)
             with torch.no_grad():
                 target.copy_(average.view(target.shape))
+        self.state = BucketState.LANDED
 
-    # 3. finish ----------------------------------------------------------------------------------
+    # Unpack -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def finish(self, used: Collection[int] | None = None) -> None:
-        """Waits for the average, unpacks, and is ready for the next backward pass.
+        """Waits for the average, unpacks, and is empty again.
 
-        Idempotent: nothing is unpacked when nothing was launched.
+        Idempotent: nothing is unpacked where nothing was launched.
 
         Args:
             used: the parameters that got a gradient on some rank; the `.grad` of others stays as
@@ -222,18 +209,14 @@ class Bucket:
         """
         if self._future is not None:
             self.wait()
-            self._packing.unpack(used, self._absent)
-        self.reset()
-
-    @torch.no_grad()
-    def leave(self) -> None:
-        """Gives every `.grad` that is a window of the buffer memory of its own."""
-        self._packing.leave()
-
-    def reset(self) -> None:
-        """Forgets what was counted in and launched. Idempotent."""
+            self._packing.unpack(used, self._unused)
         self._future = None
         self._sent = self._flat
+        self.state = BucketState.FILLING
         self.missing = set(self.layout.members)
-        self._absent.clear()
-        self._packing.reset()
+        self._unused.clear()
+
+    @torch.no_grad()
+    def detach_grads(self) -> None:
+        """Gives every `.grad` that is a window of the buffer memory of its own."""
+        self._packing.detach_grads()

@@ -1,22 +1,20 @@
-"""All buckets of a model, in the order in which they are launched."""
+"""The buckets of a model, in the order of launch."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import overload
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.layout import BucketLayout, Gradient, assign_buckets
 from ddp_from_scratch.buckets.memory import ALIGNMENT, Memory, allocate, dense_strides
 from ddp_from_scratch.buckets.sparse_bucket import SparseBucket, sparse_parameters
 
-AnyBucket = Bucket | SparseBucket
 
-
-class Buckets(Sequence[AnyBucket]):
-    """A sequence of buckets that knows its parameters by index and by name.
+class BucketList:
+    """The buckets of a model, in the order of launch.
 
     First come the flat buckets, then one for each parameter whose gradient is sparse; comm hooks
     see the flat ones alone.
@@ -29,9 +27,11 @@ class Buckets(Sequence[AnyBucket]):
         gradient_as_bucket_view: as of `Bucket`.
 
     Attributes:
-        names, parameters: an index into these names a parameter everywhere.
-        caps: as given; others hold from the next `lay_out` on.
-        gradient_as_bucket_view: as given.
+        names, parameters: an index into these stands for a parameter everywhere.
+        all: the buckets.
+        flat: those that are flat tensors.
+        bucket_of: the bucket of each parameter, by index.
+        caps, gradient_as_bucket_view: as given.
     """
 
     def __init__(
@@ -51,30 +51,26 @@ class Buckets(Sequence[AnyBucket]):
         self._process_group = process_group
         self.caps, self.gradient_as_bucket_view = caps, gradient_as_bucket_view
         self._memory = allocate(self.parameters[: self._in_flat], process_group)
-        self._buckets: list[AnyBucket] = []
-        self._bucket_of: dict[int, AnyBucket] = {}
+        self.all: tuple[GradientBucket, ...] = ()
+        self.flat: tuple[Bucket, ...] = ()
+        self.bucket_of: dict[int, GradientBucket] = {}
 
-    @overload
-    def __getitem__(self, index: int) -> AnyBucket: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[AnyBucket]: ...
-    def __getitem__(self, index: int | slice) -> AnyBucket | list[AnyBucket]:
-        return self._buckets[index]
+    def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> None:
+        """Makes the buckets for gradients that are ready in this order, in place of earlier ones.
 
-    def __len__(self) -> int:
-        return len(self._buckets)
+        Idempotent: buckets that would be the same stay.
 
-    def lay_out(self, order: Sequence[str]) -> None:
-        """Makes the buckets, or makes them anew, for gradients that are ready in this order.
-
-        Idempotent: buckets that would be as they are stay.
+        Args:
+            order: every name once.
+            caps: from now on; None leaves them as they are.
         """
-        if self.planned(order, self.caps) == tuple(bucket.layout.members for bucket in self):
+        self.caps = caps or self.caps
+        if self.planned(order, self.caps) == tuple(bucket.layout.members for bucket in self.all):
             return
         for bucket in self.flat:
-            bucket.leave()  # the new ones lie in the same memory
+            bucket.detach_grads()  # the new ones lie in the same memory
         dense, sparse = self._indices(order)
-        flat = make_buckets(
+        self.flat = make_buckets(
             self.parameters[: self._in_flat],
             dense,
             self.caps,
@@ -82,8 +78,9 @@ class Buckets(Sequence[AnyBucket]):
             self._memory,
             self._strides,
         )
-        self._buckets = [*flat, *map(self._sparse_bucket, sparse, itertools.count(len(flat)))]
-        self._bucket_of = {index: bucket for bucket in self for index in bucket.layout.members}
+        rest = map(self._sparse_bucket, sparse, itertools.count(len(self.flat)))
+        self.all = (*self.flat, *rest)
+        self.bucket_of = {index: bucket for bucket in self.all for index in bucket.layout.members}
 
     def planned(self, order: Sequence[str], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The members of the buckets that `lay_out` would make with these caps."""
@@ -92,7 +89,7 @@ class Buckets(Sequence[AnyBucket]):
         return *(layout.members for layout in layouts), *((index,) for index in sparse)
 
     def _indices(self, order: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Those with flat gradients and those with sparse ones, each in this order of names."""
+        """Indices of flat gradients and of sparse ones, each in this order of names."""
         index_of = {name: index for index, name in enumerate(self.names)}
         indices = [index_of[name] for name in order]
         return (
@@ -104,33 +101,27 @@ class Buckets(Sequence[AnyBucket]):
         name, parameter = self.names[member], self.parameters[member]
         return SparseBucket(member, name, parameter, index, self._process_group)
 
-    @property
-    def flat(self) -> tuple[Bucket, ...]:
-        """Those that are flat tensors."""
-        return tuple(bucket for bucket in self if isinstance(bucket, Bucket))
-
-    def of(self, index: int) -> AnyBucket:
-        """The bucket in which the gradient of parameter `index` lies."""
-        return self._bucket_of[index]
-
     def members(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters of each."""
-        return tuple(tuple(self.names[i] for i in bucket.layout.members) for bucket in self)
+        return tuple(tuple(self.names[i] for i in bucket.layout.members) for bucket in self.all)
 
     def missing(self) -> list[str]:
         """The names of the parameters that have no gradient yet."""
-        return [self.names[index] for bucket in self for index in sorted(bucket.missing)]
+        return [self.names[index] for bucket in self.all for index in sorted(bucket.missing)]
 
-    def hold(self) -> None:
-        """What has not been launched is in `.grad` again, for a later pass, or for zero_grad()."""
+    def restore_grads(self) -> None:
+        """Gives gradients that were packed and not launched back to `.grad`.
+
+        They are there for a later pass, or for zero_grad().
+        """
         for bucket in self.flat:
-            bucket.hold()
+            bucket.restore_grads()
 
-    def mark_rest_absent(self) -> None:
-        """What has not been counted in yet gets no gradient in this pass."""
-        for bucket in self:
+    def mark_rest_unused(self) -> None:
+        """Marks all parameters without a gradient in this pass as unused."""
+        for bucket in self.all:
             for index in tuple(bucket.missing):
-                bucket.mark_absent(index)
+                bucket.mark_unused(index)
 
 
 def plan(
@@ -150,7 +141,7 @@ def make_buckets(
     gradient_as_bucket_view: bool,
     memory: Memory | None = None,
     strides: Sequence[tuple[int, ...]] | None = None,
-) -> list[Bucket]:
+) -> tuple[Bucket, ...]:
     """The buckets of all parameters, in the order of launch; arguments as of `assign_buckets`.
 
     They lie one behind the other in `memory`, or, where that is None, each in memory of its own.
@@ -168,4 +159,4 @@ def make_buckets(
         is_last = index == len(layouts) - 1
         laid = None if strides is None else [strides[member] for member in layout.members]
         buckets.append(Bucket(layout, members, gradient_as_bucket_view, index, is_last, flat, laid))
-    return buckets
+    return tuple(buckets)

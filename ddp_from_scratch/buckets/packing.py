@@ -1,4 +1,4 @@
-"""How the gradients of a bucket get into its flat buffer, and the averages out of it."""
+"""Copies gradients into a flat buffer, and averages out of it."""
 
 from collections.abc import Collection, Sequence
 
@@ -17,13 +17,13 @@ class Packing:
                       |       |       |
         buffer      | a     | b     | c     |    views: windows of it
 
-    With `gradient_as_bucket_view` the parameter's `.grad` is such a window between backward passes,
-    another tensor object over the same memory: what happens to that one (`module.half()` gives it
-    other memory) leaves the window where it is.
+    With `gradient_as_bucket_view` the parameter's `.grad` is such a window between backward passes:
+    another tensor object over the same memory, so that `module.half()`, which gives that object
+    other memory, leaves the window where it is.
 
-    Large gradients on a CPU are packed one by one then, as they come, while they are in the cache,
-    and `.grad` is None until the average is there: what autograd adds meanwhile comes as a gradient
-    of its own.
+    Large gradients on a CPU are then packed one by one as they come, while they are in the cache,
+    and `.grad` is None until the average is there: autograd's next contribution comes as a gradient
+    of its own and is added.
 
     Args:
         layout: the members and their offsets.
@@ -49,13 +49,17 @@ class Packing:
         self._strides = strides or [dense_strides(parameter) for parameter in parameters]
         self._as_view = gradient_as_bucket_view
         self.views = self.windows_of(flat)
+        # The tensors that become `.grad`, apart from `views`: a program may change their memory.
         self._lent = self.windows_of(flat) if gradient_as_bucket_view else []
         self._position = {index: position for position, index in enumerate(layout.members)}
+        # Addresses are compared in every pass, and a view's never changes.
+        addresses = [view.data_ptr() for view in self.views]
+        self._rows = list(zip(layout.members, parameters, self.views, addresses, strict=True))
         # One call for all members, where each by itself would cost more than its elements.
         self._together = flat.device.type != "cpu" or flat.nbytes < _SMALL * len(parameters)
         self.one_by_one = gradient_as_bucket_view and not self._together
-        self._packed: set[int] = set()  # in the buffer already, multiplied by:
-        self._factor = 1.0
+        self._packed: set[int] = set()  # in the buffer already, multiplied by `_scale`
+        self._scale = 1.0
 
     def windows_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """A window of `buffer` for each member."""
@@ -66,7 +70,7 @@ class Packing:
             )
         ]
 
-    def pack_one(self, index: int, factor: float) -> None:
+    def pack_one(self, index: int, scale: float) -> None:
         """Copies the gradient of parameter `index` in, multiplied; adds it if it comes again."""
         position = self._position[index]
         parameter, view = self._parameters[position], self.views[position]
@@ -74,114 +78,110 @@ class Packing:
         if gradient is None:
             return
         if index in self._packed:
-            view.add_(gradient, alpha=factor)
+            view.add_(gradient, alpha=scale)
         elif lies_at(gradient, view):  # accumulated in place
-            _scale(view, factor)
-        elif factor == 1:
+            _multiply(view, scale)
+        elif scale == 1:
             view.copy_(gradient)
         else:
-            torch.mul(gradient, factor, out=view)
+            torch.mul(gradient, scale, out=view)
         parameter.grad = None
         self._packed.add(index)
-        self._factor = factor
+        self._scale = scale
 
-    def hold(self) -> None:
+    def restore_grads(self) -> None:
         """Gives what `pack_one` has packed back to `.grad`, to rounding."""
         for index in self._packed:
             position = self._position[index]
-            _scale(self.views[position], 1 / self._factor)
+            _multiply(self.views[position], 1 / self._scale)
             self._parameters[position].grad = self._lend(position)
         self._packed.clear()
 
-    def pack(self, factor: float, absent: Collection[int]) -> None:
-        """Copies the rest of the gradients in, multiplied by `factor`.
+    def pack(self, scale: float, unused: Collection[int]) -> None:
+        """Copies the rest of the gradients in, multiplied by `scale`.
 
         Args:
-            factor: what gradients are multiplied by.
-            absent: got no gradient in this pass, and contribute what `.grad` holds, or zeros.
+            scale: factor of each gradient.
+            unused: members that got no gradient in this pass; they contribute what `.grad` holds
+                from earlier passes, or zeros.
 
         Raises:
-            RuntimeError: the gradient of a member that is not absent is gone.
+            RuntimeError: the gradient of a member that is not unused is gone.
         """
-        # A gradient that is the window already (accumulated in place) lies there.
         sources, windows, in_place = [], [], []
-        for position, (index, parameter, view) in enumerate(self._members()):
+        for position, (index, parameter, view, address) in enumerate(self._rows):
             if index in self._packed:
                 continue
             gradient = parameter.grad
             if gradient is None:
-                if index not in absent:
+                if index not in unused:
                     raise RuntimeError(
                         f"the gradient of a parameter of shape {tuple(parameter.shape)} was set "
                         f"to None after it was counted in and before it was averaged"
                     )
                 view.zero_()
-                continue
-            if lies_at(gradient, view):
-                in_place.append(view)
-                if index in absent:
+            elif gradient.data_ptr() == address and gradient.stride() == view.stride():
+                in_place.append(view)  # accumulated in place: it lies there already
+                if index in unused:
                     parameter.grad = view.clone()  # stays as it is if no rank has used it
-                continue
-            sources.append(gradient)
-            windows.append(view)
-            if self._as_view and index not in absent:
-                parameter.grad = self._lend(position)  # its own memory is free again
-        if self._together or factor == 1:
+            else:
+                sources.append(gradient)
+                windows.append(view)
+                if self._as_view and index not in unused:
+                    parameter.grad = self._lend(position)  # its own memory is free again
+        if self._together or scale == 1:
             _copy(windows, sources)
-            _scale(self._flat, factor)
+            if scale != 1:
+                self._flat.mul_(scale)
         else:
             for into, source in zip(windows, sources, strict=True):
-                torch.mul(source, factor, out=into)
+                torch.mul(source, scale, out=into)
             for view in in_place:
-                view.mul_(factor)
+                view.mul_(scale)
 
-    def unpack(self, used: Collection[int] | None, absent: Collection[int]) -> None:
-        """Puts what the buffer holds into `.grad`.
+    def unpack(self, used: Collection[int] | None, unused: Collection[int]) -> None:
+        """Puts the averages in the buffer into `.grad`; forgets what was packed.
 
         Args:
-            used: the members that are meant; None means all.
-            absent: as of `pack`: they get a `.grad` even where they have none.
+            used: the members to unpack; None means all.
+            unused: as of `pack`: they get a `.grad` even where they have none.
         """
+        self._packed.clear()
         gradients, windows = [], []
-        for position, (index, parameter, view) in enumerate(self._members()):
+        for position, (index, parameter, view, _) in enumerate(self._rows):
             if used is not None and index not in used:
                 continue
             if self._as_view:
                 parameter.grad = self._lend(position)
-            elif parameter.grad is None:
-                if index in absent:  # else set to None by the user while it was under way
-                    parameter.grad = view.clone()
-            else:
-                gradients.append(parameter.grad)
+                continue
+            gradient = parameter.grad
+            if gradient is not None:
+                gradients.append(gradient)
                 windows.append(view)
+            elif index in unused:  # else set to None by the user while it was under way
+                parameter.grad = view.clone()
         _copy(gradients, windows)
 
-    def reset(self) -> None:
-        """Forgets what has been packed."""
-        self._packed.clear()
-
-    def leave(self) -> None:
+    def detach_grads(self) -> None:
         """Gives every `.grad` that is a window of the buffer memory of its own."""
-        for _, parameter, view in self._members():
+        for _, parameter, view, _ in self._rows:
             if parameter.grad is not None and lies_at(parameter.grad, view):
                 parameter.grad = view.clone()
 
     def _lend(self, position: int) -> torch.Tensor:
         """The window as a tensor that may become `.grad`: the same one as long as it lies there."""
         lent = self._lent[position]
-        if lent.data_ptr() != self.views[position].data_ptr():
+        if lent.data_ptr() != self._rows[position][3]:
             view = self.views[position]
             lent = self._lent[position] = view.as_strided(
                 view.shape, view.stride(), view.storage_offset()
             )
         return lent
 
-    def _members(self) -> list[tuple[int, torch.nn.Parameter, torch.Tensor]]:
-        return list(zip(self._layout.members, self._parameters, self.views, strict=True))
 
-
-def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return tensor if factor == 1 else tensor.mul_(factor)
+def _multiply(tensor: torch.Tensor, factor: float) -> None:
+    if factor != 1:
+        tensor.mul_(factor)
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

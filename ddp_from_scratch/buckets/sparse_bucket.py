@@ -1,4 +1,4 @@
-"""The gradient of one parameter that is sparse: it is gathered, and never laid into a flat buffer.
+"""The sparse gradient of one parameter: gathered, and never laid into a flat buffer.
 
 An embedding made with `sparse=True` gives a gradient that holds the rows of its weight that were
 looked up, and their indices. How many there are differs between ranks and steps, so they cannot be
@@ -9,15 +9,16 @@ all-reduced: every rank gathers all of them, and the sum of equal rows is the av
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.buckets.bucket import CommHook
+from ddp_from_scratch.buckets.gradient_bucket import BucketState, LaunchArgs
 from ddp_from_scratch.buckets.layout import BucketLayout
+from ddp_from_scratch.group import of_member
 
-_NONE, _DENSE = 0, -1  # kinds of gradient; others are the number of dimensions that are sparse
+# Kinds of gradient that ranks tell each other. A sparse one's is its number of sparse dimensions.
+_NONE, _DENSE = 0, -1
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
@@ -30,13 +31,14 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
 
 
 class SparseBucket:
-    """Has the phases of a `Bucket`, for one parameter; its `.grad` is a tensor of its own.
+    """A `GradientBucket` of one parameter, whose `.grad` is a tensor of its own.
 
-    1. `mark_ready`, `mark_absent`: as of `Bucket`.
-    2. `launch`: all ranks tell each other what kind of gradient they have and how many rows,
-       asynchronously. Comm hooks are for flat buffers: a sparse gradient is sent as it is.
-    3. `finish`: only now is it known how much room the rows need. They are gathered, in a second
-       collective, which is in the same order on all ranks, as buckets are finished in order.
+    - ready: `mark_ready` or `mark_unused`, as of `Bucket`.
+    - launch: all ranks exchange the kind of their gradient and its number of rows, asynchronously.
+      No comm hook sees it: hooks are for flat buffers.
+    - wait: the rows are gathered in a second collective, since only now is their number known. It
+      is in the same order on all ranks, as buckets are waited for in order.
+    - unpack: the sum of the rows becomes `.grad`.
 
     The result is coalesced and has the same bits on every rank: each adds up the same rows in the
     order of ranks. Where the gradient is dense on all ranks (the weight is also used elsewhere), it
@@ -50,6 +52,9 @@ class SparseBucket:
         process_group: the ranks that take part.
     """
 
+    is_sparse = True
+    packs_early = False
+
     def __init__(
         self,
         member: int,
@@ -62,8 +67,9 @@ class SparseBucket:
         self._name, self._parameter, self._index = name, parameter, index
         self._process_group = process_group
         self.missing = {member}
+        self.state = BucketState.FILLING
         self._work: dist.Work | None = None
-        self._mine: tuple[torch.Tensor, ...] = ()  # what this rank contributes
+        self._mine: tuple[torch.Tensor, ...] = ()  # this rank's part; empty for none
         self._kinds: list[torch.Tensor] = []
         self._average: torch.Tensor | None = None
 
@@ -75,68 +81,62 @@ class SparseBucket:
         """The one parameter."""
         return [self._parameter]
 
-    # 1. ready -----------------------------------------------------------------------------------
+    # Ready --------------------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
-        """Whether its gradient has been counted in."""
+        """Whether its gradient has been marked ready or unused."""
         return not self.missing
 
-    @property
-    def launched(self) -> bool:
-        """Whether it is under way."""
-        return self._work is not None
+    def pack_one(self, index: int, scale: float) -> None:
+        """Changes nothing: it is packed at the launch."""
 
-    @property
-    def landed(self) -> bool:
-        """Whether it waits for no other rank, as far as that can be told before `finish`."""
-        return self._work is None or self._work.is_completed()
-
-    def mark_ready(self, index: int, factor: float = 1.0) -> bool:
-        """Its gradient is there. Idempotent; it is multiplied at the launch, not by `factor`."""
-        self.missing.clear()
+    def mark_ready(self, index: int) -> bool:
+        """Marks its one gradient ready. Idempotent."""
+        self.missing.discard(index)
         return True
 
-    def mark_absent(self, index: int) -> bool:
-        """It gets no gradient, and contributes what `.grad` holds from earlier passes, if any."""
-        self.missing.clear()
-        return True
+    def mark_unused(self, index: int) -> None:
+        """Marks it as unused: it contributes what `.grad` holds from earlier passes, if any."""
+        self.missing.discard(index)
 
-    # 2. launch ----------------------------------------------------------------------------------
+    # Launch -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launch(
-        self, comm_hook: CommHook, state: Any = None, share: float = 1.0, factor: float = 1.0
-    ) -> None:
-        """Tells the other ranks how many rows there are; returns while that is under way.
+    def launch(self, args: LaunchArgs) -> None:
+        """Exchanges the number of rows; returns while that is under way.
 
         Args:
-            comm_hook: not used.
-            state: not used.
-            share: as of `Bucket`. With 0 nothing is contributed.
-            factor: not used.
+            args: the weight alone counts. It is multiplied in here, with the division.
         """
         gradient = self._parameter.grad
         kind, rows = _NONE, 0
-        if gradient is not None and share != 0:
-            factor = share / dist.get_world_size(self._process_group)
+        if gradient is not None and args.weight != 0:
+            scale = args.weight / dist.get_world_size(self._process_group)
             if gradient.is_sparse:
                 own = gradient.coalesce()  # equal rows are added up before they are sent
-                self._mine = own.indices(), own.values() * factor
+                self._mine = own.indices(), own.values() * scale
                 kind, rows = own.sparse_dim(), own._nnz()
             else:
-                self._mine, kind = ((gradient * factor).contiguous(),), _DENSE
-        told = torch.tensor([kind, rows], device=self._parameter.device)
+                self._mine, kind = ((gradient * scale).contiguous(),), _DENSE
+        mine = torch.tensor([kind, rows], device=self._parameter.device)
         self._kinds = [
-            torch.empty_like(told) for _ in range(dist.get_world_size(self._process_group))
+            torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))
         ]
-        self._work = dist.all_gather(self._kinds, told, self._process_group, async_op=True)
-        assert self._work is not None, "this rank is not a member of the process group"
+        work = dist.all_gather(self._kinds, mine, self._process_group, async_op=True)
+        self._work = of_member(work)
+        self.state = BucketState.LAUNCHED
 
-    # 3. finish ----------------------------------------------------------------------------------
+    # Wait ---------------------------------------------------------------------------------------
+
+    @property
+    def arrived(self) -> bool:
+        """Whether no other rank is waited for, as far as is known before `wait`."""
+        work = self._work
+        return work is None or work.is_completed()
 
     def wait(self) -> None:
-        """Gathers the rows, if it was launched, and keeps the average. Idempotent.
+        """Gathers the rows, if launched, and keeps the average. Idempotent.
 
         Raises:
             RuntimeError: the gradient is sparse on some ranks and dense on others. On every rank.
@@ -152,6 +152,9 @@ class SparseBucket:
             self._average = self._sum_dense()
         else:
             self._average = self._sum_rows(rows, max(found, default=1))
+        self.state = BucketState.LANDED
+
+    # Unpack -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def finish(self, used: Collection[int] | None = None) -> None:
@@ -162,10 +165,7 @@ class SparseBucket:
         self.wait()
         if self._average is not None and (used is None or self.layout.members[0] in used):
             self._parameter.grad = self._average
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets what was counted in and launched. Idempotent."""
+        self.state = BucketState.FILLING
         self.missing = set(self.layout.members)
         self._work = self._average = None
         self._mine = ()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 
 # A layer with `max_norm` rescales, in forward, the rows that this rank has looked up.
 _RESCALING = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -28,14 +29,14 @@ class ForwardWrites:
     def on_enter(self, trains: bool) -> None:
         """A forward pass begins; only one that trains counts.
 
-        Whatever the one before has left when it ended with an exception is forgotten.
+        An earlier one that an exception ended is forgotten.
         """
         self._before = [p._version for p in self._parameters.values()] if trains else None
 
     def on_exit(self) -> list[str]:
         """It has ended; returns the names of the parameters that it has written to.
 
-        Idempotent: a no-op where none has begun.
+        Idempotent: nothing where none has begun.
         """
         before, self._before = self._before, None
         if before is None:
@@ -46,6 +47,14 @@ class ForwardWrites:
         written = [n for n, a, b in zip(self._parameters, before, now, strict=True) if a != b]
         self.names += [name for name in written if name not in self.names]
         return written
+
+    def on_any_rank(self, process_group: dist.ProcessGroup | None) -> bool:
+        """Whether some rank's forward pass has written to parameters. Collective."""
+        device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
+        mine = torch.tensor([len(self.names)], device=device)
+        written = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
+        dist.all_gather(written, mine, group=process_group)
+        return bool(torch.cat(written).any())
 
 
 def check_rescaling(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -1,73 +1,114 @@
-"""What must not pass in silence: checks before a forward pass and before an optimizer's step."""
+"""Checks before a forward pass, a step and a launch: is the average going to be right?"""
 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_from_scratch.autograd.backward_pass import BackwardPass
-from ddp_from_scratch.autograd.used_parameters import Usage
-from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.buckets.bucket_list import Buckets
-from ddp_from_scratch.checks.module_snapshot import AGAIN, Snapshot
-from ddp_from_scratch.sync.gradient_weight import Share
+from ddp_from_scratch.autograd.backward_pass import BackwardPass, PassState
+from ddp_from_scratch.buckets.bucket_list import BucketList
+from ddp_from_scratch.buckets.gradient_bucket import BucketState
+from ddp_from_scratch.checks.forward_writes import ForwardWrites, check_rescaling
+from ddp_from_scratch.checks.module_snapshot import AGAIN, ModuleSnapshot
+from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
 
-class Guard:
+class GradientChecks:
     """Raises where gradients would not be averaged, or not be averages; names parameter and rank.
 
     Args:
         module: whose forward passes are checked.
         snapshot: its parameters as they were.
-        usage: which of them may be unused; knows this rank.
-        buckets: where their gradients are.
         backward: the pass that fills the buckets.
+        buckets: of its gradients.
+        process_group: the ranks that take part.
+
+    Raises:
+        ValueError: the module has a layer that is known to write to parameters in forward.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
-        snapshot: Snapshot,
-        usage: Usage,
-        buckets: Buckets,
+        snapshot: ModuleSnapshot,
         backward: BackwardPass,
+        buckets: BucketList,
+        process_group: dist.ProcessGroup | None,
     ) -> None:
-        self._module, self._snapshot, self._usage = module, snapshot, usage
-        self._buckets, self._backward, self._rank = buckets, backward, usage.rank
+        self._module, self._snapshot, self._backward = module, snapshot, backward
+        self._buckets, self._process_group = buckets, process_group
+        self._rank = dist.get_rank(process_group)
+        self._writes: ForwardWrites | None = None  # one rank cannot differ from others
+        if dist.get_world_size(process_group) > 1:
+            check_rescaling(module, snapshot.parameters)
+            self._writes = ForwardWrites(snapshot.parameters)
 
-    def check_forward(self) -> None:
+    def before_forward(self) -> None:
         """Raises if the forward pass that begins, one of training, would not be averaged right."""
         if trains(self._module):
-            self._snapshot.check(self._module, self._usage.varies, self._rank)
+            self._snapshot.check(self._module, self._backward.varies, self._rank)
             self.check_complete()
+
+    def note_writes(self) -> None:
+        """Notes the parameters' versions before a forward pass."""
+        if self._writes is not None:
+            self._writes.on_enter(trains(self._module))
+
+    def after_forward(self, compared: bool) -> None:
+        """Raises if forward wrote to parameters, as it did not before, and ranks are not compared.
+
+        Args:
+            compared: whether the first average is still to come, or ranks are compared later on.
+        """
+        written = self._writes.on_exit() if self._writes is not None else []
+        if written and not compared:
+            raise RuntimeError(
+                f"a forward pass on rank {self._rank} has written to {_shortened(written)}, which "
+                f"other ranks may not have: write to parameters after the step, alike on every "
+                f"rank; or let the Reducer compare ranks, with check_every=N"
+            )
+
+    def any_written(self) -> bool:
+        """Whether a forward pass has written to parameters, on any rank. Collective."""
+        return self._writes is not None and self._writes.on_any_rank(self._process_group)
 
     def check_complete(self) -> None:
         """Raises unless every gradient of the last backward pass has been averaged."""
-        if self._backward.begun and torch._C._current_graph_task_id() != -1:
+        is_idle = self._backward.state is PassState.IDLE
+        if not is_idle and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"an optimizer stepped during backward on rank {self._rank}, on gradients that are "
                 f"not averaged yet: let it step when backward() has returned"
             )
-        if self._backward.begun or self._buckets[-1].launched:
+        if not is_idle or self._buckets.all[-1].state is not BucketState.FILLING:
             raise RuntimeError(
                 f"the last backward pass on rank {self._rank} was broken off: {AGAIN}"
             )
-        if any(bucket.begun for bucket in self._buckets):
+        if any(bucket.begun for bucket in self._buckets.all):
             raise RuntimeError(
                 f"no gradient in the last backward pass on rank {self._rank} for: "
                 f"{_shortened(self._buckets.missing())}. Every parameter must take part in the "
                 f"loss on every rank, unless the Reducer has find_unused_parameters=True"
             )
 
-    def unequal_weights(self, share: Share) -> RuntimeError | None:
-        """Synchronised batch norm mixes gradients before they are weighed. Collective there."""
-        if not self.has_sync_batch_norm() or share.all_equal():
-            return None
-        return RuntimeError(
-            "the weights of ranks differ, and the module has synchronised batch norm, which mixes "
-            "the gradients of all ranks before they are weighed: leave weight() out, and multiply "
-            "each rank's loss by its amount x world size / the sum of all amounts"
-        )
+    def check_weight(self, weight: GradientWeight) -> None:
+        """Raises where synchronised batch norm would mix gradients before they are weighed.
+
+        Collective there.
+        """
+        if self.has_sync_batch_norm() and not weight.all_equal():
+            raise RuntimeError(
+                "the weights of ranks differ, and the module has synchronised batch norm, which "
+                "mixes the gradients of all ranks before they are weighed: leave weight() out, and "
+                "multiply each rank's loss by its amount x world size / the sum of all amounts"
+            )
+
+    def layers_communicate(self) -> bool:
+        """Whether layers have collectives in the Reducer's own group."""
+        ours = self._process_group or dist.group.WORLD
+        found = (layer.process_group or dist.group.WORLD for layer in self._snapshot.communicating)
+        return any(group is ours for group in found)
 
     def has_sync_batch_norm(self) -> bool:
         """Whether a layer that trains takes its moments over several ranks."""
@@ -81,14 +122,14 @@ class Guard:
         """Raises if a backward pass was not as the first one."""
         if differences:
             names = self._buckets.names
-            told = [f"{names[i]} {now} instead of {then}" for i, now, then in differences]
+            counts = [f"{names[i]} {now} instead of {then}" for i, now, then in differences]
             raise RuntimeError(
                 f"static_graph=True, but this backward pass on rank {self._rank} gave other "
-                f"numbers of gradients than the first: {_shortened(told)}"
+                f"numbers of gradients than the first: {_shortened(counts)}"
             )
 
     def second_gradient(self, index: int) -> RuntimeError:
-        """A gradient came when its bucket was under way: the average would overwrite it."""
+        """The error where a gradient came after the launch: the average would overwrite it."""
         return RuntimeError(
             f"parameter {self._buckets.names[index]} got a second gradient on rank {self._rank} "
             f"while the first was being averaged. Accumulate several backward passes under "
@@ -96,17 +137,9 @@ class Guard:
             f"used outside of the module's forward, use static_graph=True"
         )
 
-    def written_late(self, names: list[str]) -> RuntimeError:
-        """A forward pass wrote to parameters, as none did before the first average."""
-        return RuntimeError(
-            f"a forward pass on rank {self._rank} has written to {_shortened(names)}, which other "
-            f"ranks may not have: write to parameters after the step, alike on every rank; or let "
-            f"the Reducer compare ranks, with check_every=N"
-        )
-
     def check_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Raises if its bucket cannot hold this gradient."""
-        name, flat = self._buckets.names[index], isinstance(self._buckets.of(index), Bucket)
+        name, flat = self._buckets.names[index], not self._buckets.bucket_of[index].is_sparse
         if gradient.is_sparse and flat:
             raise RuntimeError(
                 f"the gradient of parameter {name} is sparse on rank {self._rank}, but its module "
@@ -131,6 +164,6 @@ def trains(module: torch.nn.Module) -> bool:
     return not recomputing and (torch.is_grad_enabled() or module.training)
 
 
-def _shortened(told: list[str]) -> str:
-    more = f" and {len(told) - 10} more" if len(told) > 10 else ""
-    return ", ".join(told[:10]) + more
+def _shortened(names: list[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more

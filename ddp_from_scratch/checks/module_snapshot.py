@@ -1,4 +1,4 @@
-"""What a module's parameters were when they were laid into buckets, to notice when they change."""
+"""A module's parameters when they were laid into buckets, to notice when they change."""
 
 from collections.abc import Collection
 
@@ -7,7 +7,7 @@ import torch
 AGAIN = "call remove() on the Reducer and make a new one, on every rank"
 
 
-class Snapshot:
+class ModuleSnapshot:
     """The parameters of a module at one moment.
 
     Args:
@@ -26,7 +26,7 @@ class Snapshot:
         self._look_at(module)
 
     def _look_at(self, module: torch.nn.Module) -> None:
-        # Names are not built anew in every forward pass: it is enough to compare who owns what.
+        # Comparing owners is enough, and cheaper than collecting names in every forward pass.
         self._owners = [(owner, _owned(owner)) for owner in module.modules()]
         self.communicating = [m for m in module.modules() if hasattr(m, "process_group")]
 
@@ -48,7 +48,7 @@ class Snapshot:
             raise RuntimeError(f"{difference} on rank {rank} after the Reducer was made: {AGAIN}")
 
     def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
-        """The first thing that is not as it was, such as "parameter fc.bias was added".
+        """The first change, such as "parameter fc.bias was added"; None if there is none.
 
         Args:
             module: the one that the snapshot was made of.

@@ -1,4 +1,4 @@
-"""Says which bucket, ranks and parameters a step waits for, when it waits for long.
+"""Reports the bucket, the ranks and the parameters that a step waits for, when it waits for long.
 
 Ranks tell each other through the store that the process group was opened with, not through the
 group: its collectives are what is stuck.
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.buckets.bucket_list import AnyBucket
+from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
+from ddp_from_scratch.buckets.observer import Observer
 
 _WAKES = 3  # in the time after which a wait is reported
 _made: Counter[str] = Counter()  # watches, by group; all ranks of a group make them alike
@@ -24,27 +25,27 @@ _made: Counter[str] = Counter()  # watches, by group; all ranks of a group make 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a Reducer has come; equal as long as nothing happens.
+    """The point that a Reducer has come to; equal as long as nothing happens.
 
     Attributes:
         step: the number of averages before this one.
-        bucket: the first that is under way, or what else the step waits for; None where it waits
-            for no other rank.
-        told: in words, what has arrived on this rank, and what has not.
+        bucket: the first that is under way, or the end of backward; None where the step waits for
+            no other rank.
+        text: the gradients that have arrived on this rank, and those that have not.
     """
 
     step: int
     bucket: str | None
-    told: str
+    text: str
 
     @classmethod
     def of(
-        cls, step: int, launched: int, buckets: Sequence[AnyBucket], names: Sequence[str]
+        cls, step: int, launched: int, buckets: Sequence[GradientBucket], names: Sequence[str]
     ) -> "Progress":
-        """Reads it off the buckets, of which so many were launched in this step; in any thread."""
+        """Reads it off the buckets, the first `launched` of which are under way. In any thread."""
         waits = None
         if launched:
-            under_way = (bucket for bucket in buckets[:launched] if not bucket.landed)
+            under_way = (bucket for bucket in buckets[:launched] if not bucket.arrived)
             first = next(under_way, None)
             if first is not None:
                 waits = _name(first, buckets, names)
@@ -53,27 +54,26 @@ class Progress:
         missing = [names[index] for bucket in buckets for index in sorted(bucket.missing)]
         if launched == len(buckets):  # those that have landed count anew already
             missing = []
-        told = f"{len(names) - len(missing)} of {len(names)} gradients have arrived"
+        text = f"{len(names) - len(missing)} of {len(names)} gradients have arrived"
         if launched < len(buckets) and buckets[launched].missing:
             inside = [names[index] for index in sorted(buckets[launched].missing)]
             more = f" and {len(inside) - 10} more" if len(inside) > 10 else ""
-            told += f", bucket {launched} waits for {', '.join(inside[:10])}{more}"
-        return cls(step, waits, told)
+            text += f", bucket {launched} waits for {', '.join(inside[:10])}{more}"
+        return cls(step, waits, text)
 
 
-class StallWatch:
+class StallWatch(Observer):
     """A thread that looks at a Reducer from time to time, and reports when it waits for long.
 
-    1. It wakes three times in `after` seconds. Where something has happened since, it does nothing:
-       a step that goes well costs nothing, on a GPU one event for each bucket.
-    2. Nothing has happened: it publishes how far this rank is, once.
-    3. Nothing has happened for `after` seconds while a bucket is under way: it reports that, with
-       what every rank has published, to standard error. One rank does, once in a step.
+    It wakes three times in `after` seconds. Where the step has moved on it does nothing: a step
+    that goes well costs nothing, on a GPU one event for each bucket. Where it has not moved, it
+    publishes this rank's progress, once. Where it has not moved for `after` seconds while a bucket
+    is under way, it writes every rank's progress to standard error; one rank does, once in a step.
 
     It ends with the Reducer, with the process group, or with the process.
 
     Args:
-        after: seconds; None means no thread at all.
+        after: seconds.
         progress: a bound method, held weakly.
         process_group: the ranks that take part.
 
@@ -83,17 +83,14 @@ class StallWatch:
 
     def __init__(
         self,
-        after: float | None,
+        after: float,
         progress: Callable[[], Progress],
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        if after is not None and not 0 < after < float("inf"):
+        if not 0 < after < float("inf"):
             raise ValueError(f"stall_after must be a positive number of seconds, got {after}")
-        self._on = after is not None
         # On a GPU the host does not wait: an event for each bucket tells when it has landed.
         self._flying: deque[tuple[int, int, torch.cuda.Event]] = deque()
-        if after is None:
-            return
         group = process_group or dist.group.WORLD
         assert group is not None
         name = str(group.group_name)
@@ -112,19 +109,19 @@ class StallWatch:
         thread.start()
         weakref.finalize(self, _end, stop, thread)  # at exit, too
 
-    def on_finish(self, step: int, bucket: AnyBucket) -> None:
-        """A bucket's average is in `.grad`, on a GPU as soon as its stream has come to here."""
+    def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
+        """The averages are in `.grad`, on a GPU as soon as its stream has come to here."""
         device = bucket.parameters()[0].device
-        if self._on and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
-            self._flying.append((step, bucket.index(), event))
+            self._flying.append((iteration, bucket.index(), event))
             while self._flying and self._flying[0][2].query():
                 self._flying.popleft()
 
 
 class _Watcher:
-    """The thread's part; knows the Reducer weakly, and the group's store only while it speaks."""
+    """The thread's part; holds the Reducer weakly, and the group's store only while it reports."""
 
     def __init__(
         self,
@@ -152,7 +149,7 @@ class _Watcher:
             try:
                 store = self._store()
                 if now != published:
-                    store.set(str(self._rank), json.dumps([now.step, now.told]))
+                    store.set(str(self._rank), json.dumps([now.step, now.text]))
                     published = now
                 waited = time.monotonic() - since
                 if now.bucket and waited > 0.99 * self._after and now.step != reported:
@@ -171,12 +168,12 @@ class _Watcher:
             step, index, event = self._flying[0]
         except IndexError:
             return now
-        # What has arrived is counted anew for the next step already.
-        told = f"all gradients of step {step} have arrived, and since then {now.told}"
+        # `now` counts the gradients of the next step already.
+        text = f"all gradients of step {step} have arrived, and since then {now.text}"
         # The event is asked only when nothing else has happened.
-        if before is not None and before.told in (told, now.told) and event.query():
+        if before is not None and before.text in (text, now.text) and event.query():
             return now
-        return Progress(step, f"bucket {index}", told)
+        return Progress(step, f"bucket {index}", text)
 
     def _store(self) -> dist.Store:
         # mpi's group puts its store in place when it is asked for this, as new_group does.
@@ -186,12 +183,13 @@ class _Watcher:
     def _report(self, now: Progress, waited: float, store: dist.Store) -> str:
         lines = [f"step {now.step}, rank {self._rank}: has waited {waited:.0f} s for {now.bucket}"]
         for rank in range(self._world_size):
-            told = "nothing is known of it: it has gone on, ended, or does not watch"
+            text = "nothing is known of it: it has gone on, ended, or does not watch"
             if store.check([str(rank)]):
-                step, words = json.loads(store.get(str(rank)))
+                step, published = json.loads(store.get(str(rank)))
                 # One that has all averages of the last step may not have counted them yet.
-                told = words if abs(step - now.step) <= 1 else f"{told} (last heard of at {step})"
-            lines.append(f"  rank {rank}: {told}")
+                recent = abs(step - now.step) <= 1
+                text = published if recent else f"{text} (last heard of at {step})"
+            lines.append(f"  rank {rank}: {text}")
         lines.append("It goes on waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
 
@@ -202,7 +200,7 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
         thread.join(1.0)
 
 
-def _name(bucket: AnyBucket, buckets: Sequence[AnyBucket], names: Sequence[str]) -> str:
+def _name(bucket: GradientBucket, buckets: Sequence[GradientBucket], names: Sequence[str]) -> str:
     inside = [names[index] for index in bucket.layout.members]
     more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
     return f"bucket {bucket.index()} of {len(buckets)} ({', '.join(inside[:3])}{more})"

@@ -1,17 +1,4 @@
-"""What a bucket sends: step 5 of a gradient's way.
-
-A comm hook starts the reduction of one bucket over the ranks and returns a future of the average.
-The signature is that of torch's DDP, so that hooks written for it run here unchanged, those in
-`torch.distributed.algorithms.ddp_comm_hooks` among them:
-
-    hook(state, bucket) -> Future[Tensor]
-
-`state` is whatever was registered with the hook, here the process group (None means all ranks);
-`bucket` offers what torch's `dist.GradBucket` does. The future's value is the averaged flat
-tensor, of any floating dtype, or a list that holds it alone.
-
-    reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
-"""
+"""Comm hooks that average a bucket with one all-reduce, in full precision or compressed."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.buckets.bucket import Bucket, CommHook
+from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.gradient_bucket import CommHook
 from ddp_from_scratch.group import of_member
 
 Future = torch.futures.Future[Any]
@@ -37,10 +25,11 @@ def average(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
 
 
 def while_packing(hook: CommHook, state: Any) -> tuple[CommHook, float]:
-    """What gradients can be multiplied by as they are copied into a bucket, and the hook after it.
+    """Splits a hook into the hook that runs after packing and a factor folded into packing.
 
-    Multiplying a whole bucket afterwards costs a pass over memory. `average` and what sends it
-    compressed do without; hooks of others are given what the gradients are.
+    Multiplying a whole bucket afterwards would cost a pass over memory. `average` and its
+    compressed forms do without. Other hooks are not split: they are given the gradients as they
+    are.
     """
     if hook not in _AFTER_DIVISION:
         return hook, 1.0
@@ -118,7 +107,7 @@ def _sum_in(dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket:
         buffer = torch.view_as_real(buffer)
     if buffer.element_size() <= dtype.itemsize:  # nothing to gain
         return _sum(process_group, bucket)
-    compressed = bucket.room(buffer.shape, dtype)
+    compressed = bucket.scratch(buffer.shape, dtype)
     compressed.copy_(buffer)
     return _all_reduce(compressed, process_group)
 
@@ -136,7 +125,7 @@ def _all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Future:
     work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
-    return of_member(work).get_future()
+    return (work or of_member(work)).get_future()  # None on a rank outside of the group
 
 
 def _first(future: Future) -> torch.Tensor:

@@ -13,26 +13,37 @@ store through which groups of other backends meet from MPI:
 
     torch.distributed.init_process_group(ddp_from_scratch.mpi.BACKEND, init_method="mpi://")
 
-How a collective travels: `process_group.py` takes torch's call and numbers it, `collectives.py`
-turns it into an operation, which `worker.py` runs on the group's thread while the caller goes on.
-There the ranks first meet (`node/barrier.py`), then call MPI (`datatypes.py` says how a tensor's
-memory looks to it) or, to all-reduce on one machine, use memory that they share
-(`node/all_reduce.py`).
-"""
+A collective passes these files, from the top down:
 
-import inspect
-from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any
+    process_group.py      torch's call: numbered, given a handle (work.py)
+    collectives.py        arguments checked, turned into an operation (operation.py)
+    worker.py             the group's thread runs it, while the caller goes on
+    node/barrier.py       the ranks meet: asleep until all have come, and compared
+    node/all_reduce.py    all_reduce within a machine: sums in shared memory, no MPI
+    transport.py          every other collective: MPI's call (datatypes.py: how it sees memory)
+    inter_node.py         all_reduce between machines: MPI's call, or sums of 16-bit floats
+
+Messages between two ranks (p2p.py) pass none of these. `ddp_from_scratch.node` does not know MPI:
+communicator.py hands it the messages that it needs.
+"""
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.mpi.process_group import ProcessGroupMPI, create
-from ddp_from_scratch.mpi.runtime import check_launcher, check_world, placement, share
+from ddp_from_scratch.mpi.backend import register
+from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
+from ddp_from_scratch.mpi.runtime import broadcast_object, check_launcher, placement
 from ddp_from_scratch.mpi.store import store
 
-__all__ = ["BACKEND", "ProcessGroupMPI", "check_launcher", "empty", "placement", "share", "store"]
+__all__ = [
+    "BACKEND",
+    "ProcessGroupMPI",
+    "broadcast_object",
+    "check_launcher",
+    "empty",
+    "placement",
+    "store",
+]
 
 
 def empty(
@@ -68,31 +79,4 @@ def empty(
     return group.empty(numel, dtype)
 
 
-def _register() -> str:
-    # torch that consults its registry for every backend names MPI there too; one that does not
-    # goes to its C++ for the name "mpi" and never asks us.
-    helper = inspect.getsource(dist.distributed_c10d._new_process_group_helper)
-    name = "mpi4py" if "is_mpi_available" in helper or dist.is_mpi_available() else "mpi"
-    # To others torch attaches a recorder, backend by backend; a group of ours has none but itself.
-    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    recording.add(name)
-    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
-    if name == "mpi":
-        # Programs ask `dist.is_mpi_available()` before they use the name; torch says what it was
-        # built with. Not where the name is another: there torch would go on to its own C++.
-        dist.distributed_c10d._MPI_AVAILABLE = True
-    return name
-
-
-def _rendezvous(
-    url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
-) -> Iterator[tuple[dist.Store, int, int]]:
-    """What torch calls for "mpi://": the store, this rank, how many there are."""
-    check_world()
-    place = placement()
-    yield store(place, timeout), place.rank, place.world_size
-    raise RuntimeError("ranks of an MPI job meet once; they cannot meet anew")
-
-
-BACKEND = _register()
-dist.register_rendezvous_handler("mpi", _rendezvous)
+BACKEND = register()

@@ -1,4 +1,4 @@
-"""How MPI sees a tensor: its memory, its element type, its reduction."""
+"""Tensors as MPI sees them: memory, element type, reduction."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.mpi.runtime import MPI
+from ddp_from_scratch.node.reduction import WIDENED, ReduceOp, Reduction
 
 # Without a count: mpi4py then divides the memory by the number of ranks where MPI wants a share.
 Buffer: TypeAlias = "tuple[np.ndarray[Any, np.dtype[np.uint8]], MPI.Datatype]"
@@ -29,9 +30,6 @@ DATATYPES: dict[torch.dtype, MPI.Datatype] = {
 # Bytes; most MPIs count in 32 bits.
 COUNTABLE = 2**31 - 2**20
 BLOCK = 2**30
-
-# MPI has no 16-bit floats. They are reduced in float32.
-WIDENED = (torch.float16, torch.bfloat16)
 
 # torch's reduction, MPI's for numbers, MPI's for booleans. AVG is a sum, divided afterwards. C's
 # bool has logical operations only: a sum of booleans is "any", a product "all", as in torch.
@@ -89,7 +87,24 @@ def _memory(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     return flat.view(torch.uint8).numpy()
 
 
-def operation(op: "dist.ReduceOp | dist.ReduceOp.RedOpType", dtype: torch.dtype) -> MPI.Op:
+@cache
+def reduction_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Reduction:
+    """Torch's reduction `op` over `size` ranks, which MPI can do, too.
+
+    Raises:
+        RuntimeError: MPI does not have it for this dtype.
+    """
+    operation(op, torch.float32 if dtype in WIDENED else dtype)
+    return Reduction.of(op, dtype, size)
+
+
+@cache
+def operation_of(reduction: Reduction) -> MPI.Op:
+    """MPI's operation for a reduction, up to the division of an average."""
+    return operation(reduction.op, reduction.dtype)
+
+
+def operation(op: ReduceOp, dtype: torch.dtype) -> MPI.Op:
     """MPI's operation for torch's, on elements of `dtype`.
 
     Raises:

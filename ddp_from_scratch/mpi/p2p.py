@@ -1,9 +1,11 @@
-"""Messages between two ranks: the handles of those under way, and seeing to it that they go on.
+"""Messages between two ranks: handles of those under way, and their progress.
 
 MPI moves a large message only while both ranks are inside MPI. A rank that has sent one and then
-sleeps, in a meeting or in a handle's `wait`, wakes up once in a while for as long as there are any.
+sleeps, in a barrier or in a handle's `wait`, calls `progress` once in a while as long as there are
+any.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.mpi.datatypes import message
 from ddp_from_scratch.mpi.runtime import MPI
 
-# Seconds between two looks at the messages under way.
+# Seconds between two tests of the messages under way.
 PAUSE = 1e-3
 
 
@@ -23,18 +26,18 @@ def _nothing(status: MPI.Status) -> None:
     pass
 
 
-class PendingMessage(dist._Work):
+class P2PWork(dist._Work):
     """The handle of a send or receive that MPI itself has under way.
 
     It keeps the tensor alive until MPI has done with it, and runs `finish` once on arrival; also
     where the caller has dropped it.
 
     Args:
-        name: what was asked for and by whom, for error messages.
-        timeout: how long a `wait()` lasts at most.
+        name: names the call and the rank, in error messages.
+        timeout: of a `wait()` that is given none.
         request: MPI's.
-        tensor: what is sent, or where what is received goes.
-        finish: what to do on arrival; may raise a CommunicationError.
+        tensor: sent, or received into.
+        finish: called on arrival; may raise a CommunicationError.
     """
 
     def __init__(
@@ -53,17 +56,18 @@ class PendingMessage(dist._Work):
         self._status = MPI.Status()
         self._error: CommunicationError | None = None
         self._done = False
-        self._look = threading.Lock()  # any thread may see to it that messages go on
+        self._testing = threading.Lock()  # any thread may call `progress`
         _under_way.add(self)
 
     def is_completed(self) -> bool:
-        # Not waiting for whoever looks: it may be this very thread, in a signal's handler.
-        if self._look.acquire(blocking=False):
+        # Without waiting for the lock: its holder may be this very thread, which a signal's handler
+        # interrupts.
+        if self._testing.acquire(blocking=False):
             try:
                 if not self._done:
                     self._test()
             finally:
-                self._look.release()
+                self._testing.release()
         return self._done
 
     def _test(self) -> None:
@@ -83,8 +87,6 @@ class PendingMessage(dist._Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the message has arrived, or its tensor can be used again.
 
-        At first it looks without pause, then once in a while.
-
         Args:
             timeout: how long to wait; None or zero means the group's own.
 
@@ -100,6 +102,7 @@ class PendingMessage(dist._Work):
                     f"{self._name} did not end within {limit.total_seconds():g} s: "
                     f"the other rank has not called its part, or has stopped"
                 )
+            # Without a pause at first: most messages arrive at once.
             if waited > PAUSE:
                 progress()
                 time.sleep(1e-4)
@@ -119,15 +122,44 @@ class PendingMessage(dist._Work):
     source_rank = _source_rank
 
 
-_under_way: set[PendingMessage] = set()
+_under_way: set[P2PWork] = set()
 
 
-def under_way() -> bool:
-    """Whether this rank has messages that have not arrived."""
-    return bool(_under_way)
+def progress() -> float:
+    """Lets the messages under way go on, and completes those that have arrived.
+
+    Returns:
+        Seconds until it is to be called again; infinite where no message is under way.
+    """
+    for work in list(_under_way):
+        work.is_completed()
+    return PAUSE if _under_way else math.inf
 
 
-def progress() -> None:
-    """Lets the messages under way go on, and ends those that have arrived."""
-    for message in list(_under_way):
-        message.is_completed()
+def send(
+    communicator: MPI.Intracomm, tensor: torch.Tensor, target: int, tag: int, timeout: timedelta
+) -> P2PWork:
+    """Starts to send a tensor to a rank of the communicator."""
+    dense = tensor.contiguous()
+    name = f"send to rank {target} from rank {communicator.rank} ({tensor.nbytes} bytes)"
+    progress()  # those that have arrived make room
+    return P2PWork(name, timeout, communicator.Isend(message(dense), target, tag), dense)
+
+
+def receive(
+    communicator: MPI.Intracomm, tensor: torch.Tensor, source: int, tag: int, timeout: timedelta
+) -> P2PWork:
+    """Starts to receive into a tensor, from a rank of the communicator or MPI.ANY_SOURCE."""
+    dense = tensor.contiguous()
+    named = "any rank" if source == MPI.ANY_SOURCE else f"rank {source}"
+    name = f"recv from {named} on rank {communicator.rank} ({tensor.nbytes} bytes)"
+
+    def finish(status: MPI.Status) -> None:
+        came = status.Get_elements(MPI.BYTE)
+        if came != tensor.nbytes:  # fewer: MPI itself refuses more
+            raise CommunicationError(f"{came} bytes came, expected {tensor.nbytes}")
+        if dense is not tensor:
+            tensor.copy_(dense)
+
+    request = communicator.Irecv(message(dense), source, tag)
+    return P2PWork(name, timeout, request, dense, finish)

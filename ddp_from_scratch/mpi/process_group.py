@@ -1,7 +1,7 @@
-"""torch.distributed's process group over an MPI communicator: its methods, handles and lifetime.
+"""Process group of torch.distributed over an MPI communicator.
 
-What a method does is in `collectives.py`; here it is named as torch names it, numbered, and given
-to the group's thread.
+Methods carry torch's names and arguments. Each asks `collectives.py` for operations, numbers the
+call, and submits it to the group's thread under one handle.
 """
 
 # torch.distributed calls these methods in one form; its C++ class has others besides.
@@ -13,21 +13,24 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
+from ddp_from_scratch.mpi import p2p
 from ddp_from_scratch.mpi.arguments import check_memory
-from ddp_from_scratch.mpi.collectives import Collectives, Operation
-from ddp_from_scratch.mpi.datatypes import message
+from ddp_from_scratch.mpi.collectives import Collectives
+from ddp_from_scratch.mpi.communicator import MPICommunicator
 from ddp_from_scratch.mpi.monitored_barrier import monitored_barrier
-from ddp_from_scratch.mpi.p2p import PendingMessage, progress
-from ddp_from_scratch.mpi.runtime import MPI, check_world, placement
-from ddp_from_scratch.mpi.store import store as store_of_job
-from ddp_from_scratch.mpi.worker import Pending, Result, Worker
-from ddp_from_scratch.node.barrier import Nodes
+from ddp_from_scratch.mpi.operation import Operation, run_in_turn
+from ddp_from_scratch.mpi.p2p import P2PWork
+from ddp_from_scratch.mpi.runtime import MPI
+from ddp_from_scratch.mpi.store import replace_placeholder
+from ddp_from_scratch.mpi.work import MPIWork
+from ddp_from_scratch.mpi.worker import Worker
 
 Tensors = Sequence[torch.Tensor]
 
@@ -35,16 +38,16 @@ Tensors = Sequence[torch.Tensor]
 class ProcessGroupMPI(dist.ProcessGroup):
     """A group of ranks with a communicator of its own.
 
-    Collectives return at once with a handle; they run in order, on one thread per group.
-    Messages (`send`, `recv`) do not queue behind them, so that two ranks may each post their
-    receive before their send.
+    Collectives return at once with a handle; they run in order, on one thread per group. Messages
+    (`send`, `recv`) do not queue behind them: two ranks may each post a receive before their send.
+    Also a `SharedMemoryGroup` and a `DividesFirst` (node/process_group.py).
 
     Args:
         communicator: the group's ranks; duplicated, so that no other library's messages can be
             taken for ours.
         timeout: how long a collective or a message may take.
         node: those of the ranks that share memory with this one; None asks MPI.
-        store: for groups of other backends to meet through, where torch has none for them.
+        store: for groups of other backends to meet through, where torch noted a placeholder.
     """
 
     def __init__(
@@ -56,15 +59,19 @@ class ProcessGroupMPI(dist.ProcessGroup):
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
         self._communicator = communicator.Dup()
-        nodes = Nodes.of(self._communicator, node)
-        self._one_machine = nodes.count == 1
-        self._collectives = Collectives(nodes)
+        here = None if node is None else MPICommunicator(node.Dup())
+        self._collectives = Collectives(MPICommunicator(self._communicator), here)
         self._timeout = timeout
         self._sequence = 0
         self._worker = Worker(f"mpi-group-{communicator.size}")
         self._store = store
 
-    # What ReduceOp.AVG does, for who would otherwise divide: a torch built with MPI has none.
+    @property
+    def divides_first(self) -> bool:
+        """Only where 1/n is exact; elsewhere AVG divides the sum, which has other bits."""
+        return self.size() & (self.size() - 1) == 0
+
+    # As comm hooks ask for it.
     divides_first_where_exact = True
 
     def getBackendName(self) -> str:
@@ -93,21 +100,23 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     @property
     def bound_device_id(self) -> None:
-        """None: no device. Also where the store of the default group is put right.
+        """None: no device.
 
-        For a default group named "mpi" torch notes a store that cannot store anything, and notes it
-        after the group is made. Before it hands that store to a new group it asks for this.
+        torch asks for it before it hands the default store to a new group, and asks for nothing
+        else between noting that store and using it: so the store is installed here, too.
         """
-        noted = dist.distributed_c10d._world.pg_map
-        if self._store is not None and self in noted:
-            noted[self] = (noted[self][0], self._store)
-            self._store = None
+        self.install_store()
 
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
         """A part of a group that was split has the device of the whole: none."""
 
-    # Splitting: `dist.split_group` ----------------------------------------------------------------
+    def install_store(self) -> None:
+        """Makes the job's store the default one, where torch noted a placeholder. Idempotent."""
+        if self._store is not None and replace_placeholder(self, self._store):
+            self._store = None
+
+    # Splitting: `dist.split_group` ---------------------------------------------------------------
 
     supports_splitting = True
 
@@ -130,27 +139,27 @@ class ProcessGroupMPI(dist.ProcessGroup):
         """A group of some of this one's ranks; None on the others, which need not call it."""
         if self.rank() not in ranks:
             return None
-        part = _subgroup(self._communicator, ranks, timeout or self._timeout)
+        part = create_subgroup(self._communicator, ranks, timeout or self._timeout)
         part.setGroupName(group_name or "")
         part.setGroupDesc(group_desc or "")
         return part
 
-    # Collectives --------------------------------------------------------------------------------
+    # Collectives ---------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Pending:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         operations = [self._collectives.all_reduce(tensor, op) for tensor in tensors]
         return self._submit("all_reduce", tensors, operations, opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Pending:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Pending:
+    def reduce(self, tensors: Tensors, opts: Any) -> MPIWork:
         (tensor,) = tensors
         operation = self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank)
         return self._submit("reduce", tensors, [operation], opts)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Pending:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MPIWork:
         operations = [
             self._collectives.reduce_scatter(output, parts, opts.reduceOp)
             for output, parts in zip(outputs, inputs, strict=True)
@@ -159,22 +168,22 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any
-    ) -> Pending:
+    ) -> MPIWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any
-    ) -> Pending:
+    ) -> MPIWork:
         parts = [input.reshape(-1).tensor_split(self.size()) for input in inputs]
         return self.reduce_scatter(outputs, parts, opts)
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Pending:
+    def broadcast(self, tensors: Tensors, opts: Any) -> MPIWork:
         (tensor,) = tensors
         return self._submit(
             "broadcast", tensors, [self._collectives.broadcast(tensor, opts.rootRank)], opts
         )
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> MPIWork:
         operations = [
             self._collectives.all_gather(parts, tensor)
             for parts, tensor in zip(outputs, inputs, strict=True)
@@ -183,46 +192,46 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
-    ) -> Pending:
+    ) -> MPIWork:
         # torch gives a list for each rank here, not one for each tensor.
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
-    ) -> Pending:
+    ) -> MPIWork:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Pending:
+    ) -> MPIWork:
         operations = [
             self._collectives.all_gather_single(output, input)
             for output, input in zip(outputs, inputs, strict=True)
         ]
         return self._submit("all_gather_into_tensor", inputs, operations, opts)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Pending:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> MPIWork:
         (tensor,) = inputs
         parts = outputs[0] if outputs else []
         return self._submit(
             "gather", inputs, [self._collectives.gather(parts, tensor, opts.rootRank)], opts
         )
 
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Pending:
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MPIWork:
         root = opts.rootRank == self.rank()
         parts = output.view(-1).tensor_split(self.size()) if root else []
         return self._submit(
             "gather", [input], [self._collectives.gather(parts, input, opts.rootRank)], opts
         )
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Pending:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MPIWork:
         (tensor,) = outputs
         parts = inputs[0] if inputs else []
         return self._submit(
             "scatter", outputs, [self._collectives.scatter(tensor, parts, opts.rootRank)], opts
         )
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MPIWork:
         return self._submit(
             "all_to_all", inputs, [self._collectives.all_to_all(outputs, inputs)], opts
         )
@@ -234,11 +243,11 @@ class ProcessGroupMPI(dist.ProcessGroup):
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         opts: Any = None,
-    ) -> Pending:
+    ) -> MPIWork:
         operation = self._collectives.all_to_all_single(output, input, output_splits, input_splits)
         return self._submit("all_to_all_single", [input], [operation], opts)
 
-    def barrier(self, opts: Any = None) -> Pending:
+    def barrier(self, opts: Any = None) -> MPIWork:
         return self._submit("barrier", [], [self._collectives.barrier()], opts)
 
     # The names of these methods in torch before 2.14.
@@ -255,7 +264,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         monitored_barrier(self, limit, wait_all_ranks)
 
-    # Memory for what is sent, as backends of torch's own offer it ------------------------------
+    # Memory for what is sent, as backends of torch's own offer it -------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -268,7 +277,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         except CommunicationError as error:
             if not isinstance(error.__cause__, NoSharedMemory):
                 raise
-            if self._collectives.meeting.rank == 0:
+            if self._collectives.checked_barrier.rank == 0:
                 warnings.warn(
                     f"gradients lie in ordinary memory, which costs two copies: {error.__cause__}",
                     stacklevel=2,
@@ -276,7 +285,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
             return torch.empty(size, dtype=dtype)
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in memory of `empty`, or `allocate_tensor`, that ranks share."""
+        """True for memory of `empty` or `allocate_tensor` that ranks share, each at a place."""
         return bool(self._collectives.windows.place(tensor))
 
     def free_unused(self) -> None:
@@ -285,16 +294,16 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `ddp_from_scratch.mpi.empty`."""
-        pending = self._submit("empty", [], [self._collectives.empty(numel, dtype)])
-        pending.wait()
-        (tensor,) = pending.result()
-        return tensor
+        return self._allocate("empty", self._collectives.empty(numel, dtype))
 
     def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """As `empty`, but one tensor for all ranks of a machine: the same memory. Collective."""
-        pending = self._submit("empty_for_all", [], [self._collectives.empty_for_all(numel, dtype)])
-        pending.wait()
-        (tensor,) = pending.result()
+        return self._allocate("empty_for_all", self._collectives.empty_for_all(numel, dtype))
+
+    def _allocate(self, kind: str, operation: Operation) -> torch.Tensor:
+        work = self._submit(kind, [], [operation])
+        work.wait()
+        (tensor,) = work.result()
         return tensor
 
     def reduce_to_owners(
@@ -306,46 +315,30 @@ class ProcessGroupMPI(dist.ProcessGroup):
     ) -> None:
         """See `AllReduce.to_owners`. Collective; returns when this rank has received its share.
 
-        Ranks that call it with another `label` are told, as with another operation.
+        Ranks that call it with different labels all raise, as for different operations.
         """
         operation = self._collectives.reduce_to_owners(tensor, op, receive, label)
         self._submit("reduce_to_owners", [tensor], [operation], _at_once()).wait()
 
-    # Messages -----------------------------------------------------------------------------------
+    # Messages ------------------------------------------------------------------------------------
 
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> PendingMessage:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> P2PWork:
         (tensor,) = tensors
         check_memory("send", tensor)
-        dense = tensor.contiguous()
-        name = f"send to rank {dst} from rank {self.rank()} ({tensor.nbytes} bytes)"
-        progress()  # those that have arrived make room
-        request = self._communicator.Isend(message(dense), dst, tag)
-        return PendingMessage(name, self._timeout, request, dense)
+        return p2p.send(self._communicator, tensor, dst, tag, self._timeout)
 
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> PendingMessage:
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> P2PWork:
         (tensor,) = tensors
         check_memory("recv", tensor)
-        dense = tensor.contiguous()
-        source = "any rank" if src == MPI.ANY_SOURCE else f"rank {src}"
-        name = f"recv from {source} on rank {self.rank()} ({tensor.nbytes} bytes)"
+        return p2p.receive(self._communicator, tensor, src, tag, self._timeout)
 
-        def finish(status: MPI.Status) -> None:
-            came = status.Get_elements(MPI.BYTE)
-            if came != tensor.nbytes:  # fewer: MPI itself refuses more
-                raise CommunicationError(f"{came} bytes came, expected {tensor.nbytes}")
-            if dense is not tensor:
-                tensor.copy_(dense)
-
-        request = self._communicator.Irecv(message(dense), src, tag)
-        return PendingMessage(name, self._timeout, request, dense, finish)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PendingMessage:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> P2PWork:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
-    # Lifetime -----------------------------------------------------------------------------------
+    # Lifetime ------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The limit of operations that begin from now on."""
+        """Limits operations that begin from now on."""
         self._timeout = timeout
 
     def shutdown(self) -> None:
@@ -358,45 +351,28 @@ class ProcessGroupMPI(dist.ProcessGroup):
             return
         # Freeing is collective: not where a rank has failed, or ends without coming here.
         with suppress(CommunicationError):
-            self._collectives.meeting.meet("destroy_process_group", "", seconds)
+            self._collectives.checked_barrier.meet("destroy_process_group", "", seconds)
             self._collectives.free()
             communicator.Free()
 
     def _submit(
         self, kind: str, tensors: Tensors, operations: list[Operation], opts: Any = None
-    ) -> Pending:
-        """Gives the operations to the group's thread, under one handle.
-
-        A caller that waits at once (`async_op=False`) runs them by itself, where none are waiting
-        before them: it saves the way to the thread and back. Not across machines: MPI waits for a
-        machine that is gone as long as TCP does, and only who waits for the thread can leave.
-        """
+    ) -> MPIWork:
+        """Gives the operations to the group's thread, under one handle."""
         self._sequence += 1
-        sequence = self._sequence
+        barrier = self._collectives.checked_barrier
+        name = partial(_name_call, kind, self._sequence, tensors)
+        run = partial(run_in_turn, operations, barrier, self._timeout.total_seconds())
+        # A caller that waits at once (`async_op=False`) may run them itself, which saves the way to
+        # the thread and back. Not across machines: MPI waits for a machine that is gone as long as
+        # TCP does, and only a caller that waits for the thread can leave.
+        at_once = self._collectives.one_machine and not getattr(opts, "asyncOp", True)
+        return self._worker.submit(MPIWork(name, self._timeout, barrier), run, at_once)
 
-        def name() -> str:
-            size = sum(tensor.nbytes for tensor in tensors)
-            return f"{kind} number {sequence} on rank {MPI.COMM_WORLD.rank} ({size} bytes)"
 
-        meeting, seconds = self._collectives.meeting, self._timeout.total_seconds()
-
-        def run() -> Result:
-            result = []
-            for operation in operations:
-                place = operation.prepare()
-                try:
-                    meeting.meet(operation.purpose, place, seconds)
-                    result += operation.run()
-                except NoSharedMemory:
-                    raise  # on all ranks alike: nobody waits for another one
-                except BaseException as error:  # Ctrl-C, too, or what a signal's handler raises
-                    meeting.break_off(error)
-                    raise
-            return result
-
-        pending = Pending(name, self._timeout, meeting)
-        at_once = self._one_machine and not getattr(opts, "asyncOp", True)
-        return self._worker.submit(pending, run, at_once)
+def _name_call(kind: str, sequence: int, tensors: Tensors) -> str:
+    size = sum(tensor.nbytes for tensor in tensors)
+    return f"{kind} number {sequence} on rank {MPI.COMM_WORLD.rank} ({size} bytes)"
 
 
 def _at_once() -> dist.AllreduceOptions:
@@ -406,30 +382,12 @@ def _at_once() -> dist.AllreduceOptions:
     return options
 
 
-def create(backend_options: Any, options: object) -> ProcessGroupMPI:
-    """torch.distributed's factory: the default group, or one of `new_group`'s (members only)."""
-    timeout = backend_options.timeout
-    ranks = list(backend_options.global_ranks_in_group)
-    if not ranks:
-        check_world()
-        store = None
-        if _is_placeholder(backend_options.store):
-            store = store_of_job(placement(), timeout)
-        return ProcessGroupMPI(MPI.COMM_WORLD, timeout, store=store)
-    return _subgroup(MPI.COMM_WORLD, ranks, timeout)
-
-
-def _subgroup(whole: MPI.Intracomm, ranks: Sequence[int], timeout: timedelta) -> ProcessGroupMPI:
-    """A group of some ranks of `whole`; only they call it."""
+def create_subgroup(
+    whole: MPI.Intracomm, ranks: Sequence[int], timeout: timedelta
+) -> ProcessGroupMPI:
+    """A group of some ranks of `whole`. Only they call it."""
     communicator = whole.Create_group(whole.Get_group().Incl(list(ranks)))
     try:
         return ProcessGroupMPI(communicator, timeout)
     finally:
         communicator.Free()
-
-
-def _is_placeholder(store: dist.Store) -> bool:
-    """Whether the store, under its prefixes, is of the class that stores nothing."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return type(store) is dist.Store

@@ -1,4 +1,4 @@
-"""MPI's own life: started with threads, asked who we are, ended only where it can end."""
+"""MPI's lifetime: initialized with threads, asked for the placement, ended without hanging."""
 
 import atexit
 import os
@@ -12,7 +12,8 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import Placement
 
-# Open MPI's wheel complains of a missing UCX at each window; it then takes this choice anyway.
+# Before MPI starts: Open MPI's wheel complains of a missing UCX at each window, and then takes this
+# choice anyway.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 try:
@@ -38,7 +39,7 @@ if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
 
 
 def placement() -> Placement:
-    """Asks MPI which rank this process is. Collective: every rank of the job must call it.
+    """This process's place in its MPI job. Collective: every rank of the job calls it.
 
     Nodes are numbered in the order of their lowest rank.
     """
@@ -85,8 +86,8 @@ def check_world(environ: Mapping[str, str] = os.environ) -> None:
     check_launcher(others if by_mpirun or MPI.COMM_WORLD.size > 1 else environ)
 
 
-def share(value: Any) -> Any:
-    """Gives rank 0's value to every rank of the job. Collective."""
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank of the job. Collective."""
     return pickle.loads(MPI.COMM_WORLD.bcast(pickle.dumps(value)))
 
 

@@ -1,4 +1,4 @@
-"""The store through which groups of other backends meet, where MPI knows the ranks."""
+"""Store of an MPI job, through which groups of other backends meet."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.launch.environment import Placement
 from ddp_from_scratch.launch.rank_process import remove_at_exit
-from ddp_from_scratch.mpi.runtime import share
+from ddp_from_scratch.mpi.runtime import broadcast_object
 
 
 def store(placement: Placement, timeout: timedelta) -> dist.Store:
@@ -22,7 +22,7 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
     if placement.one_machine:
         # A file and not a folder of our own: a store in use would look for minutes for a file
         # whose folder is gone, and rank 0 may be gone first.
-        file = share(_private_file() if placement.rank == 0 else None)
+        file = broadcast_object(_private_file() if placement.rank == 0 else None)
         if placement.rank == 0:
             remove_at_exit(Path(file))
         private = dist.FileStore(file, placement.world_size)
@@ -34,10 +34,29 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
         server = dist.TCPStore(
             socket.getfqdn(), 0, is_master=True, timeout=timeout, wait_for_workers=False
         )
-        share((socket.getfqdn(), server.port))
+        broadcast_object((socket.getfqdn(), server.port))
         return server
-    host, port = share(None)
+    host, port = broadcast_object(None)
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+def is_placeholder(store: dist.Store) -> bool:
+    """True for a store that stores nothing, under whatever prefixes.
+
+    torch passes one to a default group named "mpi", whose ranks it expects to need none.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return type(store) is dist.Store
+
+
+def replace_placeholder(group: dist.ProcessGroup, store: dist.Store) -> bool:
+    """Replaces the store that torch noted for a group; False before it has noted one."""
+    noted = dist.distributed_c10d._world.pg_map
+    if group not in noted:
+        return False
+    noted[group] = (noted[group][0], store)
+    return True
 
 
 def _private_file() -> str:

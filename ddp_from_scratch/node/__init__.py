@@ -1,1 +1,12 @@
-"""Memory that the ranks of one machine share, and reductions in it."""
+"""Shared memory for the ranks of one machine, whatever backend carries their messages.
+
+An all-reduce passes these files, from the top down:
+
+    all_reduce.py         chooses the way: eager, in place, staged, or messages alone
+    staging.py            passes a tensor through shared memory, a piece at a time
+    windows.py            keeps tensors that live in shared memory
+    barrier.py            waits for the other ranks and compares what they call
+    reduction.py          folds several tensors into one
+    communicator.py       declares what is asked of a message-passing library
+    shared_memory.py      maps the memory;  semaphore.py  puts a rank to sleep in it
+"""

@@ -1,4 +1,4 @@
-"""all_reduce among ranks that share memory, and across machines in shares.
+"""All-reduce among ranks that share memory, and across machines in shares.
 
 A machine's ranks need no messages: each sums its share of everybody's elements and writes the sum
 back to everybody.
@@ -12,183 +12,168 @@ Several machines: each rank's share, summed on its machine, is all-reduced with 
 the same share on the other machines. So every element crosses the network once for each machine,
 however many ranks it has.
 
-In shared memory the sum is taken in the order of ranks by whoever owns the share, so all ranks have
-the same bits.
-
-16-bit floats are summed in float32 and rounded once. Only where a machine's sum goes to other
-machines it is rounded before, too, since it crosses in 16 bits.
+In shared memory the sum is taken in the order of ranks by the share's owner, so all ranks have the
+same bits. 16-bit floats are summed in float32 and rounded once. Only where a machine's sum goes to
+other machines it is rounded before, too, since it crosses in 16 bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
 import torch
 
 from ddp_from_scratch.errors import NoSharedMemory
-from ddp_from_scratch.mpi.inter_node import Across
-from ddp_from_scratch.mpi.runtime import MPI
-from ddp_from_scratch.node.barrier import Meeting, Nodes
+from ddp_from_scratch.node.barrier import CheckedBarrier
 from ddp_from_scratch.node.reduction import CHUNK, Reduction
 from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS, Stage, share_of
+from ddp_from_scratch.node.topology import Nodes
 from ddp_from_scratch.node.windows import Windows
 
 # Bytes from which on tensors of several machines are summed by each machine before they cross.
 STAGED_FROM = 512 * 1024
 
+Receive = Callable[[int, torch.Tensor], None]
+
 
 class AllReduce:
-    """all_reduce over a group.
+    """all_reduce over a group: `prepare`, then a meeting at the barrier, then the call itself.
 
     Four ways, the same on all ranks:
 
-    - at the meeting: a small tensor is brought along, and each rank sums them all by itself;
+    - eager: a small tensor is copied to the barrier's eager buffer, and each rank sums them all;
     - in place: a larger one in shared memory (`Windows`), at the same place on all ranks;
     - staged: any other goes through shared memory (`Stage`), a piece at a time;
-    - by MPI: where no two ranks share memory, and small tensors of several machines.
+    - by messages: where no two ranks share memory, and small tensors of several machines.
 
     Args:
-        nodes: the group's ranks by machine.
-        meeting: where they meet.
+        nodes: the group's ranks by machine. Collective.
+        barrier: theirs.
         windows: the tensors in shared memory.
     """
 
-    def __init__(self, nodes: Nodes, meeting: Meeting, windows: Windows) -> None:
-        self._nodes, self._meeting, self._windows = nodes, meeting, windows
+    def __init__(self, nodes: Nodes, barrier: CheckedBarrier, windows: Windows) -> None:
+        self._nodes, self._barrier, self._windows = nodes, barrier, windows
         self._stage: Stage | None = None
         # Making a view takes as long as summing a small tensor: those last used are kept.
-        self._bags = lru_cache(maxsize=256)(self._make_bags)
-        self._sums: dict[torch.dtype, torch.Tensor] = {}
+        self._eager = lru_cache(maxsize=256)(self._make_eager)
+        self._scratches: dict[torch.dtype, torch.Tensor] = {}
+        sizes = nodes.everyone.allgather(nodes.node.size)
         # As many shares as the smallest machine has ranks: each share has an owner everywhere.
-        self._owners = nodes.communicator.allreduce(nodes.node.size, MPI.MIN)
-        owns = nodes.node.rank < self._owners
-        self._across = Across(nodes.communicator.Split(nodes.node.rank if owns else MPI.UNDEFINED))
-        self._among_all = Across(nodes.communicator)
-        most = nodes.communicator.allreduce(nodes.node.size, MPI.MAX)
-        self._shares_memory = most > 1
+        self._owners = min(sizes)
+        self._shares_memory = max(sizes) > 1
 
     def prepare(self, tensor: torch.Tensor) -> str:
-        """Before the ranks meet: brings the tensor along; says where one lies that can stay."""
-        if bags := self._bags(tensor.shape, tensor.dtype):
-            bags[1 - self._meeting.parity][self._meeting.rank].copy_(tensor)
+        """Copies the tensor where others will read it, before the ranks meet.
+
+        Returns:
+            The place of one that stays where it is; empty for the others.
+        """
+        if buffers := self._eager(tensor.shape, tensor.dtype):
+            # The coming meeting's parity, not the last one's: a slow rank may still read those.
+            buffers[1 - self._barrier.parity][self._barrier.rank].copy_(tensor)
             return ""
         place = self._windows.place(tensor)
-        if not place and self._stage is not None and self._goes_by_stage(tensor):
-            self._stage.bring(tensor)
+        if not place and self._stage is not None and self._is_staged(tensor):
+            self._stage.fill(tensor)
         return place
 
     def __call__(self, tensor: torch.Tensor, reduction: Reduction) -> list[torch.Tensor]:
-        """Replaces `tensor` by the reduction of everybody's, when they have met for it."""
-        if bags := self._bags(tensor.shape, tensor.dtype):
-            brought = bags[self._meeting.parity]
-            if tensor.dtype == reduction.dtype:
-                reduction.fold(brought, tensor)
-            else:
-                room = self._sum(reduction)[: tensor.numel()].view(tensor.shape)
-                tensor.copy_(reduction.fold(brought, room))
-        elif self._meeting.same_place and self._windows.place(tensor):
-            self._in_place(tensor, reduction)
-        elif self._goes_by_stage(tensor) and (stage := self._get_stage()):
-            self._staged(tensor, reduction, stage)
+        """Replaces `tensor` by the reduction of everybody's, after they have met for it."""
+        if buffers := self._eager(tensor.shape, tensor.dtype):
+            self._reduce_eager(tensor, reduction, buffers[self._barrier.parity])
+        elif self._barrier.same_place and self._windows.place(tensor):
+            self._reduce(self._own_shares(tensor), reduction, everywhere=True)
+            self._barrier.wait()  # no rank reads before all shares are reduced
+        elif self._is_staged(tensor) and (stage := self._get_stage()):
+            self._reduce_staged(tensor, reduction, stage)
         else:
             dense = tensor.contiguous()
-            self._among_all(dense.view(-1), reduction)
+            self._nodes.everyone.all_reduce(dense.view(-1), reduction)
             if dense is not tensor:
                 tensor.copy_(dense)
         return [tensor]
 
-    def _make_bags(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """Each rank's room for a small tensor, at even and at odd meetings; none for a larger."""
-        nbytes = shape.numel() * dtype.itemsize
-        if self._nodes.count > 1 or nbytes > self._meeting.luggage_nbytes:
-            return []
-        return [
-            [pair[parity][:nbytes].view(dtype).view(shape) for pair in self._meeting.luggage]
-            for parity in range(2)
-        ]
-
-    def _sum(self, reduction: Reduction) -> torch.Tensor:
-        """Room for a chunk, which stays in the cache from one chunk to the next."""
-        if reduction.dtype not in self._sums:
-            self._sums[reduction.dtype] = torch.empty(CHUNK, dtype=reduction.dtype)
-        return self._sums[reduction.dtype]
-
-    def _goes_by_stage(self, tensor: torch.Tensor) -> bool:
-        here = self._nodes.count == 1
-        return self._shares_memory and (here or tensor.nbytes >= STAGED_FROM)
-
-    def free(self) -> None:
-        """Gives memory and communicators back. Collective."""
-        self._bags.cache_clear()
-        if self._stage is not None:
-            self._stage.free()
-        self._across.free()
-
-    def _staged(self, tensor: torch.Tensor, reduction: Reduction, stage: Stage) -> None:
-        if not stage.brought or not self._meeting.same_place:
-            # What `prepare` could not do, or did on some ranks only.
-            stage.bring(tensor)
-            self._meeting.barrier()
-        for place in stage.places():
-            self._reduce(place.shares, reduction, everywhere=False)
-        reduced = stage.take()
-        if reduced is not tensor:
-            tensor.copy_(reduced)
-
-    def _get_stage(self) -> Stage | None:
-        """The stage, made when it is needed first; None where a machine has no memory for it."""
-        if self._stage is None:
-            piece = PIECE if self._nodes.count == 1 else PIECE_ACROSS
-            with suppress(NoSharedMemory):
-                self._stage = Stage(self._nodes.node, self._meeting, self._owners, piece)
-            if not self._nodes.communicator.allreduce(self._stage is not None, MPI.LAND):
-                self._stage, self._shares_memory = None, False  # on all machines: by MPI alone
-        return self._stage
-
-    def _in_place(self, tensor: torch.Tensor, reduction: Reduction) -> None:
-        begin, end = share_of(tensor.numel(), self._meeting.rank, self._owners)
-        shares = [part[begin:end] for part in self._windows.everybodys(tensor)]
-        self._reduce(shares, reduction, everywhere=True)
-        self._meeting.barrier()  # nobody reads before all shares are reduced
-
-    def to_owners(
-        self,
-        tensor: torch.Tensor,
-        reduction: Reduction,
-        receive: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """Gives each rank of a machine its share of the reduction, and nobody the rest.
+    def to_owners(self, tensor: torch.Tensor, reduction: Reduction, receive: Receive) -> None:
+        """Gives each rank of a machine its share of the reduction, and none the rest.
 
         Args:
             tensor: in a window, at the same place on all ranks; stays as it is, and must until
                 all ranks have met again.
             reduction: of its dtype.
-            receive: called with a chunk of the share, flat, of the reduction's dtype, and the index
-                of its first element in `tensor`; the chunk is only lent.
+            receive: called with the index in `tensor` of a chunk's first element, and the chunk:
+                flat, of the reduction's dtype, overwritten after the call.
 
         Raises:
             ValueError: the tensor is not there.
         """
-        if not self._meeting.same_place or not self._windows.place(tensor):
+        if not self._barrier.same_place or not self._windows.place(tensor):
             raise ValueError("the tensor must lie in the same part of a window on all ranks")
-        begin, end = share_of(tensor.numel(), self._meeting.rank, self._owners)
-        shares = [part[begin:end] for part in self._windows.everybodys(tensor)]
-        if self._nodes.count == 1:
-            room = self._sum(reduction)
-            for chunk in zip(*(share.split(CHUNK) for share in shares), strict=True):
-                receive(begin, reduction.fold(chunk, room[: chunk[0].numel()]))
-                begin += chunk[0].numel()
-            return
-        total = torch.empty(end - begin, dtype=reduction.dtype)
-        here, across = self._divided(reduction, wide=True)
-        chunks = zip(*(share.split(CHUNK) for share in shares), strict=True)
-        for chunk, part in zip(chunks, total.split(CHUNK), strict=True):
-            here.fold(chunk, part)
-        if total.numel():
-            self._across(total, across)
-        for part in total.split(CHUNK):
-            receive(begin, part)
-            begin += part.numel()
+        shares = self._own_shares(tensor)
+        begin, _ = share_of(tensor.numel(), self._barrier.rank, self._owners)
+        for chunk in self._reduced_chunks(shares, reduction):
+            receive(begin, chunk)
+            begin += chunk.numel()
+
+    def free(self) -> None:
+        """Gives memory back. Collective."""
+        self._eager.cache_clear()
+        if self._stage is not None:
+            self._stage.free()
+
+    # Choosing the way ----------------------------------------------------------------------------
+
+    def _make_eager(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+        """Each rank's buffer for a small tensor, for even and odd meetings; none for a larger."""
+        nbytes = shape.numel() * dtype.itemsize
+        if self._nodes.count > 1 or nbytes > self._barrier.eager_nbytes:
+            return []
+        return [
+            [pair[parity][:nbytes].view(dtype).view(shape) for pair in self._barrier.eager]
+            for parity in range(2)
+        ]
+
+    def _is_staged(self, tensor: torch.Tensor) -> bool:
+        here = self._nodes.count == 1
+        return self._shares_memory and (here or tensor.nbytes >= STAGED_FROM)
+
+    def _get_stage(self) -> Stage | None:
+        """The stage, made at first use; None where a machine has no memory for it."""
+        if self._stage is None:
+            piece = PIECE if self._nodes.count == 1 else PIECE_ACROSS
+            with suppress(NoSharedMemory):
+                self._stage = Stage(self._nodes.node, self._barrier, self._owners, piece)
+            if not all(self._nodes.everyone.allgather(self._stage is not None)):
+                # By messages alone from now on, on all machines: their ways must not differ.
+                self._stage, self._shares_memory = None, False
+        return self._stage
+
+    # The ways ------------------------------------------------------------------------------------
+
+    def _reduce_eager(
+        self, tensor: torch.Tensor, reduction: Reduction, buffers: list[torch.Tensor]
+    ) -> None:
+        if tensor.dtype == reduction.dtype:
+            reduction.fold(buffers, tensor)
+        else:
+            scratch = self._scratch(reduction)[: tensor.numel()].view(tensor.shape)
+            tensor.copy_(reduction.fold(buffers, scratch))
+
+    def _reduce_staged(self, tensor: torch.Tensor, reduction: Reduction, stage: Stage) -> None:
+        # Not by `prepare` where the stage is new, or where tensors lay in windows on some ranks.
+        if not stage.filled or not self._barrier.same_place:
+            stage.fill(tensor)
+            self._barrier.wait()
+        for piece in stage.pieces():
+            self._reduce(piece.shares, reduction, everywhere=False)
+        reduced = stage.take()
+        if reduced is not tensor:
+            tensor.copy_(reduced)
+
+    def _own_shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's share of every rank's tensor in a window."""
+        begin, end = share_of(tensor.numel(), self._barrier.rank, self._owners)
+        return [part[begin:end] for part in self._windows.by_rank(tensor)]
 
     def _reduce(
         self, shares: list[torch.Tensor], reduction: Reduction, *, everywhere: bool
@@ -197,21 +182,38 @@ class AllReduce:
         wide = shares[0].dtype == reduction.dtype
         one_machine = self._nodes.count == 1
         here, across = self._divided(reduction, wide)
-        room = self._sum(reduction)
-        for chunk in zip(*(share.split(CHUNK) for share in shares), strict=True):
-            total = here.fold(chunk, chunk[0] if wide else room[: chunk[0].numel()])
+        scratch = self._scratch(reduction)
+        for chunk in _chunks(shares):
+            total = here.fold(chunk, chunk[0] if wide else scratch[: chunk[0].numel()])
             for share in chunk if everywhere and one_machine else chunk[:1]:
                 if share is not total:
                     share.copy_(total)
         if one_machine:
             return
         if shares[0].numel():
-            self._across(shares[0], across)
+            self._nodes.peers.all_reduce(shares[0], across)
         for share in shares[1:] if everywhere else ():
             share.copy_(shares[0])
 
+    def _reduced_chunks(
+        self, shares: list[torch.Tensor], reduction: Reduction
+    ) -> Iterator[torch.Tensor]:
+        """The reduction of the shares over all machines, in chunks; the shares stay as they are."""
+        if self._nodes.count == 1:
+            scratch = self._scratch(reduction)
+            for chunk in _chunks(shares):
+                yield reduction.fold(chunk, scratch[: chunk[0].numel()])
+            return
+        total = torch.empty(shares[0].numel(), dtype=reduction.dtype)
+        here, across = self._divided(reduction, wide=True)
+        for chunk, part in zip(_chunks(shares), total.split(CHUNK), strict=True):
+            here.fold(chunk, part)
+        if total.numel():
+            self._nodes.peers.all_reduce(total, across)
+        yield from total.split(CHUNK)
+
     def _divided(self, reduction: Reduction, wide: bool) -> tuple[Reduction, Reduction]:
-        """The reduction on this machine and across machines: one of them divides an average.
+        """The reductions on this machine and across machines: one of them divides an average.
 
         The first, where that is exact, and where a machine's sum is rounded to 16 bits, in which it
         could overflow. Else the second: then a machine of one rank rounds nothing.
@@ -220,3 +222,13 @@ class AllReduce:
         if first or self._nodes.count == 1:
             return reduction, reduction.undivided
         return reduction.undivided, reduction
+
+    def _scratch(self, reduction: Reduction) -> torch.Tensor:
+        """Memory for a chunk, which stays in the cache from one chunk to the next."""
+        if reduction.dtype not in self._scratches:
+            self._scratches[reduction.dtype] = torch.empty(CHUNK, dtype=reduction.dtype)
+        return self._scratches[reduction.dtype]
+
+
+def _chunks(shares: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(share.split(CHUNK) for share in shares), strict=True)

@@ -1,4 +1,4 @@
-"""A reduction of torch's, computed here: how the elements of several tensors become one's."""
+"""Arithmetic of a reduction: several tensors become one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,15 +8,15 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.mpi.datatypes import WIDENED, operation
-from ddp_from_scratch.mpi.runtime import MPI
-
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 Combine = Callable[..., torch.Tensor]
 
 # Elements that are summed at a time: they stay in the processor's cache from one operation to the
-# next, and each is large beside what a call costs.
+# next, and each is large beside the cost of a call.
 CHUNK = 256 * 1024
+
+# Reduced in float32, so that a fold rounds once.
+WIDENED = (torch.float16, torch.bfloat16)
 
 _COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
     dist.ReduceOp.SUM: torch.add,
@@ -32,58 +32,62 @@ _COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of torch's on elements of one dtype.
+    """One of torch's reductions on elements of one dtype.
 
-    16-bit floats are reduced in float32, so that a fold rounds once, as it is put back; AVG is a
-    sum, divided by `divisor`.
+    Attributes:
+        op: torch's.
+        dtype: that of the result before it is put back: float32 for 16-bit floats.
+        combine: two tensors to one.
+        divisor: AVG is a sum, divided by it; 1 for the others.
     """
 
-    name: str
+    op: dist.ReduceOp.RedOpType
     dtype: torch.dtype
-    op: MPI.Op
     combine: Combine
     divisor: int
 
     @staticmethod
     @cache
     def of(op: ReduceOp, dtype: torch.dtype, size: int) -> "Reduction":
-        """The reduction `op` over `size` ranks.
+        """The reduction `op` over `size` ranks, of elements of `dtype`.
 
         Raises:
-            ValueError: it does not exist for this dtype.
+            ValueError: torch has it, and this does not.
         """
-        wide = torch.float32 if dtype in WIDENED else dtype
-        mpi = operation(op, wide)
         (kind,) = [kind for kind in _COMBINE if op == kind]
-        divisor = size if kind == dist.ReduceOp.AVG else 1
-        return Reduction(kind.name, wide, mpi, _COMBINE[kind], divisor)
+        wide = torch.float32 if dtype in WIDENED else dtype
+        return Reduction(kind, wide, _COMBINE[kind], size if kind == dist.ReduceOp.AVG else 1)
 
-    def fold(self, tensors: Sequence[torch.Tensor], room: torch.Tensor) -> torch.Tensor:
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+    def fold(self, tensors: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
         """The reduction of tensors of one shape, in their order.
 
         Args:
             tensors: one or more.
-            room: of that shape and the reduction's dtype; may be the first's own memory.
+            scratch: of that shape and the reduction's dtype; may be the first's own memory.
 
         Returns:
-            `room`.
+            `scratch`.
         """
         wide = tensors
         if tensors[0].dtype != self.dtype:
             wide = [tensor.to(self.dtype) for tensor in tensors]
         if self.divides_first:
-            torch.mul(wide[0], 1 / self.divisor, out=room)
+            torch.mul(wide[0], 1 / self.divisor, out=scratch)
             for tensor in wide[1:]:
-                torch.add(room, tensor, alpha=1 / self.divisor, out=room)
-            return room
+                torch.add(scratch, tensor, alpha=1 / self.divisor, out=scratch)
+            return scratch
         if len(wide) == 1:
-            room.copy_(wide[0])
+            scratch.copy_(wide[0])
         else:
-            self.combine(wide[0], wide[1], out=room)
+            self.combine(wide[0], wide[1], out=scratch)
         for tensor in wide[2:]:
-            self.combine(room, tensor, out=room)
-        self.divide(room)
-        return room
+            self.combine(scratch, tensor, out=scratch)
+        self.divide(scratch)
+        return scratch
 
     @cached_property
     def undivided(self) -> "Reduction":
@@ -92,15 +96,15 @@ class Reduction:
 
     @property
     def divides_first(self) -> bool:
-        """Whether the summands are divided rather than the sum, which then cannot overflow.
+        """The summands are divided rather than the sum, which then cannot overflow.
 
-        That is, where it is exact: the bits are the same.
+        Only where 1/divisor is exact, so that the bits are the same.
         """
         fractional = self.dtype.is_floating_point or self.dtype.is_complex
         return self.divisor > 1 and self.divisor & (self.divisor - 1) == 0 and fractional
 
     def divide(self, reduced: torch.Tensor) -> None:
-        """Makes a sum an average where that was asked for, in place."""
+        """Makes a sum an average, in place; leaves other reductions as they are."""
         if self.divisor > 1:
             if reduced.is_floating_point() or reduced.is_complex():
                 reduced /= self.divisor

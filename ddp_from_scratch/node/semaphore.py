@@ -1,4 +1,4 @@
-"""POSIX semaphores in shared memory: how a rank sleeps until another one wakes it."""
+"""POSIX semaphores in shared memory: a rank sleeps on one until another rank wakes it."""
 
 import ctypes
 import os
@@ -8,11 +8,11 @@ import time
 AVAILABLE = sys.platform.startswith("linux")  # macOS has none that live in shared memory
 NBYTES = 64  # at least sizeof(sem_t), and a cache line: no two ranks write to the same one
 
-# Seconds that a wait looks before it sleeps, yielding the core in between. Ranks that come together
-# then meet in about a microsecond, where going to sleep and waking up takes ten to fifty; a rank
-# that computes was slowed by no more than these looks. Where others want the core, the first yield
-# takes longer than that, and a sleeper gets it back sooner than one that yields.
-_LOOK = 50e-6
+# Seconds of spinning before a rank sleeps. It yields the core in between. Ranks that come together
+# then meet in about a microsecond, where falling asleep and waking up takes ten to fifty; a rank
+# that computes was slowed by no more than these. Where others want the core, the first yield takes
+# longer than that, and a sleeper gets it back sooner than one that yields.
+_SPIN = 50e-6
 
 # Without the interpreter's lock where a call may sleep, with it where it returns at once.
 _sleeping = ctypes.CDLL(None, use_errno=True)
@@ -24,10 +24,9 @@ class _Timespec(ctypes.Structure):
 
 
 class Semaphore:
-    """A counter that one rank raises and another one waits for.
+    """A counter that one rank raises and another one waits for: `spin` first, then `sleep`.
 
-    What was written before a `post` can be read after the wait that it ended. To wait is to `look`,
-    and then to `sleep`.
+    Memory written before a `post` can be read after the wait that it ended.
 
     Args:
         address: of `NBYTES` bytes that all ranks which use it share.
@@ -37,34 +36,32 @@ class Semaphore:
         self._address = ctypes.c_void_p(address)
 
     def create(self) -> None:
-        """Begins at zero. Once, by one rank, before any other touches it."""
+        """Sets it to zero. Called once, by one rank, before any other touches it."""
         between_processes = 1
         if _at_once.sem_init(self._address, between_processes, 0):
             raise OSError("cannot make a semaphore in shared memory")
 
     def post(self) -> None:
-        """Raises it by one, and wakes who sleeps."""
+        """Raises it by one, and wakes a sleeper."""
         _at_once.sem_post(self._address)
 
-    def look(self) -> bool:
-        """Lowers it by one if it gets above zero in a little while; returns whether it did."""
+    def spin(self) -> bool:
+        """Lowers it by one if it gets above zero within 50 µs; True if it did."""
         if _at_once.sem_trywait(self._address) == 0:
             return True
         began = time.monotonic()
-        while time.monotonic() < began + _LOOK:
+        while time.monotonic() < began + _SPIN:
             os.sched_yield()
             if _at_once.sem_trywait(self._address) == 0:
                 return True
         return False
 
     def sleep(self, deadline: float) -> bool:
-        """Lowers it by one, as soon as it is above zero.
+        """Lowers it by one as soon as it is above zero; True if it did.
 
         Args:
-            deadline: on `time.monotonic`'s clock. Not far off: the wall clock may be set meanwhile.
-
-        Returns:
-            Whether it did; it may give up before the deadline.
+            deadline: on `time.monotonic`'s clock; it may give up before. Not far off: the wall
+                clock may be set meanwhile.
         """
         # The system call knows the wall clock alone. It also ends with a signal: Ctrl-C is heard.
         seconds = time.time() + max(deadline - time.monotonic(), 0.0)

@@ -1,7 +1,7 @@
 """Memory that the ranks of one machine share: a file without a name, in memory.
 
-Not a window of MPI's, which is a file in `/dev/shm`: containers often keep that at 64 MB, and where
-one rank finds no room there the others wait for it.
+A window of MPI's is a file in `/dev/shm` instead, which containers often keep at 64 MB; where one
+rank finds no room there, the others wait for it.
 """
 
 import mmap
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ddp_from_scratch.errors import NoSharedMemory
-from ddp_from_scratch.mpi.runtime import MPI
+from ddp_from_scratch.node.communicator import Communicator
 
 
 class SharedMemory:
@@ -31,18 +31,18 @@ class SharedMemory:
         nbytes: size of this rank's segment; may differ over ranks.
 
     Attributes:
-        addresses: where each rank's segment begins, in this process.
-        segments: each rank's segment, as uint8 tensors of shape (its nbytes,); not one that was
-            taken.
+        addresses: of each rank's segment, in this process.
+        segments: each rank's segment, as uint8 tensors of shape (its nbytes,); empty for one that
+            was taken.
 
     Raises:
         NoSharedMemory: the memory is not to be had; on all ranks of the node.
     """
 
-    def __init__(self, node: MPI.Intracomm, nbytes: int) -> None:
+    def __init__(self, node: Communicator, nbytes: int) -> None:
         self.nbytes = nbytes
         sizes = node.allgather(nbytes)
-        # Each on pages of its own, which come to lie near the rank that fills them.
+        # Each on pages of its own: a page lies near the processor that first writes to it.
         *begins, end = accumulate(
             (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0
         )
@@ -56,8 +56,9 @@ class SharedMemory:
         self.segments = [torch.from_numpy(array) for array in self._arrays]
 
     def take(self, rank: int) -> torch.Tensor:
-        """A rank's segment, which is then in use here for as long as the tensor lives. Once."""
-        # Each tensor that lies in the segment keeps the array alive.
+        """A rank's segment, in use for as long as a tensor lies in it. Called once."""
+        # The tensor alone owns the array from now on, and views of it own it, too: when the weak
+        # reference dies, no tensor lies in the segment any more.
         self._taken = weakref.ref(self._arrays[rank])
         taken, self.segments[rank] = self.segments[rank], torch.empty(0, dtype=torch.uint8)
         self._arrays.clear()
@@ -65,7 +66,7 @@ class SharedMemory:
 
     @property
     def in_use(self) -> bool:
-        """Whether a tensor lies in the segment that was taken."""
+        """True while a tensor lies in the segment that was taken."""
         return self._taken is not None and self._taken() is not None
 
     def free(self) -> None:
@@ -74,8 +75,8 @@ class SharedMemory:
         self._arrays.clear()
 
 
-def can_share(node: MPI.Intracomm) -> bool:
-    """Whether these ranks can share memory. Collective: all get the same answer."""
+def can_share(node: Communicator) -> bool:
+    """True where these ranks can share memory. Collective: all get the same answer."""
     try:
         SharedMemory(node, 1).free()
     except NoSharedMemory:
@@ -83,7 +84,7 @@ def can_share(node: MPI.Intracomm) -> bool:
     return True
 
 
-def _map(node: MPI.Intracomm, nbytes: int) -> mmap.mmap:
+def _map(node: Communicator, nbytes: int) -> mmap.mmap:
     """Zeros that are the same memory on all ranks of the node."""
     if node.size == 1:
         try:
@@ -98,15 +99,15 @@ def _map(node: MPI.Intracomm, nbytes: int) -> mmap.mmap:
             found = (f"/proc/{os.getpid()}/fd/{file}", _identity(file))
         except OSError as error:
             problem = str(error)
-    (path, identity), problem = node.bcast((found, problem))
+    (path, identity), problem = node.allgather((found, problem))[0]
     if not problem:
         try:
             mapped = _map_file(path, identity, nbytes)
         except OSError as error:
             problem = str(error)
-    # What any rank has met all hear of, so that none waits for one that has given up. And the file
-    # stays open until all have it.
-    problems = [told for told in node.allgather(problem) if told]
+    # All ranks hear of any rank's problem, so that none waits for one that has given up. The first
+    # rank's file stays open until then: the others open it by the number that it has there.
+    problems = [text for text in node.allgather(problem) if text]
     if file >= 0:
         os.close(file)
     if mapped is None or problems:
@@ -120,9 +121,9 @@ def _nameless_file(nbytes: int) -> int:
     """A descriptor of zeros in memory.
 
     Raises:
-        OSError: it cannot be made. More than the machine's memory is refused here: it would be
-            noticed only when it is written to, which ends the process.
+        OSError: it cannot be made, or is larger than the machine's memory.
     """
+    # Linux would grant it, and end the process that writes to it.
     if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         raise OSError("this machine has less memory")
     file = os.memfd_create("ddp")
@@ -133,7 +134,7 @@ def _nameless_file(nbytes: int) -> int:
 def _map_file(path: str, identity: tuple[int, int], nbytes: int) -> mmap.mmap:
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if _identity(file) != identity:  # a container numbers its processes by itself
+        if _identity(file) != identity:  # containers number their processes each from 1
             raise OSError(f"{path} is another container's")
         return mmap.mmap(file, nbytes)
     finally:

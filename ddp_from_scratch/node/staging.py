@@ -1,4 +1,4 @@
-"""Shared memory that a machine's ranks pass tensors through, a piece at a time."""
+"""Stage: shared memory that a machine's ranks pass tensors through, a piece at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from ddp_from_scratch.mpi.runtime import MPI
-from ddp_from_scratch.node.barrier import Meeting
+from ddp_from_scratch.node.barrier import CheckedBarrier
+from ddp_from_scratch.node.communicator import Communicator
 from ddp_from_scratch.node.shared_memory import SharedMemory
 
 # Bytes of a piece. Those of a few ranks stay in the processor's cache from one step to the next.
@@ -20,8 +20,8 @@ _SLOTS = 3
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a piece is staged.
+class StagedPiece:
+    """One piece of every rank's tensor, in shared memory.
 
     Attributes:
         parts: each rank's, flat.
@@ -46,68 +46,71 @@ class Stage:
 
     Args:
         node: the ranks of this machine.
-        meeting: where they meet.
-        owners: how many of them reduce a share.
+        barrier: theirs.
+        owners: number of them that reduce a share.
         piece: bytes of one.
     """
 
-    def __init__(self, node: MPI.Intracomm, meeting: Meeting, owners: int, piece: int) -> None:
+    def __init__(
+        self, node: Communicator, barrier: CheckedBarrier, owners: int, piece: int
+    ) -> None:
         self._memory = SharedMemory(node, _SLOTS * piece)
-        self._meeting, self._owners, self._piece = meeting, owners, piece
+        self._barrier, self._owners, self._piece = barrier, owners, piece
         self._slot = 0
         # Making so many views takes as long as reducing a small piece: those last used are kept.
-        self._place = lru_cache(maxsize=3 * _SLOTS)(self._make_place)
+        self._views = lru_cache(maxsize=3 * _SLOTS)(self._make_views)
         self._tensor: torch.Tensor | None = None
         self._pieces: tuple[torch.Tensor, ...] = ()
 
     @property
-    def brought(self) -> bool:
-        """Whether a tensor is waiting to be reduced."""
+    def filled(self) -> bool:
+        """True while a tensor waits to be reduced."""
         return self._tensor is not None
 
-    def bring(self, tensor: torch.Tensor) -> None:
-        """Copies the tensor's first piece in, before the ranks meet. Again: in its place."""
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copies the tensor's first piece in, before the ranks meet. Repeated: in its place."""
         self._tensor = tensor.contiguous()
         flat = self._tensor.view(-1)
         small = flat.nbytes <= self._piece
         self._pieces = (flat,) if small else tuple(flat.split(self._piece // flat.itemsize))
         self._copy_in(self._pieces[0])
 
-    def places(self) -> Iterator[Place]:
-        """Where each piece is, when all ranks have brought it: then it can be reduced.
+    def pieces(self) -> Iterator[StagedPiece]:
+        """The pieces, each once all ranks have copied it in: then it can be reduced.
 
-        The result, in the first rank's part, has replaced that piece of `tensor()` before the next
-        but one is given.
+        The caller leaves the result in the first rank's part before it asks for the next one.
         """
         for number, piece in enumerate(self._pieces):
-            place = self._place(piece.numel(), piece.dtype, self._slot)
-            yield place
+            staged = self._views(piece.numel(), piece.dtype, self._slot)
+            yield staged
             self._slot = (self._slot + 1) % _SLOTS
+            # Before the barrier, so that one barrier serves two ends: after it piece k is reduced
+            # and piece k + 1 is in.
             if number + 1 < len(self._pieces):
                 self._copy_in(self._pieces[number + 1])
-            self._meeting.barrier()
-            piece.copy_(place.parts[0])
+            self._barrier.wait()
+            piece.copy_(staged.parts[0])
 
     def take(self) -> torch.Tensor:
-        """The reduced tensor: the one that was brought, or a dense copy of it."""
+        """The reduced tensor: the one that was given to `fill`, or a dense copy of it."""
         tensor, self._tensor, self._pieces = self._tensor, None, ()
-        assert tensor is not None, "nothing was brought"
+        assert tensor is not None, "the stage is empty"
         return tensor
 
     def free(self) -> None:
         """Gives the memory back. Collective."""
-        self._place.cache_clear()
+        self._views.cache_clear()
         self._memory.free()
 
     def _copy_in(self, piece: torch.Tensor) -> None:
-        parts = self._place(piece.numel(), piece.dtype, self._slot).parts
-        parts[self._meeting.rank].copy_(piece)
+        parts = self._views(piece.numel(), piece.dtype, self._slot).parts
+        parts[self._barrier.rank].copy_(piece)
 
-    def _make_place(self, numel: int, dtype: torch.dtype, slot: int) -> Place:
+    def _make_views(self, numel: int, dtype: torch.dtype, slot: int) -> StagedPiece:
         begin, nbytes = slot * self._piece, numel * dtype.itemsize
         parts = [s[begin : begin + nbytes].view(dtype) for s in self._memory.segments]
-        first, last = share_of(numel, self._meeting.rank, self._owners)
-        return Place(parts, [part[first:last] for part in parts])
+        first, last = share_of(numel, self._barrier.rank, self._owners)
+        return StagedPiece(parts, [part[first:last] for part in parts])
 
 
 def share_of(numel: int, rank: int, owners: int) -> tuple[int, int]:

@@ -1,25 +1,26 @@
-"""Tensors in memory that a machine's ranks share, and what is known of them."""
+"""Windows: tensors in memory that a machine's ranks share."""
 
 import torch
 
-from ddp_from_scratch.mpi.runtime import MPI
+from ddp_from_scratch.node.communicator import Communicator
 from ddp_from_scratch.node.shared_memory import SharedMemory
 
 
 class Windows:
     """A group's tensors in shared memory.
 
-    A tensor's memory is given back when no rank uses it any more, at the next `empty` or at the
+    A tensor's memory is given back once no rank uses it any more, at the next `empty` or at the
     end of the group: that takes all ranks, and they do not drop their tensors at the same time.
 
     Args:
         node: the group's ranks on this machine.
     """
 
-    def __init__(self, node: MPI.Intracomm) -> None:
+    def __init__(self, node: Communicator) -> None:
         self._node = node
         self._others = [rank for rank in range(node.size) if rank != node.rank]
-        # By the address of this rank's segment. Numbered alike on all ranks.
+        # By the address of this rank's segment, which differs over ranks; the number beside it does
+        # not, and names the window between them. In order of numbers: `free_unused` pairs them up.
         self._memories: dict[int, tuple[int, SharedMemory]] = {}
         self._made = 0
 
@@ -38,18 +39,18 @@ class Windows:
         """
         return self._make(numel, dtype, 0)
 
-    def _make(self, numel: int, dtype: torch.dtype, whose: int) -> torch.Tensor:
+    def _make(self, numel: int, dtype: torch.dtype, owner: int) -> torch.Tensor:
         self.free_unused()
         self._made += 1  # also where it fails: other machines may have the memory
-        mine = whose == self._node.rank
+        mine = owner == self._node.rank
         memory = SharedMemory(self._node, numel * dtype.itemsize if mine else 0)
-        self._memories[memory.addresses[whose]] = (self._made, memory)
-        return memory.take(whose).view(dtype)
+        self._memories[memory.addresses[owner]] = (self._made, memory)
+        return memory.take(owner).view(dtype)
 
     def place(self, tensor: torch.Tensor) -> str:
-        """Where the tensor lies, said alike by all ranks.
+        """Names the tensor's place; equal on ranks whose tensors lie at the same place.
 
-        Empty where it does not lie in a window, or in one that has one tensor for all.
+        Empty for a tensor outside every window, and in one that has one tensor for all.
         """
         address = tensor.untyped_storage().data_ptr()
         if address not in self._memories or not tensor.is_contiguous():
@@ -59,8 +60,8 @@ class Windows:
             return ""
         return f"window {number} at {tensor.data_ptr() - address}"
 
-    def everybodys(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What lies at the tensor's place on each rank of the machine, flat; this rank's is it."""
+    def by_rank(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors at this one's place, flat, by rank of the machine; this one among them."""
         address = tensor.untyped_storage().data_ptr()
         _, memory = self._memories[address]
         begin = tensor.data_ptr() - address
@@ -74,6 +75,6 @@ class Windows:
     def free_unused(self) -> None:
         """Gives back the memory that no rank uses any more. Collective."""
         used = self._node.allgather([memory.in_use for _, memory in self._memories.values()])
-        for address, by_ranks in zip(list(self._memories), zip(*used, strict=True), strict=True):
-            if not any(by_ranks):
+        for address, by_rank in zip(list(self._memories), zip(*used, strict=True), strict=True):
+            if not any(by_rank):
                 self._memories.pop(address)[1].free()

@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.memory import lies_at
+from ddp_from_scratch.node.process_group import SharedMemoryGroup
 from ddp_from_scratch.optim.flat_params import FlatRun, can_move, overlapping
 from ddp_from_scratch.optim.sgd import SGD, update
 from ddp_from_scratch.reducer.reducer import Reducer
@@ -61,10 +62,10 @@ class NodeSharedSGD(SGD):
 
     def __init__(self, *args: Any, reducer: Reducer, **settings: Any) -> None:
         super().__init__(*args, reducer=reducer, **settings)
-        group: Any = reducer.process_group or dist.group.WORLD
-        if not hasattr(group, "reduce_to_owners"):
+        group: object = reducer.process_group or dist.group.WORLD
+        if not isinstance(group, SharedMemoryGroup):
             raise ValueError("NodeSharedSGD needs a process group of the mpi backend")
-        self._group = group  # ddp_from_scratch.mpi's, which nothing here imports
+        self._group: SharedMemoryGroup = group
         _check_movable(reducer.flat_buckets)
         if not all(self._group.is_shared(bucket.buffer()) for bucket in reducer.flat_buckets):
             raise ValueError(
@@ -84,7 +85,7 @@ class NodeSharedSGD(SGD):
             return
         self._check_groups()
         self._arrange()
-        with self._reducer.sending.keeping_local():
+        with self._reducer.comm.keeping_local():
             super().backward_and_step(loss)
         for runs in self._runs.values():
             for run in runs:
@@ -111,12 +112,11 @@ class NodeSharedSGD(SGD):
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         self._moved = True
-        shared: torch.Tensor = self._group.empty_for_all(like.numel(), like.dtype)
-        return shared
+        return self._group.empty_for_all(like.numel(), like.dtype)
 
     @torch.no_grad()
     def _step_runs(self, runs: Sequence[FlatRun]) -> None:
-        if self._reducer is not None and self._reducer.sending.joining:
+        if self._reducer is not None and self._reducer.comm.joining:
             raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
         for run in runs:
             if not run.gradient.numel():

@@ -10,7 +10,7 @@ at the same offsets, so that a step is one call for each bucket instead of one f
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.memory import in_huge_pages
+from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.optim.flat_params import FlatRun, flat_runs, overlapping
 from ddp_from_scratch.reducer.reducer import Reducer
 
@@ -149,7 +151,7 @@ class SGD(torch.optim.SGD):
         if self._reducer is None:
             raise RuntimeError("a copy of a ddp.SGD has no Reducer: call backward() and step()")
         self._arrange()
-        backward = _BackwardAndStep(loss, self._reducer, lambda b: self._step_runs(self._runs[b]))
+        backward = _BackwardAndStep(loss, self._reducer, self._runs, self._step_runs)
         # Through step(), so that it counts as one for hooks and schedulers.
         self.step(backward)
 
@@ -173,7 +175,9 @@ class SGD(torch.optim.SGD):
             if id(parameter) not in inside
         ]
         shared = overlapping([p for group in self.param_groups for p in group["params"]])
-        self._runs = {b: flat_runs(b, self._groups_of(b), shared, self._allocate) for b in buckets}
+        self._runs: dict[GradientBucket, list[FlatRun]] = {
+            b: flat_runs(b, self._groups_of(b), shared, self._allocate) for b in buckets
+        }
         self._arranged_for = (buckets, groups)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
@@ -223,32 +227,38 @@ class SGD(torch.optim.SGD):
         update(parameter, parameter.grad, momentum, first, group)
 
 
-class _BackwardAndStep:
+class _BackwardAndStep(Observer):
     """The closure of `SGD.backward_and_step`: steps each bucket in the course of `backward()`."""
 
     def __init__(
-        self, loss: torch.Tensor, reducer: Reducer, step: Callable[[Bucket], None]
+        self,
+        loss: torch.Tensor,
+        reducer: Reducer,
+        runs: Mapping[GradientBucket, Sequence[FlatRun]],
+        step: Callable[[Sequence[FlatRun]], None],
     ) -> None:
-        self._loss, self._reducer, self._step = loss, reducer, step
+        self._loss, self._reducer, self._runs, self._step = loss, reducer, runs, step
         self._stepped = 0
 
     def __call__(self) -> torch.Tensor:
-        self._reducer.on_landed = self._on_landed
+        self._reducer.add_observer(self)
         try:
             self._loss.backward()
         finally:
-            self._reducer.on_landed = None
+            self._reducer.remove_observer(self)
         if not self._stepped:
-            self._reducer.check_complete()
+            self._reducer.checks.check_complete()
             raise RuntimeError(
                 "nothing was averaged, so nothing was stepped: backward_and_step() is inside "
                 "no_sync(), or the loss depends on none of the Reducer's parameters"
             )
         return self._loss
 
-    def _on_landed(self, bucket: Bucket) -> None:
-        self._step(bucket)
-        self._stepped += 1
+    def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
+        """Steps the bucket's parameters, but for sparse gradients, which are stepped alone."""
+        if bucket in self._runs:
+            self._step(self._runs[bucket])
+            self._stepped += 1
 
 
 def _update_flat(

@@ -1,4 +1,4 @@
-"""Which buckets cost least: `bucket_cap_mb="auto"` tries several kinds in training, and keeps one.
+"""Tuning of the bucket size: `bucket_cap_mb="auto"` tries several in training, and keeps one.
 
 A *turn* of one layout, from one average to the next; the clock is read at the end of each:
 
@@ -22,16 +22,13 @@ from operator import truediv
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import comm_hooks
-from ddp_from_scratch.buckets.bucket import CommHook
-from ddp_from_scratch.buckets.bucket_list import Buckets
-from ddp_from_scratch.buckets.layout import (
-    AUTO,
-    BUCKET_CAP_MB,
-    FIRST_BUCKET_CAP_MB,
-    Caps,
-    bucket_caps,
-)
+from ddp_from_scratch.autograd.ready_order import ReadyOrder
+from ddp_from_scratch.buckets.bucket_list import BucketList
+from ddp_from_scratch.buckets.gradient_bucket import CommHook
+from ddp_from_scratch.buckets.layout import BUCKET_CAP_MB, FIRST_BUCKET_CAP_MB, bucket_caps
+from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.comm_hooks import default_hooks
+from ddp_from_scratch.reducer.comm_state import CommState
 
 DEFAULT = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
 # In the order of preference, where they cost the same.
@@ -56,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one average is done with, and whether its time counts."""
+    """The candidate of one average, and whether its time counts."""
 
     candidate: Candidate
     counted: bool
@@ -65,7 +62,7 @@ class Trial:
 def candidates(
     layouts: Mapping[float | tuple[float, ...], Sequence[Hashable]], overlap: bool
 ) -> list[list[Candidate]]:
-    """What there is to choose from, for each layout.
+    """The candidates to choose from, for each layout.
 
     Caps that lay buckets out alike are one. A single bucket is full at the end of backward, so it
     makes no difference when it is launched.
@@ -127,47 +124,48 @@ def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
     return min(filter(as_good, medians), key=lambda candidate: not candidate.overlap)
 
 
-class CapSearch:
-    """The way in which the Reducer sends, which "auto" changes until it has settled on one.
+class BucketTuning(Observer):
+    """Tries buckets of several sizes in training, and keeps the fastest.
 
-    1. In each of the first averages one candidate is tried. Which one does not depend on any
-       clock, so all ranks lay out the same buckets at the end of the same average.
-    2. After the last, the longest time over ranks of each step is agreed on, once. From the same
-       times every rank makes the same choice.
+    In each of the first averages one candidate is tried. Which one does not depend on any clock, so
+    all ranks lay out the same buckets at the end of the same average. After the last, the longest
+    time over ranks of each step is agreed on, once: from the same times every rank makes the same
+    choice.
 
     Args:
-        bucket_cap_mb: as of `Reducer`; anything but "auto" is settled already.
-        overlap: whether buckets may be launched during backward.
-        buckets: are laid out anew.
+        buckets: are laid out as each candidate says.
+        comm: launches early or late, as each candidate says.
+        order: the order in which gradients become ready.
         process_group: the ranks that take part.
 
     Attributes:
-        present: the way of the next average.
+        present: the candidate of the next average.
         settled: whether it stays that.
     """
 
     def __init__(
         self,
-        bucket_cap_mb: Caps,
-        overlap: bool,
-        buckets: Buckets,
+        buckets: BucketList,
+        comm: CommState,
+        order: ReadyOrder,
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        self.settled = bucket_cap_mb != AUTO
-        known = DEFAULT if isinstance(bucket_cap_mb, str | None) else bucket_cap_mb
-        self.present = Candidate(known, overlap)
-        self._overlap, self._buckets, self._process_group = overlap, buckets, process_group
+        self.settled = False
+        self.present = Candidate(DEFAULT, comm.overlap)
+        self._buckets, self._comm, self._order = buckets, comm, order
+        self._known_order = order.final
+        self._overlap, self._process_group = comm.overlap, process_group
         self._ahead: list[Trial] | None = None
         self._trial: Trial | None = None
         self._times: dict[Candidate, list[float]] = {}
         self._last = math.nan  # the clock at the end of the last average
 
-    def on_average(self, order: Sequence[str]) -> None:
-        """An average is complete: prepares the next, for gradients that are ready in this order.
-
-        Called on every rank, until it has settled.
-        """
-        now = clock(self._buckets.parameters[0].device)
+    def on_average(self, iteration: int, takes_part: bool) -> None:
+        """Prepares the next average: the next candidate, or the best one for good."""
+        if self._order.final is not self._known_order:  # buckets were laid out at its end
+            self._known_order = self._order.final
+            return
+        now, order = clock(self._buckets.parameters[0].device), self._order.present()
         if self._ahead is None:
             layouts = {cap: self._buckets.planned(order, bucket_caps(cap)) for cap in CAPS}
             groups = candidates(layouts, self._overlap)
@@ -180,15 +178,15 @@ class CapSearch:
         if self._trial is None:
             self._settle(order)
         else:
-            self._send(self._trial.candidate, order)
+            self._apply(self._trial.candidate, order)
 
     def check_hook(self, hook: CommHook) -> None:
-        """Raises if `hook` may not follow buckets that are laid out anew every few averages.
+        """Raises if `hook` may not follow buckets that are laid out in another way so often.
 
-        What it remembers of a bucket by its index (torch's PowerSGD does) would be another's. The
-        hooks of this package know parameters.
+        A hook that remembers a bucket by its index (torch's PowerSGD does) would take it for
+        another. The hooks of this package remember parameters.
         """
-        if not self.settled and not comm_hooks.is_ours(hook):
+        if not self.settled and not default_hooks.is_ours(hook):
             raise RuntimeError(
                 f'bucket_cap_mb="auto" has not settled, and the comm hook {hook!r} may remember '
                 f"buckets by their index, which it lays out anew: give bucket_cap_mb a number"
@@ -203,14 +201,13 @@ class CapSearch:
             )
             dist.all_reduce(times, dist.ReduceOp.MAX, group=self._process_group)
             self._times = dict(zip(self._times, times.tolist(), strict=True))
-            self._send(choose(self._times), order)
+            self._apply(choose(self._times), order)
         self.settled = True
 
-    def _send(self, candidate: Candidate, order: Sequence[str]) -> None:
-        """Lets the next average be done this way."""
+    def _apply(self, candidate: Candidate, order: Sequence[str]) -> None:
         if candidate.bucket_cap_mb != self.present.bucket_cap_mb:
-            self._buckets.caps = bucket_caps(candidate.bucket_cap_mb)
-            self._buckets.lay_out(order)
+            self._buckets.lay_out(order, bucket_caps(candidate.bucket_cap_mb))
+        self._comm.set_overlap(candidate.overlap)
         self.present = candidate
 
 

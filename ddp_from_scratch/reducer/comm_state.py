@@ -1,48 +1,53 @@
-"""How a bucket is sent: what its gradients are multiplied by, and the comm hook."""
+"""How buckets are sent: the comm hook, this rank's weight, with overlap or without."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
-from ddp_from_scratch import comm_hooks
-from ddp_from_scratch.buckets.bucket import CommHook
+from ddp_from_scratch.buckets.gradient_bucket import CommHook, LaunchArgs
+from ddp_from_scratch.comm_hooks import default_hooks
 from ddp_from_scratch.group import gloo_beside, takes_cpu_tensors
-from ddp_from_scratch.sync.gradient_weight import Share
+from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
 
-class Way(NamedTuple):
-    """The arguments of `Bucket.launch`, for all buckets of one average."""
-
-    hook: CommHook
-    state: Any
-    share: float
-    factor: float
-
-
-class Sending:
-    """The comm hook, and how much this rank counts in the next average.
+class CommState:
+    """The comm hook, and the weight of this rank in the next average.
 
     Args:
         process_group: the ranks that take part.
+        overlap: launch buckets during backward, not at its end.
 
     Attributes:
-        hook, state: the comm hook, and what it is handed.
-        joining: whether `join()` is in charge of the shares.
+        overlap: as given, or as `bucket_cap_mb="auto"` has chosen.
+        hook, state: the comm hook, and its first argument.
+        several_at_once: whether several buckets may be under way at a time.
+        args: of the launches of this average, once `agree_args` has made them.
+        weight: of this rank, if it was set; until the end of the next average.
+        joining: whether `join()` sets the weights.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self.hook: CommHook = comm_hooks.average
+    def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool) -> None:
+        self.overlap = overlap
+        self.hook: CommHook = default_hooks.average
         self.state: Any = process_group
+        self.several_at_once = True
+        self.args: LaunchArgs | None = None
+        self.weight: GradientWeight | None = None
         self.joining = False
         self._process_group = process_group
-        self._beside: dist.ProcessGroup | None = None  # of gloo, where the group has no CPU
-        self._share: Share | None = None
-        self._way: Way | None = None
-        self._multiplier = 1.0
+        self._cpu_group: dist.ProcessGroup | None = None  # of gloo, where the group has no CPU
 
-    def send_by(self, hook: CommHook, state: Any) -> None:
+    def set_overlap(self, overlap: bool) -> None:
+        """Launches buckets during backward from now on, or at its end."""
+        self.overlap = overlap
+
+    def set_joining(self, joining: bool) -> None:
+        """Lets `join()` set the weights, or the program again."""
+        self.joining = joining
+
+    def set_hook(self, hook: CommHook, state: Any) -> None:
         """Lets this comm hook send from now on.
 
         Raises:
@@ -50,58 +55,32 @@ class Sending:
         """
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
-        self.hook, self.state, self._way = hook, state, None
+        self.hook, self.state, self.args = hook, state, None
+        self.several_at_once = default_hooks.may_overlap(hook)
 
-    def weigh(self, amount: float) -> Share:
-        """As `Reducer.weight`; returns what ranks are agreeing on."""
-        if self.joining:
-            raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
-        share = self.agree(amount)
-        self.count_by(share)
-        return share
-
-    def agree(self, amount: float) -> Share:
+    def agree_weight(self, amount: float) -> GradientWeight:
         """Starts to agree on the sum of all ranks' amounts. Collective.
 
         Raises:
             ValueError: `amount` is negative or not finite.
         """
-        if self._beside is None and not takes_cpu_tensors(self._process_group):
-            self._beside = gloo_beside(self._process_group)
-        return Share.of(amount, self._beside or self._process_group)
+        if self._cpu_group is None and not takes_cpu_tensors(self._process_group):
+            self._cpu_group = gloo_beside(self._process_group)
+        return GradientWeight.of(amount, self._cpu_group or self._process_group)
 
-    def count_by(self, share: Share | None) -> None:
-        """What this rank's gradients are multiplied by before the next average; None means 1."""
-        self._share, self._way = share, None
+    def set_weight(self, weight: GradientWeight | None) -> None:
+        """Multiplies this rank's gradients by it in the next average; None means 1."""
+        self.weight, self.args = weight, None
 
-    def way(self) -> Way:
-        """How the next average is taken. Waits, the first time, for what all ranks count by.
+    def agree_args(self) -> LaunchArgs:
+        """Fixes the launches of this average. Waits for the weights of all ranks, if any are set.
 
-        Raises: as `Share.value`.
+        Raises: as `GradientWeight.value`.
         """
-        if self._way is None:
-            share = 1.0 if self._share is None else self._share.value()
-            hook, factor = comm_hooks.while_packing(self.hook, self.state)
-            self._way = Way(hook, self.state, share, factor)
-            self._multiplier = share * factor or factor
-        return self._way
-
-    def multiplier(self) -> float:
-        """What a gradient is multiplied by as it is packed; a share of 0 clears it at the launch.
-
-        Waits and raises as `way`.
-        """
-        if self._way is None:
-            self.way()
-        return self._multiplier
-
-    def may_overlap(self) -> bool:
-        """Whether several buckets may be under way at a time."""
-        return comm_hooks.may_overlap(self.hook)
-
-    def end(self) -> None:
-        """An average has been taken: ranks count equally again."""
-        self.count_by(None)
+        weight = 1.0 if self.weight is None else self.weight.value()
+        hook, factor = default_hooks.while_packing(self.hook, self.state)
+        self.args = LaunchArgs(hook, self.state, weight, weight * factor or factor)
+        return self.args
 
     @contextmanager
     def keeping_local(self) -> Iterator[None]:
@@ -110,10 +89,10 @@ class Sending:
         Raises:
             RuntimeError: a comm hook is registered.
         """
-        if self.hook is not comm_hooks.average:
+        if self.hook is not default_hooks.average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
-        self.send_by(comm_hooks.keep_local, self.state)
+        self.set_hook(default_hooks.keep_local, self.state)
         try:
             yield
         finally:
-            self.send_by(comm_hooks.average, self.state)
+            self.set_hook(default_hooks.average, self.state)

@@ -19,26 +19,26 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ddp_from_scratch.autograd.hooks import ModuleHook
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
-from ddp_from_scratch.sync.gradient_weight import Share
+from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
 
 class JoinableReducer(Joinable):
     """A Reducer that takes part in a `Join` context.
 
-    What a rank with data does in each step, and what one without does at the same time:
+    In each step a rank with data and one without do at the same time:
 
-    1. `notify`, before its forward pass: it is there (torch's protocol).
-    2. `send_buffers`, where the last step has averaged: both. They come from the highest of the
-       ranks that have data.
-    3. Whether it averages in this step. The sum over ranks is the number of those that do.
-       `_Hook.main_hook` asks for that number.
-    4. backward: the buckets' all-reduces. `main_hook`: the same, with a share of zero.
+    - `notify` before the forward pass: the rank is there (torch's protocol). Without data:
+      `_Hook.main_hook`.
+    - `send_buffers`, where the last step has averaged: both. They come from the highest of the
+      ranks that have data.
+    - Agree on the number of ranks that average in this step.
+    - backward: the buckets' all-reduces. `main_hook`: the same, with a weight of zero.
 
     When no rank has data left, the one with the highest rank among those that ended last gives
     its parameters and buffers to all.
 
     Args:
-        reducer: what averages the gradients.
+        reducer: averages the gradients.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -50,7 +50,7 @@ class JoinableReducer(Joinable):
         self._averaged = True  # the last step, so that ranks' buffers are not the same any more
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank without data does; torch's `Join` calls this."""
+        """The part of a rank without data; called by torch's `Join`."""
         self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         self._averaged = True
         return _Hook(self)
@@ -75,14 +75,14 @@ class JoinableReducer(Joinable):
         if not self._join_config.enable:
             return
         sync = self.reducer.sync
-        self.reducer.sending.joining = True
+        self.reducer.set_joining(True)
         Join.notify_join_context(self)
         self.check_norms(1.0)
         self.send_buffers(has_data=True)
-        share = self.agree(1.0 if sync else 0.0)
+        weight = self.agree(1.0 if sync else 0.0)
         self.step(sync)
         if sync:
-            self.reducer.sending.count_by(None if self.by_initial_world_size else share)
+            self.reducer.comm.set_weight(None if self.by_initial_world_size else weight)
 
     def send_buffers(self, has_data: bool) -> None:
         """Before a step that follows an average: the buffers of a rank that has data to all."""
@@ -96,15 +96,15 @@ class JoinableReducer(Joinable):
     def end(self) -> None:
         """No rank is in the context any longer; torch's `Join` leaves that unsaid. Idempotent.
 
-        Each forward pass would go on to agree on ranks and shares: buffers would come from the
+        Each forward pass would go on to agree on ranks and weights: buffers would come from the
         highest rank, and `Reducer.weight` would be overruled.
         """
         self._join_config = self._outside
-        self.reducer.sending.joining = False
+        self.reducer.set_joining(False)
 
-    def agree(self, amount: float) -> Share:
+    def agree(self, amount: float) -> GradientWeight:
         """This rank's part among those that average in this step."""
-        return self.reducer.sending.agree(amount)
+        return self.reducer.comm.agree_weight(amount)
 
     def check_norms(self, amount: float) -> None:
         """Raises, on every rank, where layers wait for a rank that has no data left. Collective.
@@ -112,7 +112,7 @@ class JoinableReducer(Joinable):
         Args:
             amount: 1 on ranks with data, else 0.
         """
-        if not self.reducer.has_sync_batch_norm:
+        if not self.reducer.checks.has_sync_batch_norm():
             return
         if self.agree(amount).total() < dist.get_world_size(self.reducer.process_group):
             raise RuntimeError(
@@ -140,7 +140,7 @@ class _Hook(JoinHook):
         averages = nothing.total() != 0  # else they accumulate
         self.joinable.step(averages)
         if averages:
-            self.joinable.reducer.sending.joining = True
+            self.joinable.reducer.set_joining(True)
             self.joinable.reducer.contribute_nothing(nothing)
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -166,7 +166,7 @@ def join(
     has its forward pass inside it, too.
 
     Args:
-        reducer: what averages the gradients.
+        reducer: averages the gradients.
         divide_by_initial_world_size: divide by the number of all ranks, as if those without data
             had a gradient of zero, or only by the number of those that still have data.
         enable: False for ranks that are known to have the same number of batches.
@@ -191,10 +191,10 @@ def join(
         throw_on_early_termination,
         divide_by_initial_world_size=divide_by_initial_world_size,
     )
-    reducer.sending.joining = enable
+    reducer.set_joining(enable)
     try:
         with context:
             yield
     finally:
-        reducer.sending.joining = False
+        reducer.set_joining(False)
         hook.remove()

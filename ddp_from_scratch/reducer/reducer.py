@@ -1,11 +1,11 @@
-"""Averages a module's gradients over ranks while backward still runs: steps 2, 3 and 6.
+"""Averages a module's gradients over ranks while backward still runs.
 
-The order to read in: autograd calls `_on_gradient` for every parameter, which fills buckets and
-launches them in order; at the end of the pass it calls `_on_backward_end`, which waits for them.
+The way of one gradient, from top to bottom: `_on_gradient` (ready), `_launch_full_buckets` (pack,
+launch), `_on_backward_end` and `_finish` (wait, unpack).
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,23 +13,22 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.autograd.backward_pass import BackwardPass
-from ddp_from_scratch.autograd.graph_walk import GraphWatch
 from ddp_from_scratch.autograd.hooks import Hooks
-from ddp_from_scratch.autograd.ready_order import ReadyOrder
-from ddp_from_scratch.autograd.used_parameters import Usage
-from ddp_from_scratch.buckets.bucket import Bucket, CommHook
-from ddp_from_scratch.buckets.bucket_list import Buckets
-from ddp_from_scratch.buckets.layout import Caps, bucket_caps
-from ddp_from_scratch.checks.forward_writes import ForwardWrites, check_rescaling
-from ddp_from_scratch.checks.gradient_checks import Guard, trains
-from ddp_from_scratch.checks.module_snapshot import Snapshot
+from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.bucket_list import BucketList
+from ddp_from_scratch.buckets.gradient_bucket import BucketState, CommHook, GradientBucket
+from ddp_from_scratch.buckets.layout import AUTO, Caps, bucket_caps
+from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.checks.gradient_checks import GradientChecks
+from ddp_from_scratch.checks.module_snapshot import ModuleSnapshot
 from ddp_from_scratch.checks.stall_watch import Progress, StallWatch
 from ddp_from_scratch.group import check_group
-from ddp_from_scratch.reducer.bucket_tuning import CapSearch
-from ddp_from_scratch.reducer.comm_state import Sending
+from ddp_from_scratch.reducer.bucket_tuning import DEFAULT, BucketTuning
+from ddp_from_scratch.reducer.comm_state import CommState
+from ddp_from_scratch.reducer.stats import ReducerStats
 from ddp_from_scratch.sync.buffer_sync import BufferSync
-from ddp_from_scratch.sync.check_sync import DriftCheck
-from ddp_from_scratch.sync.gradient_weight import Share
+from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck
+from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
 
 class Reducer:
@@ -37,16 +36,16 @@ class Reducer:
 
     The phases of one backward pass:
 
-    1. mark ready: a hook on each parameter runs when its `.grad` is complete.
-    2. launch: a full bucket is all-reduced asynchronously, once every earlier bucket has been
-       launched. The order is that of the bucket's index on every rank, never that of readiness,
-       so that all ranks issue the same collectives.
-    3. finish: at the end of backward wait for every bucket in order. When `backward()` returns,
-       every `.grad` is the average over ranks.
+    - ready: a hook on each parameter runs when its `.grad` is complete, and marks it ready.
+    - pack and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously,
+      once every earlier bucket has been launched. The order is that of the bucket's index on every
+      rank, never that of readiness, so that all ranks issue the same collectives.
+    - wait and unpack: at the end of backward, for every bucket in order. When `backward()` returns,
+      every `.grad` is the average over ranks.
 
     The average is taken of what `.grad` holds, and averaging is linear: gradients accumulated under
     `no_sync()` are averaged by the next pass outside of it, and a second pass through one graph
-    adds to an average and is averaged again. After the first pass the buckets are laid out anew,
+    adds to an average and is averaged again. After the first pass the buckets are laid out again,
     in the order in which rank 0's gradients became ready (torch's DDP: before its second step).
 
     Args:
@@ -64,8 +63,8 @@ class Reducer:
         find_unused_parameters: parameters may take no part in a backward pass, others on each
             rank. `.grad` of what no rank used stays as it was, elsewhere it becomes the average.
             The buckets keep their first layout.
-        static_graph: every backward pass is as the first: what is unused, and how many gradients a
-            parameter gets. One that differs raises and names the parameter.
+        static_graph: every backward pass is as the first: the same unused parameters, and as many
+            gradients for each parameter. One that differs raises and names the parameter.
         skip_unused: do not send a bucket none of whose parameters this rank has used since the last
             average; the first sends all. All ranks must use the same ones: otherwise they wait for
             each other.
@@ -81,20 +80,20 @@ class Reducer:
             that sums are taken in the same order and have the same bits.
 
     Attributes:
+        module, device, process_group, ignore: as given; the device of the parameters.
         sync: whether backward passes average. `no_sync()` sets it to False and back.
-        sending: the comm hook, and how much this rank counts.
-        buffer_sync: sends the buffers.
-        ignore: as given.
-        on_landed: called with each flat bucket as soon as its averages are in `.grad`.
         iteration: the number of averages so far.
+        comm: the comm hook, and this rank's weight.
+        checks: of forward passes, steps and gradients.
+        buffer_sync: sends the buffers.
 
     Raises:
         ValueError: no parameter requires a gradient, this rank is not in the group, or an argument
             is out of its range.
         TypeError: `process_group` is none.
         RuntimeError: no process group is open; from a forward pass, an optimizer's step or
-            `backward()`: what `gradient_checks.py` names; from `backward()` on every rank: what has
-            drifted apart (`check_every`).
+            `backward()`: as `GradientChecks`; from `backward()` on every rank: ranks have drifted
+            apart (`check_every`).
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -118,38 +117,51 @@ class Reducer:
         ready_order: Sequence[str] | None = None,
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
-        snapshot = Snapshot(module, ignore)
+        snapshot = ModuleSnapshot(module, ignore)
         trainable = snapshot.trainable()
         check_group(process_group)
-        self._buckets = Buckets(module, trainable, process_group, caps, gradient_as_bucket_view)
-        self._search = CapSearch(bucket_cap_mb, overlap, self._buckets, process_group)
+        self._buckets = BucketList(module, trainable, process_group, caps, gradient_as_bucket_view)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
         self.sync, self.iteration = True, 0
         self.ignore = frozenset(ignore)
-        self.sending = Sending(process_group)
-        self.buffer_sync = BufferSync(module, process_group, broadcast_buffers, ignore)
-        self.on_landed: Callable[[Bucket], None] | None = None
-
+        self.comm = CommState(process_group, overlap)
+        self._pass = BackwardPass(
+            parameters,
+            self._buckets.names,
+            process_group,
+            find_unused=find_unused_parameters,
+            static_graph=static_graph,
+            skip_unused=skip_unused,
+            ready_order=ready_order,
+            on_enter=self._on_enter,
+        )
+        self._buckets.lay_out(self._pass.order.present())
+        self.checks = GradientChecks(module, snapshot, self._pass, self._buckets, process_group)
         self._skip_unused = skip_unused
-        self._snapshot = snapshot
-        self._writes: ForwardWrites | None = None  # one rank cannot differ from others
-        if dist.get_world_size(process_group) > 1:
-            check_rescaling(module, snapshot.parameters)
-            self._writes = ForwardWrites(snapshot.parameters)
         self._lock = threading.Lock()  # autograd has a thread for each device
-        self._backward = BackwardPass()
         self._next_bucket = 0  # every bucket before it has been launched
-        self._error: RuntimeError | None = None  # for when all buckets have been averaged
-        self._order = ReadyOrder(self._buckets.names, ready_order)
-        self._buckets.lay_out(self._order.present())
-        self._usage = Usage(parameters, process_group, find_unused_parameters, static_graph)
-        self._guard = Guard(module, snapshot, self._usage, self._buckets, self._backward)
-        self._graphs = GraphWatch(parameters, self._on_enter)
-        self._drift = DriftCheck(check_every, module, process_group, ignore)
-        self._stall = StallWatch(stall_after, self._progress, process_group)
+        self._error: RuntimeError | None = None  # raised when all buckets have been averaged
+
+        # Observers are called in this order: buffers and layout first, comparisons last.
+        self._observers: list[Observer] = []
+        self.buffer_sync = BufferSync(module, process_group, broadcast_buffers, ignore)
+        self.set_broadcast_buffers(broadcast_buffers)
+        self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
+        self._tuning: BucketTuning | None = None
+        if bucket_cap_mb == AUTO:
+            self._tuning = BucketTuning(self._buckets, self.comm, self._pass.order, process_group)
+            self._observers.append(self._tuning)
+        if stall_after is not None:
+            self._observers.append(StallWatch(stall_after, self._progress, process_group))
+        self._drift: DriftCheck | None = None
+        if check_every is not None:
+            self._compare_ranks(check_every)
         called = self._on_gradient, self._before_forward, self._after_forward, self._before_step
         self._hooks = Hooks(module, parameters, *called)
+
+    def __repr__(self) -> str:
+        return f"Reducer({self.stats()})"
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -164,22 +176,39 @@ class Reducer:
     @property
     def ready_order(self) -> list[str] | None:
         """The names of the parameters in the order of the final layout, or None."""
-        return self._order.final
+        return self._pass.order.final
 
     @property
     def bucket_cap_mb(self) -> float | Sequence[float] | None:
-        """As given (None: what it stands for), or what "auto" has settled on, None until then."""
-        return self._search.present.bucket_cap_mb if self._search.settled else None
-
-    @property
-    def has_sync_batch_norm(self) -> bool:
-        """Whether the module has a batch norm over several ranks, in training mode."""
-        return self._guard.has_sync_batch_norm()
+        """As given (None: the default), or the choice of "auto", None until it is made."""
+        if self._tuning is None:
+            return self._bucket_cap_mb  # type: ignore[no-any-return]
+        return self._tuning.present.bucket_cap_mb if self._tuning.settled else None
 
     @property
     def overlap(self) -> bool:
         """Whether the next backward pass launches buckets before its end."""
-        return self._search.present.overlap
+        return self.comm.overlap
+
+    def stats(self) -> ReducerStats:
+        """Settings, buckets and their sizes at this moment."""
+        used, hook = self._pass.used, self.comm.hook
+        return ReducerStats(
+            bucket_bytes=tuple(
+                sum(parameter.nbytes for parameter in bucket.parameters())
+                for bucket in self._buckets.all
+            ),
+            bucket_cap_bytes=max(self._buckets.caps),
+            parameters=len(self._buckets.parameters),
+            parameter_bytes=sum(parameter.nbytes for parameter in self._buckets.parameters),
+            iteration=self.iteration,
+            rebuilt=self.ready_order is not None,
+            overlap=self.overlap,
+            gradient_as_bucket_view=self._buckets.gradient_as_bucket_view,
+            find_unused_parameters=self._pass.varies,
+            static_graph=used is not None and used.is_static,
+            comm_hook=getattr(hook, "__qualname__", str(hook)),
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -196,17 +225,18 @@ class Reducer:
 
         With the number of samples (or tokens) that its loss is the mean over, the result is the
         gradient of the mean over the whole batch. Collective: called on every rank before the
-        backward pass. A rank with 0 runs backward, too; what it computes does not matter.
+        backward pass. A rank with 0 runs backward, too; the values it computes do not matter.
 
         Raises:
             ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
             RuntimeError: inside `join()`; on every rank, the amounts differ and the module has
                 synchronised batch norm.
         """
-        error = self._guard.unequal_weights(self.sending.weigh(amount))
-        if error is not None:
-            self.sending.count_by(None)
-            raise error
+        if self.comm.joining:
+            raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
+        weight = self.comm.agree_weight(amount)
+        self.checks.check_weight(weight)
+        self.comm.set_weight(weight)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook(state, bucket)` average each bucket from now on; see `comm_hooks`.
@@ -214,175 +244,198 @@ class Reducer:
         One that is not of `ddp.comm_hooks` has one bucket under way at a time.
 
         Raises:
-            RuntimeError: a backward pass is under way, or `CapSearch.check_hook`.
+            RuntimeError: a backward pass is under way, or `BucketTuning.check_hook`.
             TypeError: `hook` cannot be called.
         """
-        if any(bucket.begun for bucket in self._buckets):
+        if any(bucket.begun for bucket in self._buckets.all):
             raise RuntimeError("a comm hook cannot be registered while gradients are under way")
-        self._search.check_hook(hook)
-        self.sending.send_by(hook, state)
+        if self._tuning is not None:
+            self._tuning.check_hook(hook)
+        self.comm.set_hook(hook, state)
 
     def set_static_graph(self) -> None:
         """As `static_graph=True`, from the next backward pass on. Idempotent."""
-        self._usage.set_static()
+        self._pass.set_static()
 
-    def contribute_nothing(self, share: Share) -> None:
-        """Takes part in the others' next average, with a share of 0; `.grad` stays as it is."""
-        self.sending.count_by(share)
-        self._buckets.mark_rest_absent()
-        self._launch_full_buckets()
-        self._await_hook()
-        self._finish(unpack=False)
+    def set_broadcast_buffers(self, enabled: bool) -> None:
+        """As `broadcast_buffers`, from now on. On all ranks alike."""
+        self.buffer_sync.enable(enabled)
+        others = [observer for observer in self._observers if observer is not self.buffer_sync]
+        self._observers = [self.buffer_sync, *others] if enabled else others
+
+    def add_observer(self, observer: Observer) -> None:
+        """Calls it at each step of the averages from now on."""
+        self._observers.append(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Calls it no more."""
+        self._observers.remove(observer)
 
     def remove(self) -> None:
         """Takes every hook off the module, whose gradients are local from then on. Idempotent."""
         self._hooks.remove()
-        self._graphs.stop()
+        self._pass.stop()
 
-    # 1. mark ready ------------------------------------------------------------------------------
+    # Ready --------------------------------------------------------------------------------------
 
     def _on_gradient(self, index: int) -> None:
-        """The `.grad` of parameter `index` is complete. Called by autograd (`hooks.py`)."""
+        """Marks parameter `index` ready: its `.grad` is complete. Called by autograd."""
         gradient = self._buckets.parameters[index].grad
         if gradient is None:  # an undefined gradient: backward came by and brought nothing
             return
         with self._lock:
-            bucket = self._buckets.of(index)
-            if bucket.launched and not self.sync:
-                raise self._guard.second_gradient(index)
-            self._usage.note(index)
+            bucket = self._buckets.bucket_of[index]
+            filling = bucket.state is BucketState.FILLING
+            if not filling and not self.sync:
+                raise self.checks.second_gradient(index)
+            if self._pass.used is not None:
+                self._pass.used.on_gradient(index)
             if not self.sync:
                 return
             if gradient.is_sparse or gradient.requires_grad:
-                self._guard.check_gradient(index, gradient)
-            # What may be unused is told at the end of the outermost pass, whose beginning we saw.
-            if not (self._usage.may_be_unused and self._backward.begun):
-                self._backward.begin(self._on_backward_end, self._buckets.hold)
-            self._order.count(index)
-            if not self._usage.count(index):
+                self.checks.check_gradient(index, gradient)
+            if not self._pass.on_gradient(
+                index, self._on_backward_end, self._buckets.restore_grads
+            ):
                 return
-            if bucket.launched:  # not raised yet: other ranks count on this rank's other buckets
-                self._error = self._guard.second_gradient(index)
-            elif bucket.mark_ready(index, self.sending.multiplier()):
-                self._launch_early()
+            if not filling:  # not raised yet: other ranks count on this rank's other buckets
+                self._error = self.checks.second_gradient(index)
+                return
+            if bucket.packs_early:
+                bucket.pack_one(index, (self.comm.args or self.comm.agree_args()).scale)
+            if bucket.mark_ready(index) and self._may_launch_early():
+                self._launch_full_buckets()
 
     def _on_enter(self, unreached: set[int]) -> None:
-        """A backward pass has come to an output of the module, and will not reach these."""
+        """Marks these unused: a backward pass has come to an output and will not reach them."""
         with self._lock:
-            if not self.sync or self._backward.is_this:
+            if not self.sync or self._pass.is_current() or self._pass.used is None:
                 return
-            self._backward.begin(self._on_backward_end, self._buckets.hold)
-            for index in self._usage.unused(unreached):
-                self._buckets.of(index).mark_absent(index)
-            self._launch_early()
+            self._pass.begin(self._on_backward_end, self._buckets.restore_grads)
+            for index in self._pass.used.unused(unreached):
+                self._buckets.bucket_of[index].mark_unused(index)
+            if self._may_launch_early():
+                self._launch_full_buckets()
 
-    # 2. launch ----------------------------------------------------------------------------------
-
-    def _launch_early(self) -> None:
-        """During backward: launches what is full, unless that is to wait for its end."""
+    def _may_launch_early(self) -> bool:
+        """Whether full buckets are launched now, during backward, or at its end."""
         # Synchronised batch norm has collectives in backward. Two kinds of ours would come before
         # them on one rank and after them on another: those that a hook starts when others have
         # landed, and those of buckets that are full early where their parameters are unused.
-        varies = self._usage.may_be_unused or not self.sending.may_overlap()
-        if self.overlap and not (varies and self._layers_communicate()):
-            self._launch_full_buckets()
+        varies = self._pass.used is not None and self._pass.used.may_be_unused
+        if varies or not self.comm.several_at_once:
+            return self.comm.overlap and not self.checks.layers_communicate()
+        return self.comm.overlap
 
-    def _layers_communicate(self) -> bool:
-        """Whether layers have collectives in the Reducer's own group."""
-        ours = self.process_group or dist.group.WORLD
-        found = (layer.process_group or dist.group.WORLD for layer in self._snapshot.communicating)
-        return any(group is ours for group in found)
+    # Pack, launch -------------------------------------------------------------------------------
 
     def _launch_full_buckets(self) -> None:
         """Launches, in order, up to the first bucket that is not full. Idempotent."""
-        while self._next_bucket < len(self._buckets):
-            bucket = self._buckets[self._next_bucket]
-            if bucket.missing:
-                return
-            self._await_hook()
-            if not (self._skip_unused and self._usage.none_of(bucket.layout.members)):
-                bucket.launch(*self.sending.way())
+        buckets = self._buckets.all
+        while self._next_bucket < len(buckets) and not buckets[self._next_bucket].missing:
+            bucket = buckets[self._next_bucket]
+            if not self.comm.several_at_once:
+                self._await_hook()
+            if not (self._skip_unused and self._is_unused(bucket)):
+                bucket.launch(self.comm.args or self.comm.agree_args())
             self._next_bucket += 1
 
-    def _await_hook(self) -> None:
-        """Lets a hook that starts several collectives, one after the other, come to its last."""
-        if self._next_bucket and not self.sending.may_overlap():
-            self._buckets[self._next_bucket - 1].wait()
+    def _is_unused(self, bucket: GradientBucket) -> bool:
+        return self._pass.used is not None and self._pass.used.none_of(bucket.layout.members)
 
-    # 3. finish ----------------------------------------------------------------------------------
+    def _await_hook(self) -> None:
+        """Waits until a hook that starts several collectives has come to its last."""
+        if self._next_bucket and not self.comm.several_at_once:
+            self._buckets.all[self._next_bucket - 1].wait()
+
+    # Wait, unpack -------------------------------------------------------------------------------
 
     def _on_backward_end(self) -> None:
-        """Autograd's callback: launches what is left, waits for each bucket in order, unpacks.
+        """Launches the rest and finishes the average. Called by autograd when the pass is over.
 
         Where gradients are still missing nothing is unpacked: a later backward pass may bring
         them (a loss computed in parts, reentrant checkpointing), or else the next forward raises.
-        Where parameters may be unused, what is missing now is unused in this pass.
+        Where parameters may be unused, those that are missing now are unused in this pass.
         Idempotent: called again after the last bucket was unpacked, it does nothing.
         """
-        if not self._backward.end():
+        if not self._pass.end():
             return
-        if self._usage.may_be_unused:
-            self._buckets.mark_rest_absent()
-        self._launch_full_buckets()
-        self._await_hook()
-        if self._next_bucket < len(self._buckets):
-            self._buckets.hold()
+        if self._pass.used is not None and self._pass.used.may_be_unused:
+            self._buckets.mark_rest_unused()
+        if self._next_bucket < len(self._buckets.all):
+            self._launch_full_buckets()
+        if not self.comm.several_at_once:
+            self._await_hook()
+        if self._next_bucket < len(self._buckets.all):
+            self._buckets.restore_grads()
             return
         error, self._error = self._error, None
-        self._finish(unpack=error is None)
+        self._finish(takes_part=error is None)
         if error is not None:
             raise error
-        self._guard.check_static(self._usage.end_pass())
+        if self._pass.used is not None:
+            self.checks.check_static(self._pass.used.end_pass())
 
-    def _finish(self, unpack: bool = True) -> None:
-        if not self.sending.joining:  # which has sent them before forward
-            self.buffer_sync.launch()
-        used = self._usage.agree()
-        for bucket in self._buckets:
-            bucket.finish(used if unpack else ())
-            self._stall.on_finish(self.iteration, bucket)
-            if unpack and self.on_landed is not None and isinstance(bucket, Bucket):
-                self.on_landed(bucket)
-        self.buffer_sync.finish()
+    def _finish(self, takes_part: bool) -> None:
+        """Waits for every bucket in order and unpacks it, but not on a rank that takes no part."""
+        for observer in self._observers:
+            observer.on_all_launched()
+        used = None if self._pass.used is None else self._pass.used.agree()
+        for bucket in self._buckets.all:
+            bucket.finish(used if takes_part else ())
+            for observer in self._observers:
+                observer.on_landed(self.iteration, bucket)
         self._next_bucket = 0
-        self.sending.end()
+        if self.comm.weight is not None:
+            self.comm.set_weight(None)  # ranks count equally again
         self.iteration += 1
         # Here and not before a forward pass, which may be one rank's own affair (an evaluation):
         # every rank is known to take part.
-        if self.ready_order is None and not self._usage.varies:
-            self._buckets.lay_out(self._order.agree(self.device, self.process_group))
-        elif not self._search.settled:
-            self._search.on_average(self._order.present())
-        written = self._writes is not None and bool(self._writes.names)
-        self._drift.on_average(self.iteration, is_current=unpack, written=written)
+        if self._pass.order.final is None and not self._pass.varies:
+            self._buckets.lay_out(self._pass.order.agree(self.device, self.process_group))
+        if self.iteration == 1 and self._drift is None and self.checks.any_written():
+            self._compare_ranks(EVERY_AFTER_WRITES, after_writes=True)
+        for observer in tuple(self._observers):
+            observer.on_average(self.iteration, takes_part)
 
-    # Around forward, and before a step -----------------------------------------------------------
+    # In join() ----------------------------------------------------------------------------------
 
-    def check_forward(self) -> None:
-        """Raises if the forward pass that begins, one of training, would not be averaged right."""
-        self._guard.check_forward()
+    def set_joining(self, joining: bool) -> None:
+        """Leaves weights and buffers to `join()`, or takes them back."""
+        self.comm.set_joining(joining)
+        self.buffer_sync.set_joining(joining)
+
+    def contribute_nothing(self, weight: GradientWeight) -> None:
+        """Takes part in the others' next average with a weight of 0; `.grad` stays as it is."""
+        self.comm.set_weight(weight)
+        self._buckets.mark_rest_unused()
+        self._launch_full_buckets()
+        self._await_hook()
+        self._finish(takes_part=False)
+
+    # Around forward, and before a step ----------------------------------------------------------
+
+    def prepare_backward(self, outputs: object) -> None:
+        """Backward will begin at these tensors: looks for parameters that their graph misses."""
+        self._pass.on_forward(outputs)
 
     def _before_forward(self) -> None:
-        self.check_forward()
-        if self._writes is not None:
-            self._writes.on_enter(trains(self.module))
+        self.checks.before_forward()
+        self.checks.note_writes()
 
     def _after_forward(self, outputs: object) -> None:
-        if self._writes is not None:
-            written = self._writes.on_exit()
-            if written and self.iteration and not self._drift.on:
-                raise self._guard.written_late(written)
-        if self._usage.may_be_unused:
-            self._graphs.on_forward(outputs, as_before=self._usage.is_static)
-
-    def check_complete(self) -> None:
-        """Raises unless every gradient of the last backward pass has been averaged."""
-        self._guard.check_complete()
+        self.checks.after_forward(compared=self.iteration == 0 or self._drift is not None)
+        self._pass.on_forward(outputs)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.check_complete()
-        self._drift.on_step(optimizer)
+        self.checks.check_complete()
+        for observer in self._observers:
+            observer.on_step(optimizer)
+
+    def _compare_ranks(self, every: int, after_writes: bool = False) -> None:
+        self._drift = DriftCheck(every, self.module, self.process_group, self.ignore, after_writes)
+        self._observers.append(self._drift)
 
     def _progress(self) -> Progress:
-        buckets = tuple(self._buckets)  # called in a thread: they may be laid out anew meanwhile
+        buckets = self._buckets.all  # called in a thread: they may be laid out again meanwhile
         return Progress.of(self.iteration, self._next_bucket, buckets, self._buckets.names)

@@ -1,8 +1,6 @@
-"""A module's buffers, made equal on all ranks where every rank is known to take part.
+"""Buffers made equal on all ranks, at a point that every rank is known to come to.
 
-    reducer = ddp.Reducer(model, broadcast_buffers=True)
-
-They set off behind the last bucket of a backward pass that averages, and are written when it ends.
+reducer = ddp.Reducer(model, broadcast_buffers=True)
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -12,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
+from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import messages, send_tensors
 
@@ -39,23 +38,25 @@ class _Message(NamedTuple):
     work: dist.Work
 
 
-class BufferSync:
-    """Gives all ranks one rank's buffers.
+class BufferSync(Observer):
+    """Gives all ranks one rank's buffers at the end of each backward pass that averages.
 
-    1. `launch`, at the end of a backward pass that averages, when each bucket has been launched.
-    2. `finish`, when each bucket has landed: the buffers are rank 0's.
+    They are launched behind the last bucket, and written when every bucket has landed.
 
-    Not before a forward pass, as torch's DDP: that may be one rank's own (an evaluation). What a
-    forward pass finds is the same. Inside `join()`, where the rank that sends is agreed on from
-    step to step, they are sent before forward, by `in_join`.
+    Not before a forward pass, as in torch's DDP: that may be one rank's own (an evaluation). A
+    forward pass finds the same buffers either way. Inside `join()`, where the rank that sends is
+    agreed on from step to step, they are sent before forward, by `in_join`.
 
     A hook takes the place of all that: `before_forward` or `after_forward` calls it.
 
     Args:
-        module: whose buffers, those that it has at the time.
+        module: its buffers are sent, those that it has at the time.
         process_group: the ranks that take part.
-        enabled: False never sends any; may be set later, on all ranks alike.
+        enabled: False never sends any.
         ignore: names of buffers that are left alone.
+
+    Attributes:
+        enabled, hook: changed by `enable` and `set_hook`.
     """
 
     def __init__(
@@ -69,21 +70,40 @@ class BufferSync:
         self.enabled = enabled
         self.hook: BufferHook | None = None
         self._hook_is_due = True
+        self._joining = False
         self._futures: list[torch.futures.Future[Any]] = []
         self._sent: list[_Message] = []
         self._src = 0
+
+    def enable(self, enabled: bool) -> None:
+        """Sends buffers from now on, or none. On all ranks alike."""
+        self.enabled = enabled
+
+    def set_hook(self, hook: BufferHook | None) -> None:
+        """Lets a hook synchronise buffers in place of rank 0's; None takes it away."""
+        self.hook = hook
+
+    def set_joining(self, joining: bool) -> None:
+        """Leaves the sending to `in_join`, or takes it back."""
+        self._joining = joining
 
     def will_send(self) -> bool:
         """Whether there are buffers to send, by the hook or without."""
         return self.enabled and any(True for _ in self._named())
 
-    # At the end of a backward pass ----------------------------------------------------------------
+    # At the end of a backward pass --------------------------------------------------------------
+
+    def on_all_launched(self) -> None:
+        """Sends rank 0's buffers to all. Collective."""
+        if self.hook is None and not self._joining:
+            self._launch(0)
+
+    def on_average(self, iteration: int, takes_part: bool) -> None:
+        """Writes the buffers that came."""
+        self._finish()
 
     @torch.no_grad()
-    def launch(self, src: int = 0) -> None:
-        """Rank `src`'s buffers set off to all. Collective."""
-        if not self.enabled or self.hook is not None:
-            return
+    def _launch(self, src: int) -> None:
         self._src = src
         self._sent = [self._begin(some) for some in messages([b for _, b in self._named()])]
 
@@ -96,8 +116,8 @@ class BufferSync:
         work = dist.broadcast(wire, group=self._process_group, group_src=self._src, async_op=True)
         return _Message(buffers, flat, of_member(work))
 
-    def finish(self) -> None:
-        """Waits for what has been launched, and for what hooks have begun. Idempotent."""
+    def _finish(self) -> None:
+        """Waits for buffers under way, and for the futures of hooks. Idempotent."""
         sent, self._sent = self._sent, []
         for message in sent:
             message.work.wait()
@@ -132,13 +152,14 @@ class BufferSync:
             with torch.autograd._unsafe_preserve_version_counter(uncounted):  # type: ignore[attr-defined]
                 torch._foreach_copy_(buffers, values)
 
-    # Around a forward pass ------------------------------------------------------------------------
+    # Around a forward pass ----------------------------------------------------------------------
 
     def in_join(self, src: int) -> None:
         """Before a forward pass inside `join()`: rank `src`'s buffers to all. Collective."""
         if self.hook is None:
-            self.launch(src)
-            self.finish()
+            if self.enabled:
+                self._launch(src)
+                self._finish()
         elif self.hook.before:
             self._run(self.hook)
 

@@ -1,4 +1,4 @@
-"""Shows that ranks hold the same model, bit for bit, or says what differs, where, by how much."""
+"""Compares the ranks' models bit for bit, and names the first difference."""
 
 import hashlib
 import math
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.group import check_group, on_gpu_of
 from ddp_from_scratch.sync.checksum import checksums
 
-_EVERY = 100  # averages between checks that forward passes which write to parameters bring about
+EVERY_AFTER_WRITES = 100  # averages from check to check where forward writes to parameters
 _WRITTEN = (
     "Forward passes write to parameters, and not from what is the same on every rank: write to "
     "them after the step, alike on every rank, or keep in a buffer what follows a rank's data"
@@ -54,20 +55,19 @@ def check_sync(
         return _compare(_Held(module, optimizers, ignore), process_group, "")
 
 
-class DriftCheck:
+class DriftCheck(Observer):
     """`check_sync` in every so many averages of a Reducer.
 
     It takes place at the end of a backward pass that averages, where every rank is known to take
-    part: a forward pass or a step may be one rank's own affair. What is compared is thereby the
-    result of the step before.
-
-    Where `every` is None, but some rank's forward pass has written to parameters before the first
-    average, ranks are compared then, and in every hundredth average from then on: what is computed
-    from the parameters alone keeps ranks equal, what is computed from the rank's data does not.
+    part: a forward pass or a step may be one rank's own affair. So it compares the result of the
+    step before.
 
     Args:
-        every: the number of averages from one check to the next; None means as above.
+        every: the number of averages from one check to the next.
         module, process_group, ignore: as of `check_sync`.
+        after_writes: some rank's forward pass has written to parameters. The next average is
+            compared, too: a value computed from parameters alone keeps ranks equal, one computed
+            from a rank's data does not.
 
     Raises:
         ValueError: `every` is less than 1.
@@ -75,72 +75,48 @@ class DriftCheck:
 
     def __init__(
         self,
-        every: int | None,
+        every: int,
         module: torch.nn.Module,
         process_group: dist.ProcessGroup | None,
         ignore: Collection[str],
+        after_writes: bool = False,
     ) -> None:
-        if every is not None and every < 1:
+        if every < 1:
             raise ValueError(f"check_every must be 1 or more, got {every}")
-        self._every, self._written = every, False
+        self._every, self._after_writes, self._is_due = every, after_writes, after_writes
         self._module, self._process_group, self._ignore = module, process_group, ignore
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps these parameters: its state is compared from now on. Idempotent."""
-        if self._every is not None and all(known() is not optimizer for known in self._optimizers):
+        """Compares this optimizer's state, too, from now on. Idempotent."""
+        if all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    @property
-    def on(self) -> bool:
-        """Whether ranks are compared at all."""
-        return self._every is not None
-
-    def on_average(self, number: int, is_current: bool, written: bool) -> None:
-        """Compares, where it is time to. Collective.
-
-        Args:
-            number: of averages so far.
-            written: whether forward passes on this rank have written to parameters.
-            is_current: False on a rank that has run out of data: it has stepped no longer, and
-                is left out of the comparison.
+    def on_average(self, iteration: int, takes_part: bool) -> None:
+        """Compares, where it is time to. Collective; a rank that takes no part is left out.
 
         Raises:
             RuntimeError: on every rank, as `check_sync`.
         """
-        with on_gpu_of(self._module):
-            self._on_average(number, is_current, written)
-
-    def _on_average(self, number: int, is_current: bool, written: bool) -> None:
-        if number == 1 and self._every is None and self._any(written):
-            self._every, self._written = _EVERY, True
-            is_time = True
-        else:
-            is_time = self._every is not None and number % self._every == 0
-        if not is_time:
+        is_due, self._is_due = self._is_due, False
+        if not is_due and iteration % self._every:
             return
         self._optimizers = [known for known in self._optimizers if known() is not None]
-        held = None
-        if is_current:
-            alive = [found for known in self._optimizers if (found := known()) is not None]
-            held = _Held(self._module, alive, self._ignore)
-        try:
-            _compare(held, self._process_group, f"average {number}: ")
-        except RuntimeError as error:
-            if not self._written:
-                raise
-            raise RuntimeError(f"{error}. {_WRITTEN}") from None
-
-    def _any(self, written: bool) -> bool:
-        """Whether it is so on any rank. Collective."""
-        mine = torch.tensor([int(written)], device=_device(self._process_group))
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))]
-        dist.all_gather(gathered, mine, group=self._process_group)
-        return bool(torch.cat(gathered).any())
+        with on_gpu_of(self._module):
+            held = None
+            if takes_part:
+                alive = [found for known in self._optimizers if (found := known()) is not None]
+                held = _Held(self._module, alive, self._ignore)
+            try:
+                _compare(held, self._process_group, f"average {iteration}: ")
+            except RuntimeError as error:
+                if not self._after_writes:
+                    raise
+                raise RuntimeError(f"{error}. {_WRITTEN}") from None
 
 
 class _Held:
-    """What this rank holds, by what it is called in an error."""
+    """This rank's tensors and their checksums, by their names in an error."""
 
     def __init__(
         self,

@@ -1,17 +1,19 @@
-"""How much a rank's gradients count in the next average."""
+"""The weight of a rank's gradients in the next average."""
 
 import math
 
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.group import of_member
 
-class Share:
+
+class GradientWeight:
     """This rank's amount out of that of all ranks, agreed while the forward pass runs.
 
     Gradients are multiplied by `value()` before they are averaged over ranks: amount x world size
     / total. The plain average over n ranks is thereby one that is weighted by the amounts; equal
-    amounts make every share 1.
+    amounts make every weight 1.
 
     Args:
         amount: this rank's samples or tokens.
@@ -32,26 +34,25 @@ class Share:
         self._agreed: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, amount: float, process_group: dist.ProcessGroup | None) -> "Share":
+    def of(cls, amount: float, process_group: dist.ProcessGroup | None) -> "GradientWeight":
         """Starts to agree on the total. Collective: every rank gives its own amount.
 
         Args:
             amount: this rank's.
-            process_group: takes tensors on a CPU: to wait there for a number does not wait for what
-                a GPU has to do before.
+            process_group: takes tensors on a CPU. To wait there for a number does not wait for the
+                GPU's earlier work.
 
         Raises:
             ValueError: `amount` is negative or not finite.
         """
         right = 0 <= amount < math.inf
-        # The other ranks hear of it, too: they would wait for this one's gradients.
+        # A wrong amount is sent as nan before it is raised: the others would wait for this rank.
         mine = [amount, amount**2] if right else [math.nan] * 2
         sums = torch.tensor(mine, dtype=torch.float64)
         work = dist.all_reduce(sums, group=process_group, async_op=True)
         if not right:
             raise ValueError(f"a weight must be 0 or more, and finite, got {amount}")
-        assert work is not None, "this rank is not a member of the process group"
-        return cls(amount, sums, work, process_group)
+        return cls(amount, sums, of_member(work), process_group)
 
     def _agree(self) -> tuple[float, float]:
         if self._agreed is None:
@@ -77,7 +78,7 @@ class Share:
         return self._world_size * squares - total**2 <= 1e-12 * total**2
 
     def value(self) -> float:
-        """What this rank's gradients are multiplied by. Waits as `total` does.
+        """The factor of this rank's gradients. Waits as `total` does.
 
         Raises:
             ValueError: the amounts add up to zero. On every rank.

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import comm_hooks
 from ddp_from_scratch.buckets.bucket_list import make_buckets
+from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
+from ddp_from_scratch.comm_hooks import default_hooks
 
 
 class DelayedReduction:
@@ -34,8 +35,8 @@ class DelayedReduction:
     def _launch(self, gradient: torch.Tensor) -> None:
         for bucket in self._buckets:
             for index in bucket.layout.members:
-                bucket.mark_absent(index)  # with what `.grad` holds
-            bucket.launch(comm_hooks.average, self.process_group)
+                bucket.mark_unused(index)  # it contributes what `.grad` holds
+            bucket.launch(LaunchArgs(default_hooks.average, self.process_group))
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:

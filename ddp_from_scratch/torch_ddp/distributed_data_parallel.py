@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp_from_scratch.buckets.bucket import CommHook
+from ddp_from_scratch.buckets.gradient_bucket import CommHook
 from ddp_from_scratch.buckets.layout import Caps
 from ddp_from_scratch.reducer.join import JoinableReducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
@@ -27,7 +27,7 @@ from ddp_from_scratch.sync.buffer_sync import BufferHook, BufferSync
 from ddp_from_scratch.torch_ddp import arguments
 from ddp_from_scratch.torch_ddp.delayed_reduction import DelayedReduction
 from ddp_from_scratch.torch_ddp.inputs import moved
-from ddp_from_scratch.torch_ddp.logging_data import facts_of_wrapper
+from ddp_from_scratch.torch_ddp.logging_data import wrapper_data
 from ddp_from_scratch.torch_ddp.mixed_precision import (
     call_in,
     cast_buffers,
@@ -171,7 +171,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         # The module may be wrapped anew, or live on: this wrapper's hooks go with it. So nothing
         # here may keep the wrapper alive.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
-        self.buffer_sync.hook = buffer_hook
+        self.buffer_sync.set_hook(buffer_hook)
         self._joinable = JoinableReducer(self.reducer)
         if self.mixed_precision is not None:
             hook = hook_for(self.mixed_precision)
@@ -185,7 +185,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         trains = torch.is_grad_enabled() and self.module.training
         if torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
-                self.reducer.check_forward()  # before this rank waits for others that do not come
+                # Before this rank waits for others that do not come.
+                self.reducer.checks.before_forward()
             self._joinable.notify()
         if trains and not self._join_config.enable:
             self.buffer_sync.before_forward()
@@ -228,7 +229,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        self.buffer_sync.enabled = self._settings["broadcast_buffers"] = value
+        self._settings["broadcast_buffers"] = value
+        self.reducer.set_broadcast_buffers(value)
 
     broadcast_buffers = forward_sync_buffers  # its older name
 
@@ -282,11 +284,15 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _join_config(self, value: Any) -> None:
         if "_joinable" in self.__dict__:  # not yet in Joinable's own __init__
             self._joinable._join_config = value
-            self.reducer.sending.joining = value.enable
+            self.reducer.set_joining(value.enable)
+
+    def joined_before(self) -> bool:
+        """Whether a `join()` context has ended."""
+        return self._joinable.last_rank is not None
 
     def logging_data(self) -> dict[str, Any]:
         """What there is to know about this wrapper; keys as torch's where they mean the same."""
-        return facts_of_wrapper(self, self.reducer, self._builtin_hook)
+        return wrapper_data(self, self.reducer, self._builtin_hook)
 
     _get_ddp_logging_data = logging_data
 

@@ -1,47 +1,40 @@
-"""What a Reducer, and a wrapper around a module, are set to and have done: for logs."""
+"""A wrapper's settings and statistics as torch's DDP logging data."""
 
 import os
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_from_scratch.buckets.bucket_list import AnyBucket
 from ddp_from_scratch.comm_hooks.default_hooks import average
 from ddp_from_scratch.reducer.reducer import Reducer
 
 
-def facts(reducer: Reducer) -> dict[str, Any]:
+def reducer_data(reducer: Reducer) -> dict[str, Any]:
     """Settings and buckets; keys as those of torch's DDP logging data, where they mean the same."""
-    parameters = reducer._buckets.parameters
-    hook = reducer.sending.hook
-    told: dict[str, Any] = {
+    stats = reducer.stats()
+    data: dict[str, Any] = {
         "module_name": type(reducer.module).__name__,
-        "bucket_cap_bytes": max(reducer._buckets.caps),
-        "find_unused_parameters": int(reducer._usage.varies),
-        "static_graph": int(reducer._usage.is_static),
-        "gradient_as_bucket_view": int(reducer._buckets.gradient_as_bucket_view),
-        "can_set_static_graph": reducer._usage.stayed,
-        "num_parameter_tensors": len(parameters),
-        "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-        "bucket_sizes": ", ".join(str(_nbytes(bucket)) for bucket in reducer._buckets),
-        "has_rebuilt_buckets": int(reducer.ready_order is not None),
-        "iteration": reducer.iteration,
+        "bucket_cap_bytes": stats.bucket_cap_bytes,
+        "find_unused_parameters": int(stats.find_unused_parameters),
+        "static_graph": int(stats.static_graph),
+        "gradient_as_bucket_view": int(stats.gradient_as_bucket_view),
+        "num_parameter_tensors": stats.parameters,
+        "total_parameter_size_bytes": stats.parameter_bytes,
+        "bucket_sizes": ", ".join(map(str, stats.bucket_bytes)),
+        "has_rebuilt_buckets": int(stats.rebuilt),
+        "iteration": stats.iteration,
     }
-    if hook is not average:
-        told["comm_hook"] = getattr(hook, "__qualname__", str(hook))
-    return told
+    if reducer.comm.hook is not average:
+        data["comm_hook"] = stats.comm_hook
+    return data
 
 
-def _nbytes(bucket: AnyBucket) -> int:
-    return sum(parameter.nbytes for parameter in bucket.parameters())
-
-
-def facts_of_wrapper(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -> dict[str, Any]:
-    """`facts` of its Reducer, and what a `DistributedDataParallel` knows beside it."""
+def wrapper_data(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -> dict[str, Any]:
+    """`reducer_data` of its Reducer, and the settings of a `DistributedDataParallel`."""
     group = wrapper.process_group
     hook = {"comm_hook": builtin_hook} if builtin_hook else {}
     return {
-        **facts(reducer),
+        **reducer_data(reducer),
         **hook,
         "world_size": dist.get_world_size(group),
         "rank": dist.get_rank(group),
@@ -50,6 +43,6 @@ def facts_of_wrapper(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -
         "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
         "broadcast_buffers": int(wrapper.forward_sync_buffers),
         "has_sync_bn": any("SyncBatchNorm" in type(m).__name__ for m in wrapper.module.modules()),
-        "join_uneven_inputs": wrapper._joinable.last_rank is not None,
+        "join_uneven_inputs": wrapper.joined_before(),
         "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
     }

@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call
 
 from ddp_from_scratch import comm_hooks
-from ddp_from_scratch.buckets.bucket import CommHook
+from ddp_from_scratch.buckets.gradient_bucket import CommHook
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
 from ddp_from_scratch.torch_ddp.inputs import moved
 

@@ -1,4 +1,4 @@
-"""What programs use of torch's DistributedDataParallel although its name begins with `_`."""
+"""Private parts of torch's DistributedDataParallel that programs use all the same."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import comm_hooks
-from ddp_from_scratch.buckets.bucket import CommHook
+from ddp_from_scratch.buckets.gradient_bucket import CommHook
 from ddp_from_scratch.group import check_group
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.buffer_sync import BufferHook
@@ -24,7 +24,7 @@ class WrappedReducer(Reducer):
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """Backward will begin at these, whatever forward has returned."""
-        self._after_forward(outputs)
+        self.prepare_backward(outputs)
 
     def _rebuild_buckets(self) -> bool:
         """Whether it has laid its buckets out anew; never here, but at the end of an average."""
@@ -109,7 +109,7 @@ class TorchInternals:
         """
         if dist.get_rank(new_process_group) < 0:
             return
-        self.reducer.check_complete()
+        self.reducer.checks.check_complete()
         old, self.process_group = self._group, new_process_group
         if self.delayed is not None:
             self.delayed.process_group = new_process_group
@@ -133,7 +133,7 @@ class TorchInternals:
             comm_hook_location: torch's `_BufferCommHookLocation`; after forward if None.
         """
         before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
-        self.reducer.buffer_sync.hook = BufferHook(state, hook, before)
+        self.reducer.buffer_sync.set_hook(BufferHook(state, hook, before))
 
     def _default_broadcast_coalesced(
         self,

@@ -156,7 +156,7 @@ def _meet_in_mpi(backend: str) -> Placement:
 
     mpi.check_launcher()
     place = mpi.placement()
-    _require_same(backend, mpi.share(backend), place.rank)
+    _require_same(backend, mpi.broadcast_object(backend), place.rank)
     return place
 
 

@@ -15,12 +15,6 @@ from ddp_from_scratch import Reducer
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward() with create_graph=True")
 
 
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
 def model_and_batch(world):
     """A small net in float64, the whole batch and this rank's part of it."""
     torch.manual_seed(3)

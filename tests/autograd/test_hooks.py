@@ -5,18 +5,12 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_from_scratch import Reducer
 
-
-@pytest.fixture(autouse=True)
-def alone():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_a_reducer_that_goes_while_an_optimizer_steps_disturbs_nobody():

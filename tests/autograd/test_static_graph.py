@@ -6,15 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.autograd.static_graph import StaticGraph
-from tests.autograd.test_graph_walk import grads_of
-from tests.reducer.test_reducer import BYTES, Terms, mean, own, recorded
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
-
+from ddp_from_scratch.autograd.used_parameters import StaticGraph
+from tests.support.terms import BYTES, Terms, grads_of, mean, own, recorded
 
 each_view = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
 

@@ -4,233 +4,26 @@ Nothing here looks at how long anything took.
 """
 
 import json
-import math
-import os
 import signal
-import subprocess
 import sys
 import threading
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import __main__ as run_set
-from benchmarks import breakdown, compare, memory, overlap, scaling, step_time, two_hosts
+from benchmarks import breakdown, memory, overlap, scaling, step_time, two_hosts
 from benchmarks.harness import contenders, launch, timing, workloads
-from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES, Strategy
+from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES, ContenderSpec
 from benchmarks.harness.report import pyplot
-from benchmarks.harness.timing import Samples
 from ddp_from_scratch import UsageError
-from tests.support.ranks import MPIRUN, ROOT
-
-NOISE = np.random.default_rng(3)
-
-
-def run(*command, code=0):
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | MPIRUN,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
-# From samples to numbers ------------------------------------------------------------------------
-
-
-def test_a_ratio_is_taken_pair_by_pair():
-    other = Samples("b", [1.0, 10.0, 100.0])  # a machine that gets slower
-    assert Samples("a", [2.0, 20.0, 200.0]).ratio_to(other) == (2.0, 2.0, 2.0)
-    middle, low, high = Samples("a", [1.0, 20.0, 300.0]).ratio_to(other)
-    assert (middle, low, high) == (2.0, 1.0, 3.0)
-    assert Samples("a", [2.0, 11.0, 101.0]).minus(other) == (1.0, 1.0, 1.0)
-
-
-def test_the_table_compares_with_the_faster_of_torchs_settings():
-    samples = [
-        Samples(NO_COMMUNICATION, [10.0] * 3),
-        Samples(REFERENCES[0], [40.0] * 3),
-        Samples(REFERENCES[1], [20.0] * 3),
-        Samples("ours", [15.0] * 3, [7.0] * 3),
-    ]
-    lines = step_time.table([s for s in samples if not s.cpu_milliseconds]).splitlines()
-    assert "/ it on gloo" not in lines[0]  # nothing ran on gloo beside
-    lines = step_time.table([*samples[:3], Samples("ours", [15.0] * 3)]).splitlines()
-    assert lines[-1].split("  ")[0] == "ours"
-    assert "0.75 (0.75 to 0.75)" in lines[-1]
-    assert "1.50 (1.50 to 1.50)" in lines[-1]
-    assert lines[-1].endswith(" 5.0")  # exposed
-
-
-def test_hidden_share():
-    hidden = overlap.hidden_share
-    for exposed, communication, share in ((0, 8, 1.0), (8, 8, 0.0), (2, 8, 0.75), (12, 8, -0.5)):
-        assert hidden(np.full(5, exposed), np.full(5, communication)) == (share, share, share)
-    assert all(math.isnan(x) for x in hidden(np.full(5, 1.0), np.full(5, -1.0)))
-
-
-def test_overlap_of_each_cap():
-    times = {
-        NO_COMMUNICATION: 10.0,
-        "during backward, 1 MB": 12.0,
-        "at its end, 1 MB": 14.0,
-        "torch DDP, 1 MB": 13.0,
-        "during backward, 25 MB": 11.0,
-        "at its end, 25 MB": 14.0,
-        "torch DDP, 25 MB": 16.0,
-    }
-    assert {s.name for s in overlap.strategies([1.0, 25.0])} == times.keys()
-    samples = [Samples(name, [time] * 4) for name, time in times.items()]
-    small, large = overlap.overlaps(samples, [1.0, 25.0])
-    assert (small.exposed, small.hidden[0], small.torch_hidden[0]) == (2.0, 0.5, 0.25)
-    assert (large.exposed, large.hidden[0], large.torch_hidden[0]) == (1.0, 0.75, -0.5)
-    rows = overlap.table([small, large], samples[0]).splitlines()[2:4]
-    assert ["12.0 *" in rows[0], "13.0 *" in rows[0], "11.0 *" in rows[1], "16.0 *" in rows[1]] == [
-        False,
-        True,
-        True,
-        False,
-    ]
-
-
-def test_what_auto_settled_on_is_told_beside_the_best():
-    times = {"during backward, 1 MB": 10.0, "at its end, 1 MB": 8.0, "torch DDP, 1 MB": 1.0}
-    samples = [Samples(name, [time] * 4) for name, time in (times | {"auto": 10.0}).items()]
-    told = overlap.told_of_auto(samples, {"bucket_cap_mb": 4.0, "overlap": True})
-    assert told == (
-        "auto: bucket_cap_mb=4.0, during backward: 10.0 ms, 1.250 (1.250 to 1.250) x the best "
-        "of the sweep (over all rounds at its end, 1 MB, 8.0 ms)"
-    )
-
-
-def test_the_best_is_not_compared_in_the_rounds_that_made_it_the_best():
-    auto = Samples("auto", [10.0] * 4)
-    lucky = [Samples("first", [5.0, 10.0, 5.0, 10.0]), Samples("then", [10.0, 5.0, 10.0, 5.0])]
-    assert overlap.ratio_to_best(auto, lucky) == (1.0, 1.0, 1.0)
-
-
-ROLLUP = """5600-7fff ---p 00000000 00:00 0   [rollup]
-Rss:              900 kB
-Pss:              500 kB
-Pss_Anon:         100 kB
-Pss_File:         380 kB
-Pss_Shmem:         20 kB
-Private_Clean:    300 kB
-Private_Dirty:     90 kB
-"""
-
-
-def test_memory_counts_no_files_and_what_is_shared_once():
-    assert memory.parse_rollup(ROLLUP) == memory.Memory(90 * 1024, 120 * 1024)
-    # Two ranks, before and in four phases; the peaks of the node are those of one phase.
-    sample = {
-        "name": "a",
-        "private": [[10, 15, 90, 30, 30, 30], [20, 70, 25, 30, 30, 31]],
-        "node": [[10, 15, 90, 30, 30, 30], [20, 70, 25, 30, 30, 31]],
-    }
-    assert memory.growth(sample, "private") == 80
-    assert memory.growth(sample, "node") == 85
-    assert memory.growth(sample, "private", steady=True) == 20
-    assert memory.growth(sample, "node", steady=True) == 31
-
-
-def test_memory_of_this_process_grows_with_what_it_allocates():
-    if not memory.ROLLUP.exists():
-        pytest.skip("no /proc/self/smaps_rollup")
-    with memory.Watch(torch.device("cpu")) as watch:
-        before = watch.peak()
-        kept = torch.ones(2**22)
-        after = watch.peak()
-    size = kept.nbytes
-    for growth in (after.private - before.private, after.node - before.node):
-        assert 0.9 * size < growth < 1.5 * size
-
-
-# compare ----------------------------------------------------------------------------------------
-
-
-def result_file(path, times, *, slower_machine=1.0, **settings):
-    """A file of 40 rounds in which each contender takes its time, within 5 %."""
-    weather = slower_machine * (1 + 0.5 * NOISE.random(40))  # slows all contenders of a round
-    content = {
-        "settings": {"benchmark": "step_time", "nproc": 2, **settings},
-        "machine": {"cores": 2},
-        "samples": [
-            {"name": name, "milliseconds": list(t * weather * (1 + 0.05 * NOISE.random(40)))}
-            for name, t in times.items()
-        ],
-    }
-    path.write_text(json.dumps(content))
-    return path
-
-
-def verdicts(old, new, **options):
-    old, new = compare.read(old), compare.read(new)
-    reference = compare.common_reference(old, new, options.pop("reference", None))
-    return {c.name: c.verdict for c in compare.compare(old, new, reference, **options)}
-
-
-def compare_files(monkeypatch, *paths):
-    monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths)])
-    return compare.main()
-
-
-def test_compare_tells_what_got_slower_and_faster_on_another_machine(tmp_path, monkeypatch, capsys):
-    before = {NO_COMMUNICATION: 10, "a": 20, "b": 20, "c": 20, "gone": 5}
-    after = {NO_COMMUNICATION: 10, "a": 20, "b": 24, "c": 16, "new": 5}
-    old = result_file(tmp_path / "old.json", before)
-    new = result_file(tmp_path / "new.json", after, slower_machine=7.0)
-    assert verdicts(old, new) == {"a": "", "b": "slower", "c": "faster"}
-    assert verdicts(old, new, at_least=0.3) == {"a": "", "b": "", "c": ""}
-    assert verdicts(old, new, reference="b") == {NO_COMMUNICATION: "faster"} | {
-        "a": "faster",
-        "c": "faster",
-    }
-    assert compare_files(monkeypatch, old, old) == 0
-    capsys.readouterr()
-    assert compare_files(monkeypatch, old, new) == 1
-    told = capsys.readouterr().out
-    assert "only in the old file: gone" in told
-    assert "only in the new file: new" in told
-
-
-def test_compare_finds_nothing_in_noise(tmp_path):
-    times = {NO_COMMUNICATION: 10, **{f"contender {i}": 20 for i in range(8)}}
-    old, new = (result_file(tmp_path / name, times) for name in ("old.json", "new.json"))
-    assert set(verdicts(old, new).values()) == {""}
-
-
-def test_compare_refuses_what_cannot_be_compared(tmp_path):
-    good = result_file(tmp_path / "good.json", {NO_COMMUNICATION: 1, "a": 2})
-    other = result_file(tmp_path / "other.json", {NO_COMMUNICATION: 1, "a": 2}, nproc=4)
-    with pytest.raises(UsageError, match="different benchmarks: nproc 2 and 4"):
-        verdicts(good, other)
-    with pytest.raises(UsageError, match="not in both files: b"):
-        verdicts(good, good, reference="b")
-    for text, told in (
-        ("{", "no timed contenders"),
-        ("[]", "no timed contenders"),
-        ('{"samples": {"256": {"gloo": [1.0]}}}', "no timed contenders"),
-        ('{"samples": [], "machine": {}, "settings": {}}', "two or more times"),
-    ):
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(UsageError, match=told):
-            compare.read(tmp_path / "bad.json")
-    missing = run("-m", "benchmarks.compare", str(good), str(tmp_path / "none.json"), code=2)
-    assert missing.stderr.count("\n") == 1
-
-
-# What trains ------------------------------------------------------------------------------------
+from tests.benchmarks.test_figures import compare_files, run
+from tests.support.ranks import ROOT
 
 TINY = workloads.Workload(
     "tiny",
     lambda: workloads.Transformer(11, 5, width=8, heads=2, depth=1),
-    lambda: workloads._text(2, 5, 11),
+    lambda: workloads.text_batch(2, 5, 11),
 )
 
 
@@ -255,9 +48,9 @@ def test_a_transformer_sees_no_later_token():
     assert not torch.allclose(before[4], changed[4])
 
 
-def all_strategies(world, gloo):
+def all_contenders(world, gloo):
     group = torch.distributed.new_group(backend="gloo") if gloo else None
-    chosen = step_time.strategies(world.backend, None)
+    chosen = step_time.specs(world.backend, None)
     torch.manual_seed(world.rank)
     compared = contenders.contenders(TINY, world.device, chosen, group)
     rounds = timing.rounds_for(None, 2, world.device, "")
@@ -271,8 +64,8 @@ def all_strategies(world, gloo):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_every_strategy_trains_to_the_same_parameters(ranks, backend):
-    everyone = ranks(backend, 2)(all_strategies, backend == "mpi")
+def test_every_contender_trains_to_the_same_parameters(ranks, backend):
+    everyone = ranks(backend, 2)(all_contenders, backend == "mpi")
     assert everyone[0] == everyone[1]  # the slowest rank's
 
 
@@ -283,24 +76,22 @@ def diverging(world):
             training.forward, training.zero_grad, lambda loss: training.update(2 * loss)
         )
 
-    references = [s for s in contenders.STRATEGIES if s.name in REFERENCES]
+    references = [s for s in contenders.CONTENDERS if s.name in REFERENCES]
     cases = {
-        "not averaged": ([*references, Strategy("x", contenders.alone)], "not the same on all"),
-        "another gradient": ([*references, Strategy("x", wrong)], "x and torch DDP, default have"),
+        contenders.alone: "not the same on all",
+        wrong: "x and torch DDP, default have",
     }
-    for chosen, told in cases.values():
+    for prepare, error in cases.items():
+        chosen = [*references, ContenderSpec("x", prepare)]
         torch.manual_seed(world.rank)
         compared = contenders.contenders(TINY, world.device, chosen)
         timing.interleave(compared, range(1), world.device)
-        with pytest.raises(RuntimeError, match=told):
+        with pytest.raises(RuntimeError, match=error):
             timing.check_equal(compared)
 
 
 def test_what_did_not_train_alike_is_not_compared(ranks):
     ranks("gloo", 2)(diverging)
-
-
-# The programs -----------------------------------------------------------------------------------
 
 
 def test_options(monkeypatch, capsys):
@@ -377,6 +168,7 @@ def _enter(part):
         pass
 
 
+@pytest.mark.slow
 def test_breakdown_finds_each_contenders_parts(tmp_path):
     options = ["--backend", "mpi", "--model", "layers500", "--rounds", "3"]
     done = run("-m", "benchmarks.breakdown", *options, "--results", str(tmp_path))

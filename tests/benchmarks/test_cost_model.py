@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import cost_model
 from benchmarks.cost_model import predict
-from benchmarks.costs import (
+from benchmarks.harness.costs import (
     Errors,
     Link,
     Measured,
@@ -202,7 +202,7 @@ def test_command_reads_predicts_and_draws(tmp_path, capsys):
     assert cost_model.read("mpi", tmp_path) == []
     runs = {"gloo": cost_model.read("gloo", tmp_path)}
     assert [run.ranks for run in runs["gloo"]] == [1, 2, 4]
-    cost_model.tell(runs, cost_model.parse(["--per-host", "4", "--results", str(tmp_path)]))
+    cost_model.report(runs, cost_model.parse(["--per-host", "4", "--results", str(tmp_path)]))
     printed = capsys.readouterr().out
     assert "100 us" in printed  # alpha
     assert "0 % (worst 0 %," in printed

@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks import __main__ as run_set
 from benchmarks import allreduce, scaling, two_hosts
-from benchmarks.costs import Shape
 from benchmarks.harness import launch, network
 from benchmarks.harness.contenders import NO_COMMUNICATION, Contender
+from benchmarks.harness.costs import Shape
 from benchmarks.harness.report import RESULTS, pyplot
 from benchmarks.harness.wire_contenders import BF16, POWER_SGD, REDUCER, SGD, TORCH
 from benchmarks.harness.wire_meter import Meter, Result, check_crossed, limit_ms, with_computing
@@ -222,7 +222,7 @@ def test_the_set_has_the_ranks_write_where_it_reads(tmp_path, monkeypatch, capsy
 def test_hosts_are_left_out_where_they_cannot_be(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda tool, **_: f"/bin/{tool}")
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    assert run_set.where_two_hosts_are() == "network namespaces need root"
+    assert run_set.needs_two_hosts() == "network namespaces need root"
 
 
 # As root ------------------------------------------------------------------------------------
@@ -240,6 +240,7 @@ def namespaces(pid):
     return [line for line in listed.splitlines() if line.startswith(f"ddp-{pid}-")]
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.usefixtures("root")
 def test_ctrl_c_leaves_no_host_behind():
@@ -296,6 +297,7 @@ with process_group(os.environ["CROSSING"]) as world:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.usefixtures("root")
 @pytest.mark.parametrize(("backend", "times"), [("gloo", 1.5), ("mpi", 1.0)])
@@ -311,6 +313,7 @@ def test_what_a_flat_ring_and_a_hierarchy_send(backend, times, monkeypatch):
         assert times * 16e6 <= bytes_of_host <= 1.1 * times * 16e6
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.usefixtures("root")
 def test_a_rank_that_fails_ends_all():
@@ -344,7 +347,7 @@ def test_a_group_of_one_rank_has_no_bus(tmp_path, monkeypatch, capsys):
     drawn = {}
     monkeypatch.setattr(allreduce, "draw_lines", lambda *_, **named: drawn.update(_[3]))
     seconds = {"mpi": [1e-3], allreduce.ALONE: [1e-3], allreduce.COPY: [1e-3]}
-    allreduce.tell("mpi", "float32", 4, {10**6: seconds}, tmp_path)
+    allreduce.report("mpi", "float32", 4, {10**6: seconds}, tmp_path)
     assert drawn == {"mpi": [(10**6, 1.5)], allreduce.COPY: [(10**6, 1.0)]}
     assert capsys.readouterr().out.splitlines()[-2].split()[1:] == [
         *("1,000", "us", "1.50"),

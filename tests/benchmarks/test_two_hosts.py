@@ -15,6 +15,8 @@ CHECKED = re.compile(r"parameters ([0-9a-f]{16}), bit-identical on 3 ranks\n")
 STEPS = 14  # 1,437 images, 3 ranks, batches of 32
 GRADIENT_BYTES = 4 * (64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10)  # of the MLP, for 8x8
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:

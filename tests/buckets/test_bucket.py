@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.gradient_bucket import BucketState, LaunchArgs
 from ddp_from_scratch.buckets.layout import Gradient, assign_buckets
 from ddp_from_scratch.buckets.memory import lies_at
 
@@ -63,7 +64,7 @@ def test_packs_its_gradients_one_behind_the_other(as_view):
     weight, bias = parameter(2, 2), parameter(3)
     bucket, hook = make(weight, bias, as_view=as_view), Doubled()
     fill(weight), fill(bias, 10)
-    bucket.launch(hook)
+    bucket.launch(LaunchArgs(hook, None))
     assert [buffer.tolist() for buffer in hook.sent] == [[0, 1, 2, 3, 10, 11, 12]]
 
 
@@ -72,11 +73,11 @@ def test_average_is_in_grad_after_finish_and_not_before(as_view):
     weight, bias = parameter(2, 2), parameter(3)
     bucket, hook = make(weight, bias, as_view=as_view), Doubled()
     fill(weight), fill(bias, 10)
-    bucket.launch(hook)
-    assert bucket.launched
+    bucket.launch(LaunchArgs(hook, None))
+    assert bucket.state is BucketState.LAUNCHED
     assert bias.grad.tolist() == [10, 11, 12]
     bucket.finish()
-    assert not bucket.launched
+    assert bucket.state is BucketState.FILLING
     assert weight.grad.tolist() == [[0, 2], [4, 6]]
     assert bias.grad.tolist() == [20, 22, 24]
 
@@ -88,7 +89,7 @@ def test_finish_is_idempotent(as_view):
     bucket.finish()
     assert p.grad is None
     fill(p, 1)
-    bucket.launch(hook)
+    bucket.launch(LaunchArgs(hook, None))
     bucket.finish()
     bucket.finish()
     assert len(hook.sent) == 1
@@ -99,7 +100,7 @@ def test_finish_waits_for_every_member_again():
     bucket = make(parameter(1))
     fill(bucket.parameters()[0])
     assert bucket.mark_ready(0)
-    bucket.launch(Doubled())
+    bucket.launch(LaunchArgs(Doubled(), None))
     assert not bucket.missing
     bucket.finish()
     assert bucket.missing == {0}
@@ -111,7 +112,7 @@ def test_a_gradient_that_changes_before_the_launch_is_sent_as_it_is_then():
     fill(p, 1)
     bucket.mark_ready(0)
     fill(p, 1)
-    bucket.launch(hook)
+    bucket.launch(LaunchArgs(hook, None))
     assert hook.sent[0].tolist() == [2, 4]
 
 
@@ -124,7 +125,7 @@ def test_failed_wait_is_raised_and_leaves_grad_alone():
     p = parameter(2)
     bucket = make(p)
     fill(p, 1)
-    bucket.launch(failing)
+    bucket.launch(LaunchArgs(failing, None))
     with pytest.raises(RuntimeError, match="a peer died"):
         bucket.finish()
     assert p.grad.tolist() == [1, 2]
@@ -151,7 +152,7 @@ def test_every_memory_layout_comes_back_element_for_element(build, as_view):
     bucket = make(before, p, after, as_view=as_view)
     fill(before, 50), fill(after, 60)
     expected = fill(p, 1)
-    bucket.launch(Doubled())
+    bucket.launch(LaunchArgs(Doubled(), None))
     bucket.finish()
     assert torch.equal(p.grad, 2 * expected)
     assert (before.grad.item(), after.grad.item()) == (100, 120)
@@ -183,7 +184,7 @@ def test_gradient_as_bucket_view_copies_nothing_once_grad_lies_there(name, monke
     p = LAYOUTS[name]()
     bucket = make(p, as_view=True)
     fill(p)
-    bucket.launch(Doubled())
+    bucket.launch(LaunchArgs(Doubled(), None))
     bucket.finish()
     assert lies_at(p.grad, bucket.views[0])
 
@@ -194,7 +195,7 @@ def test_gradient_as_bucket_view_copies_nothing_once_grad_lies_there(name, monke
     p.grad.zero_()
     expected = fill(p, 1)
     assert lies_at(p.grad, bucket.views[0])  # autograd accumulated in place
-    bucket.launch(Doubled())
+    bucket.launch(LaunchArgs(Doubled(), None))
     bucket.finish()
     assert torch.equal(p.grad, 2 * expected)
 
@@ -206,7 +207,7 @@ def test_gradient_as_bucket_view_takes_a_new_gradient_in():
     for start in (1, 5):
         p.grad = None
         fill(p, start)
-        bucket.launch(Doubled())
+        bucket.launch(LaunchArgs(Doubled(), None))
         bucket.finish()
         assert lies_at(p.grad, bucket.views[0])
         assert p.grad.tolist() == [2 * start, 2 * start + 2]
@@ -217,7 +218,7 @@ def test_without_views_grad_keeps_its_own_memory():
     bucket = make(p)
     fill(p, 1)
     memory = p.grad.data_ptr()
-    bucket.launch(Doubled())
+    bucket.launch(LaunchArgs(Doubled(), None))
     bucket.finish()
     assert p.grad.data_ptr() == memory
     bucket.buffer().zero_()
@@ -229,7 +230,7 @@ def test_buffer_has_the_dtype_of_its_parameters(dtype):
     p = parameter(2, dtype=dtype)
     bucket = make(p)
     fill(p, 1)
-    bucket.launch(Doubled())
+    bucket.launch(LaunchArgs(Doubled(), None))
     bucket.finish()
     assert bucket.buffer().dtype == dtype
     assert p.grad.tolist() == [2, 4]
@@ -253,7 +254,7 @@ def test_a_hook_sees_gradients_and_parameters():
         assert bucket.buffer().tolist() == [0, 1, 2, 3, 7, 7, 7]
         return Doubled()(state, bucket)
 
-    bucket.launch(hook, "state")
+    bucket.launch(LaunchArgs(hook, "state"))
     bucket.finish()
     assert seen == [[[0, 1], [2, 3]], [10, 11, 12]]
     assert bias.grad.tolist() == [14, 14, 14]
@@ -274,7 +275,7 @@ def test_set_buffer_lasts_until_the_average_is_in_grad(as_view):
             future.set_result(bucket.buffer())
             return future
 
-        bucket.launch(halved)
+        bucket.launch(LaunchArgs(halved, None))
         bucket.finish()
         assert p.grad.tolist() == [start, start + 1]
         assert p.grad.dtype == torch.float32
@@ -294,7 +295,7 @@ def test_a_hook_that_returns_no_future_is_named():
         return bucket.buffer()
 
     with pytest.raises(TypeError, match=r"Future, wrong returned Tensor"):
-        bucket.launch(wrong)
+        bucket.launch(LaunchArgs(wrong, None))
 
 
 def test_a_future_that_gives_no_tensor_is_named():
@@ -307,7 +308,7 @@ def test_a_future_that_gives_no_tensor_is_named():
         future.set_result(3)
         return future
 
-    bucket.launch(wrong)
+    bucket.launch(LaunchArgs(wrong, None))
     with pytest.raises(TypeError, match="must give a tensor, got int"):
         bucket.finish()
 
@@ -321,8 +322,9 @@ def test_absent_counts_and_contributes_zeros():
     bucket._flat.fill_(9)
     fill(one, 1)
     assert not bucket.mark_ready(0)
-    assert bucket.mark_absent(1)
-    bucket.launch(hook)
+    bucket.mark_unused(1)
+    assert not bucket.missing
+    bucket.launch(LaunchArgs(hook, None))
     assert hook.sent[0].tolist() == [1, 2, 0]
 
 
@@ -332,13 +334,13 @@ def test_absent_gets_the_average_where_another_rank_used_it(as_view):
     bucket = make(one, other, as_view=as_view)
     fill(one, 1)
     bucket.mark_ready(0)
-    bucket.mark_absent(1)
+    bucket.mark_unused(1)
 
     def others_add_three(state, bucket):
         bucket.buffer().add_(3)
         return Doubled()(state, bucket)
 
-    bucket.launch(others_add_three)
+    bucket.launch(LaunchArgs(others_add_three, None))
     bucket.finish({0, 1})
     assert one.grad.tolist() == [8, 10]
     assert other.grad.tolist() == [6]
@@ -354,13 +356,13 @@ def test_grad_of_what_nobody_used_stays_as_it_is(as_view):
         if old is not None:  # of an earlier step, lying in the bucket if gradients are views
             fill(one), fill(other, 5)
             bucket.mark_ready(0), bucket.mark_ready(1)
-            bucket.hold(), bucket.reset()
+            bucket.restore_grads(), bucket.finish()
         one.grad = None
         fill(one, 1)
         bucket.mark_ready(0)
-        bucket.mark_absent(1)
+        bucket.mark_unused(1)
         hook = Doubled()
-        bucket.launch(hook)
+        bucket.launch(LaunchArgs(hook, None))
         assert hook.sent[0].tolist() == [1, 2, old or 0]
         bucket.finish({0})
         assert one.grad.tolist() == [2, 4]
@@ -370,18 +372,25 @@ def test_grad_of_what_nobody_used_stays_as_it_is(as_view):
 def test_a_gradient_that_comes_after_all_is_packed():
     p = parameter(2)
     bucket, hook = make(p), Doubled()
-    bucket.mark_absent(0)
+    bucket.mark_unused(0)
     fill(p, 1)
     bucket.mark_ready(0)
-    bucket.launch(hook)
+    bucket.launch(LaunchArgs(hook, None))
     assert hook.sent[0].tolist() == [1, 2]
+
+
+def arrive(bucket, index, scale):
+    """As the Reducer does with each gradient."""
+    if bucket.packs_early:
+        bucket.pack_one(index, scale)
+    bucket.mark_ready(index)
 
 
 def test_large_gradients_lie_in_the_bucket_at_once(small):
     p = parameter(2)
     bucket = make(p, as_view=True)
     fill(p, 2)
-    bucket.mark_ready(0, 0.5)
+    arrive(bucket, 0, 0.5)
     if small:
         assert p.grad.tolist() == [2, 3]
     else:
@@ -394,10 +403,10 @@ def test_a_second_gradient_before_the_launch_is_added(as_view):
     p = parameter(2)
     bucket, hook = make(p, as_view=as_view), Doubled()
     fill(p, 2)
-    bucket.mark_ready(0, 0.5)
+    arrive(bucket, 0, 0.5)
     fill(p, 4)
-    bucket.mark_ready(0, 0.5)
-    bucket.launch(hook, None, 1.0, 0.5)
+    arrive(bucket, 0, 0.5)
+    bucket.launch(LaunchArgs(hook, None, scale=0.5))
     bucket.finish()
     assert hook.sent[0].tolist() == [3, 4]
     assert p.grad.tolist() == [6, 8]
@@ -409,13 +418,13 @@ def test_held_gradients_are_what_they_were(as_view):
     one, other = parameter(2), parameter(1)
     bucket, hook = make(one, other, as_view=as_view), Doubled()
     fill(one, 3)
-    bucket.mark_ready(0, 0.5)
-    bucket.hold()
+    arrive(bucket, 0, 0.5)
+    bucket.restore_grads()
     assert one.grad.tolist() == [3, 4]
     fill(one), fill(other, 7)
-    bucket.mark_ready(0, 0.5), bucket.mark_ready(1, 0.5)
-    bucket.launch(hook, None, 1.0, 0.5)
-    bucket.hold()  # too late
+    arrive(bucket, 0, 0.5), arrive(bucket, 1, 0.5)
+    bucket.launch(LaunchArgs(hook, None, scale=0.5))
+    bucket.restore_grads()  # too late
     bucket.finish()
     assert hook.sent[0].tolist() == [1.5, 2.5, 3.5]
     assert one.grad.tolist() == [3, 5]
@@ -426,11 +435,11 @@ def test_share_weighs_the_gradients(as_view):
     p = parameter(2)
     bucket, hook = make(p, as_view=as_view), Doubled()
     fill(p, 1)
-    bucket.launch(hook, None, 0.5)
+    bucket.launch(LaunchArgs(hook, None, 0.5, 0.5))
     bucket.finish()
     assert hook.sent[0].tolist() == [0.5, 1]
     p.grad = torch.full((2,), float("nan"))
-    bucket.launch(hook, None, 0.0)
+    bucket.launch(LaunchArgs(hook, None, 0.0))
     assert hook.sent[1].tolist() == [0, 0]
 
 
@@ -440,9 +449,12 @@ def test_a_share_of_nothing_leaves_grad_alone(as_view):
     bucket, hook = make(p, as_view=as_view), Doubled()
     fill(p, 1)
     bucket.mark_ready(0)
-    bucket.hold(), bucket.reset()  # of before; it lies in the bucket if gradients are views
-    bucket.mark_absent(0)
-    bucket.launch(hook, None, 0.0)
+    (
+        bucket.restore_grads(),
+        bucket.finish(),
+    )  # of before; it lies in the bucket if gradients are views
+    bucket.mark_unused(0)
+    bucket.launch(LaunchArgs(hook, None, 0.0))
     bucket.finish(used=())
     assert hook.sent[0].tolist() == [0, 0]
     assert p.grad.tolist() == [1, 2]

@@ -17,17 +17,6 @@ import ddp_from_scratch as ddp
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
 
 
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
-
-
 def table(rows=10, width=2, dtype=torch.float32):
     layer = nn.Embedding(rows, width, sparse=True, dtype=dtype)
     with torch.no_grad():

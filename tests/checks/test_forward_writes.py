@@ -9,12 +9,6 @@ from ddp_from_scratch import DistributedDataParallel, Reducer, broadcast_paramet
 from ddp_from_scratch.checks.forward_writes import ForwardWrites
 
 
-@pytest.fixture(params=["gloo-2", "mpi-2", "gloo-3"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
 def test_a_write_is_named():
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
     writes = ForwardWrites({"a": a, "b": b})

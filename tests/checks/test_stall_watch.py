@@ -16,15 +16,11 @@ from torch import nn
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.buckets.bucket_list import make_buckets
+from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.checks import stall_watch
 from ddp_from_scratch.checks.stall_watch import Progress
 
 AFTER_S = 0.3
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def trio(ranks, request):
-    return ranks(request.param, 3)
 
 
 class Layers(nn.Module):
@@ -173,7 +169,7 @@ def test_progress_in_words():
         p.grad = torch.ones(1)
     under_way = torch.futures.Future()
     buckets[0].mark_ready(0)
-    buckets[0].launch(lambda state, bucket: under_way)
+    buckets[0].launch(LaunchArgs(lambda state, bucket: under_way, None))
     buckets[1].mark_ready(13)
     told = "2 of 14 gradients have arrived, bucket 1 waits for p1, p2, p3, p4, p5, p6, p7, p8, p9, "
     told += "p10 and 2 more"
@@ -183,7 +179,7 @@ def test_progress_in_words():
     for k in range(1, 13):
         buckets[1].mark_ready(k)
     late = torch.futures.Future()
-    buckets[1].launch(lambda state, bucket: late)
+    buckets[1].launch(LaunchArgs(lambda state, bucket: late, None))
     now = Progress.of(5, 2, buckets, names)
     assert now == Progress(
         5, "bucket 1 of 2 (p1, p2, p3 and 10 more)", "14 of 14 gradients have arrived"
@@ -208,7 +204,7 @@ def test_a_gpu_that_waits_behind_the_host():
     event = Event()
     flying = deque([(1, 0, event)])
     watcher = stall_watch._Watcher(1.0, lambda: lambda: host, flying, "", 0, 1, threading.Event())
-    told = f"all gradients of step 1 have arrived, and since then {host.told}"
+    told = f"all gradients of step 1 have arrived, and since then {host.text}"
     first = watcher._look(None)
     assert first == Progress(1, "bucket 0", told)
     assert watcher._look(first) == first, "nothing has happened"

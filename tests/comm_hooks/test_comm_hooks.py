@@ -26,8 +26,10 @@ from torch.nn.functional import mse_loss
 from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks, convert_sync_batchnorm
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.bucket_list import make_buckets
+from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.buckets.layout import BucketLayout
-from tests.reducer.test_reducer import Terms
+from ddp_from_scratch.comm_hooks import default_hooks as our_hooks
+from tests.support.terms import Terms
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 OURS = {
@@ -39,17 +41,6 @@ OURS = {
 each_of_ours = pytest.mark.parametrize("name", OURS)
 
 
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
-
-
 def bucket_of(values: torch.Tensor) -> Bucket:
     parameter = nn.Parameter(torch.zeros_like(values))
     parameter.grad = values
@@ -58,7 +49,7 @@ def bucket_of(values: torch.Tensor) -> Bucket:
 
 def averaged(values: torch.Tensor, hook) -> torch.Tensor:
     bucket = bucket_of(values)
-    bucket.launch(hook)
+    bucket.launch(LaunchArgs(hook, None))
     bucket.finish()
     return bucket.parameters()[0].grad
 
@@ -117,7 +108,7 @@ def several_averages_at_once(world):
         bucket_of(torch.full((k + 1,), n * (world.rank + k), dtype=torch.float32)) for k in range(3)
     ]
     for bucket in buckets:
-        bucket.launch(OURS["full"])
+        bucket.launch(LaunchArgs(OURS["full"], None))
     for bucket in reversed(buckets):
         bucket.finish()
     for k, bucket in enumerate(buckets):
@@ -396,7 +387,7 @@ def registered_by_torchs_enum(world):
     model, x, y = build(world)
     reducer = Reducer(model)
     register_ddp_comm_hook(DDPCommHookType.NOOP, reducer)
-    assert reducer.sending.hook is debugging_hooks.noop_hook
+    assert reducer.comm.hook is debugging_hooks.noop_hook
     mse_loss(model(x), y).backward()
     local = torch.autograd.grad(mse_loss(model(x), y), [model[0].weight])[0]
     assert torch.equal(model[0].weight.grad, local)
@@ -408,7 +399,7 @@ def test_torchs_enum_registers_on_a_reducer(ranks):
 
 def divided_by_backend(world):
     hook, factor = comm_hooks.while_packing(comm_hooks.average, None)
-    return hook is comm_hooks._average_by_backend, factor
+    return hook is our_hooks._average_by_backend, factor
 
 
 def test_the_backend_divides_where_it_is_exact(ranks):
@@ -425,7 +416,7 @@ def test_nccl_divides_unless_it_has_one_rank(monkeypatch, world_size, divides):
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
     hook, factor = comm_hooks.while_packing(comm_hooks.average, None)
-    assert (hook is comm_hooks._average_by_backend, factor) == (divides, 1.0)
+    assert (hook is our_hooks._average_by_backend, factor) == (divides, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -444,8 +435,8 @@ def test_a_third_is_not_rounded_to_16_bits(monkeypatch, dtype, ranks, sent):
     bucket.buffer().fill_(3)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
     monkeypatch.setattr(
-        comm_hooks,
+        our_hooks,
         "_all_reduce",
         lambda tensor, group, op=dist.ReduceOp.SUM: (tensor.item(), op),
     )
-    assert comm_hooks._average_by_backend(None, bucket) == sent
+    assert our_hooks._average_by_backend(None, bucket) == sent

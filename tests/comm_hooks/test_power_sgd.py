@@ -13,17 +13,6 @@ from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState, power_sgd_hook
 from tests.comm_hooks.test_comm_hooks import assert_one_model, build, train
 
 
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
-
-
 class Given(nn.Module):
     """The gradient of `matrix` is what the loss is called with; so is that of `vector`."""
 

@@ -16,11 +16,6 @@ import ddp_from_scratch as ddp
 STEPS = 4
 
 
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
-
-
 def in_both(world, program):
     """The parameters after `program(world)` with ours, and after it with torch's."""
     results = []
@@ -113,6 +108,7 @@ def with_timm(world):
         in_both(world, timm_training(name))
 
 
+@pytest.mark.slow
 def test_timm(pair):
     pytest.importorskip("timm")
     pair(with_timm)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.launch import rank_process
 from tests.support.failing_run import RUN_PY, Run
+from tests.support.tiers import slow
 
 DRIVER = str(Path(__file__).parents[1] / "support" / "failing_run.py")
 START_RANKS = (
@@ -41,14 +42,14 @@ def assert_ends(run: Run) -> int:
 @pytest.mark.parametrize(
     ("launcher", "backend", "failure"),
     [
-        ("start_ranks", "gloo", "raise_before_backward"),
-        ("start_ranks", "gloo", "raise_in_backward"),
+        slow("start_ranks", "gloo", "raise_before_backward"),
+        slow("start_ranks", "gloo", "raise_in_backward"),
         ("start_ranks", "gloo", "kill"),
-        ("mpirun", "gloo", "raise_before_backward"),
+        slow("mpirun", "gloo", "raise_before_backward"),
         ("mpirun", "mpi", "raise_in_backward"),
-        ("mpirun", "mpi", "kill"),
+        slow("mpirun", "mpi", "kill"),
         ("torchrun", "gloo", "raise_in_backward"),
-        ("torchrun", "gloo", "kill"),
+        slow("torchrun", "gloo", "kill"),
     ],
 )
 def test_a_rank_that_fails_ends_the_run(launcher: str, backend: str, failure: str) -> None:
@@ -71,7 +72,10 @@ def test_a_rank_that_fails_ends_the_run(launcher: str, backend: str, failure: st
             assert code == (128 + signal.SIGKILL if failure == "kill" else 1)
 
 
-@pytest.mark.parametrize(("launcher", "backend"), [("start_ranks", "gloo"), ("mpirun", "mpi")])
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [("start_ranks", "gloo"), slow("mpirun", "mpi")],
+)
 def test_a_rank_that_hangs_is_named_before_the_timeout(launcher: str, backend: str) -> None:
     command = [*LAUNCHERS[launcher], DRIVER, "hang", "--backend", backend]
     with Run(*command, "--stall-after", "0.5", "--timeout", "10") as run:
@@ -86,7 +90,7 @@ def test_a_rank_that_hangs_is_named_before_the_timeout(launcher: str, backend: s
     ("backend", "numbers"),
     [
         ("gloo", (signal.SIGINT, signal.SIGHUP)),
-        ("mpi", (signal.SIGTERM, signal.SIGUSR1)),
+        slow("mpi", (signal.SIGTERM, signal.SIGUSR1)),
     ],
 )
 def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(
@@ -116,7 +120,7 @@ def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(
     [
         ("mpirun", "mpi", signal.SIGUSR1),
         ("torchrun", "gloo", signal.SIGTERM),
-        ("torchrun", "gloo", signal.SIGINT),
+        slow("torchrun", "gloo", signal.SIGINT),
     ],
 )
 def test_a_launchers_signal_leaves_a_checkpoint(
@@ -134,7 +138,10 @@ def test_a_launchers_signal_leaves_a_checkpoint(
         assert list(tmp_path.glob("ddp-*")) == []
 
 
-@pytest.mark.parametrize(("backend", "number"), [("gloo", signal.SIGQUIT), ("mpi", signal.SIGUSR2)])
+@pytest.mark.parametrize(
+    ("backend", "number"),
+    [("gloo", signal.SIGQUIT), slow("mpi", signal.SIGUSR2)],
+)
 def test_other_signals_end_all_ranks(backend: str, number: int, tmp_path: Path) -> None:
     with Run(sys.executable, *LONG, "--backend", backend, TMPDIR=str(tmp_path)) as run:
         run.wait_for("epoch ")
@@ -155,7 +162,12 @@ def test_ctrl_c_on_mpirun_ends_all_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "backend"),
-    [("none", "gloo"), ("none", "mpi"), ("mpirun", "gloo"), ("torchrun", "gloo")],
+    [
+        ("none", "gloo"),
+        ("none", "mpi"),
+        slow("mpirun", "gloo"),
+        slow("torchrun", "gloo"),
+    ],
 )
 def test_ranks_die_with_their_launcher(launcher: str, backend: str, tmp_path: Path) -> None:
     workers = 1 if launcher == "torchrun" else 0

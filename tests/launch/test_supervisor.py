@@ -81,7 +81,7 @@ def test_a_signal_is_passed_on_once_and_the_ranks_take_their_time(
     number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     handlers = [signal.getsignal(s) for s in STOPS + ENDS]
-    save = 'trap "sleep 1; echo >> $1/saved$RANK; exit 143" TERM; touch $1/ready$RANK'
+    save = 'trap "sleep 0.3; echo >> $1/saved$RANK; exit 143" TERM; touch $1/ready$RANK'
     tell = f"{wait_until_there('$1/ready1')}; kill -{int(number)} $PPID"
     script = f'{save}; if [ "$RANK" = 0 ]; then {tell}; fi; sleep 60 & wait'
     assert start_ranks(shell(script, tmp_path), [2]) == 128 + number
@@ -103,7 +103,7 @@ def test_other_signals_end_all_ranks_and_leave_nothing(
 
 def test_the_end_of_a_session_is_one_signal(tmp_path: Path) -> None:
     """SIGTERM and SIGHUP come together: the ranks still have their time."""
-    save = 'trap "sleep 1; touch $1/saved; exit 143" TERM; touch $1/ready$RANK'
+    save = 'trap "sleep 0.6; touch $1/saved; exit 143" TERM; touch $1/ready$RANK'
     tell = f"{wait_until_there('$1/ready1')}; kill -TERM $PPID; sleep 0.3; kill -HUP $PPID"
     script = f'{save}; if [ "$RANK" = 0 ]; then {tell}; fi; sleep 60 & wait'
     assert start_ranks(shell(script, tmp_path), [2]) == 143
@@ -202,7 +202,7 @@ def test_two_machines_of_unequal_size(port: int) -> None:
 
 
 def test_machine_0_stays_until_the_last_has_left(port: int) -> None:
-    slow = shell('[ "$GROUP_RANK" = 1 ] && sleep 2; exit 0')
+    slow = shell('[ "$GROUP_RANK" = 1 ] && sleep 1; exit 0')
     with machine([1, 1], 0, port, slow) as first, machine([1, 1], 1, port, slow) as second:
         assert [second.wait(), first.wait()] == [0, 0]
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support.ranks import CALL_LIMIT_S, MPIRUN, mpirun
+from tests.support.tiers import slow
 
 BEGIN = """
 import os, sys, time
@@ -27,11 +28,11 @@ def run(world_size, program, timeout=100.0):
 @pytest.mark.parametrize(
     "ending",
     [
-        "",
+        slow(""),
         "dist.destroy_process_group()",
-        "if rank: dist.destroy_process_group()",
+        slow("if rank: dist.destroy_process_group()"),
         "window = mpi.empty(100); dist.all_reduce(window)",
-        "time.sleep(2 * rank)",
+        slow("time.sleep(2 * rank)"),
     ],
 )
 def test_the_exit_code_is_0_whether_or_not_the_group_was_destroyed(ending):
@@ -56,7 +57,7 @@ dist.barrier()
     assert result.stderr.count("KeyError: 'mine'") == 1
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, slow(1), slow(2)])
 def test_a_rank_that_is_killed_ends_the_job(victim):
     result = run(3, f"if rank == {victim}: os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(9))")
     assert result.returncode != 0
@@ -70,7 +71,7 @@ def test_a_rank_that_stops_calling_is_named():
     assert "(36 bytes) failed: the timeout of 2 s passed without rank 1\n" in result.stderr
 
 
-@pytest.mark.parametrize("ending", ["sys.exit(3)", "sys.exit(0)"])
+@pytest.mark.parametrize("ending", ["sys.exit(3)", slow("sys.exit(0)")])
 def test_a_rank_that_ends_early_is_named_long_before_the_timeout(ending):
     """Its own exit waits in MPI_Finalize for the others, so the launcher hears nothing."""
     result = run(3, f"if rank == 1: {ending}\ndist.all_reduce(torch.ones(9))")
@@ -78,6 +79,7 @@ def test_a_rank_that_ends_early_is_named_long_before_the_timeout(ending):
     assert "failed: rank 1 ended without coming to it" in result.stderr
 
 
+@pytest.mark.slow
 def test_mismatched_calls_are_named():
     result = run(
         2, "dist.all_reduce(torch.ones(9)) if rank else dist.broadcast(torch.ones(5), src=0)"
@@ -90,6 +92,7 @@ def test_mismatched_calls_are_named():
     assert told in result.stderr
 
 
+@pytest.mark.slow
 def test_mpi_abort_ends_the_job_with_its_code():
     result = run(
         2, "if rank == 1: mpi.runtime.MPI.COMM_WORLD.Abort(7)\ndist.all_reduce(torch.ones(9))"

@@ -34,6 +34,7 @@ def read(folder, world_size):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not importlib.util.find_spec("expecttest"), reason="needs expecttest")
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -24,14 +24,9 @@ from ddp_from_scratch.training import bucket_choice, evaluate
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
-from tests.reducer.test_reducer import BYTES, Terms, assert_grads, mean, own, recorded
+from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 
 SMALL, LARGE, ALL = 8 * BYTES, 16 * BYTES, math.inf
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
 
 
 # Arithmetic -------------------------------------------------------------------------------------

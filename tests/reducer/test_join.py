@@ -11,18 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as Theirs
 
 from ddp_from_scratch import DistributedDataParallel, Reducer, comm_hooks, join
-from tests.reducer.test_reducer import BYTES, Terms
-
-
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
+from tests.support.terms import BYTES, Terms
 
 
 def uneven(world, by_initial, options):

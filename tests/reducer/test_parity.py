@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 from ddp_from_scratch import Reducer, broadcast_parameters
+from tests.support.tiers import slow
 
 STEPS = 20
 BATCH = 4  # per rank
@@ -65,7 +66,9 @@ MODELS = {"mlp": MLP, "cnn": CNN, "transformer": Transformer}
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
-@pytest.fixture(params=[f"{backend}-{n}" for backend in ("gloo", "mpi") for n in (2, 3, 4)])
+@pytest.fixture(
+    params=["gloo-3", "mpi-2", *map(slow, ("gloo-2", "gloo-4", "mpi-3", "mpi-4"))],
+)
 def crew(ranks, request):
     backend, world_size = request.param.split("-")
     return ranks(backend, int(world_size))

@@ -48,7 +48,8 @@ from tests.support.fuzz_case import (
     Weigh,
     Zero,
 )
-from tests.support.fuzz_oracle import Expected, Oracle
+from tests.support.fuzz_expected import Expected
+from tests.support.fuzz_oracle import Oracle
 from tests.support.fuzz_play import HOOKS, Played, play
 from tests.support.ranks import Crew
 

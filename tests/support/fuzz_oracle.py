@@ -1,13 +1,12 @@
 """What every rank must hold after each operation of a case: all ranks played in one process.
 
-Averaging is written out here, one parameter at a time, from what the guide promises: nothing of
-the package is used. Where the guide promises an error, that is what is expected.
+Averaging is written out here, one parameter at a time, from what the documents promise: nothing of
+the package is used. Where they promise an error, that is what is expected.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.functional import batch_norm
@@ -23,37 +22,25 @@ from tests.support.fuzz_case import (
     Net,
     Operation,
     Player,
-    State,
     Step,
     Transform,
     Weigh,
     Zero,
     loss_of,
 )
-
-ANY_ERROR = r"(?s)."  # a rank that others have left alone: its backend's words
-UNUSED = r"no gradient in the last backward pass on rank {rank} for: "
-CHANGED = r"became .* on rank {rank} after the Reducer was made"
-UNEQUAL = r"the weights of ranks differ, and the module has synchronised batch norm"
-LATE = r"a forward pass on rank {rank} has written to written"
-DRIFTED = r"average 1: parameter written is not the same on all ranks"
-SECOND = r"got a second gradient on rank {rank} "
-NOT_STATIC = r"static_graph=True, but .* on rank {rank} "
-
-
-@dataclass
-class Expected:
-    """Of one operation.
-
-    Attributes:
-        must: the error that a rank must raise, and the parameters that it must name; the case ends.
-        may: the errors that ranks may raise instead of being right; the case ends then.
-        states: what each rank holds, or None while gradients are under way.
-    """
-
-    must: dict[int, tuple[str, set[str]]] = field(default_factory=dict)
-    may: tuple[str, ...] = ()
-    states: list[State] | None = None
+from tests.support.fuzz_expected import (
+    ANY_ERROR,
+    CHANGED,
+    DRIFTED,
+    LATE,
+    NOT_STATIC,
+    SECOND,
+    UNEQUAL,
+    UNUSED,
+    Expected,
+    is_torch_right,
+    leaves_of,
+)
 
 
 class Oracle:
@@ -113,7 +100,7 @@ class Oracle:
                     )
                 break
         self.case = replace(case, operations=tuple(operations))
-        self.as_torch = self._is_torch_right()
+        self.as_torch = is_torch_right(self.case, self.expected)
         self.together = not case.divided and all(
             len(e.must) in (0, case.world_size) for e in self.expected
         )
@@ -356,7 +343,7 @@ class Oracle:
     def _times(self, player: Player, op: Backward) -> Counter[int]:
         """The parameters that get a gradient, and how many."""
         graphs = [player.graphs[-1 - back] for back in op.back]
-        found = _leaves([loss_of(graph, op.outputs) for graph in graphs])
+        found = leaves_of([loss_of(graph, op.outputs) for graph in graphs])
         times = Counter(
             i for i, p in enumerate(player.parameters) if id(p) in found and p.requires_grad
         )
@@ -410,50 +397,3 @@ class Oracle:
             for rank in range(n) if ranks is None else ranks:
                 members[rank].grad = sum(terms[1:], terms[0]).clone()
         self._used = [set() for _ in self._players]
-
-    # torch --------------------------------------------------------------------------------------
-
-    def _is_torch_right(self) -> bool:
-        """Forward and backward in turn, and none of what torch is silent about or refuses."""
-        case, alive = self.case, 0
-        buffers = case.buffers and case.sends_buffers
-        if any(expected.must or expected.may for expected in self.expected):
-            return False
-        if case.batch_norm or case.checkpoint == "reentrant":
-            return False
-        before: Forward | None = None
-        for op in case.operations:
-            if isinstance(op, Forward):
-                alive, before = alive + 1, op
-                if alive > 1 or (op.no_sync and case.static_graph):
-                    return False
-            elif isinstance(op, Backward):
-                every = op.outputs == "all" or case.branches[1:] == ()
-                assert before is not None
-                if op.keep or not every or before.no_sync != op.no_sync:
-                    return False
-                alive = 0
-            elif isinstance(op, Step):
-                if alive and buffers:  # torch sends them before the next forward pass all the same
-                    return False
-                alive = 0
-            elif isinstance(op, Evaluate):
-                if buffers:
-                    return False
-            elif not isinstance(op, Zero):
-                return False
-        return True
-
-
-def _leaves(tensors: list[Any]) -> set[int]:
-    ahead = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen, found = set(ahead), set()
-    while ahead:
-        node = ahead.pop()
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                ahead.append(following)
-    return found

@@ -14,17 +14,16 @@ from torch import nn
 from ddp_from_scratch import broadcast_buffers, broadcast_parameters
 from ddp_from_scratch.group import on_gpu_of
 from ddp_from_scratch.sync.broadcast import check_same_model, tree_neighbours
+from tests.support.tiers import slow
 
 
-@pytest.fixture(params=[f"{backend}-{n}" for backend in ("gloo", "mpi") for n in (2, 3, 4)])
+# From four ranks on, one that receives passes on.
+@pytest.fixture(
+    params=["gloo-4", "mpi-3", *map(slow, ("gloo-2", "gloo-3", "mpi-2", "mpi-4"))],
+)
 def crew(ranks, request):
     backend, world_size = request.param.split("-")
     return ranks(backend, int(world_size))
-
-
-@pytest.fixture(params=["gloo-3", "mpi-3"])
-def trio(ranks, request):
-    return ranks(request.param.split("-")[0], 3)
 
 
 # The tree ---------------------------------------------------------------------------------------

@@ -16,17 +16,6 @@ from ddp_from_scratch import SGD, NodeSharedSGD, Reducer, broadcast_parameters, 
 from ddp_from_scratch import DistributedDataParallel as Ours
 
 
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
-
-
 class Net(nn.Module):
     """Batch norm, and buffers of three dtypes that forward changes and training reads."""
 

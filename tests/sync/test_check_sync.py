@@ -13,11 +13,6 @@ import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer, check_sync
 
 
-@pytest.fixture(params=["gloo-3", "mpi-3"])
-def trio(ranks, request):
-    return ranks(request.param.split("-")[0], 3)
-
-
 def model(fill: float = 0.5) -> nn.Module:
     layers = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(1, 2, 2), nn.Linear(2, 2).bfloat16())
     layers.register_parameter("empty", nn.Parameter(torch.zeros(0, 2)))

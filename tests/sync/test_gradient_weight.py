@@ -14,14 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.group import gloo_beside, takes_cpu_tensors
-from ddp_from_scratch.sync.gradient_weight import Share
-from tests.reducer.test_reducer import BYTES, Terms
-
-
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2", "mpi-3"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
+from ddp_from_scratch.sync.gradient_weight import GradientWeight
+from tests.support.terms import BYTES, Terms
 
 
 def weighted(world, view):
@@ -118,7 +112,7 @@ def agreed_beside_gpus(world):
         assert not takes_cpu_tensors(on_gpus)
         beside = gloo_beside(on_gpus)
     assert dist.get_backend(beside) == "gloo"
-    shares = [Share.of(world.rank + 1.0, beside), Share.of(0.1, beside)]
+    shares = [GradientWeight.of(world.rank + 1.0, beside), GradientWeight.of(0.1, beside)]
     total = world.world_size * (world.world_size + 1) / 2
     assert [share.total() for share in shares] == [total, pytest.approx(0.1 * world.world_size)]
     assert [share.all_equal() for share in shares] == [False, True]

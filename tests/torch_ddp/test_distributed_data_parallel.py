@@ -1,10 +1,8 @@
 """torch's class, beside torch's class: the same program, one import line changed."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -15,22 +13,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as Theirs
-from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_from_scratch import DistributedDataParallel as Ours
 from ddp_from_scratch.buckets import packing
-from tests.reducer.test_reducer import Terms, mean, own, recorded
-
-
-@pytest.fixture(params=["gloo-2", "gloo-3", "mpi-2"])
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def pair(ranks, request):
-    return ranks(request.param, 2)
+from tests.support.terms import Terms, mean, own, recorded
 
 
 class Net(nn.Module):
@@ -96,125 +83,6 @@ def test_trains_as_torch(crew, name):
     crew(beside_torch, name)
 
 
-# Buffers ----------------------------------------------------------------------------------------
-
-
-class Buffered(nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.p = nn.Parameter(torch.zeros(1))
-        self.register_buffer("b", torch.full((2,), value))
-
-    def forward(self):
-        seen = self.b.clone()
-        self.b += 1
-        return (self.p * seen).sum()
-
-
-def buffers_follow_rank_0(world):
-    model = Ours(Buffered(10.0 + world.rank))
-    assert model.module.b.tolist() == [10, 10]
-    model.module.b += 5 * world.rank
-    model().backward()
-    assert model.module.b.tolist() == [11, 11]
-    model.module.b = torch.full((2,), 3.0 + world.rank)  # another tensor
-    model().backward()
-    assert model.module.b.tolist() == [4, 4]
-    one, two = model(), model()  # the second does not spoil the first one's backward
-    one.backward(), two.backward()
-
-
-def test_buffers_are_rank_0s_in_every_forward_that_trains(crew):
-    crew(buffers_follow_rank_0)
-
-
-class Halves(Buffered):
-    def __init__(self, value):
-        super().__init__(value)
-        self.q = nn.Parameter(torch.zeros(1))
-
-    def forward(self, both=True):
-        return super().forward() + (self.q.sum() if both else 0)
-
-
-def missing_on_one_rank(world):
-    """Rank 0 waits for rank 1 in vain, and rank 1 must not wait for rank 0's buffers."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    model = Ours(Halves(1.0), process_group=group)
-    if world.rank == 0:
-        with pytest.raises(RuntimeError):
-            model().backward()
-    else:
-        model(both=False).backward()
-        with pytest.raises(RuntimeError, match="pass on rank 1 for: q"):
-            model()
-    dist.barrier()
-    dist.destroy_process_group(group)
-
-
-def test_parameter_without_gradient_on_one_rank_is_named_there_before_buffers_are_sent(ranks):
-    ranks("gloo", 2)(missing_on_one_rank)
-
-
-def evaluates_alone(world):
-    model = Ours(Net())
-    for _ in range(2):
-        if world.rank == 0:
-            model.eval()
-            with torch.no_grad():
-                model(torch.randn(1, 6))
-            model(torch.randn(1, 6))
-            model.train()
-        model(torch.randn(4, 6)).sum().backward()
-
-
-def test_rank_0_may_evaluate_alone(pair):
-    pair(evaluates_alone)
-
-
-def without_buffers(world):
-    with pytest.warns(FutureWarning, match="broadcast_buffers is deprecated"):
-        model = Ours(Buffered(10.0 + world.rank), broadcast_buffers=False)
-    assert model.module.b.tolist() == [10.0 + world.rank] * 2
-    model().backward()
-    assert model.module.b.tolist() == [11.0 + world.rank] * 2
-    model = Ours(Buffered(10.0 + world.rank), forward_sync_buffers=False)
-    assert model.module.b.tolist() == [10] * 2
-    model.module.b += world.rank
-    model().backward()
-    assert model.module.b.tolist() == [11.0 + world.rank] * 2
-
-
-def test_buffers_can_be_left_alone(pair):
-    pair(without_buffers)
-
-
-def buffers_by_hook(world, before):
-    model = Ours(Buffered(0.0))
-    model.module.b.fill_(world.rank)
-
-    def add_up(state, buffers):
-        assert list(buffers) == ["b"]
-        futures = [dist.all_reduce(b, async_op=True).get_future() for b in buffers.values()]
-        if before:  # forward reads them
-            torch.futures.wait_all(futures)
-        return None if before else futures
-
-    location = _BufferCommHookLocation.PRE_FORWARD if before else None
-    model._register_buffer_comm_hook(None, add_up, location)
-    model().backward()
-    n = world.world_size
-    assert model.module.b.tolist() == [n * (n - 1) / 2 + (1 if before else n)] * 2
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["after forward", "before"])
-def test_buffers_by_a_hook_of_ones_own(pair, before):
-    pair(buffers_by_hook, before)
-
-
-# What the wrapper passes on ---------------------------------------------------------------------
-
-
 def passes_on(world):
     model = Ours(Terms(1, 2))
     assert isinstance(model, nn.Module)
@@ -259,56 +127,6 @@ def keeps_state(world):
 
 def test_state_dicts_with_and_without_the_prefix(ranks):
     ranks("gloo", 2)(keeps_state)
-
-
-def copies(world, how):
-    model = Ours(Terms(1, 2), find_unused_parameters=True, bucket_cap_mb=0)
-    model(own(world), (0,)).backward()
-    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    for m in (model, other):
-        m.zero_grad()
-        with recorded("all_reduce") as sent:
-            m(own(world), (0,)).backward()
-        assert sent == [2, 1, 2]
-        assert m.module.p0.grad.tolist() == [mean(world)]
-        assert m.module.p1.grad is None
-    other.load_state_dict(model.state_dict())
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_average_on_their_own(pair, how):
-    pair(copies, how)
-
-
-def copy_in_a_group(world):
-    group = dist.new_group()
-    model = Ours(Terms(1, 2), process_group=group)
-    with pytest.raises(RuntimeError, match="default process group"):
-        copy.deepcopy(model)
-    dist.destroy_process_group(group)
-
-
-def test_a_wrapper_on_another_group_is_not_copied(ranks):
-    ranks("gloo", 2)(copy_in_a_group)
-
-
-def wrapped_anew(world):
-    """Its hooks go with the wrapper; the module stays."""
-    model = Terms(1, 2)
-    for _ in range(3):
-        wrapped = Ours(model)
-        wrapped.zero_grad()
-        with recorded("all_reduce") as sent:
-            wrapped(own(world)).backward()
-        assert sent == [3]
-    del wrapped
-    model.zero_grad()
-    model(own(world)).backward()
-    assert model.p0.grad.tolist() == [own(world)]
-
-
-def test_a_module_may_be_wrapped_anew(pair):
-    pair(wrapped_anew)
 
 
 def ignores(world):
@@ -391,47 +209,6 @@ def test_mixed_precision(pair, reduce_dtype, size):
     pair(lower_precision, reduce_dtype, size)
 
 
-def in_a_mesh(world):
-    mesh = dist.init_device_mesh("cpu", (world.world_size,))
-    model = Ours(Terms(1, 2), device_mesh=mesh)
-    model(own(world)).backward()
-    assert model.module.p0.grad.tolist() == [mean(world)]
-    with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
-        Ours(Terms(1), process_group=mesh.get_group(), device_mesh=mesh)
-
-
-def test_device_mesh(ranks):
-    ranks("gloo", 2)(in_a_mesh)
-
-
-def other_ranks(world):
-    """First ranks 0 and 1 average, then all three; the hooks of the first group are gone."""
-    pair = dist.new_group([0, 1])
-    x = float(world.rank + 1)
-    if world.rank < 2:
-        model = Ours(Terms(1, 2), process_group=pair)
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-        model(x).backward()
-        assert model.module.p1.grad.tolist() == [3, 3]  # 2 * (1 + 2) / 2
-        model.zero_grad()
-        model._update_process_group(dist.group.WORLD)
-    else:
-        model = Ours(Terms(1, 2), init_sync=False)
-    for _ in range(3):
-        model(x).backward()
-        assert model.module.p1.grad.tolist() == [4, 4]  # 2 * (1 + 2 + 3) / 3
-        model.zero_grad()
-    assert model.logging_data()["world_size"] == 3
-    if world.rank < 2:
-        assert model.logging_data()["comm_hook"] == str(dist.BuiltinCommHookType.ALLREDUCE)
-    model._update_process_group(dist.new_group([2]))  # for rank 2 alone
-    assert model.logging_data()["world_size"] == (1 if world.rank == 2 else 3)
-
-
-def test_another_process_group(ranks):
-    ranks("gloo", 3)(other_ranks)
-
-
 def watched(world):
     """What `Reducer` has beside torch is there on the wrapper, too."""
     model = Ours(Terms(1, 2), check_every=1, stall_after=60)
@@ -501,9 +278,6 @@ def copies_in_one_call(world):
 
 def test_options_about_copies_and_unused_buckets(pair):
     pair(copies_in_one_call)
-
-
-# Refused ----------------------------------------------------------------------------------------
 
 
 def refuses(world):

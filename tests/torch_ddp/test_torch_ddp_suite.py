@@ -59,13 +59,15 @@ EXCLUDED = {
 }
 
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
 @pytest.fixture(scope="module")
 def crew(ranks):
     pytest.importorskip("expecttest")
     return ranks("gloo", 2)
 
 
-@pytest.mark.timeout(300)
 def test_torchs_own_tests_pass(crew):
     passed, failures = 0, []
     for name in crew(names)[0]:
@@ -79,7 +81,6 @@ def test_torchs_own_tests_pass(crew):
     assert passed > (100 if torch.__version__ >= "2.15" else 10), "hardly any of them ran"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name", [name for name, why in EXCLUDED.items() if why.startswith(_FAILS_HERE)]
 )

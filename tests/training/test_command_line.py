@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.support.failing_run import LIMIT_S, MACHINE, ROOT, RUN_PY, Run
+from tests.support.tiers import slow
 
 ONE_EPOCH = ["--epochs", "1", "--check-sync"]
 CHECKED = re.compile(r"parameters ([0-9a-f]{16}), bit-identical on (\d+) ranks\n")
@@ -83,6 +84,11 @@ def test_a_saved_model_has_the_accuracy_that_training_printed(
     with run_py("test", "--checkpoint", saved, "--quiet") as run:
         assert run.wait() == 0, run.text
         assert run.text == (f"digits test accuracy {result.accuracy}\n\n--- standard error:\n")
+
+
+@pytest.mark.slow
+def test_a_saved_model_is_for_its_data(trained: tuple[Run, Result, Path]) -> None:
+    (saved,) = (trained[2] / "checkpoints").glob("*.pt")
     with run_py("test", "--checkpoint", saved, "--dataset", "fake", "--nproc", 1) as run:
         assert_one_line(run, "was trained on digits", "but fake has")
 
@@ -97,10 +103,10 @@ def test_mpi_starts_itself_under_mpirun_and_says_so(trained: tuple[Run, Result, 
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [
-        ("mpirun -n 4 python run.py --backend mpi", 4),
+        slow("mpirun -n 4 python run.py --backend mpi", 4),
         ("mpirun -n 2 python run.py --backend gloo", 2),
         ("torchrun --nproc-per-node 2 run.py --backend gloo", 2),
-        ("python run.py --nproc 1", 1),
+        slow("python run.py --nproc 1", 1),
     ],
 )
 def test_launchers(command: str, ranks: int, trained: tuple[Run, Result, Path]) -> None:
@@ -164,12 +170,14 @@ def test_other_settings_under_mpirun(tmp_path: Path) -> None:
     assert list(tmp_path.glob("ddp-*")) == []
 
 
+@pytest.mark.slow
 def test_other_settings_under_torchrun() -> None:
     lr = "exec python run.py --lr $([ $RANK = 0 ] && echo 0.05 || echo 0.1)"
     with Run("torchrun", "--nproc-per-node", "2", "--no-python", "sh", "-c", lr) as run:
         assert_told_once(OTHER_LR, run)
 
 
+@pytest.mark.slow
 def test_other_settings_under_srun(tmp_path: Path) -> None:
     here = SRUN | {"TMPDIR": str(tmp_path)}
     with (
@@ -179,6 +187,7 @@ def test_other_settings_under_srun(tmp_path: Path) -> None:
         assert_told_once(OTHER_LR, zero, one)
 
 
+@pytest.mark.slow
 def test_other_settings_on_another_machine() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -192,6 +201,7 @@ def test_other_settings_on_another_machine() -> None:
         assert_told_once(OTHER_LR, zero, one)
 
 
+@pytest.mark.slow
 def test_another_backend_under_mpirun() -> None:
     each = ["-n", "1", "python", "run.py", "--backend"]
     with Run("mpirun", *each, "gloo", ":", *each, "mpi") as run:
@@ -201,6 +211,7 @@ def test_another_backend_under_mpirun() -> None:
         )
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_failed_run_again_and_it_resumes(tmp_path: Path) -> None:
     driver = str(ROOT / "tests" / "support" / "failing_run.py")
     start = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", driver, "kill_once"]
@@ -246,7 +257,7 @@ def on_a_terminal(*command: str) -> tuple[int, str]:
         return process.wait(LIMIT_S), written.decode()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", [slow("gloo"), "mpi"])
 def test_a_terminal_shows_a_bar(backend: str) -> None:
     code, written = on_a_terminal(sys.executable, RUN_PY, "--backend", backend, "--epochs", "1")
     assert code == 0, written
@@ -273,7 +284,12 @@ def in_a_shell(command: str) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("where", "nproc"), [("| head -1", 2), (">/dev/full", 1), ("<&- >&- 2>&-", 2)]
+    ("where", "nproc"),
+    [
+        ("| head -1", 2),
+        slow(">/dev/full", 1),
+        slow("<&- >&- 2>&-", 2),
+    ],
 )
 def test_a_run_goes_on_when_it_cannot_print(where: str, nproc: int, tmp_path: Path) -> None:
     run_py = f"{sys.executable} {RUN_PY} --nproc {nproc} --epochs 2 --checkpoint-dir {tmp_path}"
@@ -319,11 +335,11 @@ def test_nccl_without_a_gpu() -> None:
     ("arguments", "told"),
     [
         ("--dataset mnist --data-dir /nowhere", ["/nowhere", "--download"]),
-        ("--checkpoint-dir /etc/hostname/c", ["--checkpoint-dir /etc/hostname/c"]),
-        ("--log-dir /etc/hostname/l", ["/etc/hostname/l", "--log-dir"]),
-        ("--resume /nowhere.pt", ["/nowhere.pt"]),
+        slow("--checkpoint-dir /etc/hostname/c", ["--checkpoint-dir /etc/hostname/c"]),
+        slow("--log-dir /etc/hostname/l", ["/etc/hostname/l", "--log-dir"]),
+        slow("--resume /nowhere.pt", ["/nowhere.pt"]),
         ("--global-batch-size 7 --accumulate 2", ["1 ranks x --accumulate 2 = 2, got 7"]),
-        ("test --checkpoint /etc/hostname", ["/etc/hostname", "not", "checkpoint"]),
+        slow("test --checkpoint /etc/hostname", ["/etc/hostname", "not", "checkpoint"]),
     ],
 )
 def test_what_cannot_be_had(arguments: str, told: list[str]) -> None:
@@ -331,18 +347,21 @@ def test_what_cannot_be_had(arguments: str, told: list[str]) -> None:
         assert_one_line(run, *told)
 
 
-def test_all_ranks_agree_on_a_mistake() -> None:
-    told = ["unknown model 'resnet19'"]
-    wrong = ["--model", "resnet19"]
-    with run_py(*wrong) as run:
-        assert_one_line(run, *told)
-    with Run("mpirun", "-n", "2", "python", "run.py", "--backend", "mpi", *wrong) as run:
-        assert_one_line(run, *told, alone=False)
-        assert run.wait() == 2
-    with Run("torchrun", "--nproc-per-node", "2", "run.py", *wrong) as run:
-        assert_one_line(run, *told, alone=False)
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("python run.py", 2),
+        slow("mpirun -n 2 python run.py --backend mpi", 2),
+        slow("torchrun --nproc-per-node 2 run.py", 1),
+    ],
+)
+def test_all_ranks_agree_on_a_mistake(command: str, code: int) -> None:
+    with Run(*command.split(), "--model", "resnet19") as run:
+        assert_one_line(run, "unknown model 'resnet19'", alone=command == "python run.py")
+        assert run.wait() == code
 
 
+@pytest.mark.slow
 def test_starting_ranks_is_the_launchers_part() -> None:
     with Run("mpirun", "-n", "2", "python", "run.py", "--nproc", "2") as run:
         assert_one_line(
@@ -366,18 +385,20 @@ def test_control_characters_of_the_users_are_printed_as_such() -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, for a network namespace")
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_without_a_network(backend: str) -> None:
     with Run("unshare", "-n", sys.executable, RUN_PY, "--backend", backend) as run:
         assert_one_line(run, "the loopback interface lo is down", "ip link set lo up")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_missing(tmp_path: Path) -> None:
     task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
     with run_py("--timeout", 2, **SRUN, **task) as run:
         assert_one_line(run, "rank 0 waited 2 s for all 2 ranks: not all have started")
 
 
+@pytest.mark.slow
 def test_several_machines_need_to_know_each_other() -> None:
     with run_py("--nproc", "1,1") as run:
         assert_one_line(run, "needs --node-rank and --master-addr")

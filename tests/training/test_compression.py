@@ -38,6 +38,7 @@ def test_it_trains_to_the_same_accuracy(ranks):
     assert compressed == pytest.approx([full] * 3, abs=0.015)
 
 
+@pytest.mark.slow
 def test_it_trains_to_the_same_accuracy_on_mpi(ranks):
     full, *compressed = ranks("mpi", 2)(accuracies, [None, "powersgd"])[0]
     assert full > 0.97

@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 import textwrap
+from itertools import product
 
 import pytest
 
 from tests.support.failing_run import Run
 from tests.support.ranks import MPIRUN, ROOT
+from tests.support.tiers import slow
 
 TRAIN = """
     import glob
@@ -63,6 +65,12 @@ MADE = [
     "reducer = ddp.Reducer(model, find_unused_parameters=True)",
     "model = ddp.DistributedDataParallel(model); reducer = model.reducer",
 ]
+FIRST = [
+    ("by process_group", MADE[0], False),
+    ("by init_process_group", MADE[1], True),
+    ("by process_group", MADE[2], True),
+]
+REST = [case for case in product(OPENED, MADE, (False, True)) if case not in FIRST]
 AGAIN = """
     import sys
 
@@ -94,7 +102,7 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize(
     ("launcher", "backend"),
-    [("start_ranks", "gloo"), ("torchrun", "gloo"), ("mpirun", "gloo"), ("mpirun", "mpi")],
+    [slow("start_ranks", "gloo"), ("torchrun", "gloo"), slow("mpirun", "gloo"), ("mpirun", "mpi")],
 )
 def test_a_group_may_be_opened_again(launcher, backend, tmp_path):
     file = tmp_path / "again.py"
@@ -131,9 +139,7 @@ def test_a_group_may_be_opened_again_on_two_machines(tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("joins", [False, True])
-@pytest.mark.parametrize("make", MADE)
-@pytest.mark.parametrize("opened", OPENED)
+@pytest.mark.parametrize(("opened", "make", "joins"), FIRST + [slow(*case) for case in REST])
 def test_no_thread_is_left(opened, make, joins):
     end = """
     assert group() is None, "somebody holds the group"

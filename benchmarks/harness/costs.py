@@ -1,0 +1,304 @@
+"""Costs of a training step by the number of ranks: a model and its fit, arithmetic alone.
+
+`python -m benchmarks.cost_model --help` describes the model.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from ddp_from_scratch.buckets.layout import Gradient, assign_buckets, bucket_caps
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Parts of an all-reduce, on the rank that does most.
+
+    Attributes:
+        messages: one after another.
+        sent: bytes, one after another.
+        added: bytes that are added to others.
+    """
+
+    messages: float
+    sent: float
+    added: float
+
+    def __mul__(self, factor: float) -> "Terms":
+        return Terms(self.messages * factor, self.sent * factor, self.added * factor)
+
+    def __add__(self, other: "Terms") -> "Terms":
+        return Terms(
+            self.messages + other.messages, self.sent + other.sent, self.added + other.added
+        )
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between two ranks, or two hosts.
+
+    Attributes:
+        alpha: seconds a message, however small.
+        beta: seconds a byte.
+        gamma: seconds to add a byte to another.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+
+    def seconds(self, terms: Terms) -> float:
+        """Time of an all-reduce over this link."""
+        return terms.messages * self.alpha + terms.sent * self.beta + terms.added * self.gamma
+
+
+def ring(ranks: int, nbytes: float) -> Terms:
+    """Reduce-scatter and all-gather around a ring, 1/n of the bytes at a time."""
+    part = (ranks - 1) / ranks * nbytes
+    return Terms(2 * (ranks - 1), 2 * part, part)
+
+
+def halving_doubling(ranks: int, nbytes: float) -> Terms:
+    """Recursive halving, then recursive doubling (Rabenseifner).
+
+    Where n is no power of two the ranks beyond hand their elements to others first and get the
+    result last: two messages of B more.
+    """
+    whole = 2 ** (ranks.bit_length() - 1)
+    part = (whole - 1) / whole * nbytes
+    terms = Terms(2 * math.log2(whole), 2 * part, part)
+    return terms if whole == ranks else terms + Terms(2, 2 * nbytes, nbytes)
+
+
+def tree(ranks: int, nbytes: float) -> Terms:
+    """A binomial tree to one rank, and back."""
+    rounds = (ranks - 1).bit_length()
+    return Terms(2 * rounds, 2 * rounds * nbytes, rounds * nbytes)
+
+
+def shared_memory(ranks: int, nbytes: float) -> Terms:
+    """This library's mpi backend on one machine, for a tensor that is not in shared memory.
+
+    A megabyte at a time: copy in, meet, each rank adds its 1/n of everybody's, meet, copy out.
+    Messages are the rounds of the meetings' dissemination barriers.
+    """
+    if ranks == 1:
+        return Terms(0, 0, 0)
+    pieces = max(1, math.ceil(nbytes / 2**20))
+    meetings = 2 * pieces * (ranks - 1).bit_length()
+    return Terms(meetings, 2 * nbytes, (ranks - 1) / ranks * nbytes)
+
+
+def hierarchical(hosts: int, per_host: int, nbytes: float, within: Link, across: Link) -> float:
+    """Seconds of an all-reduce that crosses the wire once for each host, not for each rank.
+
+    1. Reduce-scatter in each host: its p ranks hold 1/p of the host's sum each.
+    2. A ring over the hosts for each of the p parts, at a time and through the host's one wire.
+    3. All-gather in each host.
+    """
+    in_host = within.seconds(ring(per_host, nbytes))
+    part = ring(hosts, nbytes / per_host)
+    shared = Terms(part.messages, part.sent * per_host, part.added)
+    return in_host + across.seconds(shared)
+
+
+def oversubscribed(ranks: int, cores: int) -> float:
+    """Factor by which everything takes longer where ranks share cores."""
+    return max(1.0, ranks / cores)
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
+    """Coefficients, 0 or more, of the least squares of relative errors.
+
+    With few coefficients every set of them that may be zero is tried.
+
+    Args:
+        rows: for each measurement, how often each coefficient counts.
+        seconds: measured.
+
+    Raises:
+        ValueError: fewer measurements than coefficients, or one that took no time.
+    """
+    design, measured = np.array(rows, dtype=float), np.array(seconds, dtype=float)
+    if design.ndim != 2 or len(design) < design.shape[1] or (measured <= 0).any():
+        raise ValueError(
+            f"the fit needs at least as many measurements as coefficients, all longer than 0 s; "
+            f"got a table of shape {design.shape}"
+        )
+    relative = design / measured[:, None]
+    # Columns of like size, or the smallest coefficients are lost to rounding.
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0] = 1.0
+    best, least = np.zeros(design.shape[1]), np.inf
+    for count in range(1, design.shape[1] + 1):
+        for kept in combinations(range(design.shape[1]), count):
+            columns = (relative / scale)[:, kept]
+            found = np.linalg.lstsq(columns, np.ones(len(measured)), rcond=None)[0]
+            error = float(np.square(columns @ found - 1).sum())
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(design.shape[1]), error
+                best[list(kept)] = found
+    return best / scale
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of predictions, |predicted / measured - 1|.
+
+    Attributes:
+        count: of measurements.
+        median, worst: as shares, 0.1 is ten percent.
+    """
+
+    count: int
+    median: float
+    worst: float
+
+    @staticmethod
+    def of(predicted: Sequence[float], measured: Sequence[float]) -> "Errors":
+        """Errors of predictions and measurements in the same order."""
+        if not measured:
+            return Errors(0, math.nan, math.nan)
+        off = np.abs(np.array(predicted) / np.array(measured) - 1)
+        return Errors(len(off), float(np.median(off)), float(off.max()))
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "nothing"
+        return f"{100 * self.median:.0f} % (worst {100 * self.worst:.0f} %, {self.count} measured)"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of equal layers, Linear(width, width), and the batch of each rank."""
+
+    layers: int
+    width: int
+    batch: int
+
+    @property
+    def parameters(self) -> int:
+        """Their number."""
+        return self.layers * self.width * (self.width + 1)
+
+    def buckets(self) -> list[int]:
+        """Bytes of each bucket of a Reducer with its default caps."""
+        gradients = [
+            Gradient(numel, 4 * numel, "float32")
+            for _ in range(self.layers)
+            for numel in (self.width, self.width**2)
+        ]
+        layouts = assign_buckets(gradients, range(len(gradients)), bucket_caps(None))
+        return [4 * layout.numel for layout in layouts]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of one run of scaling.py; times in seconds.
+
+    Attributes:
+        ranks, cores: of the run.
+        all_reduce: by bytes.
+        add: by bytes, of adding them to others.
+        alone: steps without communication.
+        averaged: steps with a Reducer.
+    """
+
+    ranks: int
+    cores: int
+    all_reduce: dict[int, float]
+    add: dict[int, float]
+    alone: dict[Shape, float] = field(default_factory=dict)
+    averaged: dict[Shape, float] = field(default_factory=dict)
+
+
+Algorithm = Callable[[int, float], Terms]
+ALGORITHMS: Mapping[str, Algorithm] = {"gloo": ring, "mpi": shared_memory}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model fitted to one backend's runs.
+
+    Attributes:
+        link: of the backend's all-reduce.
+        compute: seconds for each sample x parameter, parameter, layer.
+        errors: by group of measurements that were held out.
+    """
+
+    link: Link
+    compute: tuple[float, float, float]
+    errors: dict[str, Errors]
+
+    def compute_seconds(self, samples: float, parameters: float, layers: float) -> float:
+        """A step of one rank by itself."""
+        per_sample, per_parameter, per_layer = self.compute
+        return parameters * (samples * per_sample + per_parameter) + layers * per_layer
+
+
+def held_out(position: int) -> bool:
+    """True for every third, which is not fitted, but predicted."""
+    return position % 3 == 1
+
+
+def fit_model(runs: Sequence[Measured], algorithm: Algorithm, most: int = 4) -> Model:
+    """Fits to runs of up to `most` ranks, less every third measurement, and predicts the rest.
+
+    Raises:
+        ValueError: too few measurements.
+    """
+    fitted_terms, held_terms = [], []  # (group, row, seconds)
+    fitted_steps, held_steps = [], []
+    for run in runs:
+        slower = oversubscribed(run.ranks, run.cores)
+        beyond = run.ranks > most
+        group = f"{run.ranks} ranks" if beyond else "held-out sizes"
+        for position, (nbytes, seconds) in enumerate(sorted(run.all_reduce.items())):
+            if run.ranks > 1:
+                terms = algorithm(run.ranks, nbytes) * slower
+                entry = (f"all-reduce, {group}", _row(terms), seconds)
+                (held_terms if beyond or held_out(position) else fitted_terms).append(entry)
+        for nbytes, seconds in run.add.items():
+            if not beyond:
+                fitted_terms.append(("", _row(Terms(0, 0, nbytes) * slower), seconds))
+        for position, (shape, seconds) in enumerate(sorted(run.alone.items(), key=_by_shape)):
+            row = [slower * part for part in _step_row(shape)]
+            kind = f"{run.ranks} ranks" if beyond else "held-out models"
+            entry = (f"step alone, {kind}", row, seconds)
+            (held_steps if beyond or held_out(position) else fitted_steps).append(entry)
+    link = Link(*fit([row for _, row, _ in fitted_terms], [s for *_, s in fitted_terms]))
+    compute = fit([row for _, row, _ in fitted_steps], [s for *_, s in fitted_steps])
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    known = np.array([link.alpha, link.beta, link.gamma])
+    for (group, row, seconds), coefficients in [
+        *((entry, known) for entry in held_terms),
+        *((entry, compute) for entry in held_steps),
+    ]:
+        pairs.setdefault(group, []).append((float(np.dot(row, coefficients)), seconds))
+    for run in runs:  # none of these was fitted
+        slower = oversubscribed(run.ranks, run.cores)
+        for shape, seconds in run.averaged.items():
+            terms = sum((algorithm(run.ranks, b) for b in shape.buckets()), Terms(0, 0, 0))
+            predicted = float(np.dot(_step_row(shape), compute)) + link.seconds(terms)
+            group = f"averaged step, {run.ranks} ranks"
+            pairs.setdefault(group, []).append((slower * predicted, seconds))
+    errors = {
+        group: Errors.of([p for p, _ in found], [m for _, m in found])
+        for group, found in pairs.items()
+    }
+    return Model(link, (float(compute[0]), float(compute[1]), float(compute[2])), errors)
+
+
+def _row(terms: Terms) -> list[float]:
+    return [terms.messages, terms.sent, terms.added]
+
+
+def _step_row(shape: Shape) -> list[float]:
+    return [shape.batch * shape.parameters, shape.parameters, shape.layers]
+
+
+def _by_shape(item: tuple[Shape, float]) -> tuple[int, int, int]:
+    return item[0].layers, item[0].width, item[0].batch

@@ -1,0 +1,52 @@
+"""Backend registration: torch.distributed finds the mpi backend and its "mpi://" rendezvous."""
+
+import inspect
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_from_scratch.mpi.process_group import ProcessGroupMPI, create_subgroup
+from ddp_from_scratch.mpi.runtime import MPI, check_world, placement
+from ddp_from_scratch.mpi.store import is_placeholder, store
+
+
+def register() -> str:
+    """Registers backend and rendezvous; returns the name under which torch finds the backend."""
+    # A torch that consults its registry for every backend names MPI there, too; one that does not
+    # goes to its C++ for the name "mpi" and never asks us.
+    helper = inspect.getsource(dist.distributed_c10d._new_process_group_helper)
+    name = "mpi4py" if "is_mpi_available" in helper or dist.is_mpi_available() else "mpi"
+    # To others torch attaches a recorder, backend by backend; a group of ours has none but itself.
+    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(name)
+    dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu"])
+    dist.register_rendezvous_handler("mpi", _rendezvous)
+    if name == "mpi":
+        # Programs ask `dist.is_mpi_available()` before they use the name, and would hear what torch
+        # was built with. Not where the name is another: there torch would go on to its own C++.
+        dist.distributed_c10d._MPI_AVAILABLE = True
+    return name
+
+
+def _create(backend_options: Any, options: object) -> ProcessGroupMPI:
+    """torch.distributed's factory: the default group, or one of `new_group`'s (members only)."""
+    timeout = backend_options.timeout
+    ranks = list(backend_options.global_ranks_in_group)
+    if ranks:
+        return create_subgroup(MPI.COMM_WORLD, ranks, timeout)
+    check_world()
+    needs_store = is_placeholder(backend_options.store)
+    own_store = store(placement(), timeout) if needs_store else None
+    return ProcessGroupMPI(MPI.COMM_WORLD, timeout, store=own_store)
+
+
+def _rendezvous(
+    url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
+) -> Iterator[tuple[dist.Store, int, int]]:
+    """Torch's handler for "mpi://": yields the store, this rank and the number of ranks."""
+    check_world()
+    place = placement()
+    yield store(place, timeout), place.rank, place.world_size
+    raise RuntimeError("ranks of an MPI job meet once; they cannot meet anew")

@@ -1,0 +1,132 @@
+"""MPI's collectives on dense tensors of any size: what MPI cannot count goes in pieces."""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from ddp_from_scratch.mpi import datatypes
+from ddp_from_scratch.mpi.datatypes import operation_of, pieces, raw, values
+from ddp_from_scratch.mpi.runtime import MPI
+from ddp_from_scratch.node.reduction import Reduction
+
+Message: TypeAlias = tuple[int, torch.Tensor]  # the other rank, and what goes there or comes
+
+# Beyond the tags that programs use for messages of their own on the same communicator.
+_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
+
+
+class Transport:
+    """Calls on one communicator. Collective, by all ranks with the same sizes.
+
+    Args:
+        communicator: mpi4py's.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm) -> None:
+        self._communicator = communicator
+        self._rank, self._size = communicator.rank, communicator.size
+
+    def reduce(self, flat: torch.Tensor, reduction: Reduction, root: int) -> None:
+        """Leaves the undivided reduction in `flat` on the root, and keeps it on the others."""
+        op = operation_of(reduction)
+        for piece in pieces(flat):
+            if self._rank == root:
+                self._communicator.Reduce(MPI.IN_PLACE, values(piece), op, root)
+            else:
+                self._communicator.Reduce(values(piece), None, op, root)
+
+    def reduce_scatter(
+        self, joined: torch.Tensor, counts: Sequence[int], reduction: Reduction
+    ) -> torch.Tensor:
+        """This rank's part of the undivided reduction of `joined`, which may be overwritten."""
+        if joined.nbytes < datatypes.COUNTABLE:
+            own = joined.new_empty(counts[self._rank])
+            self._communicator.Reduce_scatter(
+                values(joined), values(own), list(counts), operation_of(reduction)
+            )
+            return own
+        parts: Sequence[torch.Tensor] = joined.split(list(counts))
+        for root, part in enumerate(parts):
+            self.reduce(part, reduction, root)
+        return parts[self._rank]
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Replaces `flat` by the root's."""
+        for piece in pieces(flat):
+            self._communicator.Bcast(raw(piece), root)
+
+    def all_gather(self, gathered: torch.Tensor, sizes: list[int], flat: torch.Tensor) -> None:
+        """Gathers tensors of `sizes` elements into `gathered` on every rank."""
+        parts = gathered.split(sizes)
+        if gathered.nbytes < datatypes.COUNTABLE:
+            counts = [part.nbytes for part in parts]
+            self._communicator.Allgatherv(raw(flat), [raw(gathered)[0], counts, MPI.BYTE])
+        else:
+            parts[self._rank].copy_(flat)
+            for root, part in enumerate(parts):
+                self.broadcast(part, root)
+
+    def gather(self, gathered: torch.Tensor | None, dense: torch.Tensor, root: int) -> None:
+        """Gathers equal tensors into `gathered` on the root; None on the others."""
+        if self._size * dense.nbytes < datatypes.COUNTABLE:
+            into = None if gathered is None else raw(gathered)
+            self._communicator.Gather(raw(dense), into, root)
+        else:
+            parts = [] if gathered is None else gathered.chunk(self._size)
+            self.exchange([(root, dense)], enumerate(parts))
+
+    def scatter(self, parts: Sequence[torch.Tensor], dense: torch.Tensor, root: int) -> None:
+        """Sends the root's parts, one to each rank's `dense`; no parts on the others."""
+        if self._size * dense.nbytes < datatypes.COUNTABLE:
+            sent = raw(join(parts, dense.dtype)) if self._rank == root else None
+            self._communicator.Scatter(sent, raw(dense), root)
+        else:
+            sends = parts if self._rank == root else ()
+            self.exchange(enumerate(sends), [(root, dense)])
+
+    def exchange(self, sends: Iterable[Message], receives: Iterable[Message]) -> None:
+        """Sends to and receives from ranks of the group, at once; also from a rank to itself."""
+        # Receives first: a message that finds its receive posted needs no memory in between.
+        requests = [
+            self._communicator.Irecv(raw(piece), rank, _TAG)
+            for rank, tensor in receives
+            for piece in pieces(tensor.view(-1))
+        ]
+        requests += [
+            self._communicator.Isend(raw(piece), rank, _TAG)
+            for rank, tensor in sends
+            for piece in pieces(tensor.contiguous().view(-1))
+        ]
+        MPI.Request.Waitall(requests)
+
+    def mismatched_pairs(
+        self, expected: Sequence[int], sent: Sequence[int]
+    ) -> list[tuple[int, int, int, int]]:
+        """Pairs of all ranks in which one sends another number of elements than the other expects.
+
+        Args:
+            expected: elements that this rank expects, by source.
+            sent: elements that it sends, by target.
+
+        Returns:
+            Source and target, as ranks of the world, elements sent, elements expected; the same
+            list on all ranks.
+        """
+        coming = torch.empty(self._size, dtype=torch.int64)
+        self._communicator.Alltoall(raw(torch.tensor(sent)), raw(coming))
+        ours, world = self._communicator.Get_group(), MPI.COMM_WORLD.Get_group()
+        names = ours.Translate_ranks(group=world)
+        wrong = [
+            (names[source], names[self._rank], size, wanted)
+            for source, (size, wanted) in enumerate(zip(coming.tolist(), expected, strict=True))
+            if size != wanted
+        ]
+        if not self._communicator.allreduce(len(wrong)):
+            return []
+        return [pair for pairs in self._communicator.allgather(wrong) for pair in pairs]
+
+
+def join(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """A flat copy of all parts."""
+    return torch.cat([part.reshape(-1).to(dtype) for part in parts])

@@ -1,0 +1,115 @@
+"""Work: the handle of one collective, completed by the group's thread."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.mpi import p2p
+from ddp_from_scratch.mpi.operation import Result
+from ddp_from_scratch.node.barrier import CheckedBarrier
+
+
+class MPIWork(dist._Work):
+    """`torch.distributed`'s Work of one call.
+
+    Args:
+        name: names the call and the rank in error messages; called only for one.
+        timeout: the group's, in which the operation itself fails when a rank does not come.
+        barrier: knows the missing ranks.
+    """
+
+    def __init__(
+        self, name: Callable[[], str], timeout: timedelta, barrier: CheckedBarrier
+    ) -> None:
+        super().__init__()
+        self._name, self._timeout, self._barrier = name, timeout, barrier
+        # No lock guards these, as a signal's handler may read them in the middle of anything. Each
+        # flag changes once, in this order: result or error set, `_known`, futures done, `_ended`.
+        self._known = False
+        self._ended = False
+        self._under_way = threading.Lock()  # held until `_ended`: waiting threads sleep on it
+        self._under_way.acquire()
+        self._error: Exception | None = None
+        self._result: Result = []
+        self._futures: list[torch.futures.Future[Result]] = []  # one for each call of get_future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the operation has ended.
+
+        Args:
+            timeout: how long to wait; None or zero means the group's own.
+
+        Raises:
+            CommunicationError: the operation failed, or did not end in time. The text names it.
+        """
+        if not self._ended:
+            self._wait_until_ended(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait_until_ended(self, timeout: timedelta | None) -> None:
+        # The operation ends by itself in the group's time, and then knows best what was missing.
+        limit = self._timeout.total_seconds() + 2.0
+        if timeout is not None and timeout > timedelta(0):
+            limit = timeout.total_seconds()
+        began = time.monotonic()
+        nap = min(p2p.progress(), limit)
+        while not self._ended:
+            if self._under_way.acquire(timeout=nap):
+                self._under_way.release()  # others may wait, too
+            elif time.monotonic() - began >= limit:
+                raise CommunicationError(
+                    f"{self._name()} did not end within {limit:g} s: "
+                    f"{self._barrier.missing_names} did not come"
+                )
+            else:
+                p2p.progress()
+
+    def is_completed(self) -> bool:
+        return self._ended
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> Result:
+        return self._result
+
+    def get_future(self) -> "torch.futures.Future[Result]":
+        future: torch.futures.Future[Result] = torch.futures.Future()
+        self._futures.append(future)
+        if self._known:  # `_end` may have gone through the futures before this one was there
+            self._settle(future)
+        return future
+
+    def complete(self, result: Result) -> None:
+        self._result = result
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        self._error = CommunicationError(f"{self._name()} failed: {error}")
+        self._error.__cause__ = error
+        self._end()
+
+    def _end(self) -> None:
+        self._known = True
+        for future in self._futures:
+            self._settle(future)  # first: they are done when wait() returns
+        self._ended = True
+        self._under_way.release()
+
+    def _settle(self, future: "torch.futures.Future[Result]") -> None:
+        with suppress(RuntimeError):  # set already: `get_future` and `_end` may both come here
+            if self._error is None:
+                future.set_result(self._result)
+            else:
+                future.set_exception(self._error)  # type: ignore[arg-type]  # a wrong annotation

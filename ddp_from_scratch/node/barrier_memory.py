@@ -1,0 +1,64 @@
+"""Shared memory of a `CheckedBarrier`, by field."""
+
+import torch
+
+from ddp_from_scratch.node import dissemination, fingerprint
+from ddp_from_scratch.node.communicator import Communicator
+from ddp_from_scratch.node.shared_memory import SharedMemory
+
+# Bytes of the eager buffers of all ranks of a machine together. Each rank reads all of them, so
+# with many ranks it is better to bring less and to read what another rank has summed.
+EAGER_NBYTES = 256 * 1024
+
+
+class BarrierMemory:
+    """One segment for each rank of the machine.
+
+        semaphores | come | left | gave up | fingerprints 0, 1 | heard 0, 1 | eager 0, 1
+
+    Fingerprints, heard and eager buffers are double, for even and odd meetings: a fast rank brings
+    its next ones while a slow one still reads these. (It cannot bring the ones after that, which
+    need all ranks at the meeting between.)
+
+    Args:
+        node: the machine's ranks. Collective.
+        machines: number of machines.
+
+    Attributes:
+        addresses: of each rank's semaphores.
+        come: by rank, the number of meetings that it has come to.
+        left: by rank, 1 once its program has ended: nobody need wait for it until the timeout.
+        gave_up: number of a meeting that a rank no longer waits for, or has left. One for all
+            ranks: none may go on alone after that.
+        fingerprints: by rank, a pair: the operation that it has come for.
+        heard: a pair: fingerprints of all machines' first ranks. One for all ranks.
+        eager: by rank, small tensors that it brings along; uint8, shape (2, eager_nbytes).
+        eager_nbytes: how much that can be.
+    """
+
+    def __init__(self, node: Communicator, machines: int) -> None:
+        heard_nbytes = machines * fingerprint.NBYTES if machines > 1 else 0
+        counters_at = dissemination.nbytes(node.size)
+        fingerprints_at = counters_at + 64
+        heard_at = fingerprints_at + 2 * fingerprint.NBYTES
+        eager_at = heard_at + 2 * heard_nbytes
+        self.eager_nbytes = EAGER_NBYTES // max(node.size, 2) // 64 * 64
+        self._memory = SharedMemory(node, eager_at + 2 * self.eager_nbytes)
+        segments = self._memory.segments
+        segments[node.rank][:eager_at].zero_()
+        self.addresses = self._memory.addresses
+        counters = [segment[counters_at:][:24].view(torch.int64).numpy() for segment in segments]
+        self.come = [counter[0:1] for counter in counters]
+        self.left = [counter[1:2] for counter in counters]
+        self.gave_up = counters[0][2:3]
+        self.fingerprints = [_pair(s, fingerprints_at, fingerprint.NBYTES) for s in segments]
+        self.heard = _pair(segments[0], heard_at, heard_nbytes)
+        self.eager = [segment[eager_at:].view(2, self.eager_nbytes) for segment in segments]
+
+    def free(self) -> None:
+        """Gives the memory back. Collective."""
+        self._memory.free()
+
+
+def _pair(segment: torch.Tensor, begin: int, nbytes: int) -> list[memoryview]:
+    return [segment[begin + i * nbytes :][:nbytes].numpy().data for i in range(2)]

@@ -1,0 +1,52 @@
+"""Ranks of a group by machine."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from ddp_from_scratch.node import semaphore
+from ddp_from_scratch.node.communicator import Communicator
+from ddp_from_scratch.node.shared_memory import can_share
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A group's ranks by machine.
+
+        machine 0   | rank 0 | rank 1 |    <- node: a row
+        machine 1   | rank 2 | rank 3 |
+                        ^ peers: a column
+
+    Attributes:
+        everyone: all ranks of the group.
+        node: those of this machine, which share memory.
+        peers: the ranks in this one's place on every machine that has such a place.
+        count: number of machines.
+    """
+
+    everyone: Communicator
+    node: Communicator
+    peers: Communicator
+    count: int
+
+    @classmethod
+    def of(cls, everyone: Communicator, node: Communicator | None = None) -> Self:
+        """Finds out which ranks share memory. Collective.
+
+        Args:
+            everyone: the ranks.
+            node: those taken for this machine's, freed with the result; None finds them.
+        """
+        if node is None:
+            here = everyone.split_by_machine()
+            # Where memory cannot be shared, each rank counts as a machine of its own.
+            shared = semaphore.AVAILABLE and can_share(here)
+            node = here.split(0 if shared else here.rank)
+            here.free()
+        peers = everyone.split(node.rank)
+        # Every machine has a first rank, so the peers of that one count the machines.
+        return cls(everyone, node, peers, count=node.allgather(peers.size)[0])
+
+    def free(self) -> None:
+        """Releases what `of` made. Collective."""
+        self.node.free()
+        self.peers.free()

@@ -1,0 +1,45 @@
+"""A Reducer's settings and buckets at one moment, for logs and `repr`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ReducerStats:
+    """Settings and buckets of a `Reducer`.
+
+    Attributes:
+        bucket_bytes: size of each, in the order of launch.
+        bucket_cap_bytes: size at which a bucket is closed, the largest of its caps.
+        parameters, parameter_bytes: their number, and their size together.
+        iteration: number of averages so far.
+        rebuilt: whether the buckets are in the order in which gradients became ready.
+        overlap, gradient_as_bucket_view, find_unused_parameters, static_graph: settings.
+        comm_hook: its name.
+    """
+
+    bucket_bytes: tuple[int, ...]
+    bucket_cap_bytes: int
+    parameters: int
+    parameter_bytes: int
+    iteration: int
+    rebuilt: bool
+    overlap: bool
+    gradient_as_bucket_view: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    comm_hook: str
+
+    def __str__(self) -> str:
+        sizes = [size / 2**20 for size in self.bucket_bytes]
+        shown = ", ".join(f"{size:.3g}" for size in sizes[:8])
+        more = ", ..." if len(sizes) > 8 else ""
+        on = [
+            name
+            for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+            if getattr(self, name)
+        ]
+        settings = [f"overlap={self.overlap}", f"comm_hook={self.comm_hook}", *on]
+        return (
+            f"{self.parameters} parameters in {len(sizes)} buckets of {shown}{more} MiB, "
+            f"{', '.join(settings)}"
+        )

@@ -1,0 +1,191 @@
+"""Every Python excerpt of the documents runs as printed, from a file of its own."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import traceback
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import Excerpt, excerpts
+from tests.support.ranks import MPIRUN, ROOT
+
+LIMIT_S = 60.0
+MPIRUN_LIMIT_S = 110.0
+
+PYTHON = excerpts("python")
+(README,) = [excerpt for excerpt in PYTHON if excerpt.page == ROOT / "README.md"]
+README_ON_MPI = replace(README, code=README.code.replace('("gloo")', '("mpi")'))
+
+TESTS = [excerpt for excerpt in PYTHON if "\ndef test_" in excerpt.code]
+ON_MPI = [excerpt for excerpt in PYTHON if re.search(r'"mpi"\)|mpi\.BACKEND', excerpt.code)]
+ON_GLOO = [excerpt for excerpt in PYTHON if excerpt not in ON_MPI + TESTS]
+
+# A server that has imported torch forks each rank: a fresh process that need not import it again.
+# `torch._dynamo` is what the first optimizer would import.
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "ddp_from_scratch.optim.node_shared_sgd",
+        "ddp_from_scratch.torch_ddp.distributed_data_parallel",
+        "ddp_from_scratch.world.process_group",
+        "tests.docs.test_excerpts",
+    ]
+)
+
+
+def as_rank(file: str, output: str, environment: dict[str, str]) -> None:
+    """In a process of its own: runs the file as `python FILE` would under a launcher."""
+    os.environ.update(environment)
+    os.chdir(Path(file).parent)
+    stream = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    sys.argv = [file]
+    code = 0
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:  # noqa: BLE001  # the test shows it
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def places(world_size: int, folder: Path) -> list[dict[str, str]]:
+    """Each rank's environment; empty for one that no launcher has started."""
+    if world_size == 1:
+        return [{}]
+    return [
+        {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+        | {"DDP_RENDEZVOUS_FILE": str(folder / "rendezvous")}
+        for rank in range(world_size)
+    ]
+
+
+def run(code: str, world_size: int, folder: Path) -> str:
+    """The output of all ranks, which must end with 0."""
+    file = folder / "example.py"
+    file.write_text(code)
+    outputs = [folder / f"output-{rank}" for rank in range(world_size)]
+    processes = [
+        FORKS.Process(target=as_rank, args=(str(file), str(output), place))
+        for output, place in zip(outputs, places(world_size, folder), strict=True)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(LIMIT_S)
+        printed = "\n".join(output.read_text() for output in outputs if output.exists())
+        assert [process.exitcode for process in processes] == [0] * world_size, printed
+        return printed
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("excerpt", ON_GLOO, ids=str)
+def test_runs_as_printed(excerpt: Excerpt, tmp_path):
+    starts_ranks_itself = "start_ranks(" in excerpt.code
+    assert excerpt.prints in run(excerpt.code, 1 if starts_ranks_itself else 2, tmp_path)
+
+
+# One mpirun for all, since MPI lives as long as its process.
+ONE_AFTER_ANOTHER = """
+import pathlib, runpy, sys
+from mpi4py import MPI
+for file in map(pathlib.Path, sys.argv[1:]):
+    runpy.run_path(str(file), run_name="__main__")
+    file.with_suffix(f".rank-{MPI.COMM_WORLD.rank}").touch()
+"""
+
+
+@pytest.fixture(scope="module")
+def mpirun_of_all(tmp_path_factory):
+    """Each excerpt's file, beside which every rank that has run it leaves another; the output."""
+    folder = tmp_path_factory.mktemp("mpi")
+    files = {}
+    for number, excerpt in enumerate([*ON_MPI, README_ON_MPI]):
+        files[str(excerpt)] = folder / f"{number}.py"
+        files[str(excerpt)].write_text(excerpt.code)
+    done = subprocess.run(
+        ["mpirun", "-n", "2", sys.executable, "-c", ONE_AFTER_ANOTHER, *map(str, files.values())],
+        env=os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=MPIRUN_LIMIT_S,
+    )
+    return files, done.stdout
+
+
+@pytest.mark.parametrize("excerpt", [*ON_MPI, README_ON_MPI], ids=str)
+def test_runs_as_printed_under_mpirun(excerpt: Excerpt, mpirun_of_all):
+    files, output = mpirun_of_all
+    assert all(files[str(excerpt)].with_suffix(f".rank-{rank}").exists() for rank in (0, 1)), output
+
+
+def check_readme(output: str, world_size: int) -> None:
+    printed = re.findall(r"rank (\d) of (\d): parameters ([0-9a-f]{16})", output)
+    assert sorted(rank for rank, _, _ in printed) == [str(rank) for rank in range(world_size)]
+    assert {size for _, size, _ in printed} == {str(world_size)}
+    assert len({checksum for _, _, checksum in printed}) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_readmes_example_prints_one_checksum(world_size, tmp_path):
+    check_readme(run(README.code, world_size, tmp_path), world_size)
+
+
+def test_the_readmes_example_prints_one_checksum_under_mpirun(mpirun_of_all):
+    _, output = mpirun_of_all
+    check_readme(output, 2)
+
+
+@pytest.mark.slow
+def test_the_readmes_example_prints_one_checksum_under_torchrun(tmp_path):
+    (tmp_path / "example.py").write_text(README.code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "example.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    check_readme(done.stdout, 2)
+
+
+def call_by_name(world, code: str, function: str, *arguments: object) -> object:
+    """On a rank: a function of an excerpt, which the rank cannot import."""
+    names: dict[str, object] = {}
+    exec(code, names)
+    return names[function](world, *arguments)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("excerpt", TESTS, ids=str)
+def test_the_example_of_a_test_passes(excerpt: Excerpt, ranks):
+    def crew(backend, world_size):
+        return lambda function, *arguments: ranks(backend, world_size)(
+            call_by_name, excerpt.code, function.__name__, *arguments
+        )
+
+    names: dict[str, object] = {}
+    exec(excerpt.code, names)
+    tests = [value for name, value in names.items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        test(crew)

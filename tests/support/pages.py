@@ -1,0 +1,61 @@
+"""The project's documents, and what can be read off them: excerpts, links, headings, options."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.ranks import ROOT
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A fenced block of a page, with what it prints where a block of `text` follows it."""
+
+    page: Path
+    number: int  # of the page's blocks in this language, from 1
+    code: str
+    prints: str = ""
+
+    def __str__(self) -> str:
+        return f"{name_of(self.page)}-{self.number}"
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def excerpts(language: str) -> list[Excerpt]:
+    """All pages' blocks in a language; "" for those that name none, mostly commands."""
+    found = []
+    for page in PAGES:
+        blocks = [block for tag, *block in _FENCE.findall(page.read_text()) if tag == language]
+        found += [Excerpt(page, number, *block) for number, block in enumerate(blocks, 1)]
+    return found
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """The path and the anchor of every link that stays within the project."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    inside = [target for target in targets if "://" not in target]
+    return [(path, anchor) for path, _, anchor in (target.partition("#") for target in inside)]

@@ -1,0 +1,55 @@
+"""Two tiers of tests: `make test` runs the first, `make test-all` both.
+
+In the second are the tests marked `slow`: those that take long and repeat what a test of the first
+shows, too, and the cases of a test that are only further combinations of the same values.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+
+def slow(*values: object) -> Any:
+    """A case of `pytest.mark.parametrize` in the second tier."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def sort(items: list[pytest.Item]) -> None:
+    """Marks the cases that every pair of values can do without, and moves the second tier last.
+
+    Two options that do not fit are found by any case that has both: three options with two values
+    each need four cases and not eight. Tests for GPUs keep all.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        chosen = set(covering(list(map(choices_of, cases))))
+        for number, case in enumerate(cases):
+            if number not in chosen:
+                case.add_marker("slow")
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+def covering(cases: Sequence[Sequence[object]]) -> Iterator[int]:
+    """The numbers of cases that together have every pair of choices which any case has."""
+    missing = [frozenset(combinations(case, min(2, len(case)))) for case in cases]
+    while any(missing):
+        best = max(range(len(cases)), key=lambda number: len(missing[number]))
+        yield best
+        seen = missing[best]
+        missing = [pairs - seen for pairs in missing]
+
+
+def choices_of(case: pytest.Item) -> list[object]:
+    """A choice for each `parametrize`, whose names vary together, and each fixture."""
+    values = dict(case.callspec.params)  # type: ignore[attr-defined]
+    choices: list[object] = []
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        # By identity: not every value can be hashed, and a test's cases share the objects.
+        choices.append(tuple((name.strip(), id(values.pop(name.strip()))) for name in names))
+    return choices + [(name, id(value)) for name, value in sorted(values.items())]
