@@ -104,7 +104,7 @@ SET = [
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _stop)  # its default would leave the ranks behind
     size = "quick" if options.quick else "full" if options.full else "arguments"
     chosen = [b for b in SET if b.name in options.name and getattr(b, size) is not None]
     if not chosen:
@@ -124,6 +124,7 @@ def main() -> int:
         code = run([sys.executable, *command])
         took = f"{time.monotonic() - own_began:.0f} s"
         lines.append(f"{'done' if code == 0 else f'FAILED with exit code {code}'}, {took}: {label}")
+        # The set goes on: the other benchmarks' numbers are worth having.
         first_failure = first_failure or code
         if code in STOPPED:
             break
@@ -171,7 +172,7 @@ def run(command: list[str]) -> int:
             # Not killed: it has ranks to end, and maybe hosts to remove.
             child.terminate()
             child.wait()
-    return 128 - code if code < 0 else code
+    return 128 - code if code < 0 else code  # as a shell counts signals
 
 
 def report(lines: list[str], results: Path, began: float) -> None:

@@ -95,7 +95,7 @@ def main() -> int:
 
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: times every dtype and size and, on rank 0, prints, writes and draws."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a rank has one core, as in training
     backend = "mpi" if environment.launcher() == "mpirun" else "nccl"
     with process_group(backend) as world:
         for dtype in options.dtype:
@@ -106,6 +106,7 @@ def measure(options: argparse.Namespace) -> None:
             times: dict[int, dict[str, list[float]]] = {}
             for nbytes in progress:
                 compared = make(nbytes, getattr(torch, dtype), world.device)
+                # Small calls are noisy and cheap: more rounds for them, many in a row.
                 rounds = max(5, min(200, 2**29 // nbytes)) // (3 if options.quick else 1)
                 calls = max(1, min(50, 2**20 // nbytes))
                 times[nbytes] = take_turns(compared, max(rounds, 3), calls, world.device)
@@ -121,6 +122,7 @@ def contenders_on_cpu(
     from ddp_from_scratch.mpi import datatypes
     from ddp_from_scratch.mpi.runtime import MPI
 
+    # Once for all sizes: a group costs a thread and connections.
     if "gloo" not in _groups:
         _groups["gloo"] = dist.new_group(backend="gloo")
         ranks = range(dist.get_world_size())
@@ -128,7 +130,7 @@ def contenders_on_cpu(
     numel = nbytes // dtype.itemsize
     tensor, other, window = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype), None
     window = mpi.empty(numel, dtype)
-    window.zero_()
+    window.zero_()  # also touches its pages, which exist only then
     contenders: dict[str, Contender] = {
         "gloo": Contender(lambda: dist.all_reduce(tensor, group=_groups["gloo"])),
         "mpi": Contender(lambda: dist.all_reduce(tensor)),
@@ -139,6 +141,7 @@ def contenders_on_cpu(
     }
     if dtype in datatypes.DATATYPES:  # MPI itself has no 16-bit floats
         flat, world = tensor.numpy(), MPI.COMM_WORLD
+        # Pieces that stay in the cache, as in this library's own all-reduce.
         pieces = np.array_split(flat, max(1, nbytes // 2**20))
 
         def plain() -> None:
@@ -195,7 +198,7 @@ def take_turns(
     A round is `calls` calls of each contender, one after another: the time of a single one of a few
     microseconds depends on the call before it. Three rounds before the first do not count.
     """
-    order = np.random.default_rng(0)  # the same on every rank
+    order = np.random.default_rng(0)  # the same on every rank, or they would deadlock
     ways = list(contenders.values())
     times = torch.zeros(len(ways), rounds + 3, dtype=torch.float64, device=device)
     for turn in range(rounds + 3):
@@ -211,7 +214,7 @@ def take_turns(
                 torch.cuda.synchronize(device)
             times[index, turn] = (time.perf_counter() - began) / calls
             ways[index].after()
-    dist.all_reduce(times, dist.ReduceOp.MAX)
+    dist.all_reduce(times, dist.ReduceOp.MAX)  # an all-reduce has ended when it has on all ranks
     return dict(zip(contenders, times[:, 3:].tolist(), strict=True))
 
 

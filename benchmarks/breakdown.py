@@ -99,6 +99,7 @@ class StepClock:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Inside, and on the thread that made the clock, time belongs to this part."""
+        # Parts of other threads overlap with the main one's: they are in "others".
         if threading.get_ident() != self._thread:
             yield
             return
@@ -126,6 +127,7 @@ class StepClock:
             with self.part("forward"):
                 contender.step()
             own_took = time.thread_time() - own
+            # CPU clocks tick coarsely: the difference may fall just below 0.
             self._step[OTHERS] = max(time.process_time() - of_all - own_took, 0.0)
             self._step = defaultdict(float)  # time between steps belongs to none
 
@@ -246,6 +248,7 @@ def measure(options: argparse.Namespace) -> None:
                 }
                 heading = f"where a step's time goes: {title}"
                 draw_parts(name, heading, "ms of the main thread", bars, folder=options.results)
+            # Before the next model's are made: hooks make cycles of model and Reducer.
             compared.clear()
             gc.collect()
 
@@ -262,7 +265,7 @@ def take_apart(
         samples = interleave([clock.timed(contender) for contender in compared], rounds, device)
     parts: list[Parts] = []
     for contender in compared:
-        of_rounds = clock.steps[contender.name][WARM_UP:]
+        of_rounds = clock.steps[contender.name][WARM_UP:]  # the rounds of `samples`
         steps = [[step[part] for part in (*PARTS, OTHERS)] for step in of_rounds]
         mean = torch.tensor(steps, dtype=torch.float64)
         dist.all_reduce(mean)

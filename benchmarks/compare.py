@@ -150,8 +150,9 @@ def compare(old: Results, new: Results, reference: str, at_least: float = 0.03) 
     chance = 0.05 / max(1, len(names))  # of one contender (Bonferroni), so 5 % of any
     changes = []
     for name in names:
-        random = np.random.default_rng(0)
+        random = np.random.default_rng(0)  # the same files give the same verdict
         before, after = old.ratios(name, reference), new.ratios(name, reference)
+        # Drawn apart: rounds of two files do not belong together, as they do within one.
         drawn = _medians(after, random) / _medians(before, random)
         low, high = np.quantile(drawn, [chance / 2, 1 - chance / 2])
         was, is_now = float(np.median(before)), float(np.median(after))

@@ -48,6 +48,7 @@ from benchmarks.harness.costs import (
     ALGORITHMS,
     Link,
     Measured,
+    Model,
     Shape,
     fit_model,
     halving_doubling,
@@ -186,6 +187,15 @@ def measured(samples: Mapping[str, Any]) -> Measured:
 def report(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) -> None:
     """Fits, prints, writes and draws."""
     models = {backend: fit_model(of, ALGORITHMS[backend]) for backend, of in runs.items()}
+    print("\nfitted, with up to 4 ranks; for a rank that has a core of its own")
+    print(model_table(models))
+    print("\npredicted, not fitted: median of |predicted / measured - 1|")
+    print(error_table(models), flush=True)
+    report_predictions(models, options)
+
+
+def model_table(models: Mapping[str, Model]) -> str:
+    """The fitted coefficients of each backend."""
     rows = [
         [
             backend,
@@ -199,16 +209,22 @@ def report(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) 
         for backend, m in models.items()
     ]
     headers = ["", "alpha", "1 / beta", "1 / gamma", "forward, backward", "a parameter", "a layer"]
-    print("\nfitted, with up to 4 ranks; for a rank that has a core of its own")
-    print(text_table(headers, rows))
+    return text_table(headers, rows)
+
+
+def error_table(models: Mapping[str, Model]) -> str:
+    """Errors of each backend's model on measurements that were held out."""
     rows = [
         [f"{backend}: {group}", str(errors)]
         for backend, model in models.items()
         for group, errors in model.errors.items()
     ]
-    print("\npredicted, not fitted: median of |predicted / measured - 1|")
-    print(text_table(["", "error"], rows), flush=True)
+    return text_table(["", "error"], rows)
 
+
+def report_predictions(models: Mapping[str, Model], options: argparse.Namespace) -> None:
+    """Predicts; prints, writes and draws that."""
+    # Between hosts as gloo, whose bytes go through sockets here, too.
     base = models.get("gloo") or next(iter(models.values()))
     inside = "mpi" if "mpi" in models else "gloo"
     within = models[inside].link
@@ -236,15 +252,8 @@ def report(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) 
         "models": {backend: asdict(model) for backend, model in models.items()},
         "predictions": [asdict(p) for p in predictions],
     }
-    settings = {
-        "benchmark": "cost_model",
-        "gbit": options.gbit,
-        "latency_us": options.latency_us,
-        "per_host": options.per_host,
-        "params": options.params,
-        "layers": options.layers,
-        "batch": options.batch,
-    }
+    names = ("gbit", "latency_us", "per_host", "params", "layers", "batch")
+    settings = {"benchmark": "cost_model", **{name: getattr(options, name) for name in names}}
     write("cost_model", title, content, settings=settings, folder=options.results)
     axes = ("ranks", "ms, predicted")
     draw_lines("cost_model", title, axes, lines, folder=options.results)

@@ -181,9 +181,11 @@ def measure(options: argparse.Namespace) -> None:
     with process_group(backend) as world:
         dist.barrier()  # now, and not in a phase: the backend allocates at its first use
         torch.manual_seed(world.rank)
+        # After the group is open: Python, torch and MPI are in it, and the same for all contenders.
         before = read(world.device)
         with Watch(world.device) as watch:
             spec = [s for s in CONTENDERS if s.name == name]
+            # No start is kept: it would be a copy of the parameters that training does not need.
             (contender,) = contenders(WORKLOADS[model], world.device, spec, keep_start=False)
             phases = [watch.peak()]
             for _ in range(STEPS):
@@ -212,7 +214,7 @@ class Watch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._highest = Memory(0, 0)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the highest, which both threads replace
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 

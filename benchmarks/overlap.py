@@ -165,7 +165,7 @@ def settle(workload: Workload, device: torch.device) -> dict[str, Any]:
         return two_calls(model, foreach_sgd(model))
 
     (training,) = contenders(workload, device, [ContenderSpec(AUTO, prepare)], keep_start=False)
-    while found[0].bucket_cap_mb is None:
+    while found[0].bucket_cap_mb is None:  # alike on all ranks, which settle together
         training.step()
     return {"bucket_cap_mb": found[0].bucket_cap_mb, "overlap": found[0].overlap}
 
@@ -263,6 +263,7 @@ def hidden_share(exposed: np.ndarray, communication: np.ndarray) -> Interval:
     """
     if np.median(communication) <= 0:
         return (float("nan"),) * 3
+    # Whole rounds are drawn: exposed and communication of one belong together.
     drawn = np.random.default_rng(0).integers(len(exposed), size=(2000, len(exposed)))
     whole = np.median(communication[drawn], axis=1)
     shares = 1 - np.median(exposed[drawn], axis=1) / np.where(whole > 0, whole, np.nan)

@@ -169,6 +169,7 @@ def slowest(call: Callable[[], Any], rounds: int) -> list[float]:
     Three calls before the first are not counted, and small ones are made many times in a row.
     """
     times = torch.zeros(rounds, dtype=torch.float64)
+    # The last warm-up call sets how many are made in a row: a single small one is below the clock.
     calls = 1
     for turn in range(-3, rounds):
         dist.barrier()

@@ -132,6 +132,7 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     panels = {}
     with process_group(backend) as world:
+        # In the same job, so that both backends are measured in the same rounds.
         gloo = dist.new_group(backend="gloo") if backend == "mpi" else None
         compared = specs(backend, options.contender)
         for name in options.model:

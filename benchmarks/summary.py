@@ -22,7 +22,7 @@ def summarise(folder: Path, since: float) -> str:
     contents = [
         json.loads(path.read_text())
         for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        if path.stat().st_mtime >= since
+        if path.stat().st_mtime >= since  # older ones are another run's
     ]
     texts = []
     for name, table in TABLES.items():
@@ -44,6 +44,7 @@ def step_times(contents: Sequence[Content]) -> str:
         others = tuple(n for n in ours if not n.startswith(("ddp.SGD", "NodeSharedSGD")))
         averaged = reference(samples, others)
         torch_ddp = reference(samples, REFERENCES)
+        # In a gloo job torch's DDP on gloo is torch's DDP.
         on_gloo = torch_ddp if content["settings"]["backend"] == "gloo" else None
         on_gloo = on_gloo or reference(samples, GLOO_REFERENCES)
         alone = reference(samples, (NO_COMMUNICATION,))

@@ -31,6 +31,7 @@ collectives in an order of their own, and it fails.
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -169,7 +170,7 @@ def measure(options: argparse.Namespace) -> None:
         workload = WORKLOADS[options.model]
         torch.manual_seed(world.rank)
         batch = workload.batch()
-        ready = until_first_bucket(workload.model, batch)
+        ready = until_first_bucket(workload.model, batch)  # no byte can cross before
         meter = Meter()
         powers = ddp.power_sgd.PowerSGDState(rank=4, start=WARM_UP - 1)
         compared = contenders(workload.model, batch, backend, powers, options.cap)
@@ -181,25 +182,12 @@ def measure(options: argparse.Namespace) -> None:
             leave=False,
         )
         samples = interleave(metered, rounds, world.device)
-        meter.read()
+        meter.read()  # the last step's bytes: each step is counted before the next one
         check_alike(compared, workload.model)
         sent = gather_sent(meter, world.local_rank == 0)
         if world.rank == 0:
             nbytes = sum(p.numel() * p.element_size() for p in compared[0].model.parameters())
-            per_step = 4 * powers.sent // max(1, powers.iteration - powers.start)
-            crossing: dict[str, int | None] = {
-                NO_COMMUNICATION: 0,
-                BF16: nbytes // 2,
-                POWER_SGD: per_step,
-                TORCH_POWER_SGD: None,
-            }
-            results = []
-            for s in samples:
-                must_cross = next(
-                    (n for name, n in crossing.items() if s.name.startswith(name)), nbytes
-                )
-                bound = None if must_cross is None else ready + limit_ms(must_cross, gbit)
-                results.append(Result(s.name, s.milliseconds, must_cross, sent[s.name], bound))
+            results = results_of(samples, sent, bytes_to_cross(nbytes, powers), ready, gbit)
             check_crossed(results, gbit)
             results = with_computing(results)
             title = (
@@ -212,7 +200,6 @@ def measure(options: argparse.Namespace) -> None:
                 f"{nbytes / 1e6:.1f} MB of gradients"
             )
             print(table(results, samples), flush=True)
-            name = file_name(options.model, backend, world.world_size, gbit)
             settings = {
                 "benchmark": "two_hosts",
                 "model": options.model,
@@ -220,8 +207,39 @@ def measure(options: argparse.Namespace) -> None:
                 "nproc": world.world_size,
                 "gbit": gbit,
             }
+            name = file_name(options.model, backend, world.world_size, gbit)
             kept = [asdict(r) for r in results]
             write(name, title, kept, settings=settings, folder=options.results)
+
+
+def bytes_to_cross(nbytes: int, powers: ddp.power_sgd.PowerSGDState) -> Callable[[str], int | None]:
+    """Bytes that each host must send in a step, by contender; None where that is not known."""
+    # Elements of its float32 matrices, in the steps since it began to compress.
+    per_step = 4 * powers.sent // max(1, powers.iteration - powers.start)
+    by_name: dict[str, int | None] = {
+        NO_COMMUNICATION: 0,
+        BF16: nbytes // 2,
+        POWER_SGD: per_step,
+        TORCH_POWER_SGD: None,
+    }
+    # By beginnings: some have the size of their buckets behind the name.
+    return lambda name: next((n for known, n in by_name.items() if name.startswith(known)), nbytes)
+
+
+def results_of(
+    samples: list[Samples],
+    sent: dict[str, list[list[int]]],
+    must_cross: Callable[[str], int | None],
+    ready: float,
+    gbit: float,
+) -> list[Result]:
+    """Each contender's samples, beside the bytes that it sent and the wire's bound."""
+    results = []
+    for s in samples:
+        nbytes = must_cross(s.name)
+        bound = None if nbytes is None else ready + limit_ms(nbytes, gbit)
+        results.append(Result(s.name, s.milliseconds, nbytes, sent[s.name], bound))
+    return results
 
 
 # Tables ---------------------------------------------------------------------------------------

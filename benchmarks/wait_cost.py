@@ -92,22 +92,26 @@ def measure(rounds: int, folder: Path) -> None:
                     for _ in range(100):
                         square @ square
                 times[index, turn] = time.perf_counter() - began
-                wait()
+                wait()  # both halves: the computing ones wake the others
         dist.all_reduce(times, dist.ReduceOp.MAX)
         if world.rank == 0:
-            names, medians = list(ways), times.median(1).values.tolist()
-            rows = [
-                [name, f"{1e3 * median:.1f}", f"{median / medians[0]:.2f}"]
-                for name, median in zip(names, medians, strict=True)
-            ]
-            half, cores = world.world_size // 2, len(os.sched_getaffinity(0))
-            title = f"{half} ranks compute while {half} wait, on {cores} cores"
-            print(f"\n{title}: median ms of the work")
-            headers = ["way to wait", "ms", "/ nobody waits"]
-            print(text_table(headers, rows), flush=True)
-            settings = {"benchmark": "wait_cost", "nproc": world.world_size}
-            samples = dict(zip(names, times.tolist(), strict=True))
-            write("wait_cost", title, samples, settings=settings, folder=folder)
+            report(list(ways), times, world.world_size, folder)
+
+
+def report(ways: list[str], times: torch.Tensor, ranks: int, folder: Path) -> None:
+    """Prints the medians, and writes all samples."""
+    medians = times.median(1).values.tolist()
+    rows = [
+        [name, f"{1e3 * median:.1f}", f"{median / medians[0]:.2f}"]
+        for name, median in zip(ways, medians, strict=True)
+    ]
+    half, cores = ranks // 2, len(os.sched_getaffinity(0))
+    title = f"{half} ranks compute while {half} wait, on {cores} cores"
+    print(f"\n{title}: median ms of the work")
+    print(text_table(["way to wait", "ms", "/ nobody waits"], rows), flush=True)
+    settings = {"benchmark": "wait_cost", "nproc": ranks}
+    samples = dict(zip(ways, times.tolist(), strict=True))
+    write("wait_cost", title, samples, settings=settings, folder=folder)
 
 
 if __name__ == "__main__":

@@ -186,14 +186,16 @@ def contenders(
     """
     if specs is None:
         specs = [s for s in CONTENDERS if s.backends == BACKENDS]
+    # One batch for all: loading data is not what is compared. The caller seeds it by rank.
     inputs, labels = (tensor.to(device) for tensor in workload.batch())
     start: list[torch.Tensor] = []
 
     def contender(spec: ContenderSpec) -> Contender:
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # the same model for all contenders, on all ranks
         model = workload.model().to(device)
         if keep_start and not start:
             start.extend(parameter.detach().clone() for parameter in model.parameters())
+        # None is the job's own group, in which most contenders are compared.
         training = spec.prepare(model, gloo if spec.on_gloo else None)
 
         def step() -> None:

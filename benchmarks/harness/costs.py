@@ -128,6 +128,7 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray
             f"the fit needs at least as many measurements as coefficients, all longer than 0 s; "
             f"got a table of shape {design.shape}"
         )
+    # Relative, or the largest measurements alone would decide.
     relative = design / measured[:, None]
     # Columns of like size, or the smallest coefficients are lost to rounding.
     scale = np.linalg.norm(relative, axis=0)
@@ -253,6 +254,7 @@ def fit_model(runs: Sequence[Measured], algorithm: Algorithm, most: int = 4) -> 
     fitted_terms, held_terms = [], []  # (group, row, seconds)
     fitted_steps, held_steps = [], []
     for run in runs:
+        # A factor on every row: coefficients are those of a rank with a core of its own.
         slower = oversubscribed(run.ranks, run.cores)
         beyond = run.ranks > most
         group = f"{run.ranks} ranks" if beyond else "held-out sizes"

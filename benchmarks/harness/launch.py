@@ -139,6 +139,7 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
         The exit code of the first rank that failed, or 0.
     """
     rank = [sys.executable, "-m", module, *map(str, arguments)]
+    # Last: of an option that is there twice the last counts.
     rank += ["--backend", backend, "--nproc", str(nproc)]
     if backend == "mpi":
         return start_mpirun(nproc, rank)

@@ -36,6 +36,7 @@ def uncommitted_changes() -> bool | None:
 
     None where there is no repository.
     """
+    # From the repository's root, but for the results, which a run before this one may have changed.
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results")
     return None if changed is None else bool(changed)
 
@@ -76,7 +77,7 @@ def _mpi_library() -> str | None:
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True
+            ["git", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True
         )
     except FileNotFoundError:
         return None

@@ -78,6 +78,7 @@ def missing(*tools: str) -> str | None:
     for tool in ("ip", *tools):
         if shutil.which(tool) is None:
             return f"needs the {tool} command (Debian: apt install iproute2 util-linux)"
+    # Root in a container may still lack the right: only trying tells.
     name = f"ddp-try-{os.getpid()}"
     for action in ("add", "delete"):
         done = subprocess.run(["ip", "netns", action, name], capture_output=True, text=True)
@@ -176,6 +177,7 @@ def run_ranks(
         for name, value in settings.items():
             options += ["--mca", name, value]
         (mpirun, *of_one_machine), environ = mpirun_command(len(hosts) * per_host, command)
+        # Settings for one machine would win over these options.
         environ = {name: value for name, value in environ.items() if "OMPI_MCA" not in name}
         environ |= _QUIET
         for name in ("PATH", "PYTHONPATH", *_QUIET):
@@ -233,6 +235,7 @@ def _run_together(started: Iterable[tuple[list[str], Mapping[str, str]]]) -> int
 
 
 def _end(children: Sequence["subprocess.Popen[bytes]"]) -> None:
+    # mpirun ends its daemons and their ranks on SIGTERM; after SIGKILL they would stay.
     for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
         for child in children:
             if child.poll() is None:

@@ -77,9 +77,10 @@ def interleave(
             contender.step()
     times: list[list[float]] = [[] for _ in contenders]
     cpu_times: list[list[float]] = [[] for _ in contenders]
+    # Times stay on their rank until the end: sending them in between would disturb the next step.
     for _ in rounds:
         for index in order.permutation(len(contenders)):
-            dist.barrier()
+            dist.barrier()  # all begin together; each ends by itself
             _synchronize(device)
             began, cpu_began = time.perf_counter(), time.process_time()
             contenders[index].step()
@@ -119,6 +120,7 @@ def _rounds(
     began, turn = time.perf_counter(), 0
     while True:
         passed = time.perf_counter() - began
+        # Decided by rank 0 for all: a rank that went on alone would wait for ever.
         over = torch.tensor([turn >= count if count else passed >= (seconds or 0.0)], device=device)
         dist.broadcast(over, 0)
         if over.item() and turn >= (count or FEWEST_ROUNDS):

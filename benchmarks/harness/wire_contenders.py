@@ -69,6 +69,7 @@ def contenders(
         return trained, foreach_sgd(trained)
 
     def torch_power_sgd(trained: nn.Module) -> Training:
+        # One bucket: see the docstring of two_hosts.py.
         called = wrapped(trained, bucket_cap_mb=1024)
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=4, start_powerSGD_iter=powers.start

@@ -98,7 +98,7 @@ def gather_sent(meter: Meter, counts: bool) -> dict[str, list[list[int]]]:
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, meter.sent if counts else None)
-    hosts = [sent for sent in everyone if sent is not None]
+    hosts = [sent for sent in everyone if sent is not None]  # in the order of ranks, so of hosts
     return {name: [of_host[name][WARM_UP:] for of_host in hosts] for name in hosts[0] if name}
 
 

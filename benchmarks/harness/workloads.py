@@ -51,7 +51,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
-        self.head.weight = self.tokens.weight
+        self.head.weight = self.tokens.weight  # tied: one gradient from two places
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """`tokens` (batch, length) to logits (batch * length, vocabulary)."""

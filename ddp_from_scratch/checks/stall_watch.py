@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.node.process_group import InstallsStore
 
 # Number of looks at a wait before it is reported.
 _WAKES = 3
@@ -186,10 +187,10 @@ class _Watcher:
         return Progress(step, f"bucket {index}", text)
 
     def _store(self) -> dist.Store:
-        # The mpi backend puts its store in place when this property is read, as `new_group` does.
-        _ = dist.distributed_c10d._get_default_group().bound_device_id
-        # Ranks exchange progress through the store that the group was opened with. The group's own
-        # collectives are stuck.
+        # Through the group's store: its own collectives are what is stuck.
+        group = dist.distributed_c10d._get_default_group()
+        if isinstance(group, InstallsStore):
+            group.install_store()
         return dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
 
     def _report(self, now: Progress, waited: float, store: dist.Store) -> str:

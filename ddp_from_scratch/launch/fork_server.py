@@ -23,7 +23,7 @@ from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from ddp_from_scratch.launch.environment import PARENT
 from ddp_from_scratch.launch.rank_process import die_with
@@ -229,25 +229,26 @@ def _begin_rank(server: int, environ: dict[str, str]) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Runs what is behind the interpreter's name, as that would: `-m NAME`, `-c TEXT` or a file."""
+    """Runs a command as its interpreter would: `python -m NAME`, `python -c TEXT` or a file."""
     sys.orig_argv = command
     sys.excepthook = _print_traceback
     kind, *rest = command[1:]
-    folder = ""
-    if kind == "-m":
-        sys.argv, folder = rest, os.getcwd()
-    elif kind == "-c":
-        sys.argv = ["-c", *rest[1:]]
-    else:
-        sys.argv, folder = [kind, *rest], str(Path(kind).resolve().parent)
+    folder = {"-m": os.getcwd(), "-c": ""}.get(kind, str(Path(kind).resolve().parent))
     if not sys.flags.safe_path:
         sys.path[0] = folder
     if kind == "-m":
+        sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif kind == "-c":
-        exec(compile(rest[0], "<string>", "exec"), sys.modules["__main__"].__dict__)
+        return
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        code = compile(rest[0], "<string>", "exec", dont_inherit=True)
     else:
-        runpy.run_path(kind, run_name="__main__")
+        sys.argv = [kind, *rest]
+        main.__file__ = os.path.abspath(kind)
+        code = compile(Path(kind).read_bytes(), main.__file__, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
 
 
 def _print_traceback(

@@ -5,11 +5,10 @@ Importing this module registers the backend:
     import ddp_from_scratch.mpi
     torch.distributed.init_process_group("mpi")      # under mpirun; ranks come from MPI
 
-From the version on where torch looks for a registered backend before its own, the name is "mpi".
-An older torch insists on its own for that name and on being built with it, and a torch that was
-built with MPI keeps its own; there the name is "mpi4py". `BACKEND` is the one that holds here, and
-`ddp.process_group("mpi")` chooses it. By any name, an init_method of "mpi://" takes ranks and the
-store through which groups of other backends meet from MPI:
+`BACKEND` holds the backend's name: "mpi" where torch looks for registered backends before its own,
+and "mpi4py" where it insists on its own for "mpi" (older versions, and a torch that was built with
+MPI). `ddp.process_group("mpi")` chooses the right one. With either name, an init_method of "mpi://"
+takes from MPI the ranks, and the store through which groups of other backends meet:
 
     torch.distributed.init_process_group(ddp_from_scratch.mpi.BACKEND, init_method="mpi://")
 
@@ -23,8 +22,8 @@ A collective passes these files, from the top down:
     transport.py          every other collective: MPI's call (datatypes.py: how it sees memory)
     inter_node.py         all_reduce between machines: MPI's call, or sums of 16-bit floats
 
-Messages between two ranks (p2p.py) pass none of these. `ddp_from_scratch.node` does not know MPI:
-communicator.py hands it the messages that it needs.
+Messages between two ranks (p2p.py) pass none of these. `ddp_from_scratch.node` imports no MPI:
+communicator.py sends the few messages that it needs.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What a collective was called with: checked where the caller can see the error, and told."""
+"""Arguments of collectives: checked where the caller can see the error, and described."""
 
 import functools
 import operator
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-# Under these a tensor is only written down, or is another one's shadow.
+# Modes under which operations on a tensor are recorded, or stand for others, and none is computed.
 _TRACING = tuple(
     getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")
 )
@@ -18,14 +18,14 @@ def _bits(*names: str) -> int:
     return functools.reduce(operator.or_, (torch._C.DispatchKeySet(key).raw_repr() for key in keys))
 
 
-# Those of subclasses that compute otherwise (FakeTensor, DTensor), of functionalize and of vmap;
-# and of views that are computed when somebody reads them.
+# Keys of tensors whose memory does not hold their numbers: of subclasses that compute otherwise
+# (FakeTensor, DTensor), of functionalize and of vmap; and of views that are computed when read.
 _TRANSFORMED = _bits("Python", "Functionalize", "FuncTorchBatched")
 _LAZY = _bits("Negative", "Conjugate")
 
 
 def size_of(tensor: torch.Tensor) -> str:
-    """As `elements`."""
+    """As `elements`, of a tensor."""
     return elements(tensor.numel(), tensor.dtype)
 
 
@@ -45,6 +45,7 @@ def split_sizes(what: str, tensor: torch.Tensor, splits: Sequence[int], size: in
     Raises:
         ValueError: it cannot be split so.
     """
+    # Rows, as torch counts splits; MPI counts elements.
     rows = tensor.shape[0] if tensor.dim() else 0
     if not splits:
         if rows % size:
@@ -75,6 +76,7 @@ def check_memory(kind: str, *tensors: torch.Tensor) -> None:
 
     Before this rank meets the others: the group can go on.
     """
+    # Asked of torch's C++ throughout: this is in every call's way, and these take no microsecond.
     if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
         raise RuntimeError(f"{kind} on the mpi backend cannot be traced: {_INSTEAD}")
     for tensor in tensors:
@@ -96,7 +98,7 @@ def check_memory(kind: str, *tensors: torch.Tensor) -> None:
 
 
 def check_dtype(kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-    """Raises unless what goes in is of the dtype that comes out."""
+    """Raises unless inputs are of the output's dtype."""
     if inputs[0].dtype != output.dtype:
         raise ValueError(
             f"{kind} needs inputs and outputs of one dtype, got {inputs[0].dtype} and "

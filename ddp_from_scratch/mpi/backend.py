@@ -36,7 +36,7 @@ def _create(backend_options: Any, options: object) -> ProcessGroupMPI:
     ranks = list(backend_options.global_ranks_in_group)
     if ranks:
         return create_subgroup(MPI.COMM_WORLD, ranks, timeout)
-    check_world()
+    check_world()  # before anything is collective: ranks that MPI sees alone would go on
     needs_store = is_placeholder(backend_options.store)
     own_store = store(placement(), timeout) if needs_store else None
     return ProcessGroupMPI(MPI.COMM_WORLD, timeout, store=own_store)

@@ -50,6 +50,7 @@ class Collectives:
     """
 
     def __init__(self, everyone: MPICommunicator, node: MPICommunicator | None = None) -> None:
+        # In this order on all ranks: each of these exchanges messages when it is made.
         self._nodes = Nodes.of(everyone, node)
         self._rank, self._size = everyone.rank, everyone.size
         self._mpi = Transport(everyone.handle)
@@ -62,6 +63,7 @@ class Collectives:
 
     def free(self) -> None:
         """Gives all memory and communicators back, but `everyone`. Collective."""
+        # Last the communicators, which the others need to be freed.
         self._all_reduce.free()
         self.windows.free_unused()
         self.checked_barrier.free()
@@ -91,6 +93,7 @@ class Collectives:
         self, tensor: torch.Tensor, op: ReduceOp, receive: Receive, label: str
     ) -> Operation:
         check_memory("reduce_to_owners", tensor)
+        # Between machines MPI reduces the shares: it must have the operation.
         reduction = reduction_of(op, tensor.dtype, self._size)
 
         def run() -> Result:
@@ -233,6 +236,7 @@ class Collectives:
         expected, sizes = [o.numel() for o in outputs], [i.numel() for i in inputs]
 
         def run() -> Result:
+            # Before anything is sent: MPI would wait for ever for elements that do not come.
             self._check_pairs("all_to_all", expected, sizes, outputs[0].dtype)
             received = _scratch_for(outputs)
             self._mpi.exchange(enumerate(inputs), enumerate(received.split(expected)))

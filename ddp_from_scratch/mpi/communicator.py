@@ -36,6 +36,7 @@ class MPICommunicator:
         self.handle.Free()
 
     def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
+        # The bound method keeps the request, and with it both buffers, alive.
         return self.handle.Iallgather(own, gathered).Test
 
     def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:

@@ -31,7 +31,7 @@ DATATYPES: dict[torch.dtype, MPI.Datatype] = {
 COUNTABLE = 2**31 - 2**20
 BLOCK = 2**30
 
-# torch's reduction, MPI's for numbers, MPI's for booleans. AVG is a sum, divided afterwards. C's
+# torch's reduction, MPI's for numbers, MPI's for booleans. AVG is a sum, which is divided. C's
 # bool has logical operations only: a sum of booleans is "any", a product "all", as in torch.
 _OPERATIONS = (
     (dist.ReduceOp.SUM, MPI.SUM, MPI.LOR),
@@ -69,6 +69,7 @@ def message(tensor: torch.Tensor) -> "Buffer | tuple[Any, int, MPI.Datatype]":
 @cache
 def _many_bytes(count: int) -> MPI.Datatype:
     """One element that is `count` bytes: blocks that MPI can count, and the rest."""
+    # Cached and never freed: a committed type is a few words of memory, for each large size sent.
     blocks, rest = divmod(count, BLOCK)
     block = MPI.BYTE.Create_contiguous(BLOCK)
     places = [0, blocks * BLOCK]
@@ -76,7 +77,7 @@ def _many_bytes(count: int) -> MPI.Datatype:
 
 
 def raw(tensor: torch.Tensor) -> Buffer:
-    """A dense tensor as bytes, for everything that only moves it: any dtype."""
+    """A dense tensor as bytes of any dtype, for calls that only move it."""
     return (_memory(tensor), MPI.BYTE)
 
 
@@ -94,6 +95,7 @@ def reduction_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Reduction:
     Raises:
         RuntimeError: MPI does not have it for this dtype.
     """
+    # Asked of MPI on one machine, too: what a program may call must not depend on its placement.
     operation(op, torch.float32 if dtype in WIDENED else dtype)
     return Reduction.of(op, dtype, size)
 

@@ -1,7 +1,7 @@
 """All-reduce by messages, among ranks of several machines.
 
-MPI reduces what it can compute with. It has no 16-bit floats, and float32 would be twice the bytes:
-they cross as they are, to be summed in float32 by the rank that owns the part.
+MPI reduces the dtypes that it has. It has no 16-bit floats, and float32 would be twice the bytes:
+they cross as they are, and the rank that owns a part sums it in float32.
 
     rank 0   | a0 | b0 |             | a0 | a1 |  sum             | a | b |
     rank 1   | a1 | b1 |  Alltoallv  | b0 | b1 |  ->  Allgatherv  | a | b |
@@ -39,6 +39,7 @@ def all_reduce(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduc
 
 
 def _by_mpi(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduction) -> None:
+    # Before the sum, which could overflow; only where the bits are the same.
     if reduction.divides_first:
         flat /= reduction.divisor
     communicator.Allreduce(MPI.IN_PLACE, values(flat), operation_of(reduction))
@@ -57,7 +58,7 @@ def _in_parts(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduct
     shares = [share_of(flat.numel(), rank, size) for rank in range(size)]
     nbytes = [(end - begin) * flat.itemsize for begin, end in shares]
     begin, end = shares[communicator.rank]
-    own = flat[begin:end]
+    own = flat[begin:end]  # the part that this rank sums for all
     everybodys = own.new_empty(size, own.numel())
     communicator.Alltoallv(
         [raw(flat)[0], nbytes, MPI.BYTE], [raw(everybodys)[0], [own.nbytes] * size, MPI.BYTE]

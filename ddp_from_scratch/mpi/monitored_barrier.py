@@ -1,4 +1,4 @@
-"""A barrier that says who is missing: rank 0 hears from each rank, then answers each."""
+"""Monitored barrier: rank 0 hears from each rank, names the missing ones, and answers each."""
 
 import time
 from datetime import timedelta
@@ -26,6 +26,7 @@ def monitored_barrier(group: dist.ProcessGroup, limit: timedelta, wait_all_ranks
     """
     rank, others = group.rank(), range(1, group.size())
     if rank != 0:
+        # 0 is no answer's rank: rank 0 itself cannot be missing where it answers.
         answer = torch.zeros(1, dtype=torch.int64)
         group.send([torch.zeros(1, dtype=torch.int64)], 0, _TAG)
         group.recv([answer], 0, _TAG).wait(limit + timedelta(seconds=5))
@@ -35,6 +36,7 @@ def monitored_barrier(group: dist.ProcessGroup, limit: timedelta, wait_all_ranks
             other: group.recv([torch.zeros(1, dtype=torch.int64)], other, _TAG) for other in others
         }
         deadline = time.monotonic() + limit.total_seconds()
+        # Looked at together: the timeout is for all ranks, not for each.
         while not all(m.is_completed() for m in heard.values()) and time.monotonic() < deadline:
             time.sleep(1e-3)
         missing = [other for other in others if not heard[other].is_completed()]

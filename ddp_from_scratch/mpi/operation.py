@@ -35,8 +35,10 @@ def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, second
     """
     result = []
     for operation in operations:
+        # Each prepared in its turn: the memory that it writes to is the one before's until then.
         place = operation.prepare()
         try:
+            # The timeout begins here, not when the call was made: others may run before it.
             barrier.meet(operation.fingerprint, place, seconds)
             result += operation.run()
         except NoSharedMemory:

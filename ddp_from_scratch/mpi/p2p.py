@@ -55,6 +55,7 @@ class P2PWork(dist._Work):
         self._finish = finish
         self._status = MPI.Status()
         self._error: CommunicationError | None = None
+        # Changes once, after everything that a caller may read then.
         self._done = False
         self._testing = threading.Lock()  # any thread may call `progress`
         _under_way.add(self)
@@ -93,6 +94,7 @@ class P2PWork(dist._Work):
         Raises:
             CommunicationError: it failed, or did not end in time. The text names it.
         """
+        # torch passes zero for "no timeout given".
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         began = time.monotonic()
         while not self.is_completed():
@@ -122,6 +124,8 @@ class P2PWork(dist._Work):
     source_rank = _source_rank
 
 
+# Keeps each message's handle, and so its tensor, until MPI has done with it: the caller may drop
+# both.
 _under_way: set[P2PWork] = set()
 
 
@@ -131,7 +135,7 @@ def progress() -> float:
     Returns:
         Seconds until it is to be called again; infinite where no message is under way.
     """
-    for work in list(_under_way):
+    for work in list(_under_way):  # a copy: messages that have arrived leave the set
         work.is_completed()
     return PAUSE if _under_way else math.inf
 
@@ -140,7 +144,7 @@ def send(
     communicator: MPI.Intracomm, tensor: torch.Tensor, target: int, tag: int, timeout: timedelta
 ) -> P2PWork:
     """Starts to send a tensor to a rank of the communicator."""
-    dense = tensor.contiguous()
+    dense = tensor.contiguous()  # kept by the handle where it is a copy
     name = f"send to rank {target} from rank {communicator.rank} ({tensor.nbytes} bytes)"
     progress()  # those that have arrived make room
     return P2PWork(name, timeout, communicator.Isend(message(dense), target, tag), dense)

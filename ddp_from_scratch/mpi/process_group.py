@@ -40,7 +40,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     Collectives return at once with a handle; they run in order, on one thread per group. Messages
     (`send`, `recv`) do not queue behind them: two ranks may each post a receive before their send.
-    Also a `SharedMemoryGroup` and a `DividesFirst` (node/process_group.py).
+    Also a `SharedMemoryGroup`, `DividesFirst` and `InstallsStore` (node/process_group.py).
 
     Args:
         communicator: the group's ranks; duplicated, so that no other library's messages can be
@@ -58,13 +58,14 @@ class ProcessGroupMPI(dist.ProcessGroup):
         store: dist.Store | None = None,
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
+        # Messages and collectives share it: they differ in tags, and collectives run one by one.
         self._communicator = communicator.Dup()
         here = None if node is None else MPICommunicator(node.Dup())
         self._collectives = Collectives(MPICommunicator(self._communicator), here)
         self._timeout = timeout
-        self._sequence = 0
+        self._sequence = 0  # of calls, for error messages
         self._worker = Worker(f"mpi-group-{communicator.size}")
-        self._store = store
+        self._store = store  # until it is installed
 
     @property
     def divides_first(self) -> bool:
@@ -107,9 +108,10 @@ class ProcessGroupMPI(dist.ProcessGroup):
         """
         self.install_store()
 
+    # torch sets it on a part of a group that was split.
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
-        """A part of a group that was split has the device of the whole: none."""
+        """Ignored: the whole has no device either."""
 
     def install_store(self) -> None:
         """Makes the job's store the default one, where torch noted a placeholder. Idempotent."""
@@ -139,6 +141,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         """A group of some of this one's ranks; None on the others, which need not call it."""
         if self.rank() not in ranks:
             return None
+        # Of this group's communicator: `ranks` are places in it, not ranks of the world.
         part = create_subgroup(self._communicator, ranks, timeout or self._timeout)
         part.setGroupName(group_name or "")
         part.setGroupDesc(group_desc or "")
@@ -149,7 +152,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         operations = [self._collectives.all_reduce(tensor, op) for tensor in tensors]
-        return self._submit("all_reduce", tensors, operations, opts)
+        return self._submit("all_reduce", tensors, opts, *operations)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         return self.allreduce(tensors, opts)
@@ -157,14 +160,14 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> MPIWork:
         (tensor,) = tensors
         operation = self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank)
-        return self._submit("reduce", tensors, [operation], opts)
+        return self._submit("reduce", tensors, opts, operation)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MPIWork:
         operations = [
             self._collectives.reduce_scatter(output, parts, opts.reduceOp)
             for output, parts in zip(outputs, inputs, strict=True)
         ]
-        return self._submit("reduce_scatter", outputs, operations, opts)
+        return self._submit("reduce_scatter", outputs, opts, *operations)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any
@@ -179,16 +182,15 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> MPIWork:
         (tensor,) = tensors
-        return self._submit(
-            "broadcast", tensors, [self._collectives.broadcast(tensor, opts.rootRank)], opts
-        )
+        operation = self._collectives.broadcast(tensor, opts.rootRank)
+        return self._submit("broadcast", tensors, opts, operation)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> MPIWork:
         operations = [
             self._collectives.all_gather(parts, tensor)
             for parts, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._submit("all_gather", inputs, operations, opts)
+        return self._submit("all_gather", inputs, opts, *operations)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -208,33 +210,27 @@ class ProcessGroupMPI(dist.ProcessGroup):
             self._collectives.all_gather_single(output, input)
             for output, input in zip(outputs, inputs, strict=True)
         ]
-        return self._submit("all_gather_into_tensor", inputs, operations, opts)
+        return self._submit("all_gather_into_tensor", inputs, opts, *operations)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> MPIWork:
         (tensor,) = inputs
-        parts = outputs[0] if outputs else []
-        return self._submit(
-            "gather", inputs, [self._collectives.gather(parts, tensor, opts.rootRank)], opts
-        )
+        operation = self._collectives.gather(outputs[0] if outputs else [], tensor, opts.rootRank)
+        return self._submit("gather", inputs, opts, operation)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MPIWork:
         root = opts.rootRank == self.rank()
-        parts = output.view(-1).tensor_split(self.size()) if root else []
-        return self._submit(
-            "gather", [input], [self._collectives.gather(parts, input, opts.rootRank)], opts
+        return self.gather(
+            [output.view(-1).tensor_split(self.size())] if root else [], [input], opts
         )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MPIWork:
         (tensor,) = outputs
-        parts = inputs[0] if inputs else []
-        return self._submit(
-            "scatter", outputs, [self._collectives.scatter(tensor, parts, opts.rootRank)], opts
-        )
+        operation = self._collectives.scatter(tensor, inputs[0] if inputs else [], opts.rootRank)
+        return self._submit("scatter", outputs, opts, operation)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MPIWork:
-        return self._submit(
-            "all_to_all", inputs, [self._collectives.all_to_all(outputs, inputs)], opts
-        )
+        operation = self._collectives.all_to_all(outputs, inputs)
+        return self._submit("all_to_all", inputs, opts, operation)
 
     def all_to_all_single(
         self,
@@ -245,10 +241,10 @@ class ProcessGroupMPI(dist.ProcessGroup):
         opts: Any = None,
     ) -> MPIWork:
         operation = self._collectives.all_to_all_single(output, input, output_splits, input_splits)
-        return self._submit("all_to_all_single", [input], [operation], opts)
+        return self._submit("all_to_all_single", [input], opts, operation)
 
     def barrier(self, opts: Any = None) -> MPIWork:
-        return self._submit("barrier", [], [self._collectives.barrier()], opts)
+        return self._submit("barrier", [], opts, self._collectives.barrier())
 
     # The names of these methods in torch before 2.14.
     _allgather_base = all_gather_single
@@ -264,7 +260,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         monitored_barrier(self, limit, wait_all_ranks)
 
-    # Memory for what is sent, as backends of torch's own offer it -------------------------------
+    # Memory to send from, as backends of torch's own offer it -----------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -275,6 +271,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         try:
             return self.empty(size, dtype)
         except CommunicationError as error:
+            # Refused memory is no failure of the group: all ranks raise, and can go on.
             if not isinstance(error.__cause__, NoSharedMemory):
                 raise
             if self._collectives.checked_barrier.rank == 0:
@@ -290,7 +287,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def free_unused(self) -> None:
         """Gives memory back that no rank uses any more. Collective, and a barrier."""
-        self._submit("free_unused", [], [self._collectives.free_unused()], _at_once()).wait()
+        self._submit("free_unused", [], _at_once(), self._collectives.free_unused()).wait()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `ddp_from_scratch.mpi.empty`."""
@@ -301,7 +298,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         return self._allocate("empty_for_all", self._collectives.empty_for_all(numel, dtype))
 
     def _allocate(self, kind: str, operation: Operation) -> torch.Tensor:
-        work = self._submit(kind, [], [operation])
+        work = self._submit(kind, [], None, operation)
         work.wait()
         (tensor,) = work.result()
         return tensor
@@ -318,7 +315,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         Ranks that call it with different labels all raise, as for different operations.
         """
         operation = self._collectives.reduce_to_owners(tensor, op, receive, label)
-        self._submit("reduce_to_owners", [tensor], [operation], _at_once()).wait()
+        self._submit("reduce_to_owners", [tensor], _at_once(), operation).wait()
 
     # Messages ------------------------------------------------------------------------------------
 
@@ -345,20 +342,20 @@ class ProcessGroupMPI(dist.ProcessGroup):
         """Ends the worker thread and frees the communicator. Idempotent."""
         if self._communicator == MPI.COMM_NULL:
             return
+        # First, so that a second call finds nothing to do, also where this one fails.
         communicator, self._communicator = self._communicator, MPI.COMM_NULL
         seconds = self._timeout.total_seconds()
         if not self._worker.close(seconds):
-            return
+            return  # it still runs an operation in this memory
         # Freeing is collective: not where a rank has failed, or ends without coming here.
         with suppress(CommunicationError):
             self._collectives.checked_barrier.meet("destroy_process_group", "", seconds)
             self._collectives.free()
             communicator.Free()
 
-    def _submit(
-        self, kind: str, tensors: Tensors, operations: list[Operation], opts: Any = None
-    ) -> MPIWork:
+    def _submit(self, kind: str, tensors: Tensors, opts: Any, *operations: Operation) -> MPIWork:
         """Gives the operations to the group's thread, under one handle."""
+        # Not for a call whose arguments were refused: that raised before.
         self._sequence += 1
         barrier = self._collectives.checked_barrier
         name = partial(_name_call, kind, self._sequence, tensors)
@@ -390,4 +387,4 @@ def create_subgroup(
     try:
         return ProcessGroupMPI(communicator, timeout)
     finally:
-        communicator.Free()
+        communicator.Free()  # the group has a duplicate

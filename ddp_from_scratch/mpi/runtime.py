@@ -44,6 +44,7 @@ def placement() -> Placement:
     Nodes are numbered in the order of their lowest rank.
     """
     world = MPI.COMM_WORLD
+    # By memory that MPI can share, not by host names, which containers may have in common.
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     leader = node.bcast(world.rank)
     leaders = sorted(set(world.allgather(leader)))

@@ -1,4 +1,4 @@
-"""MPI's collectives on dense tensors of any size: what MPI cannot count goes in pieces."""
+"""MPI's collectives on dense tensors of any size; larger ones than MPI can count go in pieces."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -10,7 +10,7 @@ from ddp_from_scratch.mpi.datatypes import operation_of, pieces, raw, values
 from ddp_from_scratch.mpi.runtime import MPI
 from ddp_from_scratch.node.reduction import Reduction
 
-Message: TypeAlias = tuple[int, torch.Tensor]  # the other rank, and what goes there or comes
+Message: TypeAlias = tuple[int, torch.Tensor]  # the other rank, and what is sent or received
 
 # Beyond the tags that programs use for messages of their own on the same communicator.
 _TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
@@ -31,6 +31,7 @@ class Transport:
         """Leaves the undivided reduction in `flat` on the root, and keeps it on the others."""
         op = operation_of(reduction)
         for piece in pieces(flat):
+            # MPI takes the root's own elements from where the result goes.
             if self._rank == root:
                 self._communicator.Reduce(MPI.IN_PLACE, values(piece), op, root)
             else:
@@ -40,6 +41,7 @@ class Transport:
         self, joined: torch.Tensor, counts: Sequence[int], reduction: Reduction
     ) -> torch.Tensor:
         """This rank's part of the undivided reduction of `joined`, which may be overwritten."""
+        # Parts differ in size over ranks, so that cutting them needs a call for each rank.
         if joined.nbytes < datatypes.COUNTABLE:
             own = joined.new_empty(counts[self._rank])
             self._communicator.Reduce_scatter(
@@ -63,6 +65,7 @@ class Transport:
             counts = [part.nbytes for part in parts]
             self._communicator.Allgatherv(raw(flat), [raw(gathered)[0], counts, MPI.BYTE])
         else:
+            # Each part from its rank: a broadcast goes in pieces that MPI can count.
             parts[self._rank].copy_(flat)
             for root, part in enumerate(parts):
                 self.broadcast(part, root)
@@ -113,6 +116,8 @@ class Transport:
             Source and target, as ranks of the world, elements sent, elements expected; the same
             list on all ranks.
         """
+        # A rank can compare only what comes to it; then all ranks hear of all mismatches, since all
+        # must raise.
         coming = torch.empty(self._size, dtype=torch.int64)
         self._communicator.Alltoall(raw(torch.tensor(sent)), raw(coming))
         ours, world = self._communicator.Get_group(), MPI.COMM_WORLD.Get_group()

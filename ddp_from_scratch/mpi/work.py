@@ -55,11 +55,13 @@ class MPIWork(dist._Work):
         return True
 
     def _wait_until_ended(self, timeout: timedelta | None) -> None:
-        # The operation ends by itself in the group's time, and then knows best what was missing.
+        # Two seconds more than the operation has: it ends by itself, and then knows best which
+        # ranks were missing.
         limit = self._timeout.total_seconds() + 2.0
         if timeout is not None and timeout > timedelta(0):
             limit = timeout.total_seconds()
         began = time.monotonic()
+        # While messages are under way, this thread wakes up for them: it may be the only one.
         nap = min(p2p.progress(), limit)
         while not self._ended:
             if self._under_way.acquire(timeout=nap):
@@ -86,6 +88,7 @@ class MPIWork(dist._Work):
 
     def get_future(self) -> "torch.futures.Future[Result]":
         future: torch.futures.Future[Result] = torch.futures.Future()
+        # Before the look at `_known`, which `_end` sets before it looks here: one of them sees it.
         self._futures.append(future)
         if self._known:  # `_end` may have gone through the futures before this one was there
             self._settle(future)

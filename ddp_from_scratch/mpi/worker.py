@@ -41,6 +41,7 @@ class Worker:
             run: the operation.
             at_once: the caller is going to wait for it and may as well run it.
         """
+        # Here and now only where nothing is ahead, or the ranks' orders would differ.
         if at_once and not self._queued and self._turn.acquire(blocking=False):
             self._execute(work, run)
         elif threading.get_ident() == self._thread.ident:
@@ -51,7 +52,7 @@ class Worker:
             self._turn.acquire()
             self._execute(work, run)
         else:
-            self._queued.add(work)
+            self._queued.add(work)  # first: the thread may take it at once
             self._queue.put((work, run))
         return work
 

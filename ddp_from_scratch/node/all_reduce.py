@@ -57,6 +57,7 @@ class AllReduce:
         self._stage: Stage | None = None
         # Making a view takes as long as summing a small tensor: those last used are kept.
         self._eager = lru_cache(maxsize=256)(self._make_eager)
+        # One for each dtype is enough: operations of a group run one after another.
         self._scratches: dict[torch.dtype, torch.Tensor] = {}
         sizes = nodes.everyone.allgather(nodes.node.size)
         # As many shares as the smallest machine has ranks: each share has an owner everywhere.
@@ -74,6 +75,8 @@ class AllReduce:
             buffers[1 - self._barrier.parity][self._barrier.rank].copy_(tensor)
             return ""
         place = self._windows.place(tensor)
+        # Early, so that the first piece needs no barrier of its own. A stage that does not exist
+        # yet cannot be made here: making it is collective, and the ranks have not met.
         if not place and self._stage is not None and self._is_staged(tensor):
             self._stage.fill(tensor)
         return place
@@ -82,6 +85,7 @@ class AllReduce:
         """Replaces `tensor` by the reduction of everybody's, after they have met for it."""
         if buffers := self._eager(tensor.shape, tensor.dtype):
             self._reduce_eager(tensor, reduction, buffers[self._barrier.parity])
+        # All ranks of a machine take the same branch: `same_place` is the same on all of them.
         elif self._barrier.same_place and self._windows.place(tensor):
             self._reduce(self._own_shares(tensor), reduction, everywhere=True)
             self._barrier.wait()  # no rank reads before all shares are reduced
@@ -126,6 +130,7 @@ class AllReduce:
     def _make_eager(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         """Each rank's buffer for a small tensor, for even and odd meetings; none for a larger."""
         nbytes = shape.numel() * dtype.itemsize
+        # Eager buffers reach no other machine.
         if self._nodes.count > 1 or nbytes > self._barrier.eager_nbytes:
             return []
         return [
@@ -184,12 +189,15 @@ class AllReduce:
         here, across = self._divided(reduction, wide)
         scratch = self._scratch(reduction)
         for chunk in _chunks(shares):
+            # Into the first share itself where dtypes allow it: a fold reads its first tensor
+            # before it writes there.
             total = here.fold(chunk, chunk[0] if wide else scratch[: chunk[0].numel()])
             for share in chunk if everywhere and one_machine else chunk[:1]:
                 if share is not total:
                     share.copy_(total)
         if one_machine:
             return
+        # A rank past the owners has empty shares, and peers that do not call this either.
         if shares[0].numel():
             self._nodes.peers.all_reduce(shares[0], across)
         for share in shares[1:] if everywhere else ():

@@ -50,7 +50,8 @@ class CheckedBarrier:
 
     Attributes:
         rank, size: this rank's place among those of its machine, and their number.
-        same_place: all ranks gave the same place at the last meeting.
+        same_place: this machine's ranks, and the first of each other one, gave the same place at
+            the last meeting.
         eager, eager_nbytes: see `BarrierMemory`.
     """
 
@@ -62,9 +63,11 @@ class CheckedBarrier:
         self.eager, self.eager_nbytes = memory.eager, memory.eager_nbytes
         self._semaphores = DisseminationBarrier(memory.addresses, self.rank)
         self.same_place = True
-        # Meetings that this rank has come to; equal on all ranks, in whatever they do next.
+        # Meetings that this rank has come to. Ranks that are in the same meeting have the same.
         self._number = 0
+        # Of the last meeting; also the limit of each `wait` after it.
         self._timeout = self._deadline = 0.0
+        # Set once. Ranks that fail at different places can never meet again.
         self._failure: CommunicationError | None = None
         nodes.node.allgather(None)  # no rank may touch a semaphore that is not there yet
         _open.add(self)
@@ -106,10 +109,12 @@ class CheckedBarrier:
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._number += 1
         parity = self.parity
+        # Publish.
         own = fingerprint.encode(operation, place)
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
-        # After the fingerprint: a rank that has come can be read.
+        # After the fingerprint, so that the fingerprint of a rank that has come is complete.
         self._memory.come[self.rank][0] = self._number
+        # Wait, exchange, compare.
         self.wait()
         if self._nodes.count > 1:
             self._exchange(parity)
@@ -123,6 +128,7 @@ class CheckedBarrier:
         """
         self._progress()
         self._semaphores.wait(self._next_check, self._check_in_vain)
+        # All have come, but one of them may have timed out just before the last did.
         self._check_given_up()
 
     def break_off(self, error: BaseException) -> None:
@@ -155,6 +161,7 @@ class CheckedBarrier:
             # Polled with growing pauses: between machines there is nothing to sleep on.
             pause = 1e-5
             while not arrived():
+                # Nor does a machine that is gone end the request.
                 if time.monotonic() > self._deadline:
                     raise self._time_out()
                 time.sleep(pause)
@@ -165,12 +172,14 @@ class CheckedBarrier:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]
         if self._nodes.count > 1:
             found += fingerprint.split(bytes(self._memory.heard[parity]))
+        # Compared as bytes, without decoding: this is in every collective's way.
         self.same_place = True
         for other in found:
             if not other.startswith(own):
                 self.same_place = False
         if self.same_place:
             return
+        # Places may differ, operations must not.
         operations = [fingerprint.operation_in(other) for other in found]
         if operations.count(operations[self.rank]) < len(operations):
             here = list(zip(self._ranks, operations, strict=False))
@@ -196,7 +205,7 @@ class CheckedBarrier:
             raise self.fail("another rank has given up on it")
 
     def _give_up(self, text: str) -> CommunicationError:
-        """As `fail`, where others may still come."""
+        """As `fail`, where others may still come: they fail, too."""
         self._memory.gave_up[0] = self._number
         return self.fail(text)
 

@@ -39,7 +39,7 @@ class BarrierMemory:
     def __init__(self, node: Communicator, machines: int) -> None:
         heard_nbytes = machines * fingerprint.NBYTES if machines > 1 else 0
         counters_at = dissemination.nbytes(node.size)
-        fingerprints_at = counters_at + 64
+        fingerprints_at = counters_at + 64  # counters share a cache line with nothing else
         heard_at = fingerprints_at + 2 * fingerprint.NBYTES
         eager_at = heard_at + 2 * heard_nbytes
         self.eager_nbytes = EAGER_NBYTES // max(node.size, 2) // 64 * 64
@@ -47,6 +47,7 @@ class BarrierMemory:
         segments = self._memory.segments
         segments[node.rank][:eager_at].zero_()
         self.addresses = self._memory.addresses
+        # Views that are made once: making one takes longer than a meeting.
         counters = [segment[counters_at:][:24].view(torch.int64).numpy() for segment in segments]
         self.come = [counter[0:1] for counter in counters]
         self.left = [counter[1:2] for counter in counters]

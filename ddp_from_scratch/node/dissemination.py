@@ -48,6 +48,7 @@ class DisseminationBarrier:
             for other in wakes:
                 other.post()
             for own in waits:
+                # `sleep` also ends without being woken: at the time of a check, or by a signal.
                 while not (own.spin() or own.sleep(next_check())):
                     check()
 

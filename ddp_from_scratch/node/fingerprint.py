@@ -1,4 +1,4 @@
-r"""Fingerprints of operations: what a rank has come to a barrier for, in a fixed number of bytes.
+r"""Fingerprints: a call and its place in a fixed number of bytes, for ranks to compare.
 
 all_reduce(SUM) of 10 x torch.float32\nwindow 3 at 4096\0 ......
 operation                             place               padding

@@ -1,4 +1,4 @@
-"""Process groups that offer more than torch's, declared for those who ask a group for it."""
+"""Abilities of process groups beyond torch's, as protocols."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -47,3 +47,11 @@ class DividesFirst(Protocol):
     @property
     def divides_first(self) -> bool:
         """True where AVG divides the summands, not the sum: the bits of torch's DDP."""
+
+
+@runtime_checkable
+class InstallsStore(Protocol):
+    """A default process group whose store torch may not have noted yet."""
+
+    def install_store(self) -> None:
+        """Makes the group's store the one that `torch.distributed` has noted. Idempotent."""

@@ -72,6 +72,7 @@ class Reduction:
         Returns:
             `scratch`.
         """
+        # In the order of ranks, from the first on: sums of floats depend on it.
         wide = tensors
         if tensors[0].dtype != self.dtype:
             wide = [tensor.to(self.dtype) for tensor in tensors]

@@ -56,6 +56,7 @@ class Stage:
     ) -> None:
         self._memory = SharedMemory(node, _SLOTS * piece)
         self._barrier, self._owners, self._piece = barrier, owners, piece
+        # Goes on from tensor to tensor: a slow rank may still copy the last result out of its slot.
         self._slot = 0
         # Making so many views takes as long as reducing a small piece: those last used are kept.
         self._views = lru_cache(maxsize=3 * _SLOTS)(self._make_views)
@@ -89,6 +90,7 @@ class Stage:
             if number + 1 < len(self._pieces):
                 self._copy_in(self._pieces[number + 1])
             self._barrier.wait()
+            # In the first rank's part all owners have left their shares; all ranks read it.
             piece.copy_(staged.parts[0])
 
     def take(self) -> torch.Tensor:

@@ -38,7 +38,8 @@ class Nodes:
         """
         if node is None:
             here = everyone.split_by_machine()
-            # Where memory cannot be shared, each rank counts as a machine of its own.
+            # Containers on one machine may be unable to share memory: then each rank counts as a
+            # machine of its own.
             shared = semaphore.AVAILABLE and can_share(here)
             node = here.split(0 if shared else here.rank)
             here.free()

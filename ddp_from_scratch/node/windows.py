@@ -52,10 +52,12 @@ class Windows:
 
         Empty for a tensor outside every window, and in one that has one tensor for all.
         """
+        # A storage begins where its window begins, at whatever offset the tensor lies in it.
         address = tensor.untyped_storage().data_ptr()
         if address not in self._memories or not tensor.is_contiguous():
             return ""
         number, memory = self._memories[address]
+        # One tensor for all ranks: an all-reduce in place would add the same memory several times.
         if not all(memory.segments[rank].numel() for rank in self._others):
             return ""
         return f"window {number} at {tensor.data_ptr() - address}"
@@ -74,6 +76,7 @@ class Windows:
 
     def free_unused(self) -> None:
         """Gives back the memory that no rank uses any more. Collective."""
+        # Dropped tensors are known to this rank alone: all ranks compare before any memory goes.
         used = self._node.allgather([memory.in_use for _, memory in self._memories.values()])
         for address, by_rank in zip(list(self._memories), zip(*used, strict=True), strict=True):
             if not any(by_rank):

@@ -1,11 +1,14 @@
 """Opens and closes the process group that everything else communicates through."""
 
+import atexit
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,7 @@ _opened = count()  # groups so far; all ranks open the same
 
 @dataclass(frozen=True)
 class World:
-    """This process among all that train together.
+    """This process among all that train together. As a context, closes the group at its end.
 
     Attributes:
         rank: its number, 0 to world_size - 1.
@@ -45,10 +48,32 @@ class World:
     backend: str
     device: torch.device
 
+    def __enter__(self) -> "World":
+        _until_exit.clear()
+        return self
 
-@contextmanager
-def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
-    """Joins this process with the others that its launcher started; leaves them at the end.
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            dist.destroy_process_group()
+        elif self.world_size == 1 and dist.is_initialized():
+            # No peer waits in it, and the next attempt (a notebook's) opens another.
+            dist.destroy_process_group()
+
+
+# The group of a call without `with`, at most one. Weak: a reference would keep gloo's threads.
+_until_exit: list[tuple[World, "weakref.ref[dist.ProcessGroup]"]] = []
+
+
+def process_group(backend: str, *, timeout: float = 600.0) -> World:
+    """Joins this process with the others that its launcher started.
+
+        with ddp.process_group("gloo") as world:     # closed at the end of the block
+        world = ddp.process_group("gloo")            # closed when Python ends
 
     Works under mpirun, torchrun and srun alike; without a launcher the world is this process
     alone. On one machine the ranks meet through a private file or the loopback interface, and
@@ -56,13 +81,16 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
     is, since peers may be waiting in it: let the process end. In a world of one (a notebook's) it
     is closed, and the next attempt opens another.
 
+    A second call without `with` returns the same World while its group is open, so that a
+    notebook's cell may be run twice.
+
     Args:
         backend: "gloo" (CPU), "nccl" (one GPU per process; a module on several of them needs a
             group of `torch.distributed.init_process_group` without `device_id`) or "mpi" (CPU).
         timeout: seconds that a collective, or the meeting at the start, may take.
 
-    Yields:
-        The `World`; `torch.distributed`'s default group is set for as long.
+    Returns:
+        The `World`; `torch.distributed`'s default group is set until it is closed.
 
     Raises:
         UsageError: an unknown backend, no GPU for nccl, no MPI for mpi, a launcher that does not
@@ -72,6 +100,9 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
         raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if not 0 < timeout <= MAX_TIMEOUT:
         raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
+    for world, group in _until_exit:
+        if world.backend == backend and _is_open(group):
+            return world
     die_with_parent()
     write_to_terminal()
     limit = timedelta(seconds=timeout)
@@ -80,21 +111,33 @@ def process_group(backend: str, *, timeout: float = 600.0) -> Iterator[World]:
         device = torch.device("cpu")
     else:
         placement, device = _open(backend, limit)
-    try:
-        yield World(
-            placement.rank,
-            placement.world_size,
-            placement.local_rank,
-            placement.local_world_size,
-            placement.node_rank,
-            backend,
-            device,
-        )
-    except BaseException:
-        if placement.world_size == 1 and dist.is_initialized():
+    world = World(
+        placement.rank,
+        placement.world_size,
+        placement.local_rank,
+        placement.local_world_size,
+        placement.node_rank,
+        backend,
+        device,
+    )
+    assert dist.group.WORLD is not None, "it has just been opened"
+    _until_exit[:] = [(world, weakref.ref(dist.group.WORLD))]
+    # Here and not at import: handlers run in reverse order, this one before any that the program
+    # registered before it joined.
+    atexit.unregister(_close_at_exit)
+    atexit.register(_close_at_exit)
+    return world
+
+
+def _is_open(group: "weakref.ref[dist.ProcessGroup]") -> bool:
+    return dist.is_initialized() and group() is dist.group.WORLD
+
+
+def _close_at_exit() -> None:
+    failed = hasattr(sys, "last_value")  # an exception that nothing has caught
+    for world, group in _until_exit:
+        if _is_open(group) and not (failed and world.world_size > 1):
             dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
 
 
 def _open_mpi(timeout: timedelta) -> Placement:

@@ -19,6 +19,7 @@ from benchmarks.harness.report import pyplot
 from ddp_from_scratch import UsageError
 from tests.benchmarks.test_figures import compare_files, run
 from tests.support.ranks import ROOT
+from tests.support.tiers import slow
 
 TINY = workloads.Workload(
     "tiny",
@@ -63,7 +64,7 @@ def all_contenders(world, gloo):
     return [s.milliseconds for s in samples]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", [slow("gloo"), "mpi"])
 def test_every_contender_trains_to_the_same_parameters(ranks, backend):
     everyone = ranks(backend, 2)(all_contenders, backend == "mpi")
     assert everyone[0] == everyone[1]  # the slowest rank's

@@ -1,4 +1,4 @@
-"""benchmarks/costs.py, cost_model.py: formulas at sizes one can work out by hand, and the fit."""
+"""harness/costs.py, cost_model.py: formulas at sizes one can work out by hand, and the fit."""
 
 import json
 import math

@@ -154,6 +154,7 @@ def test_the_readmes_example_prints_one_checksum_under_mpirun(mpirun_of_all):
     check_readme(output, 2)
 
 
+@pytest.mark.slow
 def test_the_readmes_example_prints_one_checksum_under_torchrun(tmp_path):
     (tmp_path / "example.py").write_text(README.code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -12,6 +12,7 @@ from ddp_from_scratch import __all__ as public_names
 from ddp_from_scratch.training.cli import make_parser
 from tests.support.pages import PAGES, anchors, excerpts, links, name_of, prose
 from tests.support.ranks import ROOT
+from tests.test_api import ROOMS
 
 PACKAGE = Path(ddp_from_scratch.__file__).parent
 README = (ROOT / "README.md").read_text()
@@ -200,8 +201,19 @@ def test_constants_named_for_contributors_are_there():
     folders = (PACKAGE, ROOT / "benchmarks", ROOT / "tests" / "support")
     source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     named = set(re.findall(r"`(_?[A-Z]{2,}(?:_[A-Z]+)+|[A-Z]{6,})`", CONTRIBUTING))
-    assert {"BACKENDS", "STRATEGIES"} & named
+    assert named
     assert {name for name in named if not re.search(rf"^{name}\b", source, re.MULTILINE)} == set()
+
+
+def test_rooms_are_listed_from_the_bottom_up():
+    section = CONTRIBUTING.split("\n## Rooms\n")[1].split("\n## ")[0]
+    listed = section.split("From the bottom:")[1].split("`run.py`")[0]
+    floors = [set(re.findall(r"`(\w+)`", floor)) for floor in listed.split("·")]
+    assert set().union(*floors) == set(ROOMS)
+    below = set()
+    for floor in floors:
+        assert set().union(*(ROOMS[room] for room in floor)) <= below
+        below |= floor
 
 
 def test_pre_commit_runs_the_commands_of_make_lint():

@@ -72,10 +72,8 @@ def test_a_rank_that_fails_ends_the_run(launcher: str, backend: str, failure: st
             assert code == (128 + signal.SIGKILL if failure == "kill" else 1)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [("start_ranks", "gloo"), slow("mpirun", "mpi")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "backend"), [("start_ranks", "gloo"), ("mpirun", "mpi")])
 def test_a_rank_that_hangs_is_named_before_the_timeout(launcher: str, backend: str) -> None:
     command = [*LAUNCHERS[launcher], DRIVER, "hang", "--backend", backend]
     with Run(*command, "--stall-after", "0.5", "--timeout", "10") as run:
@@ -119,7 +117,7 @@ def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(
     ("launcher", "backend", "number"),
     [
         ("mpirun", "mpi", signal.SIGUSR1),
-        ("torchrun", "gloo", signal.SIGTERM),
+        pytest.param("torchrun", "gloo", signal.SIGTERM, marks=pytest.mark.slow),
         slow("torchrun", "gloo", signal.SIGINT),
     ],
 )
@@ -138,10 +136,8 @@ def test_a_launchers_signal_leaves_a_checkpoint(
         assert list(tmp_path.glob("ddp-*")) == []
 
 
-@pytest.mark.parametrize(
-    ("backend", "number"),
-    [("gloo", signal.SIGQUIT), slow("mpi", signal.SIGUSR2)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "number"), [("gloo", signal.SIGQUIT), ("mpi", signal.SIGUSR2)])
 def test_other_signals_end_all_ranks(backend: str, number: int, tmp_path: Path) -> None:
     with Run(sys.executable, *LONG, "--backend", backend, TMPDIR=str(tmp_path)) as run:
         run.wait_for("epoch ")
@@ -163,7 +159,7 @@ def test_ctrl_c_on_mpirun_ends_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [
-        ("none", "gloo"),
+        slow("none", "gloo"),
         ("none", "mpi"),
         slow("mpirun", "gloo"),
         slow("torchrun", "gloo"),

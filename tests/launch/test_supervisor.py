@@ -219,6 +219,7 @@ def test_a_failure_on_one_machine_ends_the_others(port: int) -> None:
         assert (first.wait(), first.err) == (1, f"stopped: machine 1: {told}\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_one_machine_ends_the_others(port: int) -> None:
     wait = shell("echo here; exec sleep 60")
     with machine([1, 1], 0, port, wait) as first, machine([1, 1], 1, port, wait) as second:
@@ -239,6 +240,7 @@ def test_the_end_of_machine_0_ends_the_others(port: int) -> None:
         assert second.err.endswith("\nstopped: machine 0 no longer answers\n")  # after torch's word
 
 
+@pytest.mark.slow
 def test_machines_that_do_not_fit_say_so_in_one_line(port: int) -> None:
     wait = shell("echo here; exec sleep 60")
     with machine([1, 1], 0, port, wait) as first, machine([1, 2], 1, port, wait) as second:
@@ -335,6 +337,7 @@ def test_machine_0_prints_a_secret_where_it_has_none(port: int) -> None:
         assert first.err.startswith("error: DDP_SECRET must have 16 characters or more, got 5: ")
 
 
+@pytest.mark.slow
 def test_what_is_not_machine_0_is_one_line_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]

@@ -98,7 +98,7 @@ def clock_of(cost: Cost) -> Iterator[list[Reducer]]:
 
     def clock(device: torch.device) -> float:
         nonlocal now
-        now += cost(timed[0]._search.present)
+        now += cost(timed[0]._tuning.present)
         return now
 
     caps = (SMALL, LARGE, ALL)

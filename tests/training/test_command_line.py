@@ -163,6 +163,7 @@ def assert_told_once(told: str, *runs: Run) -> None:
     assert 'Traceback (most recent call last):\n  File "run.py' not in "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_other_settings_under_mpirun(tmp_path: Path) -> None:
     each = ["-n", "1", "python", "run.py", "--backend", "mpi"]
     with Run("mpirun", *each, ":", *each, "--lr", "0.1", TMPDIR=str(tmp_path)) as run:

@@ -8,6 +8,7 @@ from ddp_from_scratch.training import evaluate
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
+from tests.support.tiers import slow
 from tests.training.test_resume import (
     bits,
     make_trainer,
@@ -32,6 +33,7 @@ def accuracies(world, compressions):
     return found
 
 
+@pytest.mark.slow
 def test_it_trains_to_the_same_accuracy(ranks):
     full, *compressed = ranks("gloo", 2)(accuracies, [None, "bf16", "fp16", "powersgd"])[0]
     assert full > 0.97
@@ -45,8 +47,13 @@ def test_it_trains_to_the_same_accuracy_on_mpi(ranks):
     assert compressed == pytest.approx([full], abs=0.015)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-@pytest.mark.parametrize(("step", "precision"), [(4, "fp32"), (17, "fp16")])
+@pytest.mark.parametrize(
+    ("step", "precision", "backend"),
+    [
+        *((4, "fp32", "mpi"), (17, "fp16", "gloo")),
+        *(slow(4, "fp32", "gloo"), slow(17, "fp16", "mpi")),
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     ranks, tmp_path, backend, step, precision
 ):

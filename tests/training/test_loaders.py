@@ -268,6 +268,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
 def test_workers_outlive_signals_to_the_job_but_not_their_rank() -> None:
     rank = subprocess.Popen(

@@ -15,6 +15,7 @@ from ddp_from_scratch.training import evaluate
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
+from tests.support.tiers import slow
 
 # 1,437 images on 2 ranks: 5 steps of 4 x 32 images on each rank in an epoch.
 SETTINGS = {"model": "dropout", "epochs": 3, "batch_size": 32, "accumulate": 4, "quiet": True}
@@ -87,8 +88,13 @@ def stopped_and_resumed(world, folder, step, changes):
     return bits(trainer) if world.rank == 0 else None
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-@pytest.mark.parametrize("step", [0, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("step", "backend"),
+    [
+        *((0, "gloo"), (3, "mpi"), (4, "gloo"), (7, "mpi")),
+        *(slow(0, "mpi"), slow(3, "gloo"), slow(4, "mpi"), slow(7, "gloo")),
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, backend, step):
     """Stopped in the first step, at the end of an epoch, after its last step, in the middle."""
     crew = ranks(backend, 2)
@@ -96,7 +102,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, bac
     assert crew(stopped_and_resumed, tmp_path / "b", step, {})[0] == expected
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_sums_of_four_ranks_are_taken_in_the_same_order(ranks, tmp_path, backend):
     """With more than two ranks the buckets' layout decides the order, and so the last bit."""
     changes = {"model": "cnn", "accumulate": 1, "epochs": 1}
@@ -105,6 +111,7 @@ def test_sums_of_four_ranks_are_taken_in_the_same_order(ranks, tmp_path, backend
     assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
 
 
+@pytest.mark.slow
 def test_resuming_restores_workers_and_loss_scaling_too(ranks, tmp_path):
     changes = {"precision": "fp16", "workers": 1, "scale_lr": True}
     crew = ranks("gloo", 2)
@@ -112,7 +119,7 @@ def test_resuming_restores_workers_and_loss_scaling_too(ranks, tmp_path):
     assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", [slow("gloo"), "mpi"])
 def test_a_run_with_synchronised_batch_norm_resumes_too(ranks, tmp_path, backend):
     changes = {"sync_batch_norm": True}
     crew = ranks(backend, 2)
