@@ -32,7 +32,6 @@ class BackwardPass:
 
     Args:
         parameters, names: their indices stand for the parameters here.
-        process_group: the ranks that take part.
         find_unused, static_graph, skip_unused: options of `Reducer`.
         ready_order: the order that an earlier run recorded, or None.
         on_enter: see `GraphWatch`.

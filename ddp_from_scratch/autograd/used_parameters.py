@@ -14,8 +14,6 @@ class UsedParameters:
     none.
 
     Args:
-        parameters: an index into these stands for a parameter.
-        process_group: the ranks that take part.
         find_unused: True if any parameter may be unused in any pass.
         static: True if the graph is the same in every pass.
 
@@ -132,9 +130,6 @@ class StaticGraph:
 
     The first pass is counted to its end. From then on a parameter is ready with its last gradient,
     and a parameter that got none is known to be unused as soon as a pass begins.
-
-    Args:
-        count: the number of parameters.
     """
 
     def __init__(self, count: int) -> None:

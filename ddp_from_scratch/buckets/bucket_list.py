@@ -22,7 +22,6 @@ class BucketList:
     Args:
         module: the owner of the parameters; its layers declare sparse gradients.
         trainable: the parameters, by name.
-        process_group: the ranks that take part.
         caps: see `assign_buckets`.
         gradient_as_bucket_view: see `Bucket`.
 

@@ -46,9 +46,7 @@ class SparseBucket:
     Args:
         member: the index of the parameter.
         name: the parameter's name, for errors.
-        parameter: the parameter.
-        index: its place in the order of launch.
-        process_group: the ranks that take part.
+        index: the bucket's place in the order of launch.
     """
 
     is_sparse = True

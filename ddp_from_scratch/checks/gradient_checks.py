@@ -21,8 +21,6 @@ class GradientChecks:
         module: its forward passes are checked.
         snapshot: the module's parameters when the Reducer was made.
         backward: the pass that fills the buckets.
-        buckets: the buckets of the gradients.
-        process_group: the ranks that take part.
 
     Raises:
         ValueError: the module has a layer that is known to write to parameters in forward.

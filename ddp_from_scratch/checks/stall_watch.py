@@ -79,7 +79,6 @@ class StallWatch(Observer):
     Args:
         after: seconds.
         progress: a bound method that returns the Reducer's position, held weakly.
-        process_group: the ranks that take part.
 
     Raises:
         ValueError: `after` is not a positive number.

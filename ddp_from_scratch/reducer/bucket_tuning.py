@@ -132,7 +132,6 @@ class BucketTuning(Observer):
         buckets: laid out as each candidate requires.
         comm: launches early or late, as each candidate requires.
         order: the order in which gradients become ready.
-        process_group: the ranks that take part.
 
     Attributes:
         present: the candidate of the next average.

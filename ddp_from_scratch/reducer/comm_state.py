@@ -16,7 +16,6 @@ class CommState:
     """The comm hook, the weight of this rank, and overlap, for the next average.
 
     Args:
-        process_group: the ranks that take part.
         overlap: True launches buckets during backward, False at its end.
 
     Attributes:

@@ -36,9 +36,6 @@ class JoinableReducer(Joinable):
 
     When no rank has data left, the highest rank of those that ended last gives its parameters and
     buffers to all.
-
-    Args:
-        reducer: averages the gradients.
     """
 
     def __init__(self, reducer: Reducer) -> None:

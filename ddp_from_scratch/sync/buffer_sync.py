@@ -47,7 +47,6 @@ class BufferSync(Observer):
 
     Args:
         module: the owner of the buffers; they are looked up again each time.
-        process_group: the ranks that take part.
         enabled: False sends none.
         ignore: names of buffers that are left alone.
 

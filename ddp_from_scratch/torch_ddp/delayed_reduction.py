@@ -19,7 +19,6 @@ class DelayedReduction:
     Args:
         parameters: the parameters to average; one bucket for each dtype and device.
         trigger: backward's gradient for this parameter starts the all-reduce.
-        process_group: the ranks that take part.
     """
 
     def __init__(

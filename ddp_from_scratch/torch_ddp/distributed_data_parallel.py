@@ -47,8 +47,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     buffers. Each backward pass averages, unless it runs under `no_sync()`, and gives all ranks rank
     0's buffers when it ends. Forward passes send nothing, so that one rank may evaluate alone.
 
-    Unlike torch's class it decides in backward, not in forward, whether to synchronise. It averages
-    the second of two backward passes through one graph, too, and calls through `.module`.
+    Unlike torch's class it decides in backward, not in forward, whether to synchronise. It also
+    averages the second of two backward passes through one graph, and calls through `.module`
+    synchronise.
 
     Args: as torch's class. `module`, `process_group`, `gradient_as_bucket_view`,
         `find_unused_parameters` and `static_graph` as `Reducer`, and

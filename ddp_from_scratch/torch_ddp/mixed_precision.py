@@ -24,15 +24,7 @@ def call_in(
     kwargs: dict[str, Any],
     ignore: Collection[str],
 ) -> Any:
-    """Calls `module` with its floating parameters and its inputs cast to `dtype`.
-
-    Args:
-        dtype: the dtype to compute in.
-        module: the module to call.
-        inputs: its positional arguments.
-        kwargs: its arguments by name.
-        ignore: names of parameters that are not cast.
-    """
+    """Calls `module` with its inputs and floating parameters, but those to ignore, as `dtype`."""
     # The parameters themselves stay as they are: autograd takes gradients back through the cast.
     lowered = {
         name: parameter.to(dtype)
