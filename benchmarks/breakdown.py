@@ -63,8 +63,8 @@ from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.packing import Packing
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.node.process_group import SharedMemoryGroup
 from ddp_from_scratch.node.reduction import Reduction
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.optim import node_shared_sgd, sgd
 
 MODELS = ("mlp", "resnet18")

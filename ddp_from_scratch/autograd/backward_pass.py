@@ -1,5 +1,6 @@
 """Tracks one backward pass from its first gradient to its end."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
@@ -35,6 +36,8 @@ class BackwardPass:
         find_unused, static_graph, skip_unused: options of `Reducer`.
         ready_order: the order that an earlier run recorded, or None.
         on_enter: see `GraphWatch`.
+        at_end: a bound method, called by autograd when the pass is over. Held weakly.
+        broken_off: called instead if an exception ends the pass, before `backward()` raises it.
 
     Attributes:
         state: IDLE, RUNNING or BROKEN_OFF.
@@ -53,7 +56,10 @@ class BackwardPass:
         skip_unused: bool,
         ready_order: Sequence[str] | None,
         on_enter: Callable[[set[int]], None],
+        at_end: Callable[[], None],
+        broken_off: Callable[[], None],
     ) -> None:
+        self._at_end, self._broken_off = weakref.WeakMethod(at_end), broken_off
         self.state = PassState.IDLE
         # Autograd's number of the pass under way. A pass that an exception ended never reports its
         # end, but the next pass has another number.
@@ -92,30 +98,25 @@ class BackwardPass:
         """True if autograd is now executing the pass that has begun."""
         return self.state is not PassState.IDLE and self._number == _current_pass()
 
-    def begin(self, at_end: Callable[[], None], broken_off: Callable[[], None]) -> None:
-        """Begins the pass that autograd is executing.
-
-        Args:
-            at_end: called by autograd when the pass is over.
-            broken_off: called instead if an exception ends the pass, before `backward()` raises it.
-        """
+    def begin(self) -> None:
+        """Begins the pass that autograd is executing."""
         self._number, self.state = _current_pass(), PassState.RUNNING
-        callback = _Callback(self, at_end, broken_off)
+        at_end = self._at_end()
+        assert at_end is not None, "its owner called this"
+        callback = _Callback(self, at_end, self._broken_off)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def on_gradient(
-        self, index: int, at_end: Callable[[], None], broken_off: Callable[[], None]
-    ) -> bool:
+    def on_gradient(self, index: int) -> bool:
         """Counts a gradient of a synchronised pass; True if it is its parameter's last.
 
-        The first gradient begins the pass; see `begin` for the callbacks.
+        The first gradient begins the pass.
         """
         # Reentrant checkpointing runs passes inside a pass. Unused parameters are known at the end
         # of the outermost pass, which has begun here when it entered the graph (`GraphWatch`).
         if self._number != _current_pass() and not (
             self.state is not PassState.IDLE and self.may_be_unused
         ):
-            self.begin(at_end, broken_off)
+            self.begin()
         # The order is agreed on once. Later passes need not record it.
         if self.order.final is None:
             self.order.count(index)

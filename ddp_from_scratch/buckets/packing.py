@@ -111,8 +111,9 @@ class Packing:
             RuntimeError: the gradient of a member that is not unused is gone.
         """
         sources, windows, in_place = [], [], []
+        packed, as_view = self._packed, self._as_view
         for position, (index, parameter, view, address) in enumerate(self._rows):
-            if index in self._packed:
+            if packed and index in packed:
                 continue
             gradient = parameter.grad
             if gradient is None:
@@ -131,7 +132,7 @@ class Packing:
             else:
                 sources.append(gradient)
                 windows.append(view)
-                if self._as_view and index not in unused:
+                if as_view and not (unused and index in unused):
                     # Frees the memory of the gradient before the average is there.
                     parameter.grad = self._lend(position)
         if self._together or scale == 1:

@@ -22,7 +22,7 @@ class ModuleSnapshot:
     def __init__(self, module: torch.nn.Module, ignore: Collection[str] = ()) -> None:
         self._ignore = frozenset(ignore)
         self.parameters = self._parameters_of(module)
-        self._traits = {name: _traits(p) for name, p in self.parameters.items()}
+        self._traits = _traits(self.parameters.values())
         self._look_at(module)
 
     def _look_at(self, module: torch.nn.Module) -> None:
@@ -70,10 +70,13 @@ class ModuleSnapshot:
             # are not recorded: once they are freed, Python may give their ids to other objects.
             if not any(_is_substitute(parameter) for parameter in now.values()):
                 self._look_at(module)
-        for name, parameter in self.parameters.items():
-            before, after = self._traits[name], _traits(parameter)
+        traits = _traits(self.parameters.values())
+        if traits == self._traits:
+            return None
+        thens, nows = zip(*self._traits, strict=True), zip(*traits, strict=True)
+        for name, before, after in zip(self.parameters, thens, nows, strict=True):
             if before != after and not (may_freeze and before == (True, *after[1:])):
-                return f"parameter {name} became {_describe(parameter)}"
+                return f"parameter {name} became {_describe(self.parameters[name])}"
         return None
 
     def _parameters_of(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -85,11 +88,18 @@ def _is_substitute(parameter: torch.Tensor | None) -> bool:
 
 
 def _owned(module: torch.nn.Module) -> list[int]:
-    return [id(o) for o in (*module._parameters.values(), *module._modules.values())]
+    return [*map(id, module._parameters.values()), *map(id, module._modules.values())]
 
 
-def _traits(parameter: torch.Tensor) -> tuple[bool, torch.dtype, torch.device]:
-    return parameter.requires_grad, parameter.dtype, parameter.device
+def _traits(
+    parameters: Collection[torch.Tensor],
+) -> tuple[list[bool], list[torch.dtype], list[torch.device]]:
+    # Three lists rather than a tuple for each parameter: this runs before every forward pass.
+    return (
+        [parameter.requires_grad for parameter in parameters],
+        [parameter.dtype for parameter in parameters],
+        [parameter.device for parameter in parameters],
+    )
 
 
 def _describe(parameter: torch.Tensor) -> str:

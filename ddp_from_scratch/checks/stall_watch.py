@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
-from ddp_from_scratch.node.process_group import InstallsStore
+from ddp_from_scratch.node.shared_memory_group import InstallsStore
 
 # Number of looks at a wait before it is reported.
 _WAKES = 3

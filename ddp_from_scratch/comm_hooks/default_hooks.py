@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.gradient_bucket import CommHook
 from ddp_from_scratch.group import of_member
+from ddp_from_scratch.node.shared_memory_group import DividesFirst
 
 Future = torch.futures.Future[Any]
 
@@ -48,13 +49,11 @@ def _backend_divides(process_group: dist.ProcessGroup | None) -> bool:
     """True if the backend has ReduceOp.AVG, with the bits of a division before the sum."""
     if not dist.is_initialized():
         return False
-    backend, ranks = dist.get_backend(process_group), dist.get_world_size(process_group)
-    # The mpi backend divides before the sum only where 1/n is exact, for powers of two. Else it
-    # divides the sum, which gives other bits.
-    if getattr(process_group or dist.group.WORLD, "divides_first_where_exact", False):
-        return ranks & (ranks - 1) == 0
+    group = process_group or dist.group.WORLD
+    if isinstance(group, DividesFirst):
+        return group.divides_first
     # nccl with one rank: dividing by 1 would still be a pass over the whole bucket.
-    return backend == "nccl" and ranks > 1
+    return dist.get_backend(process_group) == "nccl" and dist.get_world_size(process_group) > 1
 
 
 def _sum(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:

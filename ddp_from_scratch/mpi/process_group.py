@@ -40,7 +40,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     Collectives return at once with a handle; they run in order, on one thread per group. Messages
     (`send`, `recv`) do not queue behind them: two ranks may each post a receive before their send.
-    Also a `SharedMemoryGroup`, `DividesFirst` and `InstallsStore` (node/process_group.py).
+    Also a `SharedMemoryGroup`, `DividesFirst` and `InstallsStore` (node/shared_memory_group.py).
 
     Args:
         communicator: the group's ranks; duplicated, so that no other library's messages can be
@@ -71,9 +71,6 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def divides_first(self) -> bool:
         """Only where 1/n is exact; elsewhere AVG divides the sum, which has other bits."""
         return self.size() & (self.size() - 1) == 0
-
-    # As comm hooks ask for it.
-    divides_first_where_exact = True
 
     def getBackendName(self) -> str:
         return "mpi"

@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.memory import lies_at
-from ddp_from_scratch.node.process_group import SharedMemoryGroup
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.optim.sgd import SGD, update
 from ddp_from_scratch.reducer.reducer import Reducer

@@ -135,6 +135,8 @@ class Reducer:
             skip_unused=skip_unused,
             ready_order=ready_order,
             on_enter=self._on_enter,
+            at_end=self._on_backward_end,
+            broken_off=self._buckets.restore_grads,
         )
         self._buckets.lay_out(self._pass.order.present())
         self.checks = GradientChecks(module, snapshot, self._pass, self._buckets, process_group)
@@ -304,9 +306,7 @@ class Reducer:
                 return
             if gradient.is_sparse or gradient.requires_grad:
                 self.checks.check_gradient(index, gradient)
-            if not self._pass.on_gradient(
-                index, self._on_backward_end, self._buckets.restore_grads
-            ):
+            if not self._pass.on_gradient(index):
                 return
             if not filling:
                 # Not raised yet: other ranks count on this rank's other buckets.
@@ -322,7 +322,7 @@ class Reducer:
         with self._lock:
             if not self.sync or self._pass.is_current() or self._pass.used is None:
                 return
-            self._pass.begin(self._on_backward_end, self._buckets.restore_grads)
+            self._pass.begin()
             for index in self._pass.used.unused(unreached):
                 self._buckets.bucket_of[index].mark_unused(index)
             if self._may_launch_early():
