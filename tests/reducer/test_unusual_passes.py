@@ -203,3 +203,26 @@ def accumulated_and_broken_off(world, view):
 @each_view
 def test_a_pass_that_is_broken_off_takes_no_gradient_away(pair, view):
     pair(accumulated_and_broken_off, view)
+
+
+def failing_hook(state, bucket):
+    future = torch.futures.Future()
+    future.set_exception(KeyError("the hook's"))
+    return future
+
+
+def averaging_fails(world):
+    """An exception where the averages are waited for, when every bucket has been launched."""
+    model = Terms(1, 2)
+    Reducer(model, bucket_cap_mb=math.inf).register_comm_hook(None, failing_hook)
+    loss = model(own(world))
+    with pytest.raises(KeyError, match="the hook's"):
+        loss.backward()
+    told = rf"backward pass on rank {world.rank} was broken off: "
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=told):
+            model(own(world))
+
+
+def test_an_average_that_fails_is_named_by_the_next_forward(pair):
+    pair(averaging_fails)

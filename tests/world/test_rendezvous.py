@@ -156,9 +156,10 @@ def test_srun_on_one_machine_meets_in_a_private_file(
     assert store.path == str(folder / "slurm-12-3-0-40001")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
-    folder.chmod(0o755)  # somebody else could have put a file there
-    with pytest.raises(UsageError, match="open to others: remove it"):
-        rendezvous.meet(LIMIT)
+    for mode in (0o720, 0o702, 0o755):  # somebody else could have put a file there, or read one
+        folder.chmod(mode)
+        with pytest.raises(UsageError, match="open to others: remove it"):
+            rendezvous.meet(LIMIT)
 
 
 def test_somebody_elses_folder_in_that_place_is_refused(
