@@ -5,9 +5,9 @@ Examples:
     python -m benchmarks.start_time --ranks 2 --rounds 20
 
 A round runs every command once, in an order drawn for the round, and divides its time by that of
-`python -c "import torch"` in the same round: the multiple holds on slow and busy machines, too. The
-epoch itself, on the shipped digits, is a small part. torchrun runs the same program; each of its
-ranks is a new Python.
+`python -c "import torch"` in the same round: the multiple holds on a busy machine, too. The epoch
+itself, on the shipped digits, is a small part. torchrun runs the same program; each of its ranks is
+a new Python.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Trains a classifier: step 1 of a gradient's way is `backward()` in `Trainer._step`."""
+"""Trains a classifier: `backward()` in `Trainer._step` makes gradients ready."""
 
 from __future__ import annotations
 
@@ -94,16 +94,15 @@ class Trainer:
     def _open_outputs(self) -> None:
         """The folders of checkpoints and metrics, on rank 0, which alone writes."""
         self.lock: FolderLock | None = None
-        self.metrics = MetricsWriter(self.settings.log_dir if self.world.rank == 0 else None)
         folder = self.settings.checkpoint_dir
-        if folder is None or self.world.rank != 0:
-            return
-        self.lock = checkpoint.prepare_folder(folder, resume=self.settings.resume)
-        if not self.lock.holds:
-            self.report.warning(
-                f"--checkpoint-dir {folder} is on a file system without locks: a second run there "
-                f"would not be noticed"
-            )
+        if folder is not None and self.world.rank == 0:
+            self.lock = checkpoint.prepare_folder(folder, resume=self.settings.resume)
+            if not self.lock.holds:
+                self.report.warning(
+                    f"--checkpoint-dir {folder} is on a file system without locks: a second run "
+                    f"there would not be noticed"
+                )
+        self.metrics = MetricsWriter(self.settings.log_dir if self.world.rank == 0 else None)
 
     def _make_engine(self, state: checkpoint.State | None) -> None:
         settings, world = self.settings, self.world
@@ -222,18 +221,20 @@ class Trainer:
             return
         self.reported_loss = True
         step, rank = from_number(not_finite)
-        epoch, step = divmod(step, self.shards.steps_per_epoch)
-        told = (
-            f"the loss is not finite in epoch {epoch + 1}, step {step + 1}/{self.shards.steps_per_epoch}, "
-            f"on rank {rank}"
-        )
+        steps = self.shards.steps_per_epoch
+        epoch, step = divmod(step, steps)
+        place = f"in epoch {epoch + 1}, step {step + 1}/{steps}, on rank {rank}"
         if not self.settings.stop_on_nan:
-            self.report.warning(f"{told}; going on, as --no-stop-on-nan says")
+            self.report.warning(
+                f"the loss is not finite {place}; going on, as --no-stop-on-nan says"
+            )
             return
         self.metrics.close()
         advice = "a smaller --lr may help; --resume auto goes on from the last checkpoint, "
         error = UsageError if self.world.rank == 0 else PeerError
-        raise error(f"{told}: {advice}--no-stop-on-nan goes on all the same")
+        raise error(
+            f"the loss is not finite {place}: {advice}--no-stop-on-nan goes on all the same"
+        )
 
     def _end_epoch(self) -> float:
         loss, accuracy = self._reduce(self.totals)
@@ -346,18 +347,15 @@ class Trainer:
         dist.barrier(group=self.group)
 
     def _report_end(self, test_accuracy: float, seconds: float) -> None:
-        settings, world = self.settings, self.world
+        settings, batch = self.settings, self.shards.global_batch_size
         self.metrics.close()
         self.report.line(
-            f"{settings.backend}, {world.world_size} ranks, global batch {self.shards.global_batch_size}, "
+            f"{settings.backend}, {self.world.world_size} ranks, global batch {batch}, "
             f"{settings.model}, {seconds:.1f} s"
         )
-        for told in (
-            bucket_choice.summary(settings, self.reducer),
-            self.compression.summary(),
-        ):
-            if told is not None:
-                self.report.line(told)
+        for line in (bucket_choice.summary(settings, self.reducer), self.compression.summary()):
+            if line is not None:
+                self.report.line(line)
         if self.saved_as is not None:
             self.report.line(f"checkpoint {self.saved_as}")
         if settings.log_dir is not None:
