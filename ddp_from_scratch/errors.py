@@ -10,7 +10,7 @@ class UsageError(ValueError):
 
 
 class PeerError(UsageError):
-    """Another rank has the mistake and reports it; this rank ends in silence."""
+    """Another rank has the mistake and reports it; this rank ends without a message."""
 
 
 class CommunicationError(RuntimeError):
