@@ -9,8 +9,7 @@
         reducer = ddp.Reducer(model)
         ...                                  # backward() now leaves averages in .grad
 
-The way of one gradient: `reducer.py` (hooks) → `bucket.py` (pack, launch, wait, unpack) →
-`comm_hooks.py` (what is sent), with `layout.py` saying what lies where.
+To follow one gradient, begin in `reducer/reducer.py`. Names here are imported when first used.
 """
 
 from importlib import import_module

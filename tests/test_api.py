@@ -29,6 +29,7 @@ ROOMS = {
     "torch_ddp": {"buckets", "comm_hooks", "group", "reducer", "sync"},
     "world": {"errors", "launch", "mpi"},
     "training": {"buckets", "comm_hooks", "errors", "launch", "optim", "reducer", "sync", "world"},
+    "__main__": {"launch", "training"},
 }
 
 

@@ -1,4 +1,4 @@
-"""Which rank this process is, whoever started it; and starting the ranks when nobody did.
+"""The place of this process among the ranks, read from the variables of any launcher.
 
 Launchers tell a process its rank through the environment:
 
@@ -31,7 +31,7 @@ MOST_HERE = 1024
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a launcher put this process.
+    """The place of one process among those of its job.
 
     Attributes:
         rank: its number among all processes, 0 to world_size - 1.
@@ -39,7 +39,7 @@ class Placement:
         local_rank: its number among those on this machine.
         local_world_size: the number of those on this machine.
         node_rank: the machine's number.
-        launcher: who started it: "torchrun" (or `start_ranks`, which sets the same variables),
+        launcher: of its job: "torchrun" (or `start_ranks`, which sets the same variables),
             "mpirun", "srun" or "none".
     """
 
@@ -59,7 +59,7 @@ class Placement:
 
     @property
     def one_machine(self) -> bool:
-        """Whether all processes are on this machine."""
+        """True where all processes are on this machine."""
         return self.local_world_size == self.world_size
 
 
@@ -67,7 +67,7 @@ ALONE = Placement(0, 1, 0, 1, 0, "none")
 
 
 def launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """Who started this process: "torchrun", "mpirun", "srun" or "none".
+    """The launcher of this process: "torchrun", "mpirun", "srun" or "none".
 
     mpirun inside a Slurm job leaves both launchers' variables behind; srun set its own for the
     daemon that mpirun started, not for us, so mpirun's come first.
@@ -81,14 +81,14 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def started_here(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process's launcher was started by `start_ranks` or `start_mpirun`."""
+    """True where `start_ranks` or `start_mpirun` has started this process or its launcher."""
     return STARTED_HERE in environ
 
 
 def reports_errors(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process reports what is wrong on its machine before ranks can agree on it.
+    """True for the first rank of each machine, and without a launcher.
 
-    True for the first rank of each machine, and without a launcher.
+    Before ranks can agree on who reports an error, that one does: most often all have the same.
     """
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     return next((environ[name] for name in names if name in environ), "0") == "0"
@@ -129,7 +129,7 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
 
 
 def started(environ: Mapping[str, str] = os.environ) -> int | None:
-    """How many processes the launcher says it started; None without one, or where it is silent."""
+    """The number of processes that the launcher has started; None where it does not say."""
     names = {
         "torchrun": ("WORLD_SIZE",),
         "srun": ("SLURM_STEP_NUM_TASKS",),
@@ -214,7 +214,7 @@ def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, s
 def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """`mpirun -n NPROC COMMAND`, and variables for it that yield to the user's own.
 
-    Open MPI is told to use shared memory alone, so that the ranks open no port, and to allow more
+    Open MPI is set to use shared memory alone, so that the ranks open no port, and to allow more
     ranks than cores; and to allow root where this process is root already.
 
     Raises:

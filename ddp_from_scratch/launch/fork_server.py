@@ -31,6 +31,8 @@ from ddp_from_scratch.launch.rank_process import die_with
 # What torch's optimizers import at their first call, which takes as long as torch itself.
 OPTIMIZERS = "torch._dynamo"
 
+_PATIENCE_S = 0.5  # for a server to end by itself
+
 _PACKAGES = str(Path(__file__).parents[2])
 _SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from {} import serve; serve()"
 
@@ -89,6 +91,14 @@ class ForkServer:
             code = self._process.wait() or -signal.SIGKILL
             for rank in self._ranks:
                 rank.update(rank.pid, code)
+
+    def close(self) -> None:
+        """Ends the server, whose ranks have ended. Idempotent."""
+        self._connection.close()
+        # It answers at once, unless it is still importing.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE_S)
+        self.kill()
 
     def kill(self) -> None:
         """Ends the server and all its ranks at once. Idempotent."""
@@ -154,13 +164,11 @@ def serve() -> None:
     # Collecting garbage would write to pages with torch's objects, and so copy them in every rank.
     gc.collect()
     gc.freeze()
-    command = _serve(connection)
-    if command is not None:
-        _run(command)
+    _run(_serve(connection))
 
 
-def _serve(connection: Connection) -> list[str] | None:
-    """In a rank its command, in the server None at the end."""
+def _serve(connection: Connection) -> list[str]:
+    """Returns in each rank, with its command. Does not return in the server."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
     running: dict[int, tuple[int, int]] = {}  # by pidfd: the caller's index and the process id
@@ -176,7 +184,11 @@ def _serve(connection: Connection) -> list[str] | None:
             try:
                 index, command, environ = connection.recv()
             except EOFError:
-                return None
+                # Their processor time now counts as this process's, and so as the caller's.
+                with suppress(ChildProcessError):
+                    while os.waitpid(-1, os.WNOHANG)[0]:
+                        pass
+                os._exit(0)
             server = os.getpid()
             pid = os.fork()
             if pid == 0:

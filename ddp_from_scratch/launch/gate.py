@@ -50,10 +50,10 @@ def prove(connection: socket.socket, secret: bytes, end: float) -> None:
     connection.sendall(_GREETING + mine)
     greeting = _receive(connection, len(_GREETING), end)
     if greeting != _GREETING:
-        told = greeting.decode("ascii", "backslashreplace").splitlines()
+        said = greeting.decode("ascii", "backslashreplace").splitlines()
         raise StrangerError(
-            f"something else listens there (it said {told[0]!r})"
-            if told
+            f"something else listens there (it said {said[0]!r})"
+            if said
             else "something else listens there (it hung up)"
         )
     both = mine + _receive(connection, _NONCE_BYTES, end)

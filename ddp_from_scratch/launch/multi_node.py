@@ -34,7 +34,7 @@ _LAST_WORD_S = 2.0
 
 
 class Machines:
-    """What the parents on several machines tell each other, through a store on machine 0.
+    """Messages between the parents on several machines, through a store on machine 0.
 
     A thread does the talking: a call to a store on a machine that is gone does not return, and
     whoever waits in it hears no signal.
@@ -149,7 +149,7 @@ class Machines:
         self._told.wait(_LAST_WORD_S)
 
     def failure(self) -> str | None:
-        """What another machine told, or that one has gone; None while all is well."""
+        """The reason that another machine gave, or that it has gone; None while all is well."""
         silence = time.monotonic() - self._answered
         if self._failure is None and silence > self._timeout:
             return _lost(0, silence)

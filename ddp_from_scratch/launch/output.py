@@ -42,5 +42,5 @@ def give_up(stream: TextIO, error: OSError) -> None:
     os.dup2(null, stream.fileno())
     os.close(null)
     if stream is sys.stdout:
-        told = f"warning: standard output cannot be written to ({error.strerror}): going on without"
-        write(told, sys.stderr)
+        text = f"warning: standard output cannot be written to ({error.strerror}): going on without"
+        write(text, sys.stderr)

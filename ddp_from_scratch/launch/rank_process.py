@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """In a rank: be killed when the process that started it is gone. Linux only.
+    """Has the system kill this rank when the process that started it is gone. Linux only.
 
     A no-op where no launcher waits for its ranks: one started by hand may outlive its shell.
     """
@@ -115,7 +115,7 @@ def _remove_files() -> None:
 
 
 def is_communication_error(error: Exception) -> bool:
-    """Whether it says only that some peer is gone, who will have said why.
+    """True for an error that says only that some peer has gone. That one has said why.
 
     gloo's errors are plain RuntimeErrors that begin with the place in its source, but for one that
     follows a timeout.
@@ -138,9 +138,9 @@ def _in_group() -> bool:
 
 
 def _wait_to_be_stopped() -> None:
-    """Leaves the word to the peer that failed: its launcher ends this process meanwhile.
+    """Leaves the report to the peer that failed: its launcher ends this process meanwhile.
 
-    Where all ranks are told of it at once (a timeout), the lowest speaks first.
+    Where all ranks notice at once (a timeout), the lowest reports first.
     """
     time.sleep(2.0 + 0.2 * min(_rank(), 10))
 

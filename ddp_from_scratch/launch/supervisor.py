@@ -285,7 +285,7 @@ class _Watch:
         for child in self._children:
             child.wait()
         if self._server is not None:
-            self._server.kill()
+            self._server.close()
 
     def _await_end(self, seconds: float) -> None:
         end = time.monotonic() + seconds

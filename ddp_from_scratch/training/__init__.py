@@ -1,1 +1,1 @@
-"""What `run.py` trains with: datasets, loaders, models, the loop, checkpoints and metrics."""
+"""The program `run.py`: its command line, datasets, models, loop, checkpoints and metrics."""

@@ -1,4 +1,4 @@
-"""What `--bucket-cap-mb auto` settled on: kept in checkpoints, and told at the end."""
+"""The buckets that `--bucket-cap-mb auto` has chosen: kept in checkpoints, printed at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp_from_scratch.training.settings import Settings
 
 
 def chosen(reducer: Reducer) -> dict[str, Any] | None:
-    """What a checkpoint keeps; None where it is not settled yet."""
+    """The choice, for a checkpoint; None where it is not settled yet."""
     if reducer.bucket_cap_mb is None:
         return None
     return {"bucket_cap_mb": reducer.bucket_cap_mb, "overlap": reducer.overlap}
@@ -21,7 +21,7 @@ def to_begin_with(settings: Settings, state: State | None, world_size: int) -> d
     """`bucket_cap_mb` and `overlap` of the Reducer: as asked for, or as "auto" chose before.
 
     With other settings or another number of ranks other buckets may be the best, so they are looked
-    for anew; also where the run was stopped before they were found.
+    for again; also where the run was stopped before they were found.
     """
     if settings.bucket_cap_mb == AUTO and state is not None:
         before: dict[str, Any] | None = state.get("buckets")
@@ -32,14 +32,14 @@ def to_begin_with(settings: Settings, state: State | None, world_size: int) -> d
 
 
 def summary(settings: Settings, reducer: Reducer) -> str | None:
-    """What came of "auto", as a line; None without it."""
+    """The choice of "auto", as a line; None without it."""
     if settings.bucket_cap_mb != AUTO:
         return None
     cap = reducer.bucket_cap_mb
     if cap is None:
         return f"bucket_cap_mb auto: not settled in {reducer.iteration} averages"
     caps = cap if isinstance(cap, list | tuple) else (cap,)
-    told = ", then ".join(f"{size:g}" for size in caps)
+    sizes = ", then ".join(f"{size:g}" for size in caps)
     return (
-        f"bucket_cap_mb auto: {told} MiB, sent {'during' if reducer.overlap else 'after'} backward"
+        f"bucket_cap_mb auto: {sizes} MiB, sent {'during' if reducer.overlap else 'after'} backward"
     )

@@ -213,7 +213,7 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, 
 
 
 def rng_state() -> State:
-    """Where this process's random generators stand: torch's, CUDA's, Python's and numpy's."""
+    """The state of this process's random generators: torch's, CUDA's, Python's and numpy's."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),

@@ -1,4 +1,4 @@
-"""The command line: what `run.py` can be told, and what it says when told something else."""
+"""The command line of `run.py`: its options, and the errors of those that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent instead of whole gradients with `--compress`, and what a checkpoint keeps of it."""
+"""Compressed gradients (`--compress`), and the state of the compression in a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Compression:
                 self._loss_scale = scale
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps: on rank 0 that of all ranks, None on the others. Collective."""
+        """The state for a checkpoint: of all ranks on rank 0, None on the others. Collective."""
         if self._power_sgd is None:
             return None
         state = self._power_sgd.state_dict(self._reducer.module)
@@ -65,7 +65,7 @@ class Compression:
     ) -> None:
         """Goes on from `saved`, which rank 0 alone needs to have. Collective.
 
-        What cannot be taken over is told: the settings' differences are told elsewhere.
+        Warns of what cannot be taken over. Differences of settings are reported elsewhere.
         """
         if self._power_sgd is None:
             if saved is not None:
@@ -95,7 +95,7 @@ class Compression:
         self._loss_scale = scale
 
     def summary(self) -> str | None:
-        """What it came to on this rank, as a line; None where there is nothing to say."""
+        """The part of the gradients that this rank has sent, as a line; None without PowerSGD."""
         state = self._power_sgd
         if state is None or state.of == 0:
             return None

@@ -17,7 +17,7 @@ from ddp_from_scratch.launch.rank_process import is_communication_error
 
 @contextmanager
 def together(group: dist.ProcessGroup) -> Iterator[None]:
-    """Every rank leaves this block in the same way. Collective.
+    """Makes every rank leave this block in the same way. Collective.
 
     Where any rank raised a UsageError inside, the lowest such rank raises its own and every other
     one a PeerError: nobody goes on to wait for a rank that has gone.
@@ -45,9 +45,9 @@ def require_same(asked: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """
     everyone: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(asked), group=group)
-    told = differences(everyone)
-    if told is not None:
-        raise UsageError(told) if dist.get_rank(group) == 0 else PeerError(told)
+    text = differences(everyone)
+    if text is not None:
+        raise UsageError(text) if dist.get_rank(group) == 0 else PeerError(text)
 
 
 def differences(asked: Sequence[Mapping[str, str]]) -> str | None:
@@ -70,8 +70,8 @@ class StopSignal:
     whether one has come: `ask` starts that exchange before the step, `answer` ends it after, and
     the step hides it. A second number travels along, for what else all ranks must know.
     Inside the `with` block a first signal is remembered, a second one ends the process at once.
-    SIGUSR1 is what mpirun hands on without killing the ranks soon after, and what Slurm is commonly
-    told to send before a job's time is up.
+    SIGUSR1 is the signal that mpirun hands on without killing the ranks soon after, and that Slurm
+    is commonly set to send before a job's time is up.
 
     Args:
         group: a group for CPU tensors.
@@ -116,7 +116,7 @@ class StopSignal:
         )
 
     def answer(self) -> tuple[int, int]:
-        """What ranks had when they asked: the number of a signal (0: none), the largest `also`."""
+        """The highest signal number at any rank that asked (0: none), and the highest `also`."""
         assert self._handle is not None, "answer() without ask()"
         self._handle.wait()
         number, also = self._flags.tolist()

@@ -1,4 +1,4 @@
-"""Trains a classifier: step 1 of a gradient's way is `backward()` in `Trainer._step`."""
+"""Trains a classifier: `backward()` in `Trainer._step` makes gradients ready."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch.errors import PeerError, UsageError
@@ -24,13 +25,13 @@ from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import StopSignal, together
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
 from ddp_from_scratch.training.folder_lock import FolderLock
-from ddp_from_scratch.training.loaders import ShardSampler, test_loader, train_loader
 from ddp_from_scratch.training.loss_watch import LossWatch, from_number
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, seed_generators
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.training.shards import deal
 from ddp_from_scratch.world.process_group import World
 
 
@@ -56,64 +57,55 @@ class Trainer:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
         self.group = prepare_process(settings, world, {"the command": "train"})
-
-        # 1. Data
         data = open_dataset(
             settings.dataset, settings.data_dir, settings.download, world, self.group
         )
-        shard = {"rank": world.rank, "world_size": world.world_size, "workers": settings.workers}
-        pinned = world.device.type == "cuda"
         with together(self.group):
-            batch_size = settings.rank_batch_size(world.world_size)
-            self.global_batch_size = batch_size * world.world_size * settings.accumulate
-            self.train_loader = train_loader(
-                data.train, batch_size=batch_size, seed=settings.seed, pin_memory=pinned, **shard
-            )
-            assert isinstance(self.train_loader.sampler, ShardSampler)
-            self.sampler = self.train_loader.sampler
-            self.steps_per_epoch = self.sampler.batches_per_epoch // settings.accumulate
-            if self.steps_per_epoch == 0:
-                raise UsageError(
-                    f"--accumulate {settings.accumulate} is more than the "
-                    f"{self.sampler.batches_per_epoch} batches of an epoch"
-                )
-            self.test_loader = test_loader(
-                data.test, batch_size=batch_size, pin_memory=pinned, **shard
-            )
-
+            # 1. Data
+            self.shards = deal(data, settings, world)
             # 2. Model
-            self.model_spec = {
-                "name": settings.model,
-                "channels": data.channels,
-                "image_size": data.image_size,
-                "num_classes": data.num_classes,
-            }
-            self.model = build_model(self.model_spec).to(world.device)
-            if settings.sync_batch_norm:
-                convert_sync_batchnorm(self.model)
-                if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
-                    raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
-            self.lock: FolderLock | None = None
-            if settings.checkpoint_dir is not None and world.rank == 0:
-                self.lock = checkpoint.prepare_folder(
-                    settings.checkpoint_dir, resume=settings.resume
-                )
-                if not self.lock.holds:
-                    self.report.warning(
-                        f"--checkpoint-dir {settings.checkpoint_dir} is on a file system without "
-                        f"locks: a second run there would not be noticed"
-                    )
-            log_dir = settings.log_dir if world.rank == 0 else None
-            self.metrics = MetricsWriter(log_dir)
+            self.model = self._build_model()
+            self._open_outputs()
         broadcast_parameters(self.model)
         seed_generators(settings.seed + world.rank)  # from here on ranks draw different numbers
-
         # 3. Where to begin
         state, compressed = checkpoint_of_all(
-            settings, self.model_spec, self.model, self.report, world, self.group
+            settings, self.shards.model_spec, self.model, self.report, world, self.group
         )
-
         # 4. Engine
+        self._make_engine(state)
+        self.epoch = self.step = self.global_step = 0
+        self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self.losses = LossWatch(world.rank, world.device)
+        self.reported_loss = False
+        self.saved_as: Path | None = None
+        self.images_per_second = 0.0
+        if state is not None:
+            self._restore(state, compressed)
+
+    def _build_model(self) -> nn.Module:
+        model = build_model(self.shards.model_spec).to(self.world.device)
+        if self.settings.sync_batch_norm:
+            convert_sync_batchnorm(model)
+            if not any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
+                raise UsageError(f"--sync-batch-norm: {self.settings.model} has no batch norm")
+        return model
+
+    def _open_outputs(self) -> None:
+        """The folders of checkpoints and metrics, on rank 0, which alone writes."""
+        self.lock: FolderLock | None = None
+        folder = self.settings.checkpoint_dir
+        if folder is not None and self.world.rank == 0:
+            self.lock = checkpoint.prepare_folder(folder, resume=self.settings.resume)
+            if not self.lock.holds:
+                self.report.warning(
+                    f"--checkpoint-dir {folder} is on a file system without locks: a second run "
+                    f"there would not be noticed"
+                )
+        self.metrics = MetricsWriter(self.settings.log_dir if self.world.rank == 0 else None)
+
+    def _make_engine(self, state: checkpoint.State | None) -> None:
+        settings, world = self.settings, self.world
         self.reducer = Reducer(
             self.model,
             **bucket_choice.to_begin_with(settings, state, world.world_size),
@@ -134,14 +126,6 @@ class Trainer:
         # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
         # overflow on all, and all skip the same step.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
-        self.epoch = self.step = self.global_step = 0
-        self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
-        self.losses = LossWatch(world.rank, world.device)
-        self.told_of_loss = False
-        self.saved_as: Path | None = None
-        self.images_per_second = 0.0
-        if state is not None:
-            self._restore(state, compressed)
 
     # 5. run -------------------------------------------------------------------------------------
 
@@ -176,13 +160,13 @@ class Trainer:
     def _train_epoch(self, stop: StopSignal) -> int:
         """The rest of this epoch; returns the number of the signal that broke it off, or 0."""
         self.model.train()
-        self.sampler.set_epoch(self.epoch)
-        self.sampler.start_at(self.step * self.settings.accumulate)
+        self.shards.sampler.set_epoch(self.epoch)
+        self.shards.sampler.start_at(self.step * self.settings.accumulate)
         first, began = self.step, time.monotonic()
-        batches = iter(self.train_loader)
+        batches = iter(self.shards.train)
         steps = self.report.progress(
-            range(first, self.steps_per_epoch),
-            total=self.steps_per_epoch,
+            range(first, self.shards.steps_per_epoch),
+            total=self.shards.steps_per_epoch,
             start=first,
             title=f"epoch {self.epoch + 1}/{self.settings.epochs}",
         )
@@ -193,10 +177,10 @@ class Trainer:
             self.global_step += 1
             number, not_finite = stop.answer()
             if not_finite:
-                self._tell_of_loss(not_finite)
+                self._report_loss(not_finite)
             if number:
                 return number
-        images = (self.step - first) * self.global_batch_size
+        images = (self.step - first) * self.shards.global_batch_size
         self.images_per_second = images / (time.monotonic() - began)
         return 0
 
@@ -205,7 +189,7 @@ class Trainer:
         settings, device = self.settings, self.world.device
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(
-                self.global_step, self.steps_per_epoch, self.world.world_size
+                self.global_step, self.shards.steps_per_epoch, self.world.world_size
             )
         self.optimizer.zero_grad()
         for remaining in reversed(range(settings.accumulate)):
@@ -229,26 +213,28 @@ class Trainer:
         stop.ask(self.losses.settled())
         _, not_finite = stop.answer()
         if not_finite:
-            self._tell_of_loss(not_finite)
+            self._report_loss(not_finite)
 
-    def _tell_of_loss(self, not_finite: int) -> None:
+    def _report_loss(self, not_finite: int) -> None:
         """Says once where a loss was not finite, and ends all ranks if that was asked for."""
-        if self.told_of_loss:
+        if self.reported_loss:
             return
-        self.told_of_loss = True
+        self.reported_loss = True
         step, rank = from_number(not_finite)
-        epoch, step = divmod(step, self.steps_per_epoch)
-        told = (
-            f"the loss is not finite in epoch {epoch + 1}, step {step + 1}/{self.steps_per_epoch}, "
-            f"on rank {rank}"
-        )
+        steps = self.shards.steps_per_epoch
+        epoch, step = divmod(step, steps)
+        place = f"in epoch {epoch + 1}, step {step + 1}/{steps}, on rank {rank}"
         if not self.settings.stop_on_nan:
-            self.report.warning(f"{told}; going on, as --no-stop-on-nan says")
+            self.report.warning(
+                f"the loss is not finite {place}; going on, as --no-stop-on-nan says"
+            )
             return
         self.metrics.close()
         advice = "a smaller --lr may help; --resume auto goes on from the last checkpoint, "
         error = UsageError if self.world.rank == 0 else PeerError
-        raise error(f"{told}: {advice}--no-stop-on-nan goes on all the same")
+        raise error(
+            f"the loss is not finite {place}: {advice}--no-stop-on-nan goes on all the same"
+        )
 
     def _end_epoch(self) -> float:
         loss, accuracy = self._reduce(self.totals)
@@ -275,7 +261,7 @@ class Trainer:
         return test_accuracy
 
     def _evaluate(self) -> float:
-        return accuracy(self.model, self.test_loader, self.world, self.settings.precision)
+        return accuracy(self.model, self.shards.test, self.world, self.settings.precision)
 
     def _reduce(self, totals: torch.Tensor) -> tuple[float, float]:
         """Mean loss and accuracy over the images of all ranks."""
@@ -299,7 +285,7 @@ class Trainer:
             if self.world.rank == 0:
                 state = {
                     "model": self.model.state_dict(),
-                    "model_spec": self.model_spec,
+                    "model_spec": self.shards.model_spec,
                     "optimizer": self.optimizer.state_dict(),
                     "scaler": self.scaler.state_dict(),
                     "compression": compressed,
@@ -307,12 +293,13 @@ class Trainer:
                     "buckets": bucket_choice.chosen(self.reducer),
                     "epoch": self.epoch,
                     "step": self.step,
-                    "images": self.step * self.global_batch_size,  # of this epoch's permutation
+                    "images": self.step
+                    * self.shards.global_batch_size,  # of this epoch's permutation
                     "totals": totals,
                     "rng": generators,
                     "settings": self.settings.as_saved(),
                     "world_size": self.world.world_size,
-                    "global_batch_size": self.global_batch_size,
+                    "global_batch_size": self.shards.global_batch_size,
                 }
                 self.saved_as = checkpoint.save(self.settings.checkpoint_dir, state)
 
@@ -325,15 +312,17 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         self.epoch = state["epoch"]
         # With another global batch: what does not fill one counts as not seen yet.
-        self.step = min(state["images"] // self.global_batch_size, self.steps_per_epoch)
-        self.global_step = self.epoch * self.steps_per_epoch + self.step
+        self.step = min(
+            state["images"] // self.shards.global_batch_size, self.shards.steps_per_epoch
+        )
+        self.global_step = self.epoch * self.shards.steps_per_epoch + self.step
         if self.world.rank == 0 and self.step == state["step"]:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank])
         changes = self.settings.changes_since(state["settings"])
         for name in ("world_size", "global_batch_size"):
-            now = self.world.world_size if name == "world_size" else self.global_batch_size
+            now = self.world.world_size if name == "world_size" else self.shards.global_batch_size
             if state[name] != now:
                 changes.append(f"{name} {state[name]} -> {now}")
         if changes:
@@ -348,7 +337,7 @@ class Trainer:
 
     def _report_stop(self, number: int) -> None:
         self._save()
-        where = f"epoch {self.epoch + 1}, step {self.step}/{self.steps_per_epoch}"
+        where = f"epoch {self.epoch + 1}, step {self.step}/{self.shards.steps_per_epoch}"
         if self.saved_as is not None:
             self.report.result(f"stopped in {where}; saved {self.saved_as}: --resume auto goes on")
         else:
@@ -358,18 +347,15 @@ class Trainer:
         dist.barrier(group=self.group)
 
     def _report_end(self, test_accuracy: float, seconds: float) -> None:
-        settings, world = self.settings, self.world
+        settings, batch = self.settings, self.shards.global_batch_size
         self.metrics.close()
         self.report.line(
-            f"{settings.backend}, {world.world_size} ranks, global batch {self.global_batch_size}, "
+            f"{settings.backend}, {self.world.world_size} ranks, global batch {batch}, "
             f"{settings.model}, {seconds:.1f} s"
         )
-        for told in (
-            bucket_choice.summary(settings, self.reducer),
-            self.compression.summary(),
-        ):
-            if told is not None:
-                self.report.line(told)
+        for line in (bucket_choice.summary(settings, self.reducer), self.compression.summary()):
+            if line is not None:
+                self.report.line(line)
         if self.saved_as is not None:
             self.report.line(f"checkpoint {self.saved_as}")
         if settings.log_dir is not None:

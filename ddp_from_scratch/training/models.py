@@ -62,7 +62,7 @@ def _cnn(channels: int, image_size: int, num_classes: int) -> nn.Sequential:
         wider = min(2 * width, 256)
         layers[f"block{len(layers)}"] = _block(width, wider, stride=2)
         width, size = wider, (size + 1) // 2
-    # The last map is not averaged: on small images a digit's parts are told apart by their place.
+    # The last map is not averaged: on small images only its place tells a digit's parts apart.
     head = nn.Sequential(nn.Flatten(), nn.Linear(width * size**2, num_classes))
     return nn.Sequential(OrderedDict(features=nn.Sequential(layers), head=head))
 

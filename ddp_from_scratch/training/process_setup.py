@@ -1,4 +1,4 @@
-"""What training and testing do first, alike on every rank."""
+"""The first part of training and testing, alike on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddp_from_scratch.world.process_group import World
 
 
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
-    """Sets what is set once a process, after all ranks have compared what they were asked for.
+    """Compares the options of all ranks, then sets threads, determinism and seeds of this process.
 
     Args:
         settings: this rank's.
@@ -35,7 +35,7 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
         UsageError: on every rank: settings or versions differ.
     """
     group = cpu_group(world, settings.timeout)
-    # `asked` is told before the settings, and counts where both name an option.
+    # `asked` comes first in the message, and wins where both name an option.
     require_same(versions() | asked | settings.to_compare() | asked, group)
     torch.set_num_threads(settings.threads)
     if settings.deterministic:
@@ -48,7 +48,7 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
 
 
 def versions() -> dict[str, str]:
-    """The code that each rank runs. Another torch may round otherwise, or speak otherwise."""
+    """The code that each rank runs. Another torch may round, or communicate, in another way."""
     source = hashlib.sha256()
     folder = Path(ddp_from_scratch.__file__).parent
     for file in sorted(folder.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What a person sees of a run: rank 0 alone speaks."""
+"""The output of a run: a progress bar and lines, from rank 0 alone."""
 
 from __future__ import annotations
 

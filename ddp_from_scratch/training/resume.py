@@ -1,4 +1,4 @@
-"""Where a run continues: the checkpoint that was asked for, read by rank 0 and passed on."""
+"""The checkpoint that a run continues from, read by rank 0 and passed on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ModelSpec = dict[str, Any]
 
 
 def on_rank_zero(read: Callable[[], T], world: World, group: dist.ProcessGroup) -> T:
-    """What `read` returns on rank 0, on every rank: its file need not be on every machine.
+    """Calls `read` on rank 0 and returns its result on every rank: one machine needs the file.
 
     Raises:
         UsageError: on every rank, where `read` raised it.

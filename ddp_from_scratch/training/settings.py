@@ -1,4 +1,4 @@
-"""Everything that a training run can be told, checked once before any process waits for another."""
+"""The options of a training run, checked before any process waits for another."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Settings:
         return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))
 
     def to_compare(self) -> dict[str, str]:
-        """What must be equal on all ranks: options, and what each was given.
+        """The options that must be equal on all ranks, with their values.
 
         Folders may have other names on other machines, and rank 0 alone reads and writes there; but
         whether there is one decides what all ranks do.
@@ -156,7 +156,7 @@ class Settings:
             values["resume"] = self.resume is not None
         values["checkpoint_dir"] = self.checkpoint_dir is not None
         return {
-            f"--{name.replace('_', '-')}": _told(value)
+            f"--{name.replace('_', '-')}": _shown(value)
             for name, value in values.items()
             if name not in _OWN
         }
@@ -166,7 +166,7 @@ class Settings:
         return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
 
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
-        """What differs from a checkpoint's settings and matters, as "lr 0.1 -> 0.2"."""
+        """The differences from a checkpoint's settings that matter, as "lr 0.1 -> 0.2"."""
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
         indifferent |= {"log_dir", "check_sync", "stall_after", "stop_on_nan", "quiet"}
         if not self.scale_lr:  # with it, the length of the run decides that of the warm-up
@@ -181,7 +181,7 @@ class Settings:
         ]
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return "given" if value else "not given"
     return str(value)

@@ -72,7 +72,7 @@ def _torchrun_store(placement: Placement, timeout: timedelta) -> "dist.Store | N
 def _slurm_file() -> Path:
     """A file that all tasks of this job step, and no other step, name alike."""
     folder = _private_folder()
-    # The port tells apart steps of one number, should job numbers begin anew: a file that an
+    # The port tells apart steps of one number, should job numbers start over: a file that an
     # earlier, killed step left behind would confuse this one.
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_SRUN_COMM_PORT")
     return folder / "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
