@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.node.staging import PIECE
+from tests.support.tiers import slow
 
 
 def fast_and_slow_ranks(world):
@@ -29,7 +30,7 @@ def fast_and_slow_ranks(world):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("size", [3, 6])
+@pytest.mark.parametrize("size", [3, slow(6)])
 def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(ranks, size):
     ranks("mpi", size)(fast_and_slow_ranks)
 

@@ -102,7 +102,7 @@ def test_an_attribute_that_only_theirs_has_is_none_of_ours():
     assert (mine.greet(), mine.shared, Mine.__doc__) == ("base", "mine", "Mine.")
     assert isinstance(copy.copy(mine), Mine)
     for owner in (mine, Mine):
-        with pytest.raises(AttributeError, match="Mine of test_in_torchs_place has no newly_added"):
+        with pytest.raises(AttributeError, match=f"Mine of {__name__} has no newly_added"):
             owner.newly_added  # noqa: B018
     mine.newly_added = 1
     assert mine.newly_added == 1
