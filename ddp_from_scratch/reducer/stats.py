@@ -40,6 +40,6 @@ class ReducerStats:
         ]
         settings = [f"overlap={self.overlap}", f"comm_hook={self.comm_hook}", *on]
         return (
-            f"{self.parameters} parameters in {len(sizes)} buckets of {shown}{more} MiB, "
+            f"{self.parameters} parameters in {len(sizes)} bucket{'s' * (len(sizes) > 1)} of {shown}{more} MiB, "
             f"{', '.join(settings)}"
         )
