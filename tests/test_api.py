@@ -29,7 +29,6 @@ ROOMS = {
     "torch_ddp": {"buckets", "comm_hooks", "group", "reducer", "sync"},
     "world": {"errors", "launch", "mpi"},
     "training": {"buckets", "comm_hooks", "errors", "launch", "optim", "reducer", "sync", "world"},
-    "__main__": {"launch", "training"},
 }
 
 
@@ -122,3 +121,8 @@ def test_imports_point_down(room):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_package_imports_nothing_that_uses_it(path):
     assert not {name.split(".")[0] for name in imported(path)} & OUTSIDE
+
+
+@pytest.mark.parametrize("path", files("node"), ids=lambda path: path.name)
+def test_node_knows_no_mpi(path):
+    assert "mpi4py" not in {name.split(".")[0] for name in imported(path)}

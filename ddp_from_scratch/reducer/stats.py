@@ -32,6 +32,7 @@ class ReducerStats:
     def __str__(self) -> str:
         sizes = [size / 2**20 for size in self.bucket_bytes]
         shown = ", ".join(f"{size:.3g}" for size in sizes[:8])
+        noun = "bucket" if len(sizes) == 1 else "buckets"
         more = ", ..." if len(sizes) > 8 else ""
         on = [
             name
@@ -40,6 +41,6 @@ class ReducerStats:
         ]
         settings = [f"overlap={self.overlap}", f"comm_hook={self.comm_hook}", *on]
         return (
-            f"{self.parameters} parameters in {len(sizes)} bucket{'s' * (len(sizes) > 1)} of {shown}{more} MiB, "
+            f"{self.parameters} parameters in {len(sizes)} {noun} of {shown}{more} MiB, "
             f"{', '.join(settings)}"
         )
