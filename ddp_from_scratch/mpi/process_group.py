@@ -33,6 +33,7 @@ from ddp_from_scratch.mpi.work import MPIWork
 from ddp_from_scratch.mpi.worker import Worker
 
 Tensors = Sequence[torch.Tensor]
+Make = Callable[[int, torch.dtype], torch.Tensor]
 
 
 class ProcessGroupMPI(dist.ProcessGroup):
@@ -278,27 +279,30 @@ class ProcessGroupMPI(dist.ProcessGroup):
                 )
             return torch.empty(size, dtype=dtype)
 
-    def is_shared(self, tensor: torch.Tensor) -> bool:
-        """True for memory of `empty` or `allocate_tensor` that ranks share, each at a place."""
-        return bool(self._collectives.windows.place(tensor))
-
-    def free_unused(self) -> None:
-        """Gives memory back that no rank uses any more. Collective, and a barrier."""
-        self._submit("free_unused", [], _at_once(), self._collectives.free_unused()).wait()
-
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `ddp_from_scratch.mpi.empty`."""
-        return self._allocate("empty", self._collectives.empty(numel, dtype))
+        """Implements `ddp_from_scratch.mpi.empty`."""
+        return self._allocate("empty", self._collectives.windows.empty, numel, dtype)
 
-    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `empty`, but one tensor for all ranks of a machine: the same memory. Collective."""
-        return self._allocate("empty_for_all", self._collectives.empty_for_all(numel, dtype))
-
-    def _allocate(self, kind: str, operation: Operation) -> torch.Tensor:
+    def _allocate(self, kind: str, make: Make, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        check_memory(f"mpi.{kind}")
+        operation = Operation(f"mpi.{kind}({numel}, {dtype})", lambda: [make(numel, dtype)])
         work = self._submit(kind, [], None, operation)
         work.wait()
         (tensor,) = work.result()
         return tensor
+
+    # `SharedMemoryGroup`, where these are described ----------------------------------------------
+
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        return bool(self._collectives.windows.place(tensor))
+
+    def free_unused(self) -> None:
+        operation = Operation("free_unused", self._collectives.windows.free_unused)
+        self._submit("free_unused", [], _at_once(), operation).wait()
+
+    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        windows = self._collectives.windows
+        return self._allocate("empty_for_all", windows.empty_for_all, numel, dtype)
 
     def reduce_to_owners(
         self,
@@ -307,10 +311,6 @@ class ProcessGroupMPI(dist.ProcessGroup):
         receive: Callable[[int, torch.Tensor], None],
         label: str,
     ) -> None:
-        """See `AllReduce.to_owners`. Collective; returns when this rank has received its share.
-
-        Ranks that call it with different labels all raise, as for different operations.
-        """
         operation = self._collectives.reduce_to_owners(tensor, op, receive, label)
         self._submit("reduce_to_owners", [tensor], _at_once(), operation).wait()
 

@@ -79,14 +79,14 @@ class Transport:
             parts = [] if gathered is None else gathered.chunk(self._size)
             self.exchange([(root, dense)], enumerate(parts))
 
-    def scatter(self, parts: Sequence[torch.Tensor], dense: torch.Tensor, root: int) -> None:
-        """Sends the root's parts, one to each rank's `dense`; no parts on the others."""
-        if self._size * dense.nbytes < datatypes.COUNTABLE:
-            sent = raw(join(parts, dense.dtype)) if self._rank == root else None
-            self._communicator.Scatter(sent, raw(dense), root)
+    def scatter(self, parts: Sequence[torch.Tensor], flat: torch.Tensor, root: int) -> None:
+        """Sends the root's parts, one to each rank's `flat`; no parts on the others."""
+        if self._size * flat.nbytes < datatypes.COUNTABLE:
+            sent = raw(join(parts, flat.dtype)) if self._rank == root else None
+            self._communicator.Scatter(sent, raw(flat), root)
         else:
             sends = parts if self._rank == root else ()
-            self.exchange(enumerate(sends), [(root, dense)])
+            self.exchange(enumerate(sends), [(root, flat)])
 
     def exchange(self, sends: Iterable[Message], receives: Iterable[Message]) -> None:
         """Sends to and receives from ranks of the group, at once; also from a rank to itself."""
