@@ -37,11 +37,7 @@ _NAMED_PAIRS = 5
 
 
 class Collectives:
-    """The collectives of one group.
-
-    Args:
-        everyone: the group's ranks. Collective.
-        node: those taken for this machine's; None finds them.
+    """The collectives of one group; `everyone` and `node` as in `Nodes.of`.
 
     Attributes:
         checked_barrier: the ranks meet there before each operation.
@@ -62,7 +58,6 @@ class Collectives:
         self._named_reduction = lru_cache(maxsize=256)(self._make_named_reduction)
 
     def free(self) -> None:
-        """Gives all memory and communicators back, but `everyone`. Collective."""
         # Last the communicators, which the others need to be freed.
         self._all_reduce.free()
         self.windows.free_unused()

@@ -13,7 +13,7 @@ Result = list[torch.Tensor]
 
 @dataclass(slots=True)
 class Operation:
-    """This rank's part of a collective. The tensors live as long as it does.
+    """This rank's part of a collective. Its tensors live as long as it does.
 
     Attributes:
         fingerprint: the same on all ranks that call the same operation; errors print it.
@@ -28,11 +28,7 @@ class Operation:
 
 
 def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, seconds: float) -> Result:
-    """Prepares, meets and runs, one operation after another.
-
-    Raises:
-        CommunicationError: a rank did not come within `seconds`, or came for another operation.
-    """
+    """Prepares, meets and runs, one operation after another; `seconds` are for each to meet."""
     result: Result = []
     for operation in operations:
         # Each prepared in its turn: the memory that it writes to is the one before's until then.

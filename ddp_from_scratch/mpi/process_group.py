@@ -70,7 +70,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     @property
     def divides_first(self) -> bool:
-        """Only where 1/n is exact; elsewhere AVG divides the sum, which has other bits."""
+        # Only where 1/n is exact; elsewhere AVG divides the sum, which has other bits.
         return self.size() & (self.size() - 1) == 0
 
     def getBackendName(self) -> str:
@@ -99,20 +99,15 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     @property
     def bound_device_id(self) -> None:
-        """None: no device.
-
-        torch asks for it before it hands the default store to a new group, and asks for nothing
-        else between noting that store and using it: so the store is installed here, too.
-        """
+        # torch asks for it before it hands the default store to a new group, and asks for nothing
+        # else between noting that store and using it: so the store is installed here, too.
         self.install_store()
 
-    # torch sets it on a part of a group that was split.
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
-        """Ignored: the whole has no device either."""
+        """Ignored: torch sets the whole's on a part that was split, and it has none either."""
 
     def install_store(self) -> None:
-        """Makes the job's store the default one, where torch noted a placeholder. Idempotent."""
         if self._store is not None and replace_placeholder(self, self._store):
             self._store = None
 

@@ -17,11 +17,7 @@ _TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
 
 
 class Transport:
-    """Calls on one communicator. Collective, by all ranks with the same sizes.
-
-    Args:
-        communicator: mpi4py's.
-    """
+    """Calls on one communicator. Collective, by all ranks with the same sizes."""
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         self._communicator = communicator
@@ -113,8 +109,7 @@ class Transport:
             sent: elements that it sends, by target.
 
         Returns:
-            Source and target, as ranks of the world, elements sent, elements expected; the same
-            list on all ranks.
+            Source and target as ranks of the world, elements sent and expected; on all ranks alike.
         """
         # A rank can compare only what comes to it; then all ranks hear of all mismatches, since all
         # must raise.

@@ -45,11 +45,6 @@ class AllReduce:
     - in place: a larger one in shared memory (`Windows`), at the same place on all ranks;
     - staged: any other goes through shared memory (`Stage`), a piece at a time;
     - by messages: where no two ranks share memory, and small tensors of several machines.
-
-    Args:
-        nodes: the group's ranks by machine. Collective.
-        barrier: theirs.
-        windows: the tensors in shared memory.
     """
 
     def __init__(self, nodes: Nodes, barrier: CheckedBarrier, windows: Windows) -> None:
@@ -65,11 +60,7 @@ class AllReduce:
         self._shares_memory = max(sizes) > 1
 
     def prepare(self, tensor: torch.Tensor) -> str:
-        """Copies the tensor where others will read it, before the ranks meet.
-
-        Returns:
-            The place of one that stays where it is; empty for the others.
-        """
+        """Copies the tensor where others will read it, before they meet; or returns its place."""
         if buffers := self._eager(tensor.shape, tensor.dtype):
             # The coming meeting's parity, not the last one's: a slow rank may still read those.
             buffers[1 - self._barrier.parity][self._barrier.rank].copy_(tensor)
@@ -102,14 +93,11 @@ class AllReduce:
         """Gives each rank of a machine its share of the reduction, and none the rest.
 
         Args:
-            tensor: in a window, at the same place on all ranks; stays as it is, and must until
-                all ranks have met again.
+            tensor: in a window, at the same place on all ranks, or a ValueError is raised; stays as
+                it is, and must until all ranks have met again.
             reduction: of its dtype.
             receive: called with the index in `tensor` of a chunk's first element, and the chunk:
                 flat, of the reduction's dtype, overwritten after the call.
-
-        Raises:
-            ValueError: the tensor is not there.
         """
         if not self._barrier.same_place or not self._windows.place(tensor):
             raise ValueError("the tensor must lie in the same part of a window on all ranks")
@@ -120,7 +108,6 @@ class AllReduce:
             begin += chunk.numel()
 
     def free(self) -> None:
-        """Gives memory back. Collective."""
         self._eager.cache_clear()
         if self._stage is not None:
             self._stage.free()
