@@ -1,8 +1,7 @@
 """Collectives of torch.distributed as operations of one group.
 
-Each method checks its arguments where the caller can see the error, and returns an `Operation` to
-be run once the other ranks have come: it makes tensors dense, calls MPI or the shared-memory
-engine, and puts the result where torch wants it.
+Each method checks its arguments where the caller can see the error, and returns an `Operation`,
+which makes tensors dense, calls MPI or the shared-memory engine, and puts the result in its place.
 """
 
 from collections.abc import Callable, Sequence

@@ -44,8 +44,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
     Also a `SharedMemoryGroup`, `DividesFirst` and `InstallsStore` (node/shared_memory_group.py).
 
     Args:
-        communicator: the group's ranks; duplicated, so that no other library's messages can be
-            taken for ours.
+        communicator: the group's ranks; duplicated.
         timeout: how long a collective or a message may take.
         node: those of the ranks that share memory with this one; None asks MPI.
         store: for groups of other backends to meet through, where torch noted a placeholder.
@@ -59,7 +58,8 @@ class ProcessGroupMPI(dist.ProcessGroup):
         store: dist.Store | None = None,
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
-        # Messages and collectives share it: they differ in tags, and collectives run one by one.
+        # A duplicate, so that no other library's messages can be taken for ours. Messages and
+        # collectives share it: they differ in tags, and collectives run one by one.
         self._communicator = communicator.Dup()
         here = None if node is None else MPICommunicator(node.Dup())
         self._collectives = Collectives(MPICommunicator(self._communicator), here)
@@ -249,7 +249,6 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """See `monitored_barrier.py`."""
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         monitored_barrier(self, limit, wait_all_ranks)
 

@@ -115,7 +115,7 @@ class AllReduce:
     # Choosing the way ----------------------------------------------------------------------------
 
     def _make_eager(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """Each rank's buffer for a small tensor, for even and odd meetings; none for a larger."""
+        """By parity, each rank's buffer for a small tensor; none for a larger one."""
         nbytes = shape.numel() * dtype.itemsize
         # Eager buffers reach no other machine.
         if self._nodes.count > 1 or nbytes > self._barrier.eager_nbytes:
@@ -163,7 +163,6 @@ class AllReduce:
             tensor.copy_(reduced)
 
     def _own_shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's share of every rank's tensor in a window."""
         begin, end = share_of(tensor.numel(), self._barrier.rank, self._owners)
         return [part[begin:end] for part in self._windows.by_rank(tensor)]
 
@@ -193,7 +192,7 @@ class AllReduce:
     def _reduced_chunks(
         self, shares: list[torch.Tensor], reduction: Reduction
     ) -> Iterator[torch.Tensor]:
-        """The reduction of the shares over all machines, in chunks; the shares stay as they are."""
+        """The reduction over all machines, in chunks; the shares stay as they are."""
         if self._nodes.count == 1:
             scratch = self._scratch(reduction)
             for chunk in _chunks(shares):
@@ -219,7 +218,7 @@ class AllReduce:
         return reduction.undivided, reduction
 
     def _scratch(self, reduction: Reduction) -> torch.Tensor:
-        """Memory for a chunk, which stays in the cache from one chunk to the next."""
+        # One for all chunks: it stays in the cache from one to the next.
         if reduction.dtype not in self._scratches:
             self._scratches[reduction.dtype] = torch.empty(CHUNK, dtype=reduction.dtype)
         return self._scratches[reduction.dtype]

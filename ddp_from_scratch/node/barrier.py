@@ -1,9 +1,7 @@
 """Barrier before each collective: ranks sleep in it, and are compared.
 
-Waits of a message-passing library poll. With as many ranks as cores, a rank that polls for one that
-still computes can take the core from it. So ranks meet here first, where waiting is sleeping, and
-communicate once all have come. The meeting also knows which rank has not come when time is over,
-and whether all have come for the same operation.
+Waits of a message-passing library poll, and can take the core from a rank that still computes. So
+ranks meet here first, where waiting is sleeping, and communicate once all have come.
 """
 
 import atexit
