@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ from ddp_from_scratch.mpi.worker import Worker
 
 Tensors = Sequence[torch.Tensor]
 Make = Callable[[int, torch.dtype], torch.Tensor]
+
+# The part of torch's options that says: the caller is going to wait.
+_AT_ONCE = SimpleNamespace(asyncOp=False)
 
 
 class ProcessGroupMPI(dist.ProcessGroup):
@@ -292,7 +296,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     def free_unused(self) -> None:
         operation = Operation("free_unused", self._collectives.windows.free_unused)
-        self._submit("free_unused", [], _at_once(), operation).wait()
+        self._submit("free_unused", [], _AT_ONCE, operation).wait()
 
     def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         windows = self._collectives.windows
@@ -306,7 +310,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
         label: str,
     ) -> None:
         operation = self._collectives.reduce_to_owners(tensor, op, receive, label)
-        self._submit("reduce_to_owners", [tensor], _at_once(), operation).wait()
+        self._submit("reduce_to_owners", [tensor], _AT_ONCE, operation).wait()
 
     # Messages ------------------------------------------------------------------------------------
 
@@ -361,13 +365,6 @@ class ProcessGroupMPI(dist.ProcessGroup):
 def _name_call(kind: str, sequence: int, tensors: Tensors) -> str:
     size = sum(tensor.nbytes for tensor in tensors)
     return f"{kind} number {sequence} on rank {MPI.COMM_WORLD.rank} ({size} bytes)"
-
-
-def _at_once() -> dist.AllreduceOptions:
-    """The options of a call that waits."""
-    options = dist.AllreduceOptions()
-    options.asyncOp = False
-    return options
 
 
 def create_subgroup(

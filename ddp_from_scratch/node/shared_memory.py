@@ -70,7 +70,7 @@ class SharedMemory:
 
 
 def can_share(node: Communicator) -> bool:
-    """Tries to. Collective: all ranks get the same answer."""
+    """True where these ranks can share memory. Collective: the same on all."""
     try:
         SharedMemory(node, 1).free()
     except NoSharedMemory:

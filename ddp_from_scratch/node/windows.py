@@ -38,7 +38,7 @@ class Windows:
         return memory.take(owner).view(dtype)
 
     def place(self, tensor: torch.Tensor) -> str:
-        """Name of the place that each rank has a tensor at; empty where there is no such place."""
+        """The tensor's place, by a name that all ranks have for it; empty outside a window."""
         # A storage begins where its window begins, at whatever offset the tensor lies in it.
         address = tensor.untyped_storage().data_ptr()
         if address not in self._memories or not tensor.is_contiguous():
