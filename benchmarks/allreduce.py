@@ -136,6 +136,7 @@ def contenders_on_cpu(
         "mpi": Contender(lambda: dist.all_reduce(tensor)),
         "mpi, async": Contender(lambda: dist.all_reduce(tensor, async_op=True).wait()),
         "mpi, window": Contender(lambda: dist.all_reduce(window)),
+        # A group of one meets nobody: what is left is torch's and this library's Python.
         ALONE: Contender(lambda: dist.all_reduce(tensor, group=_groups["alone"])),
         COPY: Contender(lambda: other.copy_(tensor)),
     }
@@ -198,6 +199,7 @@ def take_turns(
     A round is `calls` calls of each contender, one after another: the time of a single one of a few
     microseconds depends on the call before it. Three rounds before the first do not count.
     """
+    # Interleaved as steps are: whatever slows the machine for a while slows all alike.
     order = np.random.default_rng(0)  # the same on every rank, or they would deadlock
     ways = list(contenders.values())
     times = torch.zeros(len(ways), rounds + 3, dtype=torch.float64, device=device)
@@ -244,6 +246,8 @@ def bus_bandwidth(name: str, ranks: int, nbytes: int, seconds: Sequence[float]) 
     """GB/s, of the median; None for a group of one rank, which has no bus."""
     if name == ALONE:
         return None
+    # As in nccl-tests: the bytes that a ring sends for each element, so that it compares over
+    # numbers of ranks. A copy reads and writes each once: the memory's own speed.
     factor = 1.0 if name == COPY else 2 * (ranks - 1) / ranks
     return factor * nbytes / float(np.median(seconds)) / 1e9
 

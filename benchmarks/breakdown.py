@@ -69,6 +69,7 @@ from ddp_from_scratch.optim import node_shared_sgd, sgd
 
 MODELS = ("mlp", "resnet18")
 DURATION = Duration(usual=10.0, full=30.0)
+# The floor, and torch's DDP at its best.
 ALWAYS = (NO_COMMUNICATION, REFERENCES[1])
 DEFAULT_CONTENDERS = (
     "buckets, overlapped, views",
@@ -126,6 +127,8 @@ class StepClock:
             of_all, own = time.process_time(), time.thread_time()
             with self.part("forward"):
                 contender.step()
+            # What the process computed beyond this thread: on saturated cores it lengthens the
+            # step, though no part of the main thread shows it.
             own_took = time.thread_time() - own
             # CPU clocks tick coarsely: the difference may fall just below 0.
             self._step[OTHERS] = max(time.process_time() - of_all - own_took, 0.0)
@@ -221,6 +224,7 @@ def chosen(options: argparse.Namespace, backend: str) -> list[ContenderSpec]:
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: times every model and, on rank 0, prints, writes and draws."""
     backend = backend_of_job(options)
+    # One thread a rank: more would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group(backend) as world:
         for model in options.model:

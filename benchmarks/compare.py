@@ -28,6 +28,7 @@ from benchmarks.harness.text_table import text_table
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
+# In order of preference: a step without communication depends on nothing that is compared.
 REFERENCES = ("no communication", "torch DDP, views", "torch DDP, default")
 _DRAWS = 10_000
 
@@ -157,6 +158,8 @@ def compare(old: Results, new: Results, reference: str, at_least: float = 0.03) 
         low, high = np.quantile(drawn, [chance / 2, 1 - chance / 2])
         was, is_now = float(np.median(before)), float(np.median(after))
         verdict = ""
+        # Beyond the noise and large enough, both: two runs of one program differ by more than the
+        # noise within each.
         if low > 1 and is_now / was > 1 + at_least:
             verdict = "slower"
         elif high < 1 and was / is_now > 1 + at_least:

@@ -84,6 +84,7 @@ class Prediction:
 
         At best the communication beside backward is hidden, two thirds of the computation.
         """
+        # Backward does four of a step's six operations: no more than its time can hide anything.
         travel = self.all_reduce[algorithm]
         if hidden:
             travel = max(0.0, travel - 2 / 3 * self.compute)

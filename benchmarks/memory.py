@@ -50,7 +50,9 @@ LADDER = (
     "buckets",
     "ddp.SGD, one flat bucket",
 )
+# Buckets are laid out anew in the first steps, which belong to the peak alone.
 STEPS, STEADY = 6, 3
+# Short beside a step, so that peaks within backward are seen.
 _INTERVAL_S = 0.005
 
 ROLLUP = Path("/proc/self/smaps_rollup")
@@ -145,6 +147,7 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     with tempfile.TemporaryDirectory(prefix="memory-") as folder:
         for name in tqdm(chosen, title, disable=not on_terminal(), leave=False):
             into = Path(folder) / "part"
+            # In processes of its own: a contender would use memory that the one before has freed.
             code = start(
                 "benchmarks.memory",
                 backend,
@@ -270,6 +273,7 @@ def parse_rollup(text: str) -> Memory:
     """Memory from the kernel's lines "Pss_Anon:    123 kB"."""
     lines = (line.split() for line in text.splitlines()[1:])
     sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
+    # Pss divides what is shared by the number of its users: summed over ranks it counts once.
     return Memory(sizes["Private_Dirty"], sizes["Pss_Anon"] + sizes["Pss_Shmem"])
 
 

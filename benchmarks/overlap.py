@@ -145,6 +145,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def specs(caps: list[float]) -> list[ContenderSpec]:
     """A step without communication, and three ways for each cap."""
+    # Hidden is what the same buckets cost at the end of backward and do not cost during it, so each
+    # cap needs both.
     found = [ContenderSpec(NO_COMMUNICATION, alone)]
     for cap in caps:
         found += [
@@ -177,11 +179,13 @@ def _name(way: str, cap: float) -> str:
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: times every model and, on rank 0, prints, writes and draws."""
     backend = backend_of_job(options)
+    # One thread a rank: more would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group(backend) as world:
         for model in options.model:
             workload = WORKLOADS[model]
             torch.manual_seed(world.rank)
+            # Before the sweep: steps in which it still tries caps are not what it settled on.
             chosen = settle(workload, world.device)
             gc.collect()
             auto = ContenderSpec(AUTO, reducer(**chosen, **VIEWS))

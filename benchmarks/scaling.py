@@ -57,8 +57,10 @@ KINDS = {"alone": NO_COMMUNICATION, "torch": TORCH, "averaged": REDUCER}
 
 SIZES = [4**k for k in range(5, 13)]  # bytes of an all-reduce, 1 kB to 16 MB
 BASE = Shape(16, 512, 16)  # 4.2 M parameters, 17 MB
+# The default numbers of ranks, 1, 2, 4 and 8, divide it.
 WHOLE_BATCH = 64  # of strong scaling
 PARAMETERS = [Shape(16, width, 16) for width in (256, 512, 768)]
+# As many parameters each, 4.2 M, in more and smaller layers.
 LAYERS = [Shape(4, 1024, 16), BASE, Shape(64, 256, 16), Shape(256, 128, 16)]
 BATCHES = [Shape(16, 512, batch) for batch in (4, 16, 64)]
 
@@ -126,6 +128,7 @@ def shapes(ranks: int) -> list[Shape]:
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: measures everything and, on rank 0, writes it."""
     backend = backend_of_job(options)
+    # One thread a rank: more would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group(backend) as world:
         trained = shapes(world.world_size)
@@ -213,6 +216,7 @@ def grown(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> 
     gc.collect()
     # Free memory goes back, or the model would grow into it unseen: old buckets, and the heap.
     if dist.get_backend() == "mpi":
+        # Collective: gives back windows that no rank uses any more.
         mpi.empty(1)
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
@@ -287,6 +291,7 @@ def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
             )  # fmt: skip
             alone = median(by_ranks[fewest], first, "alone")
             slower = oversubscribed(ranks, run["cores"])
+            # Ranks that share cores take turns: that is no loss to communication.
             ideal = alone * slower / oversubscribed(fewest, run["cores"])
             if name == "strong":
                 ideal *= fewest / ranks

@@ -129,6 +129,7 @@ def specs(backend: str, chosen: list[str] | None) -> list[ContenderSpec]:
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: times every model and, on rank 0, prints, writes and draws."""
     backend = backend_of_job(options)
+    # One thread a rank: more would take the other ranks' cores.
     torch.set_num_threads(1)
     panels = {}
     with process_group(backend) as world:
@@ -142,6 +143,8 @@ def measure(options: argparse.Namespace) -> None:
             title = f"{workload.name}; {backend}, {world.world_size} ranks"
             rounds = rounds_for(options.seconds, options.rounds, world.device, title)
             samples = interleave(of_model, rounds, world.device)
+            # Before anything is printed: times of contenders that computed something else mean
+            # nothing.
             check_equal(of_model)
             if world.rank == 0:
                 count = len(samples[0].milliseconds)
@@ -172,6 +175,7 @@ def measure(options: argparse.Namespace) -> None:
 def reference(samples: list[Samples], names: tuple[str, ...] = REFERENCES) -> Samples | None:
     """The fastest of those named, by its median; None where none was measured."""
     named = [s for s in samples if s.name in names]
+    # The rival's best setting: a ratio to the slower one would flatter.
     return min(named, key=lambda s: s.quartiles[1], default=None)
 
 

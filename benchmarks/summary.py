@@ -81,6 +81,7 @@ def memories(contents: Sequence[Content]) -> str:
     rows = []
     for content in contents:
         peaks = {s["name"]: memory.growth(s, "node") for s in content["samples"]}
+        # The better of torch's settings, as in ratios of times.
         torch_ddp = min((peaks[n] for n in REFERENCES if n in peaks), default=None)
         bases = (*REFERENCES, NO_COMMUNICATION)
         least = min((n for n in peaks if n not in bases), key=peaks.__getitem__, default=None)

@@ -165,12 +165,14 @@ def file_name(model: str, backend: str, ranks: int, gbit: float) -> str:
 def measure(options: argparse.Namespace) -> None:
     """A rank's part: times every contender and, on rank 0, prints and writes."""
     backend, (gbit,) = backend_of_job(options), options.gbit
+    # One thread a rank: more would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group(backend) as world:
         workload = WORKLOADS[options.model]
         torch.manual_seed(world.rank)
         batch = workload.batch()
         ready = until_first_bucket(workload.model, batch)  # no byte can cross before
+        # Bytes are counted at the interface, not computed: a backend may send more than it must.
         meter = Meter()
         powers = ddp.power_sgd.PowerSGDState(rank=4, start=WARM_UP - 1)
         compared = contenders(workload.model, batch, backend, powers, options.cap)
@@ -188,6 +190,7 @@ def measure(options: argparse.Namespace) -> None:
         if world.rank == 0:
             nbytes = sum(p.numel() * p.element_size() for p in compared[0].model.parameters())
             results = results_of(samples, sent, bytes_to_cross(nbytes, powers), ready, gbit)
+            # Before printing: a result that did not come through the wire is none.
             check_crossed(results, gbit)
             results = with_computing(results)
             title = (

@@ -37,6 +37,8 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cores = len(os.sched_getaffinity(0))
+    # Two a core, one of each kind: only then can a rank that polls take the core from one that
+    # works.
     parser.add_argument(
         "--nproc", type=int, default=2 * cores, help=f"ranks (default: {2 * cores}, two a core)"
     )
@@ -58,6 +60,7 @@ def measure(rounds: int, folder: Path) -> None:
     from ddp_from_scratch.mpi.runtime import MPI
 
     everyone = MPI.COMM_WORLD
+    # One thread a rank: more would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group("mpi") as world:
         computes = world.rank < world.world_size // 2
@@ -65,6 +68,7 @@ def measure(rounds: int, folder: Path) -> None:
         flat = np.zeros(256, np.float32)
 
         def asleep() -> None:
+            # Sleeps without MPI's own waiting, which polls: the reference takes no core.
             request = everyone.Ibarrier()
             while not request.Test():
                 time.sleep(0.01)
@@ -93,6 +97,7 @@ def measure(rounds: int, folder: Path) -> None:
                         square @ square
                 times[index, turn] = time.perf_counter() - began
                 wait()  # both halves: the computing ones wake the others
+        # The slowest of the computing ranks: the others wait for it.
         dist.all_reduce(times, dist.ReduceOp.MAX)
         if world.rank == 0:
             report(list(ways), times, world.world_size, folder)

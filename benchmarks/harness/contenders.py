@@ -91,6 +91,7 @@ def two_calls(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Training:
 
 
 def foreach_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    # The same in every contender that uses torch's optimizer: its default depends on the device.
     return torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM, foreach=True)
 
 
@@ -113,6 +114,7 @@ def reducer(**settings: object) -> Prepare:
     """A `Reducer` with these arguments, and torch's optimizer."""
 
     def prepare(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
+        # Torch's DDP does so when it is made.
         ddp.broadcast_parameters(model, process_group=group)
         # Held by the model's own hook for as long as the model lives.
         ddp.Reducer(model, group, **settings)  # type: ignore[arg-type]
@@ -152,15 +154,21 @@ TORCH_BEST: dict[str, object] = {"gradient_as_bucket_view": True, max(_SYNC_BUFF
 
 CONTENDERS = [
     ContenderSpec(NO_COMMUNICATION, alone),
+    # Twice: as most programs use it, and at its best. Ratios are to the faster of the two.
     ContenderSpec(REFERENCES[0], torch_ddp()),
     ContenderSpec(REFERENCES[1], torch_ddp(**TORCH_BEST)),
+    # In an mpi job also on gloo, in the same rounds: that is what a program would use without this
+    # backend.
     ContenderSpec(GLOO_REFERENCES[0], torch_ddp(), ("mpi",), on_gloo=True),
     ContenderSpec(GLOO_REFERENCES[1], torch_ddp(**TORCH_BEST), ("mpi",), on_gloo=True),
+    # The ladder: each rung adds one idea to the one before.
     ContenderSpec("one all-reduce per parameter", reducer(bucket_cap_mb=0, overlap=False)),
     ContenderSpec("one flat bucket", reducer(bucket_cap_mb=float("inf"), overlap=False)),
     ContenderSpec("buckets", reducer(overlap=False)),
     ContenderSpec("buckets, overlapped (default)", reducer()),
     ContenderSpec("buckets, overlapped, views", reducer(gradient_as_bucket_view=True)),
+    # This library's optimizer is faster than torch's, or steps a share: rows from here on may be
+    # below no communication. Rows above have torch's, as torch's DDP has.
     ContenderSpec("ddp.SGD", flat_sgd()),
     ContenderSpec("ddp.SGD, one flat bucket", flat_sgd(bucket_cap_mb=float("inf"), overlap=False)),
     ContenderSpec("ddp.SGD, backward_and_step", flat_sgd(at_once=True)),

@@ -75,6 +75,7 @@ def halving_doubling(ranks: int, nbytes: float) -> Terms:
 
 def tree(ranks: int, nbytes: float) -> Terms:
     """A binomial tree to one rank, and back."""
+    # Each round sends the whole tensor: good for small ones, where messages count.
     rounds = (ranks - 1).bit_length()
     return Terms(2 * rounds, 2 * rounds * nbytes, rounds * nbytes)
 
@@ -101,6 +102,7 @@ def hierarchical(hosts: int, per_host: int, nbytes: float, within: Link, across:
     """
     in_host = within.seconds(ring(per_host, nbytes))
     part = ring(hosts, nbytes / per_host)
+    # The parts share one wire: their bytes add up there, their messages are at the same time.
     shared = Terms(part.messages, part.sent * per_host, part.added)
     return in_host + across.seconds(shared)
 
@@ -242,6 +244,7 @@ class Model:
 
 def held_out(position: int) -> bool:
     """True for every third, which is not fitted, but predicted."""
+    # Spread over the sizes, small and large.
     return position % 3 == 1
 
 

@@ -73,6 +73,7 @@ class Duration:
 
     usual: float
     full: float
+    # Of steps, after warm-up: a slower model gets fewer rounds and not a longer run.
     quick: float = 3.0
 
     def add_options(self, parser: argparse.ArgumentParser, quick: str, full: str) -> None:
@@ -141,6 +142,7 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
     rank = [sys.executable, "-m", module, *map(str, arguments)]
     # Last: of an option that is there twice the last counts.
     rank += ["--backend", backend, "--nproc", str(nproc)]
+    # Ranks of MPI come from its own launcher.
     if backend == "mpi":
         return start_mpirun(nproc, rank)
     return start_ranks(rank, (nproc,))
@@ -154,6 +156,7 @@ def check_memory(model: str, copies: int, nproc: int) -> None:
     Raises:
         UsageError: it does not fit into what is available.
     """
+    # All contenders of a model are in memory at once, since they take turns.
     needed = 4 * WORKLOADS[model].parameter_bytes * copies * nproc
     available = available_memory()
     if available is not None and needed > available and not torch.cuda.is_available():

@@ -15,6 +15,7 @@ def describe() -> dict[str, Any]:
     """Processor, cores, memory, GPU, versions, and the commit that was measured."""
     return {
         "processor": _processor(),
+        # Those that this process may use, not those that the machine has.
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -26,6 +27,7 @@ def describe() -> dict[str, Any]:
         "numpy": _version("numpy"),
         "mpi4py": _version("mpi4py"),
         "mpi": _mpi_library(),
+        # A number without its commit cannot be measured again.
         "commit": _git("rev-parse", "--short", "HEAD"),
         "uncommitted_changes": uncommitted_changes(),
     }

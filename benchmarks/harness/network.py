@@ -155,6 +155,7 @@ def run_ranks(
     """
     if backend != "mpi":
         counts = [per_host] * len(hosts)
+        # The link's address: the ranks meet, and then talk, across the wire.
         meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port), **_QUIET}
         return _run_together(
             (host.command(*command), meeting | rank)
@@ -166,6 +167,7 @@ def run_ranks(
         agent.write_text(_agent(hosts))
         agent.chmod(0o700)
         settings = {
+            # Fixed, so that no other transport goes round the wire.
             "pml": "ob1",
             "btl": "self,sm,tcp",  # sm within a host
             "btl_tcp_if_include": INTERFACE,

@@ -42,6 +42,7 @@ def write(
     """
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
+    # Every sample and not the medians alone: `compare.py` takes ratios round by round.
     content = {
         "title": title,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

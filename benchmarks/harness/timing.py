@@ -16,6 +16,7 @@ from ddp_from_scratch import check_sync
 
 Interval = tuple[float, float, float]  # an estimate, and the ends of its 95 % interval
 
+# Also where a step is so slow that the time is over before.
 FEWEST_ROUNDS = 5
 WARM_UP = 3  # rounds that are not counted
 
@@ -43,6 +44,8 @@ class Samples:
 
     def ratio_to(self, other: "Samples") -> Interval:
         """Median of the ratios round by round, with its 95 % bootstrap interval."""
+        # Round by round, and the median of that: what slows the machine for a while slows both
+        # steps of a round, and cancels out.
         return median_interval(np.array(self.milliseconds) / np.array(other.milliseconds))
 
     def minus(self, other: "Samples") -> Interval:
@@ -52,6 +55,8 @@ class Samples:
 
 def median_interval(values: np.ndarray) -> Interval:
     """The median, and the 2.5th and 97.5th percentile of 2000 bootstrap medians."""
+    # The bootstrap assumes no shape of the noise. A fixed seed: a file gives the same interval
+    # again.
     drawn = np.random.default_rng(0).choice(values, (2000, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
     return float(np.median(values)), float(low), float(high)
@@ -79,16 +84,21 @@ def interleave(
     cpu_times: list[list[float]] = [[] for _ in contenders]
     # Times stay on their rank until the end: sending them in between would disturb the next step.
     for _ in rounds:
+        # A new order each round: no contender always comes after the same one.
         for index in order.permutation(len(contenders)):
             dist.barrier()  # all begin together; each ends by itself
             _synchronize(device)
             began, cpu_began = time.perf_counter(), time.process_time()
+            # Nothing but the step is between the clocks: no barrier at its end, which would add the
+            # wait for the others to what each rank measures by itself.
             contenders[index].step()
             cpu_ended = time.process_time()  # before the wait for a GPU, which spins
             _synchronize(device)
             times[index].append(1e3 * (time.perf_counter() - began))
             cpu_times[index].append(1e3 * (cpu_ended - cpu_began))
     slowest = torch.tensor([times, cpu_times], dtype=torch.float64, device=device)
+    # Training goes on when the last rank has ended, so the slowest counts: in each round, not on
+    # the whole.
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [
         Samples(c.name, milliseconds, cpu)
@@ -141,6 +151,7 @@ def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> Non
     Raises:
         RuntimeError: it has not, so the times cannot be compared.
     """
+    # Without communication ranks diverge, as they must.
     synchronised = [c for c in contenders if c.name != NO_COMMUNICATION]
     first = synchronised[0]
     for contender in synchronised:
@@ -152,6 +163,8 @@ def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> Non
             continue
         expected = dict(first.model.named_parameters())
         for name, parameter in contender.model.named_parameters():
+            # Where the start was not kept, how far training has gone is unknown: elements are
+            # compared.
             if not torch.allclose(parameter, expected[name], rtol=1e-3, atol=1e-5):
                 raise _differ((contender.name, first.name), name)
 

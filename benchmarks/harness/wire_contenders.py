@@ -142,6 +142,7 @@ def until_first_bucket(
     trained, began = model(), [0.0]
     reducer = ddp.Reducer(trained, gradient_as_bucket_view=True)
     reducer.register_comm_hook(began, note)
+    # The first rounds lay buckets out anew, so their first bucket is another one.
     for _ in range(WARM_UP + rounds):
         trained.zero_grad()
         dist.barrier()

@@ -52,6 +52,7 @@ def with_computing(results: Sequence[Result]) -> list[Result]:
     On a fast wire that is what limits: no step sends its gradients without computing them.
     """
     (alone,) = (r.milliseconds for r in results if r.name == NO_COMMUNICATION)
+    # Measured in the same rounds as the others: the machine is as busy.
     least = float(np.median(alone))
     return [r if r.bound is None else replace(r, bound=max(r.bound, least)) for r in results]
 
@@ -111,6 +112,8 @@ def check_crossed(results: list[Result], gbit: float) -> None:
     for r in results:
         for host, sent in enumerate(r.sent):
             for milliseconds, nbytes in zip(r.milliseconds, sent, strict=True):
+                # Shared memory or loopback between the hosts would be a faster result, and a wrong
+                # one.
                 if nbytes < (r.must_cross or 0):
                     raise RuntimeError(
                         f"{r.name} sent {nbytes:,} bytes from host {host} in a step, and "

@@ -89,16 +89,19 @@ def text_batch(count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, 
 
 
 WORKLOADS = {
+    # Much to send and little to compute: communication shows most.
     "mlp": Workload(
         "MLP, 64 MB, batch 16",
         _mlp,
         lambda: (torch.randn(16, 1024), torch.randint(1024, (16,))),
     ),
+    # The same to send with more to compute: overlap has more to hide behind.
     "mlp64": Workload(
         "MLP, 64 MB, batch 64",
         _mlp,
         lambda: (torch.randn(64, 1024), torch.randint(1024, (64,))),
     ),
+    # Small images: on a processor a step then takes a tenth of a second, and rounds are many.
     "resnet18": Workload(
         "ResNet-18, 45 MB, batch 8 at 64x64",
         lambda: torchvision.models.resnet18(num_classes=1000),
@@ -109,11 +112,13 @@ WORKLOADS = {
         lambda: torchvision.models.resnet50(num_classes=1000),
         lambda: _images(4, 64),
     ),
+    # A tied embedding gets its gradient from two places.
     "transformer": Workload(
         "transformer, 39 MB, 2 x 64 tokens",
         lambda: Transformer(8192, 64, width=384, heads=6, depth=4),
         lambda: text_batch(2, 64, 8192),
     ),
+    # 1000 parameters of 4 kB or less: shows the cost of each parameter, whatever its size.
     "layers500": Workload(
         "500 layers, 2 MB, batch 16",
         lambda: nn.Sequential(*(_Residual(32, 32) for _ in range(500))),

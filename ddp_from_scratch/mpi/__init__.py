@@ -53,10 +53,9 @@ def empty(
     """A flat tensor in memory that the machine's ranks share.
 
     `all_reduce` on it, or on a contiguous part of it, works in place and sends no message on the
-    machine. Otherwise it is an ordinary CPU tensor. Collective: every rank of the group calls it,
-    with the same arguments and in the same order among the group's other operations. The memory
-    is given back when all ranks have dropped their tensors, at the next `empty` of the group or
-    when the group is destroyed.
+    machine. Otherwise it is an ordinary CPU tensor. Collective: called with the same arguments on
+    all ranks, in the order of the group's other operations. The memory is given back when all ranks
+    have dropped their tensors, at the next `empty` of the group or at its end.
 
     Args:
         numel: number of elements.

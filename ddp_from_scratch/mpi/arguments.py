@@ -25,7 +25,7 @@ _LAZY = _bits("Negative", "Conjugate")
 
 
 def size_of(tensor: torch.Tensor) -> str:
-    """As `elements`, of a tensor."""
+    """`10 x torch.float32`."""
     return elements(tensor.numel(), tensor.dtype)
 
 
@@ -40,11 +40,7 @@ def sizes_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def split_sizes(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Elements for each of `size` ranks, of a tensor split along its first dimension.
-
-    Raises:
-        ValueError: it cannot be split so.
-    """
+    """Elements for each of `size` ranks, of a tensor split along its first dimension."""
     # Rows, as torch counts splits; MPI counts elements.
     rows = tensor.shape[0] if tensor.dim() else 0
     if not splits:
@@ -98,7 +94,7 @@ def check_memory(kind: str, *tensors: torch.Tensor) -> None:
 
 
 def check_dtype(kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-    """Raises unless inputs are of the output's dtype."""
+    """Raises unless the inputs, of one dtype, are of the output's."""
     if inputs[0].dtype != output.dtype:
         raise ValueError(
             f"{kind} needs inputs and outputs of one dtype, got {inputs[0].dtype} and "

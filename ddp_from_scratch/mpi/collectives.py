@@ -1,11 +1,10 @@
 """Collectives of torch.distributed as operations of one group.
 
-Each method checks its arguments where the caller can see the error, and returns an `Operation` to
-be run once the other ranks have come: it makes tensors dense, calls MPI or the shared-memory
-engine, and puts the result where torch wants it.
+Each method checks its arguments where the caller can see the error, and returns an `Operation`,
+which makes tensors dense, calls MPI or the shared-memory engine, and puts the result in its place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -37,11 +36,7 @@ _NAMED_PAIRS = 5
 
 
 class Collectives:
-    """The collectives of one group.
-
-    Args:
-        everyone: the group's ranks. Collective.
-        node: those taken for this machine's; None finds them.
+    """The collectives of one group; `everyone` and `node` as in `Nodes.of`.
 
     Attributes:
         checked_barrier: the ranks meet there before each operation.
@@ -62,32 +57,13 @@ class Collectives:
         self._named_reduction = lru_cache(maxsize=256)(self._make_named_reduction)
 
     def free(self) -> None:
-        """Gives all memory and communicators back, but `everyone`. Collective."""
         # Last the communicators, which the others need to be freed.
         self._all_reduce.free()
         self.windows.free_unused()
         self.checked_barrier.free()
         self._nodes.free()
 
-    # Shared memory -------------------------------------------------------------------------------
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Operation:
-        check_memory("mpi.empty")
-        return Operation(f"mpi.empty({numel}, {dtype})", lambda: [self.windows.empty(numel, dtype)])
-
-    def empty_for_all(self, numel: int, dtype: torch.dtype) -> Operation:
-        check_memory("mpi.empty_for_all")
-        return Operation(
-            f"mpi.empty_for_all({numel}, {dtype})",
-            lambda: [self.windows.empty_for_all(numel, dtype)],
-        )
-
-    def free_unused(self) -> Operation:
-        def run() -> Result:
-            self.windows.free_unused()
-            return []
-
-        return Operation("free_unused", run)
+    # Reductions ----------------------------------------------------------------------------------
 
     def reduce_to_owners(
         self, tensor: torch.Tensor, op: ReduceOp, receive: Receive, label: str
@@ -95,18 +71,11 @@ class Collectives:
         check_memory("reduce_to_owners", tensor)
         # Between machines MPI reduces the shares: it must have the operation.
         reduction = reduction_of(op, tensor.dtype, self._size)
-
-        def run() -> Result:
-            self._all_reduce.to_owners(tensor, reduction, receive)
-            return []
-
         return Operation(
             f"reduce_to_owners({reduction.name}) of {size_of(tensor)} {label}",
-            run,
+            partial(self._all_reduce.to_owners, tensor, reduction, receive),
             partial(self.windows.place, tensor),
         )
-
-    # Reductions ----------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:
         check_memory("all_reduce", tensor)
@@ -132,7 +101,8 @@ class Collectives:
             self._mpi.reduce(dense.view(-1), reduction, root)
             if self._rank == root:
                 reduction.divide(dense)
-                _copy_back(dense, tensor)
+                if dense is not tensor:
+                    tensor.copy_(dense)
             return [tensor]
 
         return Operation(f"reduce({reduction.name}) of {size_of(tensor)} to {root}", run)
@@ -163,13 +133,7 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
         check_memory("broadcast", tensor)
-
-        def run() -> Result:
-            dense = tensor.contiguous()
-            self._mpi.broadcast(dense.view(-1), root)
-            _copy_back(dense, tensor)
-            return [tensor]
-
+        run = partial(_fill, tensor, partial(self._mpi.broadcast, root=root))
         return Operation(f"broadcast of {size_of(tensor)} from {root}", run)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
@@ -190,12 +154,11 @@ class Collectives:
         check_memory("all_gather_into_tensor", tensor, output)
         check_share("all_gather_into_tensor", "output", output, tensor, self._size)
 
-        def run() -> Result:
-            dense, sizes = output.contiguous(), [tensor.numel()] * self._size
-            self._mpi.all_gather(dense.view(-1), sizes, tensor.contiguous().view(-1))
-            _copy_back(dense, output)
-            return [output]
+        def gather(into: torch.Tensor) -> None:
+            sizes = [tensor.numel()] * self._size
+            self._mpi.all_gather(into, sizes, tensor.contiguous().view(-1))
 
+        run = partial(_fill, output, gather)
         return Operation(f"all_gather_into_tensor of {size_of(output)}", run)
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Operation:
@@ -217,12 +180,7 @@ class Collectives:
             check_count("scatter", "input", parts, self._size)
             check_same("scatter", tensor, parts)
 
-        def run() -> Result:
-            dense = tensor.contiguous()
-            self._mpi.scatter(parts, dense, root)
-            _copy_back(dense, tensor)
-            return [tensor]
-
+        run = partial(_fill, tensor, partial(self._mpi.scatter, parts, root=root))
         return Operation(f"scatter of {size_of(tensor)} from {root}", run)
 
     def all_to_all(
@@ -257,15 +215,12 @@ class Collectives:
         received = split_sizes("output", output, output_splits, self._size)
         sent = split_sizes("input", tensor, input_splits, self._size)
 
-        def run() -> Result:
+        def exchange(into: torch.Tensor) -> None:
             self._check_pairs("all_to_all_single", received, sent, output.dtype)
-            dense = output.contiguous()
             sends = enumerate(tensor.contiguous().view(-1).split(sent))
-            self._mpi.exchange(sends, enumerate(dense.view(-1).split(received)))
-            _copy_back(dense, output)
-            return [output]
+            self._mpi.exchange(sends, enumerate(into.split(received)))
 
-        return Operation(f"all_to_all_single of {output.dtype}", run)
+        return Operation(f"all_to_all_single of {output.dtype}", partial(_fill, output, exchange))
 
     def _check_pairs(
         self, kind: str, expected: Sequence[int], sent: Sequence[int], dtype: torch.dtype
@@ -287,9 +242,13 @@ class Collectives:
         return Operation("barrier", list)  # to meet is all it does
 
 
-def _copy_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
+def _fill(tensor: torch.Tensor, fill: Callable[[torch.Tensor], None]) -> Result:
+    """Has `fill` write to the tensor, dense and flat; a copy of it where it is not dense."""
+    dense = tensor.contiguous()
+    fill(dense.view(-1))
     if dense is not tensor:
         tensor.copy_(dense)
+    return [tensor]
 
 
 def _scratch_for(parts: Sequence[torch.Tensor]) -> torch.Tensor:

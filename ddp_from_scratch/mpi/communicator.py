@@ -11,11 +11,7 @@ from ddp_from_scratch.node.reduction import Reduction
 
 
 class MPICommunicator:
-    """Implements `node.communicator.Communicator`; its methods are documented there.
-
-    Args:
-        handle: mpi4py's communicator. `free` releases it.
-    """
+    """`node.communicator.Communicator` over mpi4py's, the `handle`, which `free` releases."""
 
     def __init__(self, handle: MPI.Intracomm) -> None:
         self.handle = handle

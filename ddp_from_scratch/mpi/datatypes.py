@@ -90,11 +90,7 @@ def _memory(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 
 @cache
 def reduction_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Reduction:
-    """Torch's reduction `op` over `size` ranks, which MPI can do, too.
-
-    Raises:
-        RuntimeError: MPI does not have it for this dtype.
-    """
+    """Torch's reduction over `size` ranks; a RuntimeError where MPI does not have it."""
     # Asked of MPI on one machine, too: what a program may call must not depend on its placement.
     operation(op, torch.float32 if dtype in WIDENED else dtype)
     return Reduction.of(op, dtype, size)
@@ -107,11 +103,7 @@ def operation_of(reduction: Reduction) -> MPI.Op:
 
 
 def operation(op: ReduceOp, dtype: torch.dtype) -> MPI.Op:
-    """MPI's operation for torch's, on elements of `dtype`.
-
-    Raises:
-        RuntimeError: MPI does not have it for this dtype.
-    """
+    """MPI's operation for torch's on elements of `dtype`; a RuntimeError where it has none."""
     if dtype not in DATATYPES:
         raise RuntimeError(f"the mpi backend cannot reduce tensors of {dtype}")
     for ours, numeric, logical in _OPERATIONS:

@@ -12,7 +12,7 @@ _TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag that a 
 
 
 def monitored_barrier(group: dist.ProcessGroup, limit: timedelta, wait_all_ranks: bool) -> None:
-    """Returns when every rank of the group has called it.
+    """Returns when every rank has called it; a RuntimeError where one has not in time.
 
     It sends messages, so that it can be used to find out why a group's collectives do not end.
 
@@ -20,9 +20,6 @@ def monitored_barrier(group: dist.ProcessGroup, limit: timedelta, wait_all_ranks
         group: the ranks.
         limit: how long rank 0 waits for the others.
         wait_all_ranks: name all ranks that are missing, and not only the first.
-
-    Raises:
-        RuntimeError: a rank did not come in time; on every rank that did.
     """
     rank, others = group.rank(), range(1, group.size())
     if rank != 0:

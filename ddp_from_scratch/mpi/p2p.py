@@ -29,15 +29,14 @@ def _nothing(status: MPI.Status) -> None:
 class P2PWork(dist._Work):
     """The handle of a send or receive that MPI itself has under way.
 
-    It keeps the tensor alive until MPI has done with it, and runs `finish` once on arrival; also
-    where the caller has dropped it.
+    It keeps the tensor alive until MPI has done with it, also where the caller has dropped it.
 
     Args:
         name: names the call and the rank, in error messages.
         timeout: of a `wait()` that is given none.
         request: MPI's.
         tensor: sent, or received into.
-        finish: called on arrival; may raise a CommunicationError.
+        finish: called once, on arrival; may raise a CommunicationError.
     """
 
     def __init__(
@@ -88,9 +87,6 @@ class P2PWork(dist._Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the message has arrived, or its tensor can be used again.
 
-        Args:
-            timeout: how long to wait; None or zero means the group's own.
-
         Raises:
             CommunicationError: it failed, or did not end in time. The text names it.
         """
@@ -130,11 +126,7 @@ _under_way: set[P2PWork] = set()
 
 
 def progress() -> float:
-    """Lets the messages under way go on, and completes those that have arrived.
-
-    Returns:
-        Seconds until it is to be called again; infinite where no message is under way.
-    """
+    """Lets the messages under way go on; returns seconds until it is to be called again."""
     for work in list(_under_way):  # a copy: messages that have arrived leave the set
         work.is_completed()
     return PAUSE if _under_way else math.inf

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ from ddp_from_scratch.mpi.work import MPIWork
 from ddp_from_scratch.mpi.worker import Worker
 
 Tensors = Sequence[torch.Tensor]
+Make = Callable[[int, torch.dtype], torch.Tensor]
+
+# The part of torch's options that says: the caller is going to wait.
+_AT_ONCE = SimpleNamespace(asyncOp=False)
 
 
 class ProcessGroupMPI(dist.ProcessGroup):
@@ -43,8 +48,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
     Also a `SharedMemoryGroup`, `DividesFirst` and `InstallsStore` (node/shared_memory_group.py).
 
     Args:
-        communicator: the group's ranks; duplicated, so that no other library's messages can be
-            taken for ours.
+        communicator: the group's ranks; duplicated.
         timeout: how long a collective or a message may take.
         node: those of the ranks that share memory with this one; None asks MPI.
         store: for groups of other backends to meet through, where torch noted a placeholder.
@@ -58,7 +62,8 @@ class ProcessGroupMPI(dist.ProcessGroup):
         store: dist.Store | None = None,
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
-        # Messages and collectives share it: they differ in tags, and collectives run one by one.
+        # A duplicate, so that no other library's messages can be taken for ours. Messages and
+        # collectives share it: they differ in tags, and collectives run one by one.
         self._communicator = communicator.Dup()
         here = None if node is None else MPICommunicator(node.Dup())
         self._collectives = Collectives(MPICommunicator(self._communicator), here)
@@ -69,7 +74,7 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     @property
     def divides_first(self) -> bool:
-        """Only where 1/n is exact; elsewhere AVG divides the sum, which has other bits."""
+        # Only where 1/n is exact; elsewhere AVG divides the sum, which has other bits.
         return self.size() & (self.size() - 1) == 0
 
     def getBackendName(self) -> str:
@@ -98,20 +103,15 @@ class ProcessGroupMPI(dist.ProcessGroup):
 
     @property
     def bound_device_id(self) -> None:
-        """None: no device.
-
-        torch asks for it before it hands the default store to a new group, and asks for nothing
-        else between noting that store and using it: so the store is installed here, too.
-        """
+        # torch asks for it before it hands the default store to a new group, and asks for nothing
+        # else between noting that store and using it: so the store is installed here, too.
         self.install_store()
 
-    # torch sets it on a part of a group that was split.
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
-        """Ignored: the whole has no device either."""
+        """Ignored: torch sets the whole's on a part that was split, and it has none either."""
 
     def install_store(self) -> None:
-        """Makes the job's store the default one, where torch noted a placeholder. Idempotent."""
         if self._store is not None and replace_placeholder(self, self._store):
             self._store = None
 
@@ -253,7 +253,6 @@ class ProcessGroupMPI(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """See `monitored_barrier.py`."""
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         monitored_barrier(self, limit, wait_all_ranks)
 
@@ -278,27 +277,30 @@ class ProcessGroupMPI(dist.ProcessGroup):
                 )
             return torch.empty(size, dtype=dtype)
 
-    def is_shared(self, tensor: torch.Tensor) -> bool:
-        """True for memory of `empty` or `allocate_tensor` that ranks share, each at a place."""
-        return bool(self._collectives.windows.place(tensor))
-
-    def free_unused(self) -> None:
-        """Gives memory back that no rank uses any more. Collective, and a barrier."""
-        self._submit("free_unused", [], _at_once(), self._collectives.free_unused()).wait()
-
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `ddp_from_scratch.mpi.empty`."""
-        return self._allocate("empty", self._collectives.empty(numel, dtype))
+        """Implements `ddp_from_scratch.mpi.empty`."""
+        return self._allocate("empty", self._collectives.windows.empty, numel, dtype)
 
-    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `empty`, but one tensor for all ranks of a machine: the same memory. Collective."""
-        return self._allocate("empty_for_all", self._collectives.empty_for_all(numel, dtype))
-
-    def _allocate(self, kind: str, operation: Operation) -> torch.Tensor:
+    def _allocate(self, kind: str, make: Make, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        check_memory(f"mpi.{kind}")
+        operation = Operation(f"mpi.{kind}({numel}, {dtype})", lambda: [make(numel, dtype)])
         work = self._submit(kind, [], None, operation)
         work.wait()
         (tensor,) = work.result()
         return tensor
+
+    # `SharedMemoryGroup`, where these are described ----------------------------------------------
+
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        return bool(self._collectives.windows.place(tensor))
+
+    def free_unused(self) -> None:
+        operation = Operation("free_unused", self._collectives.windows.free_unused)
+        self._submit("free_unused", [], _AT_ONCE, operation).wait()
+
+    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        windows = self._collectives.windows
+        return self._allocate("empty_for_all", windows.empty_for_all, numel, dtype)
 
     def reduce_to_owners(
         self,
@@ -307,12 +309,8 @@ class ProcessGroupMPI(dist.ProcessGroup):
         receive: Callable[[int, torch.Tensor], None],
         label: str,
     ) -> None:
-        """See `AllReduce.to_owners`. Collective; returns when this rank has received its share.
-
-        Ranks that call it with different labels all raise, as for different operations.
-        """
         operation = self._collectives.reduce_to_owners(tensor, op, receive, label)
-        self._submit("reduce_to_owners", [tensor], _at_once(), operation).wait()
+        self._submit("reduce_to_owners", [tensor], _AT_ONCE, operation).wait()
 
     # Messages ------------------------------------------------------------------------------------
 
@@ -367,13 +365,6 @@ class ProcessGroupMPI(dist.ProcessGroup):
 def _name_call(kind: str, sequence: int, tensors: Tensors) -> str:
     size = sum(tensor.nbytes for tensor in tensors)
     return f"{kind} number {sequence} on rank {MPI.COMM_WORLD.rank} ({size} bytes)"
-
-
-def _at_once() -> dist.AllreduceOptions:
-    """The options of a call that waits."""
-    options = dist.AllreduceOptions()
-    options.asyncOp = False
-    return options
 
 
 def create_subgroup(

@@ -54,12 +54,9 @@ def placement() -> Placement:
 
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises unless MPI has as many ranks as the launcher started processes.
+    """Raises a UsageError unless MPI has as many ranks as the launcher started processes.
 
     An MPI that does not understand its launcher takes each process for a job of its own.
-
-    Raises:
-        UsageError: it has not.
     """
     seen, started = MPI.COMM_WORLD.size, environment.started(environ)
     if started not in (None, seen):
@@ -78,9 +75,6 @@ def check_world(environ: Mapping[str, str] = os.environ) -> None:
 
     Where mpirun has started it, the ranks come from MPI, whatever RANK and WORLD_SIZE say. They
     count where MPI sees this process alone and nothing says that mpirun has started just one.
-
-    Raises:
-        UsageError: MPI sees one process of several.
     """
     others = {name: v for name, v in environ.items() if name not in ("RANK", "WORLD_SIZE")}
     by_mpirun = environment.launcher(others) == "mpirun" and "TORCHELASTIC_RUN_ID" not in environ

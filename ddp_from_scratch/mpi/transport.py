@@ -17,11 +17,7 @@ _TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
 
 
 class Transport:
-    """Calls on one communicator. Collective, by all ranks with the same sizes.
-
-    Args:
-        communicator: mpi4py's.
-    """
+    """Calls on one communicator. Collective, by all ranks with the same sizes."""
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         self._communicator = communicator
@@ -79,14 +75,14 @@ class Transport:
             parts = [] if gathered is None else gathered.chunk(self._size)
             self.exchange([(root, dense)], enumerate(parts))
 
-    def scatter(self, parts: Sequence[torch.Tensor], dense: torch.Tensor, root: int) -> None:
-        """Sends the root's parts, one to each rank's `dense`; no parts on the others."""
-        if self._size * dense.nbytes < datatypes.COUNTABLE:
-            sent = raw(join(parts, dense.dtype)) if self._rank == root else None
-            self._communicator.Scatter(sent, raw(dense), root)
+    def scatter(self, parts: Sequence[torch.Tensor], flat: torch.Tensor, root: int) -> None:
+        """Sends the root's parts, one to each rank's `flat`; no parts on the others."""
+        if self._size * flat.nbytes < datatypes.COUNTABLE:
+            sent = raw(join(parts, flat.dtype)) if self._rank == root else None
+            self._communicator.Scatter(sent, raw(flat), root)
         else:
             sends = parts if self._rank == root else ()
-            self.exchange(enumerate(sends), [(root, dense)])
+            self.exchange(enumerate(sends), [(root, flat)])
 
     def exchange(self, sends: Iterable[Message], receives: Iterable[Message]) -> None:
         """Sends to and receives from ranks of the group, at once; also from a rank to itself."""
@@ -113,8 +109,7 @@ class Transport:
             sent: elements that it sends, by target.
 
         Returns:
-            Source and target, as ranks of the world, elements sent, elements expected; the same
-            list on all ranks.
+            Source and target as ranks of the world, elements sent and expected; on all ranks alike.
         """
         # A rank can compare only what comes to it; then all ranks hear of all mismatches, since all
         # must raise.

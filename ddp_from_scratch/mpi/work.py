@@ -42,11 +42,8 @@ class MPIWork(dist._Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the operation has ended.
 
-        Args:
-            timeout: how long to wait; None or zero means the group's own.
-
         Raises:
-            CommunicationError: the operation failed, or did not end in time. The text names it.
+            CommunicationError: it failed, or did not end in time. The text names it.
         """
         if not self._ended:
             self._wait_until_ended(timeout)

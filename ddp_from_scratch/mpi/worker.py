@@ -34,12 +34,9 @@ class Worker:
         _running.add(self)
 
     def submit(self, work: MPIWork, run: Run, at_once: bool) -> MPIWork:
-        """Runs `run` after the operations submitted before, on this thread or the group's.
+        """Runs `run` after the operations submitted before, then completes its handle `work`.
 
-        Args:
-            work: its handle, completed afterwards.
-            run: the operation.
-            at_once: the caller is going to wait for it and may as well run it.
+        On the group's thread, or on this one `at_once`, where the caller is going to wait for it.
         """
         # Here and now only where nothing is ahead, or the ranks' orders would differ.
         if at_once and not self._queued and self._turn.acquire(blocking=False):
@@ -49,8 +46,7 @@ class Worker:
             # may wait for: first the operations submitted before, then this one.
             while self._queued and (item := self._queue.get()) is not None:
                 self._take(*item)
-            self._turn.acquire()
-            self._execute(work, run)
+            self._take(work, run)
         else:
             self._queued.add(work)  # first: the thread may take it at once
             self._queue.put((work, run))
@@ -74,10 +70,14 @@ class Worker:
 
     def _execute(self, work: MPIWork, run: Run) -> None:
         """Runs it and completes its handle. The caller has the turn, which is given back here."""
+        gradients = torch.is_grad_enabled()
         try:
             try:
-                result = _without_gradients(run)
+                # As under `torch.no_grad()`, which takes as long as a small operation.
+                torch._C._set_grad_enabled(False)
+                result = run()
             finally:
+                torch._C._set_grad_enabled(gradients)
                 self._turn.release()
                 # Before the handle completes: its callbacks may submit, with nothing ahead of them.
                 self._queued.discard(work)
@@ -85,16 +85,6 @@ class Worker:
             work.fail(error)
         else:
             work.complete(result)
-
-
-def _without_gradients(run: Run) -> Result:
-    """Runs it as under `torch.no_grad()`, which takes as long as a small operation."""
-    before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
-    try:
-        return run()
-    finally:
-        torch._C._set_grad_enabled(before)
 
 
 _running: "weakref.WeakSet[Worker]" = weakref.WeakSet()

@@ -45,11 +45,6 @@ class AllReduce:
     - in place: a larger one in shared memory (`Windows`), at the same place on all ranks;
     - staged: any other goes through shared memory (`Stage`), a piece at a time;
     - by messages: where no two ranks share memory, and small tensors of several machines.
-
-    Args:
-        nodes: the group's ranks by machine. Collective.
-        barrier: theirs.
-        windows: the tensors in shared memory.
     """
 
     def __init__(self, nodes: Nodes, barrier: CheckedBarrier, windows: Windows) -> None:
@@ -65,11 +60,7 @@ class AllReduce:
         self._shares_memory = max(sizes) > 1
 
     def prepare(self, tensor: torch.Tensor) -> str:
-        """Copies the tensor where others will read it, before the ranks meet.
-
-        Returns:
-            The place of one that stays where it is; empty for the others.
-        """
+        """Copies the tensor where others will read it, before they meet; or returns its place."""
         if buffers := self._eager(tensor.shape, tensor.dtype):
             # The coming meeting's parity, not the last one's: a slow rank may still read those.
             buffers[1 - self._barrier.parity][self._barrier.rank].copy_(tensor)
@@ -102,14 +93,11 @@ class AllReduce:
         """Gives each rank of a machine its share of the reduction, and none the rest.
 
         Args:
-            tensor: in a window, at the same place on all ranks; stays as it is, and must until
-                all ranks have met again.
+            tensor: in a window, at the same place on all ranks, or a ValueError is raised; stays as
+                it is, and must until all ranks have met again.
             reduction: of its dtype.
             receive: called with the index in `tensor` of a chunk's first element, and the chunk:
                 flat, of the reduction's dtype, overwritten after the call.
-
-        Raises:
-            ValueError: the tensor is not there.
         """
         if not self._barrier.same_place or not self._windows.place(tensor):
             raise ValueError("the tensor must lie in the same part of a window on all ranks")
@@ -120,7 +108,6 @@ class AllReduce:
             begin += chunk.numel()
 
     def free(self) -> None:
-        """Gives memory back. Collective."""
         self._eager.cache_clear()
         if self._stage is not None:
             self._stage.free()
@@ -128,7 +115,7 @@ class AllReduce:
     # Choosing the way ----------------------------------------------------------------------------
 
     def _make_eager(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """Each rank's buffer for a small tensor, for even and odd meetings; none for a larger."""
+        """By parity, each rank's buffer for a small tensor; none for a larger one."""
         nbytes = shape.numel() * dtype.itemsize
         # Eager buffers reach no other machine.
         if self._nodes.count > 1 or nbytes > self._barrier.eager_nbytes:
@@ -176,7 +163,6 @@ class AllReduce:
             tensor.copy_(reduced)
 
     def _own_shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's share of every rank's tensor in a window."""
         begin, end = share_of(tensor.numel(), self._barrier.rank, self._owners)
         return [part[begin:end] for part in self._windows.by_rank(tensor)]
 
@@ -206,7 +192,7 @@ class AllReduce:
     def _reduced_chunks(
         self, shares: list[torch.Tensor], reduction: Reduction
     ) -> Iterator[torch.Tensor]:
-        """The reduction of the shares over all machines, in chunks; the shares stay as they are."""
+        """The reduction over all machines, in chunks; the shares stay as they are."""
         if self._nodes.count == 1:
             scratch = self._scratch(reduction)
             for chunk in _chunks(shares):
@@ -232,7 +218,7 @@ class AllReduce:
         return reduction.undivided, reduction
 
     def _scratch(self, reduction: Reduction) -> torch.Tensor:
-        """Memory for a chunk, which stays in the cache from one chunk to the next."""
+        # One for all chunks: it stays in the cache from one to the next.
         if reduction.dtype not in self._scratches:
             self._scratches[reduction.dtype] = torch.empty(CHUNK, dtype=reduction.dtype)
         return self._scratches[reduction.dtype]

@@ -1,9 +1,7 @@
 """Barrier before each collective: ranks sleep in it, and are compared.
 
-Waits of a message-passing library poll. With as many ranks as cores, a rank that polls for one that
-still computes can take the core from it. So ranks meet here first, where waiting is sleeping, and
-communicate once all have come. The meeting also knows which rank has not come when time is over,
-and whether all have come for the same operation.
+Waits of a message-passing library poll, and can take the core from a rank that still computes. So
+ranks meet here first, where waiting is sleeping, and communicate once all have come.
 """
 
 import atexit
@@ -27,11 +25,6 @@ Progress = Callable[[], float]
 _CHECK_EVERY = 0.5
 
 
-def no_messages() -> float:
-    """The `Progress` of a group that has no messages under way."""
-    return math.inf
-
-
 class CheckedBarrier:
     """Barrier of a group's ranks that compares their operations and names missing ranks.
 
@@ -44,10 +37,6 @@ class CheckedBarrier:
 
     `wait` is step 2 alone, which an operation may call any number of times after it has met.
 
-    Args:
-        nodes: the group's ranks by machine. Collective.
-        progress: called before and during waits.
-
     Attributes:
         rank, size: this rank's place among those of its machine, and their number.
         same_place: this machine's ranks, and the first of each other one, gave the same place at
@@ -55,7 +44,7 @@ class CheckedBarrier:
         eager, eager_nbytes: see `BarrierMemory`.
     """
 
-    def __init__(self, nodes: Nodes, progress: Progress = no_messages) -> None:
+    def __init__(self, nodes: Nodes, progress: Progress = lambda: math.inf) -> None:
         self._nodes, self._progress = nodes, progress
         self.rank, self.size = nodes.node.rank, nodes.node.size
         self._ranks = nodes.node.allgather(nodes.node.world_rank)
@@ -79,13 +68,12 @@ class CheckedBarrier:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of this machine that have not come to this rank's last meeting."""
+        """Ranks of this machine that have not come to the last meeting."""
         come = zip(self._ranks, self._memory.come, strict=True)
         return [rank for rank, number in come if number[0] < self._number]
 
     @property
     def missing_names(self) -> str:
-        """Those that this rank waits for, in words."""
         if self.missing:
             return name_ranks(self.missing)
         if self._nodes.count > 1:
@@ -101,8 +89,8 @@ class CheckedBarrier:
             timeout: seconds until all must have come, and have passed each `wait` after it.
 
         Raises:
-            CommunicationError: a rank did not come in time, or has come for another operation. The
-                group cannot go on after that: each later call raises it again.
+            CommunicationError: a rank did not come in time, or for another operation; again on each
+                later call.
         """
         if self._failure is not None:
             raise CommunicationError(f"the group has failed before: {self._failure}")
@@ -121,21 +109,15 @@ class CheckedBarrier:
         self._compare(own, parity)
 
     def wait(self) -> None:
-        """Returns when every rank of this machine has called it, as often as this one.
-
-        Raises:
-            CommunicationError: not within the timeout of the meeting.
-        """
+        """Returns when every rank of this machine has called it, in the timeout of the meeting."""
         self._progress()
         self._semaphores.wait(self._next_check, self._check_in_vain)
         # All have come, but one of them may have timed out just before the last did.
         self._check_given_up()
 
     def break_off(self, error: BaseException) -> None:
-        """Gives up the group, after an error between a meeting and the end of its operation.
-
-        Where the other ranks are is unknown, and they cannot go on without this one.
-        """
+        """Gives up the group, after an error between a meeting and the end of its operation."""
+        # Where the other ranks are is unknown, and they cannot go on without this one.
         if self._failure is None:
             self._give_up(f"a call was left with {error!r}")
 

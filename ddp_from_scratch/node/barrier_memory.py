@@ -20,20 +20,16 @@ class BarrierMemory:
     its next ones while a slow one still reads these. (It cannot bring the ones after that, which
     need all ranks at the meeting between.)
 
-    Args:
-        node: the machine's ranks. Collective.
-        machines: number of machines.
+    Collective to make and to free. One for each rank, or for all ranks (*):
 
     Attributes:
-        addresses: of each rank's semaphores.
-        come: by rank, the number of meetings that it has come to.
-        left: by rank, 1 once its program has ended: nobody need wait for it until the timeout.
-        gave_up: number of a meeting that a rank no longer waits for, or has left. One for all
-            ranks: none may go on alone after that.
-        fingerprints: by rank, a pair: the operation that it has come for.
-        heard: a pair: fingerprints of all machines' first ranks. One for all ranks.
-        eager: by rank, small tensors that it brings along; uint8, shape (2, eager_nbytes).
-        eager_nbytes: how much that can be.
+        addresses: of the semaphores.
+        come: number of meetings that the rank has come to.
+        left: 1 once its program has ended: nobody need wait for it until the timeout.
+        gave_up: * number of a meeting that a rank no longer waits for: none may go on alone then.
+        fingerprints: a pair: the operation that the rank has come for.
+        heard: * a pair: fingerprints of all machines' first ranks.
+        eager: small tensors that the rank brings along; uint8, shape (2, eager_nbytes).
     """
 
     def __init__(self, node: Communicator, machines: int) -> None:
@@ -57,7 +53,6 @@ class BarrierMemory:
         self.eager = [segment[eager_at:].view(2, self.eager_nbytes) for segment in segments]
 
     def free(self) -> None:
-        """Gives the memory back. Collective."""
         self._memory.free()
 
 

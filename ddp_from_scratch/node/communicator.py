@@ -1,8 +1,6 @@
 """Messages that shared memory cannot replace: to set it up, and between machines.
 
-The engine is handed a `Communicator` and imports no message-passing library. `mpi/communicator.py`
-implements it over mpi4py. All-gather of objects also stands for a broadcast and for a barrier: it
-is called when memory is mapped, never in a step.
+The engine imports no message-passing library; `mpi/communicator.py` implements this over mpi4py.
 """
 
 from collections.abc import Callable
@@ -14,23 +12,21 @@ from ddp_from_scratch.node.reduction import Reduction
 
 
 class Communicator(Protocol):
-    """Ranks that exchange messages.
+    """Ranks that exchange messages. Each method is collective, and called by one thread at a time.
 
-    Every method is collective: all ranks call it, in the same order. One thread at a time does.
+    Attributes:
+        rank, size: this rank's place among them, and their number.
+        world_rank: its number in the whole job, by which errors name it.
     """
 
     @property
-    def rank(self) -> int:
-        """This rank's place among them."""
-
+    def rank(self) -> int: ...
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-
+    def size(self) -> int: ...
     @property
-    def world_rank(self) -> int:
-        """This rank's number in the whole job, by which errors name it."""
+    def world_rank(self) -> int: ...
 
+    # Also stands for a broadcast and a barrier: called when memory is mapped, never in a step.
     def allgather(self, value: Any) -> list[Any]:
         """Every rank's value, in order of ranks. Returns after all ranks have called it."""
 
@@ -40,21 +36,18 @@ class Communicator(Protocol):
     def split_by_machine(self) -> Self:
         """A communicator of the ranks that run on this rank's machine."""
 
-    def free(self) -> None:
-        """Releases the communicator."""
+    def free(self) -> None: ...
 
     # Between machines only: `Nodes` calls these where there are several.
 
     def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
-        """Starts to gather equally many bytes of every rank into `gathered`.
+        """Starts to gather equally many bytes of every rank; returns a poll, True at the end.
 
-        Returns:
-            A poll, True once the bytes are there. A caller that stops polling before that has
-            given up the group, and calls nothing else on the communicator.
+        A caller that stops polling before that calls nothing else on the communicator.
         """
 
     def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
-        """Replaces a dense, flat tensor by the reduction of every rank's.
+        """Replaces a dense, flat tensor by the reduction of all, with the same bits on all ranks.
 
-        Leaves the same bits on all ranks. 16-bit floats are summed in float32 and rounded once.
+        16-bit floats are summed in float32 and rounded once.
         """

@@ -20,8 +20,7 @@ class DisseminationBarrier:
 
     Args:
         addresses: of each rank's semaphores, `nbytes(size)` bytes, in this process.
-        rank: this rank's place among them. Creates its own semaphores; the others must wait for
-            that before they call `wait`.
+        rank: creates its own semaphores; no other may `wait` before that.
     """
 
     def __init__(self, addresses: Sequence[int], rank: int) -> None:
@@ -38,12 +37,7 @@ class DisseminationBarrier:
             self._rounds.append((wakes, waits))
 
     def wait(self, next_check: Callable[[], float], check: Callable[[], None]) -> None:
-        """Returns when every rank has called it.
-
-        Args:
-            next_check: when to wake up for a check, on `time.monotonic`'s clock.
-            check: raises where waiting on is in vain.
-        """
+        """Sleeps until every rank has called it, but for a `check`, which may raise, at times."""
         for wakes, waits in self._rounds:
             for other in wakes:
                 other.post()

@@ -33,12 +33,7 @@ def split(joined: bytes) -> list[bytes]:
 
 
 def describe_difference(here: Sequence[tuple[int, str]], elsewhere: Sequence[str]) -> str:
-    """`rank 0 broadcast(...); ranks 1, 2 all_reduce(...)`.
-
-    Args:
-        here: rank and operation, of this machine's ranks.
-        elsewhere: operations of other machines.
-    """
+    """`rank 0 broadcast(...); ranks 1, 2 all_reduce(...)`, and operations of other machines."""
     operations = dict.fromkeys(operation for _, operation in here)
     lines = [
         f"{name_ranks([rank for rank, called in here if called == operation])} {operation}"

@@ -49,11 +49,7 @@ class Reduction:
     @staticmethod
     @cache
     def of(op: ReduceOp, dtype: torch.dtype, size: int) -> "Reduction":
-        """The reduction `op` over `size` ranks, of elements of `dtype`.
-
-        Raises:
-            ValueError: torch has it, and this does not.
-        """
+        """The reduction over `size` ranks; a ValueError where this has none of torch's."""
         (kind,) = [kind for kind in _COMBINE if op == kind]
         wide = torch.float32 if dtype in WIDENED else dtype
         return Reduction(kind, wide, _COMBINE[kind], size if kind == dist.ReduceOp.AVG else 1)
@@ -63,14 +59,9 @@ class Reduction:
         return self.op.name
 
     def fold(self, tensors: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
-        """The reduction of tensors of one shape, in their order.
+        """Leaves the reduction of tensors of one shape in `scratch`, which is returned.
 
-        Args:
-            tensors: one or more.
-            scratch: of that shape and the reduction's dtype; may be the first's own memory.
-
-        Returns:
-            `scratch`.
+        That is of the reduction's dtype, and may be the first tensor's own memory.
         """
         # In the order of ranks, from the first on: sums of floats depend on it.
         wide = tensors
@@ -97,10 +88,8 @@ class Reduction:
 
     @property
     def divides_first(self) -> bool:
-        """The summands are divided rather than the sum, which then cannot overflow.
-
-        Only where 1/divisor is exact, so that the bits are the same.
-        """
+        """True where the summands are divided rather than the sum, which then cannot overflow."""
+        # Only where 1/divisor is exact, so that the bits are the same.
         fractional = self.dtype.is_floating_point or self.dtype.is_complex
         return self.divisor > 1 and self.divisor & (self.divisor - 1) == 0 and fractional
 

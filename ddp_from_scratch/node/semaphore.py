@@ -24,12 +24,9 @@ class _Timespec(ctypes.Structure):
 
 
 class Semaphore:
-    """A counter that one rank raises and another one waits for: `spin` first, then `sleep`.
+    """A counter in `NBYTES` of shared memory, which one rank raises and another one waits for.
 
     Memory written before a `post` can be read after the wait that it ended.
-
-    Args:
-        address: of `NBYTES` bytes that all ranks which use it share.
     """
 
     def __init__(self, address: int) -> None:
@@ -42,7 +39,6 @@ class Semaphore:
             raise OSError("cannot make a semaphore in shared memory")
 
     def post(self) -> None:
-        """Raises it by one, and wakes a sleeper."""
         _at_once.sem_post(self._address)
 
     def spin(self) -> bool:
@@ -57,13 +53,9 @@ class Semaphore:
         return False
 
     def sleep(self, deadline: float) -> bool:
-        """Lowers it by one as soon as it is above zero; True if it did.
-
-        Args:
-            deadline: on `time.monotonic`'s clock; it may give up before. Not far off: the wall
-                clock may be set meanwhile.
-        """
-        # The system call knows the wall clock alone. It also ends with a signal: Ctrl-C is heard.
+        """Lowers it by one as soon as it is above zero; True if it did. May give up early."""
+        # The system call knows the wall clock alone, which may be set meanwhile: deadlines are not
+        # far off. It also ends with a signal: Ctrl-C is heard.
         seconds = time.time() + max(deadline - time.monotonic(), 0.0)
         until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         return int(_sleeping.sem_timedwait(self._address, ctypes.byref(until))) == 0

@@ -23,24 +23,19 @@ class SharedMemory:
         memory  | rank 0's segment | rank 1's segment | ...
                   nbytes             nbytes, from the next page on
 
-    Collective to make and to free. The memory is gone with the last process that has it, however
-    that ends.
+    Collective to make and to free; a failure raises NoSharedMemory on all ranks. The memory is gone
+    with the last process that has it, however that ends.
 
     Args:
-        node: the ranks, which must be able to share memory.
+        node: the ranks.
         nbytes: size of this rank's segment; may differ over ranks.
 
     Attributes:
         addresses: of each rank's segment, in this process.
-        segments: each rank's segment, as uint8 tensors of shape (its nbytes,); empty for one that
-            was taken.
-
-    Raises:
-        NoSharedMemory: the memory is not to be had; on all ranks of the node.
+        segments: of each rank, as flat uint8 tensors; empty for one that was taken.
     """
 
     def __init__(self, node: Communicator, nbytes: int) -> None:
-        self.nbytes = nbytes
         sizes = node.allgather(nbytes)
         # Each on pages of its own: a page lies near the processor that first writes to it.
         *begins, end = accumulate(
@@ -66,7 +61,6 @@ class SharedMemory:
 
     @property
     def in_use(self) -> bool:
-        """True while a tensor lies in the segment that was taken."""
         return self._taken is not None and self._taken() is not None
 
     def free(self) -> None:
@@ -76,7 +70,7 @@ class SharedMemory:
 
 
 def can_share(node: Communicator) -> bool:
-    """True where these ranks can share memory. Collective: all get the same answer."""
+    """True where these ranks can share memory. Collective: the same on all."""
     try:
         SharedMemory(node, 1).free()
     except NoSharedMemory:
@@ -118,12 +112,8 @@ def _map(node: Communicator, nbytes: int) -> mmap.mmap:
 
 
 def _nameless_file(nbytes: int) -> int:
-    """A descriptor of zeros in memory.
-
-    Raises:
-        OSError: it cannot be made, or is larger than the machine's memory.
-    """
-    # Linux would grant it, and end the process that writes to it.
+    """A descriptor of zeros in memory, or an OSError."""
+    # Linux would grant more than there is, and end the process that writes to it.
     if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         raise OSError("this machine has less memory")
     file = os.memfd_create("ddp")

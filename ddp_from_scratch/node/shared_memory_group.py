@@ -9,10 +9,7 @@ import torch.distributed as dist
 
 @runtime_checkable
 class SharedMemoryGroup(Protocol):
-    """A process group whose ranks of one machine share memory. The mpi backend's is one.
-
-    All but `is_shared` is collective.
-    """
+    """A process group whose ranks share memory. All but `is_shared` is collective."""
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
         """True for a tensor in memory that the machine's ranks share, each rank's at a place."""
@@ -29,24 +26,21 @@ class SharedMemoryGroup(Protocol):
     ) -> None:
         """Gives each rank its share of a reduction; see `AllReduce.to_owners`.
 
-        Raises:
-            CommunicationError: a rank did not come, or has another `label`.
+        Returns when this rank has it. Ranks with different labels all raise a CommunicationError.
         """
 
     def free_unused(self) -> None:
         """Gives memory back that no rank uses any more. Also a barrier."""
 
-    def barrier(self) -> dist.Work:
-        """Torch's."""
+    def barrier(self) -> dist.Work: ...
 
 
 @runtime_checkable
 class DividesFirst(Protocol):
-    """A process group that says how its `ReduceOp.AVG` divides."""
+    """A process group whose `ReduceOp.AVG` may divide the summands, not the sum, as torch's DDP."""
 
     @property
-    def divides_first(self) -> bool:
-        """True where AVG divides the summands, not the sum: the bits of torch's DDP."""
+    def divides_first(self) -> bool: ...
 
 
 @runtime_checkable
@@ -54,4 +48,4 @@ class InstallsStore(Protocol):
     """A default process group whose store torch may not have noted yet."""
 
     def install_store(self) -> None:
-        """Makes the group's store the one that `torch.distributed` has noted. Idempotent."""
+        """Makes it the default one. Idempotent."""

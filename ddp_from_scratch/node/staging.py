@@ -42,13 +42,7 @@ class Stage:
     one may still reduce piece k, or copy the result of piece k - 1 out. The next tensor begins in
     the slot after the last one's.
 
-    Collective to make and to free.
-
-    Args:
-        node: the ranks of this machine.
-        barrier: theirs.
-        owners: number of them that reduce a share.
-        piece: bytes of one.
+    Collective to make and to free. `owners` ranks reduce a share each; `piece` is in bytes.
     """
 
     def __init__(
@@ -65,7 +59,6 @@ class Stage:
 
     @property
     def filled(self) -> bool:
-        """True while a tensor waits to be reduced."""
         return self._tensor is not None
 
     def fill(self, tensor: torch.Tensor) -> None:
@@ -77,9 +70,9 @@ class Stage:
         self._copy_in(self._pieces[0])
 
     def pieces(self) -> Iterator[StagedPiece]:
-        """The pieces, each once all ranks have copied it in: then it can be reduced.
+        """Pieces that all ranks have copied in.
 
-        The caller leaves the result in the first rank's part before it asks for the next one.
+        The caller leaves each one's result in the first rank's part before it asks for the next.
         """
         for number, piece in enumerate(self._pieces):
             staged = self._views(piece.numel(), piece.dtype, self._slot)
@@ -100,7 +93,6 @@ class Stage:
         return tensor
 
     def free(self) -> None:
-        """Gives the memory back. Collective."""
         self._views.cache_clear()
         self._memory.free()
 

@@ -30,12 +30,7 @@ class Nodes:
 
     @classmethod
     def of(cls, everyone: Communicator, node: Communicator | None = None) -> Self:
-        """Finds out which ranks share memory. Collective.
-
-        Args:
-            everyone: the ranks.
-            node: those taken for this machine's, freed with the result; None finds them.
-        """
+        """Finds the ranks that share memory, unless given as `node`, which it then owns."""
         if node is None:
             here = everyone.split_by_machine()
             # Containers on one machine may be unable to share memory: then each rank counts as a
@@ -48,6 +43,6 @@ class Nodes:
         return cls(everyone, node, peers, count=node.allgather(peers.size)[0])
 
     def free(self) -> None:
-        """Releases what `of` made. Collective."""
+        """Frees `node` and `peers`, but not `everyone`. Collective."""
         self.node.free()
         self.peers.free()

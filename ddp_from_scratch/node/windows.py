@@ -9,11 +9,8 @@ from ddp_from_scratch.node.shared_memory import SharedMemory
 class Windows:
     """A group's tensors in shared memory.
 
-    A tensor's memory is given back once no rank uses it any more, at the next `empty` or at the
-    end of the group: that takes all ranks, and they do not drop their tensors at the same time.
-
-    Args:
-        node: the group's ranks on this machine.
+    Memory that no rank uses any more is given back at the next `empty` or at the end of the group:
+    that takes all ranks, and they do not drop their tensors at the same time.
     """
 
     def __init__(self, node: Communicator) -> None:
@@ -25,18 +22,11 @@ class Windows:
         self._made = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of `numel` uninitialised elements. Collective: the same on all ranks.
-
-        Raises:
-            CommunicationError: the memory is not to be had.
-        """
+        """A flat, uninitialised tensor, or NoSharedMemory. Collective: the same on all ranks."""
         return self._make(numel, dtype, self._node.rank)
 
     def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `empty`, but one tensor for all ranks of the machine: the same memory.
-
-        Raises: as `empty`.
-        """
+        """As `empty`, but one tensor for all ranks of the machine: the same memory."""
         return self._make(numel, dtype, 0)
 
     def _make(self, numel: int, dtype: torch.dtype, owner: int) -> torch.Tensor:
@@ -48,10 +38,7 @@ class Windows:
         return memory.take(owner).view(dtype)
 
     def place(self, tensor: torch.Tensor) -> str:
-        """Names the tensor's place; equal on ranks whose tensors lie at the same place.
-
-        Empty for a tensor outside every window, and in one that has one tensor for all.
-        """
+        """The tensor's place, by a name that all ranks have for it; empty outside a window."""
         # A storage begins where its window begins, at whatever offset the tensor lies in it.
         address = tensor.untyped_storage().data_ptr()
         if address not in self._memories or not tensor.is_contiguous():
@@ -63,13 +50,13 @@ class Windows:
         return f"window {number} at {tensor.data_ptr() - address}"
 
     def by_rank(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors at this one's place, flat, by rank of the machine; this one among them."""
+        """Every rank's tensor at this one's place, flat; this one among them."""
         address = tensor.untyped_storage().data_ptr()
         _, memory = self._memories[address]
         begin = tensor.data_ptr() - address
         found = [
-            segment[begin : begin + tensor.nbytes].view(tensor.dtype)
-            for segment in map(memory.segments.__getitem__, self._others)
+            memory.segments[rank][begin : begin + tensor.nbytes].view(tensor.dtype)
+            for rank in self._others
         ]
         found.insert(self._node.rank, tensor.view(-1))
         return found
