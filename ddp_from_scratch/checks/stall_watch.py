@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.checks.gradient_checks import shortened
 from ddp_from_scratch.node.shared_memory_group import InstallsStore
 
 # Number of looks at a wait before it is reported.
@@ -54,15 +55,12 @@ class Progress:
                 waits = _name(first, buckets, names)
             elif launched == len(buckets):
                 waits = "the end of the backward pass"
-        missing = [names[index] for bucket in buckets for index in sorted(bucket.missing)]
-        if launched == len(buckets):
-            # Buckets that are unpacked miss all their members again, for the next step.
-            missing = []
-        text = f"{len(names) - len(missing)} of {len(names)} gradients have arrived"
+        # Buckets that are unpacked miss all their members again, for the next step.
+        missing = sum(len(b.missing) for b in buckets) if launched < len(buckets) else 0
+        text = f"{len(names) - missing} of {len(names)} gradients have arrived"
         if launched < len(buckets) and buckets[launched].missing:
             inside = [names[index] for index in sorted(buckets[launched].missing)]
-            more = f" and {len(inside) - 10} more" if len(inside) > 10 else ""
-            text += f", bucket {launched} waits for {', '.join(inside[:10])}{more}"
+            text += f", bucket {launched} waits for {shortened(inside)}"
         return cls(step, waits, text)
 
 
@@ -215,5 +213,4 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
 
 def _name(bucket: GradientBucket, buckets: Sequence[GradientBucket], names: Sequence[str]) -> str:
     inside = [names[index] for index in bucket.layout.members]
-    more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
-    return f"bucket {bucket.index()} of {len(buckets)} ({', '.join(inside[:3])}{more})"
+    return f"bucket {bucket.index()} of {len(buckets)} ({shortened(inside, 3)})"
