@@ -71,6 +71,12 @@ def window(
     return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
 
 
+def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Cuts `flat` into one part for each of these tensors, of its shape."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
     """True if two tensors of one shape and dtype are the same elements of the same memory."""
     # Identity of the objects is not enough: `module.to(...)` replaces the memory of a tensor that

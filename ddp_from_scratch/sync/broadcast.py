@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.buckets.layout import Gradient, assign_buckets
+from ddp_from_scratch.buckets.memory import split_like
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
 from ddp_from_scratch.group import check_group, on_gpu_of
 
@@ -189,9 +190,8 @@ def send_tensors(
         _pass_on(wire, dist.isend, children, process_group)
         if parent is not None:
             # The root has these values already. Copied in place: tensors keep storage and strides.
-            sizes = [tensor.numel() for tensor in members]
-            for tensor, values in zip(members, flat.split(sizes), strict=True):
-                tensor.copy_(values.view(tensor.shape))
+            for tensor, values in zip(members, split_like(flat, members), strict=True):
+                tensor.copy_(values)
 
 
 def _pass_on(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
+from ddp_from_scratch.buckets.memory import split_like
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import messages, send_tensors
@@ -123,9 +124,8 @@ class BufferSync(Observer):
         for message in sent:
             message.work.wait()
             if not self._is_source():
-                sizes = [buffer.numel() for buffer in message.buffers]
-                values = zip(message.buffers, message.flat.split(sizes), strict=True)
-                self._write([(buffer, v.view(buffer.shape)) for buffer, v in values])
+                values = split_like(message.flat, message.buffers)
+                self._write(list(zip(message.buffers, values, strict=True)))
         futures, self._futures = self._futures, []
         for future in futures:
             future.wait()
