@@ -122,7 +122,7 @@ class NodeSharedSGD(SGD):
 
     @torch.no_grad()
     def _step_runs(self, runs: Sequence[FlatParams]) -> None:
-        if self._reducer is not None and self._reducer.comm.joining:
+        if self._reducer is not None and self._reducer.joining:
             raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
         for run in runs:
             if not run.gradient.numel():

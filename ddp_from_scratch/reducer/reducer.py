@@ -82,6 +82,7 @@ class Reducer:
         module, process_group, ignore: as given.
         device: the device of the parameters.
         sync: True if backward passes average. `no_sync()` sets it to False and back.
+        joining: True inside `join()`, which sets the weights.
         iteration: the number of averages so far.
         comm: the comm hook, and this rank's weight.
         checks: checks of forward passes, steps and gradients.
@@ -123,7 +124,7 @@ class Reducer:
         self._buckets = BucketList(module, trainable, process_group, caps, gradient_as_bucket_view)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
-        self.sync, self.iteration = True, 0
+        self.sync, self.joining, self.iteration = True, False, 0
         self.ignore = frozenset(ignore)
         self.comm = CommState(process_group, overlap)
         self._pass = BackwardPass(
@@ -241,7 +242,7 @@ class Reducer:
             RuntimeError: inside `join()`; or, on every rank, the amounts differ and the module has
                 synchronised batch norm.
         """
-        if self.comm.joining:
+        if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
         weight = self.comm.agree_weight(amount)
         self.checks.check_weight(weight)
@@ -417,7 +418,7 @@ class Reducer:
 
     def set_joining(self, joining: bool) -> None:
         """Leaves weights and buffers to `join()` while `joining` is True."""
-        self.comm.set_joining(joining)
+        self.joining = joining
         self.buffer_sync.set_joining(joining)
 
     def contribute_nothing(self, weight: GradientWeight) -> None:
