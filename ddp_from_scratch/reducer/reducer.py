@@ -313,8 +313,8 @@ class Reducer:
                 # Not raised yet: other ranks count on this rank's other buckets.
                 self._error = self.checks.second_gradient(index)
                 return
-            if bucket.packs_early:
-                bucket.pack_one(index, (self.comm.args or self.comm.agree_args()).scale)
+            if bucket.early is not None:
+                bucket.early.pack_one(index, (self.comm.args or self.comm.agree_args()).scale)
             if bucket.mark_ready(index) and self._may_launch_early():
                 self._launch_full_buckets()
 
