@@ -63,7 +63,7 @@ class CommState:
         """
         if self._cpu_group is None and not takes_cpu_tensors(self._process_group):
             self._cpu_group = gloo_beside(self._process_group)
-        return GradientWeight.of(amount, self._cpu_group or self._process_group)
+        return GradientWeight(amount, self._cpu_group or self._process_group)
 
     def set_weight(self, weight: GradientWeight | None) -> None:
         """Sets the factor of this rank's gradients in the next average; None means 1."""
