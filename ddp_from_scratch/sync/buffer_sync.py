@@ -87,7 +87,7 @@ class BufferSync(Observer):
 
     def will_send(self) -> bool:
         """True if there are buffers to synchronise, with or without a hook."""
-        return self.enabled and any(True for _ in self._named())
+        return self.enabled and bool(self._named())
 
     # At the end of a backward pass --------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class BufferSync(Observer):
     @torch.no_grad()
     def _launch(self, src: int) -> None:
         self._src = src
-        self._sent = [self._begin(some) for some in messages([b for _, b in self._named()])]
+        self._sent = [self._begin(some) for some in messages(list(self._named().values()))]
 
     def _begin(self, buffers: list[torch.Tensor]) -> _Message:
         if self._is_source():
@@ -180,13 +180,13 @@ class BufferSync(Observer):
 
     def send(self, src: int, tensors: Sequence[torch.Tensor] | None = None) -> None:
         """Sends rank `src`'s buffers, or these tensors, to all; for hooks. Collective."""
-        buffers = [buffer for _, buffer in self._named()] if tensors is None else list(tensors)
+        buffers = list(self._named().values()) if tensors is None else tensors
         send_tensors(buffers, src, self._process_group)
 
-    def _named(self) -> Any:
-        return ((n, b) for n, b in self._module.named_buffers() if n not in self._ignore)
+    def _named(self) -> dict[str, torch.Tensor]:
+        return {n: b for n, b in self._module.named_buffers() if n not in self._ignore}
 
     def _run(self, hook: BufferHook) -> None:
-        futures = hook.call(hook.state, dict(self._named()))
+        futures = hook.call(hook.state, self._named())
         if futures is not None:
             self._futures += futures if isinstance(futures, list) else [futures]
