@@ -69,8 +69,10 @@ class BackwardPass:
         # None keeps the way of a gradient short: without these options each parameter gets one
         # gradient in every pass, so there is nothing to count.
         self.used: UsedParameters | None = None
-        if find_unused or static_graph or skip_unused:
-            self.used = UsedParameters(parameters, process_group, find_unused, static_graph)
+        if find_unused or skip_unused:
+            self.used = UsedParameters(parameters, process_group, find_unused)
+        if static_graph:
+            self.set_static()
         self._graphs = GraphWatch(parameters, on_enter)
 
     @property
@@ -86,7 +88,7 @@ class BackwardPass:
     def set_static(self) -> None:
         """Makes the graph static from the next pass on. Idempotent."""
         if self.used is None:
-            self.used = UsedParameters(self._parameters, self._process_group, False, True)
+            self.used = UsedParameters(self._parameters, self._process_group, False)
         self.used.set_static()
 
     def on_forward(self, outputs: object) -> None:
