@@ -97,7 +97,6 @@ class StallWatch(Observer):
         assert group is not None
         name = str(group.group_name)
         _made[name] += 1
-        stop = threading.Event()
         watcher = _Watcher(
             after,
             weakref.WeakMethod(progress),
@@ -105,12 +104,10 @@ class StallWatch(Observer):
             f"ddp stall/{name}/{_made[name]}",
             dist.get_rank(process_group),
             dist.get_world_size(process_group),
-            stop,
         )
-        thread = threading.Thread(target=watcher.run, name="ddp stall watch", daemon=True)
-        thread.start()
+        watcher.thread.start()
         # Not __del__: this runs at Python's exit, too.
-        weakref.finalize(self, _end, stop, thread)
+        weakref.finalize(self, watcher.end)
 
     def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
         """Records an event behind the average of this bucket, on a GPU."""
@@ -135,12 +132,20 @@ class _Watcher:
         key: str,
         rank: int,
         world_size: int,
-        stop: threading.Event,
     ) -> None:
         self._after, self._progress, self._flying = after, progress, flying
-        self._key, self._rank, self._world_size, self._stop = key, rank, world_size, stop
+        self._key, self._rank, self._world_size = key, rank, world_size
+        self._stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
 
-    def run(self) -> None:
+    def end(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._stop.set()
+        # The thread itself may drop the last reference to the Reducer, and cannot join itself.
+        if self.thread is not threading.current_thread():
+            self.thread.join(1.0)
+
+    def _run(self) -> None:
         before = published = None
         # The time since which `before` holds, and the step of the last report.
         since, reported = 0.0, -1
@@ -202,13 +207,6 @@ class _Watcher:
             lines.append(f"  rank {rank}: {text}")
         lines.append("It goes on waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
-
-
-def _end(stop: threading.Event, thread: threading.Thread) -> None:
-    stop.set()
-    # The thread itself may drop the last reference to the Reducer, and cannot join itself.
-    if thread is not threading.current_thread():
-        thread.join(1.0)
 
 
 def _name(bucket: GradientBucket, buckets: Sequence[GradientBucket], names: Sequence[str]) -> str:
