@@ -15,9 +15,6 @@ class UsedParameters:
 
     Args:
         find_unused: True if any parameter may be unused in any pass.
-
-    Attributes:
-        may_be_unused: True if a parameter may get no gradient.
     """
 
     def __init__(
@@ -30,7 +27,6 @@ class UsedParameters:
         self._device = parameters[0].device
         self._process_group = process_group
         self._find_unused = find_unused
-        self.may_be_unused = find_unused
         self._static: StaticGraph | None = None
         # Parameters whose `.grad` is older than this Reducer. No hook of ours has seen it, and
         # other ranks may have none, but it is averaged like any other.
@@ -58,7 +54,6 @@ class UsedParameters:
         """Makes the graph static from the next pass on. Idempotent."""
         if self._static is None:
             self._static = StaticGraph(self._count)
-        self.may_be_unused = True
 
     def on_gradient(self, index: int) -> None:
         """Records a gradient, also one under `no_sync()`."""
@@ -87,7 +82,7 @@ class UsedParameters:
         inherited = {i for i in self._inherited if self._parameters[i].grad is not None} - used
         self._inherited = set()
         self._has_agreed = True
-        if not self.may_be_unused:
+        if not (self._find_unused or self.is_static):
             return None
         if self._used_by_any is not None:
             # Perhaps under no_sync(), where `StaticGraph` counts nothing.

@@ -153,7 +153,7 @@ class Reducer:
         # Observers are called in this order: buffers and layout first, comparisons last. An option
         # that is off adds none, so it costs nothing.
         self._observers: list[Observer] = []
-        self.buffer_sync = BufferSync(module, process_group, broadcast_buffers, ignore)
+        self.buffer_sync = BufferSync(module, process_group, ignore)
         self.set_broadcast_buffers(broadcast_buffers)
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
         self._tuning: BucketTuning | None = None
@@ -335,8 +335,7 @@ class Reducer:
         # collectives in the same order. Two kinds of ours have no fixed place among them: those of
         # a hook that starts several, and those of a bucket that is full earlier on one rank, since
         # parameters are unused there.
-        varies = self._pass.used is not None and self._pass.used.may_be_unused
-        if varies or not self.comm.several_at_once:
+        if self._pass.may_be_unused or not self.comm.several_at_once:
             return self.comm.overlap and not self.checks.layers_communicate()
         return self.comm.overlap
 
@@ -372,7 +371,7 @@ class Reducer:
         """
         if not self._pass.end():
             return
-        if self._pass.used is not None and self._pass.used.may_be_unused:
+        if self._pass.may_be_unused:
             self._buckets.mark_rest_unused()
         if self._next_bucket < len(self._buckets.all):
             self._launch_full_buckets()

@@ -48,7 +48,6 @@ class BufferSync(Observer):
 
     Args:
         module: the owner of the buffers; they are looked up again each time.
-        enabled: False sends none.
         ignore: names of buffers that are left alone.
 
     Attributes:
@@ -59,11 +58,10 @@ class BufferSync(Observer):
         self,
         module: torch.nn.Module,
         process_group: dist.ProcessGroup | None,
-        enabled: bool,
         ignore: Collection[str],
     ) -> None:
         self._module, self._process_group, self._ignore = module, process_group, ignore
-        self.enabled = enabled
+        self.enabled = False
         self.hook: BufferHook | None = None
         # Hooks are called in the first forward pass after an average, as torch calls them.
         self._hook_is_due = True
