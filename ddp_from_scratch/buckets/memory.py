@@ -60,7 +60,8 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     # Autograd gives a gradient the strides of its parameter. With the same strides in the bucket no
     # copy has to transpose (channels-last models). Strides with holes need more than numel
     # elements.
-    dense = parameter.is_contiguous() or parameter.permute(_memory_order(parameter)).is_contiguous()
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    dense = parameter.is_contiguous() or parameter.permute(order).is_contiguous()
     return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
 
 
@@ -82,7 +83,3 @@ def lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
     # Identity of the objects is not enough: `module.to(...)` replaces the memory of a tensor that
     # stays the same object.
     return tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride()
-
-
-def _memory_order(tensor: torch.Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)
