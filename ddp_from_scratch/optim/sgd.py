@@ -10,7 +10,7 @@ at the same offsets:
 
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from functools import partial, wraps
 from typing import Any
 
@@ -201,6 +201,7 @@ class SGD(torch.optim.SGD):
                 states = [self.state[parameter] for parameter in run.parameters]
                 lacking = [state.get("momentum_buffer") is None for state in states]
                 first = all(lacking)
+                # If only some members have momentum, the others begin it one by one.
                 whole = first or not any(lacking)
                 momentum = run.gather_momentum(states) if whole else None
             if whole:
@@ -233,10 +234,11 @@ class _BackwardAndStep(Observer):
         self,
         loss: torch.Tensor,
         reducer: Reducer,
-        flat: Container[GradientBucket],
+        flat_buckets: Container[GradientBucket],
         step: Callable[[GradientBucket], None],
     ) -> None:
-        self._loss, self._reducer, self._flat, self._step = loss, reducer, flat, step
+        self._loss, self._reducer, self._step = loss, reducer, step
+        self._flat_buckets = flat_buckets
         self._stepped = 0
 
     def __call__(self) -> torch.Tensor:
@@ -255,8 +257,8 @@ class _BackwardAndStep(Observer):
         return self._loss
 
     def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
-        """Steps the bucket's parameters. Sparse gradients are stepped later, one by one."""
-        if bucket in self._flat:
+        """Steps the runs of the bucket. All other parameters are stepped later, one by one."""
+        if bucket in self._flat_buckets:
             self._step(bucket)
             self._stepped += 1
 
@@ -275,9 +277,7 @@ def _update_flat(
     # Not torch's fused kernel: it reads memory once, but rounds the last few elements differently.
     cut = partial(torch.split, split_size_or_sections=_CHUNK * torch.get_num_threads())
     parts = cut(parameter)
-    momenta: Sequence[torch.Tensor | None] = [None] * len(parts)
-    if momentum is not None:
-        momenta = cut(momentum)
+    momenta = [None] * len(parts) if momentum is None else cut(momentum)
     for p, g, m in zip(parts, cut(gradient), momenta, strict=True):
         update(p, g, m, first, group)
 
