@@ -43,6 +43,7 @@ class BackwardPass:
         state: IDLE, RUNNING or BROKEN_OFF.
         order: the order in which gradients become ready.
         used: the parameters that were used; None if no option needs them.
+        may_be_unused: True if a parameter may get no gradient.
     """
 
     def __init__(
@@ -69,14 +70,12 @@ class BackwardPass:
         # None keeps the way of a gradient short: without these options each parameter gets one
         # gradient in every pass, so there is nothing to count.
         self.used: UsedParameters | None = None
-        if find_unused or static_graph or skip_unused:
-            self.used = UsedParameters(parameters, process_group, find_unused, static_graph)
+        self.may_be_unused = find_unused
+        if find_unused or skip_unused:
+            self.used = UsedParameters(parameters, process_group, find_unused)
+        if static_graph:
+            self.set_static()
         self._graphs = GraphWatch(parameters, on_enter)
-
-    @property
-    def may_be_unused(self) -> bool:
-        """True if a parameter may get no gradient."""
-        return self.used is not None and self.used.may_be_unused
 
     @property
     def varies(self) -> bool:
@@ -85,13 +84,14 @@ class BackwardPass:
 
     def set_static(self) -> None:
         """Makes the graph static from the next pass on. Idempotent."""
+        self.may_be_unused = True
         if self.used is None:
-            self.used = UsedParameters(self._parameters, self._process_group, False, True)
+            self.used = UsedParameters(self._parameters, self._process_group, False)
         self.used.set_static()
 
     def on_forward(self, outputs: object) -> None:
         """Looks for parameters that this forward pass does not use, if any may be unused."""
-        if self.used is not None and self.used.may_be_unused:
+        if self.used is not None and self.may_be_unused:
             self._graphs.on_forward(outputs, as_before=self.used.is_static)
 
     def is_current(self) -> bool:

@@ -142,7 +142,7 @@ class GraphWatch:
             return
         # This pass may cover several forward passes, or more of the graph than one walk has seen.
         # By now autograd knows what it will execute, so it has the last word.
-        rest = set(self._index_of.values()) - reached
+        rest = set(range(len(self._parameters))) - reached
         on_enter({i for i in rest if not _will_accumulate(self._parameters[i])})
 
     def _accumulates(self, reached: set[int], forward: _Forward) -> bool:

@@ -34,9 +34,8 @@ class ReadyOrder:
 
     def count(self, index: int) -> None:
         """Records a ready gradient. One that comes again counts at its last place."""
-        if self.final is None:
-            self._counted.pop(index, None)
-            self._counted[index] = None
+        self._counted.pop(index, None)
+        self._counted[index] = None
 
     def agree(self, device: torch.device, process_group: dist.ProcessGroup | None) -> Sequence[str]:
         """Returns rank 0's order, on every rank. Collective."""

@@ -15,10 +15,6 @@ class UsedParameters:
 
     Args:
         find_unused: True if any parameter may be unused in any pass.
-        static: True if the graph is the same in every pass.
-
-    Attributes:
-        may_be_unused: True if a parameter may get no gradient.
     """
 
     def __init__(
@@ -26,14 +22,12 @@ class UsedParameters:
         parameters: Sequence[torch.Tensor],
         process_group: dist.ProcessGroup | None,
         find_unused: bool,
-        static: bool,
     ) -> None:
         self._parameters, self._count = parameters, len(parameters)
         self._device = parameters[0].device
         self._process_group = process_group
         self._find_unused = find_unused
-        self.may_be_unused = find_unused or static
-        self._static = StaticGraph(self._count) if static else None
+        self._static: StaticGraph | None = None
         # Parameters whose `.grad` is older than this Reducer. No hook of ours has seen it, and
         # other ranks may have none, but it is averaged like any other.
         self._inherited = {i for i, p in enumerate(parameters) if p.grad is not None}
@@ -60,7 +54,6 @@ class UsedParameters:
         """Makes the graph static from the next pass on. Idempotent."""
         if self._static is None:
             self._static = StaticGraph(self._count)
-        self.may_be_unused = True
 
     def on_gradient(self, index: int) -> None:
         """Records a gradient, also one under `no_sync()`."""
@@ -85,9 +78,11 @@ class UsedParameters:
         Collective. Waits for other ranks only if this rank did not use every parameter.
         """
         used, self._used = self._used, set()
-        inherited, self._inherited = self._still_inherited() - used, set()
+        # Without those that `zero_grad()` has dropped.
+        inherited = {i for i in self._inherited if self._parameters[i].grad is not None} - used
+        self._inherited = set()
         self._has_agreed = True
-        if not self.may_be_unused:
+        if not (self._find_unused or self.is_static):
             return None
         if self._used_by_any is not None:
             # Perhaps under no_sync(), where `StaticGraph` counts nothing.
@@ -111,10 +106,6 @@ class UsedParameters:
         if self.is_static:
             self._used_by_any = used
         return used | inherited
-
-    def _still_inherited(self) -> set[int]:
-        """Returns the inherited gradients that `zero_grad()` has not dropped."""
-        return {index for index in self._inherited if self._parameters[index].grad is not None}
 
     def end_pass(self) -> list[tuple[int, int, int]]:
         """Returns breaches of a static graph: (parameter, gradients now, gradients before)."""

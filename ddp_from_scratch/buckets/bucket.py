@@ -30,6 +30,9 @@ class Bucket:
         is_last: True if no bucket comes after this one.
         flat: the buffer, of the layout's size; None allocates one.
         strides: the strides of the members' windows; None takes the parameters' own.
+
+    Attributes:
+        views: a window of the buffer for each member, where `.grad` lies with bucket views.
     """
 
     is_sparse = False
@@ -55,7 +58,8 @@ class Bucket:
         # The tensor that the comm hook sends. The hook may replace it; packing always uses `_flat`.
         self._sent = flat
         self._packing = Packing(layout, self._parameters, flat, gradient_as_bucket_view, strides)
-        self.packs_early = self._packing.one_by_one
+        self.views = self._packing.views
+        self.early = self._packing if self._packing.one_by_one else None
         self.state = BucketState.FILLING
         self.missing = set(layout.members)
         # Neither missing nor ready: members that have no gradient in this pass.
@@ -99,21 +103,12 @@ class Bucket:
         """Returns the members' parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """A window of the buffer for each member, where `.grad` lies with bucket views."""
-        return self._packing.views
-
     # Ready --------------------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
         """True if a member has been marked ready or unused."""
         return len(self.missing) < len(self._parameters)
-
-    def pack_one(self, index: int, scale: float) -> None:
-        """Packs one ready gradient, times `scale`. Adds it if the member has one already."""
-        self._packing.pack_one(index, scale)
 
     def mark_ready(self, index: int) -> bool:
         """Marks the gradient of parameter `index` ready; True if no other is missing. Idempotent.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ddp_from_scratch.buckets.layout import BucketLayout
+from ddp_from_scratch.buckets.packing import Packing
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -50,14 +51,16 @@ class GradientBucket(Protocol):
         state: changed by `launch`, `wait` and `finish` alone.
         missing: members whose gradient has neither been marked ready nor unused.
         is_sparse: True if it holds one sparse gradient and no flat buffer.
-        packs_early: True if `pack_one` must be called with each gradient, before `mark_ready`.
     """
 
     layout: BucketLayout
     state: BucketState
     missing: set[int]
     is_sparse: bool
-    packs_early: bool
+
+    @property
+    def early(self) -> Packing | None:
+        """Packs each gradient before `mark_ready`; None if `launch` packs all at once."""
 
     def index(self) -> int:
         """Returns its place in the order of launch, 0 for the first."""
@@ -72,9 +75,6 @@ class GradientBucket(Protocol):
     @property
     def arrived(self) -> bool:
         """True if this bucket waits for no other rank. Safe to call from any thread."""
-
-    def pack_one(self, index: int, scale: float) -> None:
-        """Packs one ready gradient, times `scale`."""
 
     def mark_ready(self, index: int) -> bool:
         """Marks the gradient of parameter `index` ready; True if no other is missing."""

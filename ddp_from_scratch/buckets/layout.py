@@ -15,6 +15,7 @@ bucket is closed as soon as its size reaches the cap.
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, Literal, TypeAlias
 
 # As in torch's DDP. The first bucket is small, so that the first all-reduce starts early.
@@ -134,9 +135,6 @@ def assign_buckets(
 
 
 def _layout(members: list[int], gradients: Sequence[Gradient]) -> BucketLayout:
-    offsets = []
-    end = 0
-    for index in members:
-        offsets.append(end)
-        end += gradients[index].numel
+    sizes = (gradients[index].numel for index in members)
+    *offsets, end = accumulate(sizes, initial=0)
     return BucketLayout(tuple(members), tuple(offsets), end)

@@ -60,7 +60,8 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     # Autograd gives a gradient the strides of its parameter. With the same strides in the bucket no
     # copy has to transpose (channels-last models). Strides with holes need more than numel
     # elements.
-    dense = parameter.is_contiguous() or parameter.permute(_memory_order(parameter)).is_contiguous()
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    dense = parameter.is_contiguous() or parameter.permute(order).is_contiguous()
     return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
 
 
@@ -71,12 +72,14 @@ def window(
     return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
 
 
+def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Cuts `flat` into one part for each of these tensors, of its shape."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
     """True if two tensors of one shape and dtype are the same elements of the same memory."""
     # Identity of the objects is not enough: `module.to(...)` replaces the memory of a tensor that
     # stays the same object.
     return tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride()
-
-
-def _memory_order(tensor: torch.Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)

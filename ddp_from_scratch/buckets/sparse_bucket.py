@@ -50,7 +50,7 @@ class SparseBucket:
     """
 
     is_sparse = True
-    packs_early = False
+    early = None
 
     def __init__(
         self,
@@ -87,9 +87,6 @@ class SparseBucket:
     def begun(self) -> bool:
         """True if its gradient has been marked ready or unused."""
         return not self.missing
-
-    def pack_one(self, index: int, scale: float) -> None:
-        """Does nothing: `launch` takes the gradient."""
 
     def mark_ready(self, index: int) -> bool:
         """Marks its one gradient ready. Idempotent."""

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.sync.check_sync import gather_integers
+
 # With `max_norm` these layers rescale, in forward, the rows that this rank has looked up.
 _RESCALING = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -48,11 +50,7 @@ class ForwardWrites:
 
     def on_any_rank(self, process_group: dist.ProcessGroup | None) -> bool:
         """True if a forward pass has written to parameters on some rank. Collective."""
-        device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
-        mine = torch.tensor([len(self.names)], device=device)
-        written = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
-        dist.all_gather(written, mine, group=process_group)
-        return bool(torch.cat(written).any())
+        return any(count for (count,) in gather_integers([len(self.names)], process_group))
 
 
 def check_rescaling(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -64,7 +64,7 @@ class GradientChecks:
         # Writes before the first average make the Reducer compare ranks. Later ones would not.
         if written and not compared:
             raise RuntimeError(
-                f"a forward pass on rank {self._rank} has written to {_shortened(written)}, which "
+                f"a forward pass on rank {self._rank} has written to {shortened(written)}, which "
                 f"other ranks may not have: write to parameters after the step, alike on every "
                 f"rank; or let the Reducer compare ranks, with check_every=N"
             )
@@ -90,7 +90,7 @@ class GradientChecks:
         if any(bucket.begun for bucket in self._buckets.all):
             raise RuntimeError(
                 f"no gradient in the last backward pass on rank {self._rank} for: "
-                f"{_shortened(self._buckets.missing())}. Every parameter must take part in the "
+                f"{shortened(self._buckets.missing())}. Every parameter must take part in the "
                 f"loss on every rank, unless the Reducer has find_unused_parameters=True"
             )
 
@@ -126,7 +126,7 @@ class GradientChecks:
             counts = [f"{names[i]} {now} instead of {then}" for i, now, then in differences]
             raise RuntimeError(
                 f"static_graph=True, but this backward pass on rank {self._rank} gave other "
-                f"numbers of gradients than the first: {_shortened(counts)}"
+                f"numbers of gradients than the first: {shortened(counts)}"
             )
 
     def second_gradient(self, index: int) -> RuntimeError:
@@ -164,6 +164,7 @@ def trains(module: torch.nn.Module) -> bool:
     return not recomputing and (torch.is_grad_enabled() or module.training)
 
 
-def _shortened(names: list[str]) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + more
+def shortened(names: Sequence[str], most: int = 10) -> str:
+    """Joins at most so many names, and says how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.checks.gradient_checks import shortened
 from ddp_from_scratch.node.shared_memory_group import InstallsStore
 
 # Number of looks at a wait before it is reported.
@@ -54,15 +55,12 @@ class Progress:
                 waits = _name(first, buckets, names)
             elif launched == len(buckets):
                 waits = "the end of the backward pass"
-        missing = [names[index] for bucket in buckets for index in sorted(bucket.missing)]
-        if launched == len(buckets):
-            # Buckets that are unpacked miss all their members again, for the next step.
-            missing = []
-        text = f"{len(names) - len(missing)} of {len(names)} gradients have arrived"
+        # Buckets that are unpacked miss all their members again, for the next step.
+        missing = sum(len(b.missing) for b in buckets) if launched < len(buckets) else 0
+        text = f"{len(names) - missing} of {len(names)} gradients have arrived"
         if launched < len(buckets) and buckets[launched].missing:
             inside = [names[index] for index in sorted(buckets[launched].missing)]
-            more = f" and {len(inside) - 10} more" if len(inside) > 10 else ""
-            text += f", bucket {launched} waits for {', '.join(inside[:10])}{more}"
+            text += f", bucket {launched} waits for {shortened(inside)}"
         return cls(step, waits, text)
 
 
@@ -99,7 +97,6 @@ class StallWatch(Observer):
         assert group is not None
         name = str(group.group_name)
         _made[name] += 1
-        stop = threading.Event()
         watcher = _Watcher(
             after,
             weakref.WeakMethod(progress),
@@ -107,12 +104,10 @@ class StallWatch(Observer):
             f"ddp stall/{name}/{_made[name]}",
             dist.get_rank(process_group),
             dist.get_world_size(process_group),
-            stop,
         )
-        thread = threading.Thread(target=watcher.run, name="ddp stall watch", daemon=True)
-        thread.start()
+        watcher.thread.start()
         # Not __del__: this runs at Python's exit, too.
-        weakref.finalize(self, _end, stop, thread)
+        weakref.finalize(self, watcher.end)
 
     def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
         """Records an event behind the average of this bucket, on a GPU."""
@@ -137,12 +132,20 @@ class _Watcher:
         key: str,
         rank: int,
         world_size: int,
-        stop: threading.Event,
     ) -> None:
         self._after, self._progress, self._flying = after, progress, flying
-        self._key, self._rank, self._world_size, self._stop = key, rank, world_size, stop
+        self._key, self._rank, self._world_size = key, rank, world_size
+        self._stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
 
-    def run(self) -> None:
+    def end(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._stop.set()
+        # The thread itself may drop the last reference to the Reducer, and cannot join itself.
+        if self.thread is not threading.current_thread():
+            self.thread.join(1.0)
+
+    def _run(self) -> None:
         before = published = None
         # The time since which `before` holds, and the step of the last report.
         since, reported = 0.0, -1
@@ -206,14 +209,6 @@ class _Watcher:
         return "\n".join(lines)
 
 
-def _end(stop: threading.Event, thread: threading.Thread) -> None:
-    stop.set()
-    # The thread itself may drop the last reference to the Reducer, and cannot join itself.
-    if thread is not threading.current_thread():
-        thread.join(1.0)
-
-
 def _name(bucket: GradientBucket, buckets: Sequence[GradientBucket], names: Sequence[str]) -> str:
     inside = [names[index] for index in bucket.layout.members]
-    more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
-    return f"bucket {bucket.index()} of {len(buckets)} ({', '.join(inside[:3])}{more})"
+    return f"bucket {bucket.index()} of {len(buckets)} ({shortened(inside, 3)})"

@@ -78,7 +78,7 @@ def keep_local(state: Any, bucket: Bucket) -> Future:
 
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
     """Averages as `average` does, with a future of one tensor, for hooks that wrap this one."""
-    return average(process_group, bucket).then(_first)
+    return average(process_group, bucket).then(lambda future: future.value()[0])
 
 
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
@@ -127,11 +127,6 @@ def _all_reduce(
     work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
     # `work` is None on a rank outside of the group, where `of_member` raises.
     return (work or of_member(work)).get_future()
-
-
-def _first(future: Future) -> torch.Tensor:
-    value: list[torch.Tensor] = future.value()
-    return value[0]
 
 
 # Hooks with at most one collective for each bucket. A hook that starts a second one when the first

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.memory import split_like
 from ddp_from_scratch.comm_hooks.default_hooks import Future, allreduce_hook
 from ddp_from_scratch.group import of_member
 
@@ -185,7 +186,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
     # has the same place on every rank.
     def finish() -> torch.Tensor:
         work.wait()
-        received = _like(wire, [*parts, *rest])
+        received = split_like(wire, [*parts, *rest])
         # Every rank makes the same sums orthonormal, so P is the same on all.
         ps = [torch.linalg.qr(p.float()).Q for p in received[: len(parts)]]
         for gradient, average in zip(rest, received[len(parts) :], strict=True):
@@ -194,7 +195,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
         if qs:
             wire_q = _flat(qs, buffer).mul_(scale)
             _all_reduce(wire_q, state).wait()
-            qs = [q.float() for q in _like(wire_q, qs)]
+            qs = [q.float() for q in split_like(wire_q, qs)]
             # Computed from sums, so all ranks decide alike. Errors that are not finite once would
             # never be finite again.
             finite = wire.isfinite().all() & wire_q.isfinite().all()
@@ -215,8 +216,3 @@ def _all_reduce(tensor: torch.Tensor, state: PowerSGDState) -> dist.Work:
 
 def _flat(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return torch.cat([t.reshape(-1).to(like.dtype) for t in tensors])
-
-
-def _like(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

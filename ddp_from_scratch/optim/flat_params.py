@@ -28,8 +28,6 @@ class FlatParams:
         bucket: holds their gradients.
         members: their positions in the bucket.
         group: the index of their parameter group.
-        flat: True moves the parameters into one flat tensor. False leaves them: the run is then
-            never `in_place()` and holds no tensor of its own.
         allocate: makes a flat tensor like another one.
 
     Attributes:
@@ -40,27 +38,20 @@ class FlatParams:
         flat, places: the flat tensor, and its windows: one for the `.data` of each member.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        members: range,
-        group: int,
-        flat: bool,
-        allocate: Allocate,
-    ) -> None:
+    def __init__(self, bucket: Bucket, members: range, group: int, allocate: Allocate) -> None:
         self.group, self._allocate = group, allocate
         self.parameters = [bucket.parameters()[i] for i in members]
         self.gradients = [bucket.views[i] for i in members]
         begin = bucket.layout.offsets[members.start]
         numel = sum(parameter.numel() for parameter in self.parameters)
         self.gradient = bucket.buffer()[begin : begin + numel]
-        self.flat = allocate(self.gradient) if flat else self.gradient[:0]
-        self.places = self._windows(self.flat) if flat else []
+        self.flat = allocate(self.gradient)
+        self.places = self._windows(self.flat)
         # Allocated by the first step with momentum, if there is one.
         self._momentum: torch.Tensor | None = None
         self._momentum_places: list[torch.Tensor] = []
         # The parameters stay the same objects: the module and other optimizers hold them.
-        for parameter, place in zip(self.parameters, self.places, strict=flat):
+        for parameter, place in zip(self.parameters, self.places, strict=True):
             place.copy_(parameter)
             parameter.data = place
 
@@ -73,7 +64,7 @@ class FlatParams:
 
     def in_place(self) -> bool:
         """True if all parameters and gradients lie in their windows."""
-        return bool(self.places) and all(
+        return all(
             parameter.grad is not None
             and lies_at(parameter.grad, gradient)
             and lies_at(parameter, place)
@@ -82,27 +73,12 @@ class FlatParams:
             )
         )
 
-    def gather_momentum(
-        self, states: Sequence[dict[str, Any]]
-    ) -> tuple[bool, torch.Tensor | None, bool]:
-        """Moves the momentum of all members into one flat tensor, unless it is there already.
-
-        Returns:
-            (possible, flat, first). `possible` is False if only some members have momentum. `flat`
-            is the flat tensor. `first` is True if it has no values yet.
-        """
-        buffers = [state.get("momentum_buffer") for state in states]
-        first = all(buffer is None for buffer in buffers)
-        if not first and any(buffer is None for buffer in buffers):
-            return False, None, False
+    def gather_momentum(self, states: Sequence[dict[str, Any]]) -> torch.Tensor:
+        """Moves the members' momentum, as far as there is any, into one flat tensor."""
         flat, places = self.momentum()
-        for state, buffer, place in zip(states, buffers, places, strict=True):
-            if buffer is not place:
-                if buffer is not None:
-                    # Loaded from a checkpoint, or from an earlier layout of the buckets.
-                    place.copy_(buffer)
-                state["momentum_buffer"] = place
-        return True, flat, first
+        for state, place in zip(states, places, strict=True):
+            move_momentum(state, place)
+        return flat
 
     def momentum(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns a flat tensor for the momentum of all members, and its windows."""
@@ -112,30 +88,42 @@ class FlatParams:
         return self._momentum, self._momentum_places
 
 
+def move_momentum(state: dict[str, Any], place: torch.Tensor) -> bool:
+    """Moves a parameter's momentum to `place`; True if it has no values yet."""
+    held = state.get("momentum_buffer")
+    if held is None:
+        place.zero_()
+    elif held is not place:
+        # Loaded from a checkpoint, or from an earlier layout of the buckets.
+        place.copy_(held)
+    state["momentum_buffer"] = place
+    return held is None
+
+
 def make_flat_params(
     bucket: Bucket,
     groups: Sequence[int | None],
     shared: set[int],
     allocate: Allocate,
 ) -> list[FlatParams]:
-    """Cuts the bucket into runs, each of one group, to be moved together or not at all."""
-    traits = [
-        (group, can_move(parameter, view) and id(parameter) not in shared)
+    """Moves the bucket's parameters in runs, each of one group; leaves those that cannot move."""
+    # None for a parameter that stays where it is.
+    movable = [
+        group if can_move(parameter, view) and id(parameter) not in shared else None
         for group, parameter, view in zip(groups, bucket.parameters(), bucket.views, strict=True)
     ]
     offsets, itemsize = bucket.layout.offsets, bucket.buffer().itemsize
     cuts: list[int] = []
-    for i in range(len(traits)):
+    for i in range(len(movable)):
         # Most sizes are multiples of 16 elements. After one that is not, the next run begins.
         odd = bool(cuts) and (offsets[i] - offsets[cuts[-1]]) * itemsize % _ALIGNMENT
-        if i == 0 or odd or traits[i] != traits[i - 1]:
+        if i == 0 or odd or movable[i] != movable[i - 1]:
             cuts.append(i)
-    runs = []
-    for begin, end in zip(cuts, [*cuts[1:], len(traits)], strict=True):
-        group, flat = traits[begin]
-        if group is not None:
-            runs.append(FlatParams(bucket, range(begin, end), group, flat, allocate))
-    return runs
+    return [
+        FlatParams(bucket, range(begin, end), group, allocate)
+        for begin, end in zip(cuts, [*cuts[1:], len(movable)], strict=True)
+        if (group := movable[begin]) is not None
+    ]
 
 
 def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.memory import lies_at
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
-from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
+from ddp_from_scratch.optim.flat_params import FlatParams, can_move, move_momentum, overlapping
 from ddp_from_scratch.optim.sgd import SGD, update
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import check_sync
@@ -121,10 +122,10 @@ class NodeSharedSGD(SGD):
         return self._group.empty_for_all(like.numel(), like.dtype)
 
     @torch.no_grad()
-    def _step_runs(self, runs: Sequence[FlatParams]) -> None:
-        if self._reducer is not None and self._reducer.comm.joining:
+    def _step_bucket(self, bucket: GradientBucket) -> None:
+        if self._reducer is not None and self._reducer.joining:
             raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
-        for run in runs:
+        for run in self._runs[bucket]:
             if not run.gradient.numel():
                 continue
             group = self.param_groups[run.group]
@@ -137,7 +138,7 @@ class NodeSharedSGD(SGD):
             )
             # Autograd cannot see writes to the flat tensor, nor those of other ranks.
             increment_version(run.parameters)
-        if runs is list(self._runs.values())[-1]:
+        if bucket.index() == len(self._runs) - 1:
             # After this barrier parameters are whole again and no rank reads another's gradients.
             # If tensors have moved, the memory that they left is freed as well.
             end = self._group.free_unused if self._moved else self._group.barrier().wait
@@ -158,25 +159,13 @@ class NodeSharedSGD(SGD):
             # The buckets were laid out again, or the program has set another `.grad`.
             if not lies_at(parameter.grad, run.gradients[index]):
                 run.gradients[index].copy_(parameter.grad)
-            first = has_momentum and self._move_momentum(parameter, run.momentum()[1][index])
+            first = has_momentum and move_momentum(self.state[parameter], run.momentum()[1][index])
             begin = int(place.storage_offset())
             end = begin + parameter.numel()
             if stretches and stretches[-1][1:] == (begin, first):
                 begin = stretches.pop()[0]
             stretches.append((begin, end, first))
         return stretches
-
-    def _move_momentum(self, parameter: torch.Tensor, place: torch.Tensor) -> bool:
-        """Moves a parameter's momentum to `place`; True if it has no values yet."""
-        state = self.state[parameter]
-        held = state.get("momentum_buffer")
-        if held is None:
-            place.zero_()
-        elif held is not place:
-            # Loaded from a checkpoint, or from an earlier layout of the buckets.
-            place.copy_(held)
-        state["momentum_buffer"] = place
-        return held is None
 
 
 def _update_stretches(

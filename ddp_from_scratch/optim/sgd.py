@@ -10,7 +10,7 @@ at the same offsets:
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable
 from functools import partial, wraps
 from typing import Any
 
@@ -55,8 +55,8 @@ class SGD(torch.optim.SGD):
        parameters are moved into flat tensors, neighbours of one group together: a *run*.
     2. step each run with one flat call.
     3. one by one, with the same bits: the members of a run that is not whole (a gradient is None or
-       not the bucket's window, `.data` was replaced), parameters in no bucket, and 16-bit floats on
-       a CPU.
+       not the bucket's window, `.data` was replaced), and at the end parameters in no bucket and
+       those that cannot move, such as 16-bit floats on a CPU.
 
     Parameters move in the first step, and rarely later. A view of a parameter that was made before
     does not follow it; `state_dict()`, `load_state_dict()` and deep copies are not affected.
@@ -127,9 +127,9 @@ class SGD(torch.optim.SGD):
         self._arrange()
         # That closure has stepped the runs itself, in the course of backward.
         if not isinstance(closure, _BackwardAndStep):
-            for runs in self._runs.values():
-                self._step_runs(runs)
-        for parameter, group in self._outside:
+            for bucket in self._runs:
+                self._step_bucket(bucket)
+        for parameter, group in self._alone:
             self._step_alone(parameter, self.param_groups[group])
         return loss
 
@@ -149,7 +149,7 @@ class SGD(torch.optim.SGD):
         if self._reducer is None:
             raise RuntimeError("a copy of a ddp.SGD has no Reducer: call backward() and step()")
         self._arrange()
-        backward = _BackwardAndStep(loss, self._reducer, self._runs, self._step_runs)
+        backward = _BackwardAndStep(loss, self._reducer, self._runs, self._step_bucket)
         # Through step(), so that hooks and schedulers see one step.
         self.step(backward)
 
@@ -162,18 +162,18 @@ class SGD(torch.optim.SGD):
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):
             return
-        inside = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
-        self._outside = [
-            (parameter, index)
-            for index, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-            if id(parameter) not in inside
-        ]
         # Also parameters in no bucket: one of these may share its memory with one that would move.
         shared = overlapping([p for group in self.param_groups for p in group["params"]])
         self._runs: dict[GradientBucket, list[FlatParams]] = {
             b: make_flat_params(b, self._groups_of(b), shared, self._allocate) for b in buckets
         }
+        moved = {id(p) for runs in self._runs.values() for run in runs for p in run.parameters}
+        self._alone = [
+            (parameter, index)
+            for index, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if id(parameter) not in moved
+        ]
         self._arranged_for = (buckets, groups)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
@@ -192,14 +192,18 @@ class SGD(torch.optim.SGD):
     # 2. step each run ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step_runs(self, runs: Sequence[FlatParams]) -> None:
-        for run in runs:
+    def _step_bucket(self, bucket: GradientBucket) -> None:
+        for run in self._runs[bucket]:
             group = self.param_groups[run.group]
             momentum, first = None, False
             whole = run.in_place()
             if whole and group["momentum"] != 0:
                 states = [self.state[parameter] for parameter in run.parameters]
-                whole, momentum, first = run.gather_momentum(states)
+                lacking = [state.get("momentum_buffer") is None for state in states]
+                first = all(lacking)
+                # If only some members have momentum, the others begin it one by one.
+                whole = first or not any(lacking)
+                momentum = run.gather_momentum(states) if whole else None
             if whole:
                 _update_flat(run.flat, run.gradient, momentum, first, group)
                 # Autograd counts changes of a parameter, not of the memory that it lies in.
@@ -230,10 +234,11 @@ class _BackwardAndStep(Observer):
         self,
         loss: torch.Tensor,
         reducer: Reducer,
-        runs: Mapping[GradientBucket, Sequence[FlatParams]],
-        step: Callable[[Sequence[FlatParams]], None],
+        flat_buckets: Container[GradientBucket],
+        step: Callable[[GradientBucket], None],
     ) -> None:
-        self._loss, self._reducer, self._runs, self._step = loss, reducer, runs, step
+        self._loss, self._reducer, self._step = loss, reducer, step
+        self._flat_buckets = flat_buckets
         self._stepped = 0
 
     def __call__(self) -> torch.Tensor:
@@ -252,9 +257,9 @@ class _BackwardAndStep(Observer):
         return self._loss
 
     def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
-        """Steps the bucket's parameters. Sparse gradients are stepped later, one by one."""
-        if bucket in self._runs:
-            self._step(self._runs[bucket])
+        """Steps the runs of the bucket. All other parameters are stepped later, one by one."""
+        if bucket in self._flat_buckets:
+            self._step(bucket)
             self._stepped += 1
 
 
@@ -272,9 +277,7 @@ def _update_flat(
     # Not torch's fused kernel: it reads memory once, but rounds the last few elements differently.
     cut = partial(torch.split, split_size_or_sections=_CHUNK * torch.get_num_threads())
     parts = cut(parameter)
-    momenta: Sequence[torch.Tensor | None] = [None] * len(parts)
-    if momentum is not None:
-        momenta = cut(momentum)
+    momenta = [None] * len(parts) if momentum is None else cut(momentum)
     for p, g, m in zip(parts, cut(gradient), momenta, strict=True):
         update(p, g, m, first, group)
 

@@ -89,9 +89,9 @@ def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[
     Returns:
         The trials in order; none if there is only one candidate.
     """
-    found: list[Trial] = []
     if sum(map(len, groups)) == 1:
-        return found
+        return []
+    found: list[Trial] = []
     for number in range(rounds):
         for place in range(len(groups)):
             # Another layout begins each round. Otherwise events that recur every so many steps
@@ -193,11 +193,8 @@ class BucketTuning(Observer):
 
     def _settle(self, order: Sequence[str]) -> None:
         if len(self._times) > 1:
-            times = torch.tensor(
-                list(self._times.values()),
-                dtype=torch.float64,
-                device=self._buckets.parameters[0].device,
-            )
+            device = self._buckets.parameters[0].device
+            times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
             # The longest time over ranks is the step's time. From the same times every rank makes
             # the same choice.
             dist.all_reduce(times, dist.ReduceOp.MAX, group=self._process_group)

@@ -24,7 +24,6 @@ class CommState:
         several_at_once: True if several buckets may be under way at a time.
         args: the arguments of this average's launches; None until `agree_args`.
         weight: the weight of this rank in the next average; None means 1.
-        joining: True if `join()` sets the weights.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool) -> None:
@@ -37,7 +36,6 @@ class CommState:
         # Made from the hook and the weight: setting either of them resets it.
         self.args: LaunchArgs | None = None
         self.weight: GradientWeight | None = None
-        self.joining = False
         self._process_group = process_group
         # A gloo group to agree on weights, if the group takes no CPU tensors. Opened when needed.
         self._cpu_group: dist.ProcessGroup | None = None
@@ -45,10 +43,6 @@ class CommState:
     def set_overlap(self, overlap: bool) -> None:
         """Launches buckets during backward from now on, or at its end."""
         self.overlap = overlap
-
-    def set_joining(self, joining: bool) -> None:
-        """Leaves the weights to `join()` while `joining` is True."""
-        self.joining = joining
 
     def set_hook(self, hook: CommHook, state: Any) -> None:
         """Uses this comm hook from now on.
@@ -69,7 +63,7 @@ class CommState:
         """
         if self._cpu_group is None and not takes_cpu_tensors(self._process_group):
             self._cpu_group = gloo_beside(self._process_group)
-        return GradientWeight.of(amount, self._cpu_group or self._process_group)
+        return GradientWeight(amount, self._cpu_group or self._process_group)
 
     def set_weight(self, weight: GradientWeight | None) -> None:
         """Sets the factor of this rank's gradients in the next average; None means 1."""
@@ -83,7 +77,8 @@ class CommState:
         weight = 1.0 if self.weight is None else self.weight.value()
         hook, factor = default_hooks.while_packing(self.hook, self.state)
         # With weight 0 the bucket writes zeros itself: gradients need only the division.
-        self.args = LaunchArgs(hook, self.state, weight, weight * factor or factor)
+        scale = factor if weight == 0 else weight * factor
+        self.args = LaunchArgs(hook, self.state, weight, scale)
         return self.args
 
     @contextmanager

@@ -19,19 +19,18 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ddp_from_scratch.autograd.hooks import ModuleHook
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
-from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
 
-class JoinableReducer(Joinable):
+class JoinableReducer(Joinable, JoinHook):
     """A Reducer that takes part in a `Join` context.
 
     In each step ranks with data and ranks without do the same, in this order:
 
     - report that they are there (torch's protocol): `notify` before a forward pass, or without data
-      `_Hook.main_hook`.
+      `main_hook`.
     - send buffers from the highest rank that has data, if the last step has averaged
       (`send_buffers`).
-    - agree on the number of ranks that average in this step (`agree`).
+    - agree on the number of ranks that average in this step.
     - all-reduce the buckets: in backward, or without data in `main_hook`, with a weight of zero.
 
     When no rank has data left, the highest rank of those that ended last gives its parameters and
@@ -53,7 +52,7 @@ class JoinableReducer(Joinable):
         """Returns the part of a rank without data; called by torch's `Join`."""
         self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         self._averaged = True
-        return _Hook(self)
+        return self
 
     @property
     def join_device(self) -> torch.device:
@@ -84,19 +83,33 @@ class JoinableReducer(Joinable):
         self.check_norms(1.0)
         self.send_buffers(has_data=True)
         # Weight 0 under no_sync(): the others need to know whether anybody averages in this step.
-        weight = self.agree(1.0 if sync else 0.0)
-        self.step(sync)
+        weight = self.reducer.comm.agree_weight(1.0 if sync else 0.0)
+        self._averaged = sync
         if sync:
             self.reducer.comm.set_weight(None if self.by_initial_world_size else weight)
+
+    def main_hook(self) -> None:
+        """Takes part in one step of the other ranks, without data."""
+        self.check_norms(0.0)
+        self.send_buffers(has_data=False)
+        nothing = self.reducer.comm.agree_weight(0.0)
+        # Zero if all others are under no_sync(): they accumulate and launch no bucket.
+        self._averaged = nothing.total() != 0
+        if self._averaged:
+            self.reducer.set_joining(True)
+            self.reducer.contribute_nothing(nothing)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Ends the context: no rank has data left."""
+        reducer = self.reducer
+        self.last_rank = self.agree_on_rank(is_last_joiner)
+        broadcast_parameters(reducer.module, self.last_rank, reducer.process_group, reducer.ignore)
+        self.end()
 
     def send_buffers(self, has_data: bool) -> None:
         """Sends the buffers of a rank with data to all, if the last step averaged. Collective."""
         if self._averaged and self.reducer.buffer_sync.will_send():
             self.reducer.buffer_sync.in_join(self.agree_on_rank(has_data))
-
-    def step(self, averages: bool) -> None:
-        """Records that a step begins; `averages` is True if any rank averages in it."""
-        self._averaged = averages
 
     def end(self) -> None:
         """Leaves the context. Idempotent."""
@@ -106,10 +119,6 @@ class JoinableReducer(Joinable):
         self._join_config = self._outside
         self.reducer.set_joining(False)
 
-    def agree(self, amount: float) -> GradientWeight:
-        """Agrees on this rank's part among the ranks that average in this step. Collective."""
-        return self.reducer.comm.agree_weight(amount)
-
     def check_norms(self, amount: float) -> None:
         """Raises, on every rank, if batch norm would wait for a rank without data. Collective.
 
@@ -118,7 +127,8 @@ class JoinableReducer(Joinable):
         """
         if not self.reducer.checks.has_sync_batch_norm():
             return
-        if self.agree(amount).total() < dist.get_world_size(self.reducer.process_group):
+        with_data = self.reducer.comm.agree_weight(amount).total()
+        if with_data < dist.get_world_size(self.reducer.process_group):
             raise RuntimeError(
                 "a rank has run out of data inside join(), and synchronised batch norm needs all "
                 "ranks in every forward pass: give all ranks as many batches"
@@ -130,30 +140,6 @@ class JoinableReducer(Joinable):
         highest = torch.tensor([rank], device=self.join_device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.reducer.process_group)
         return int(highest.item())
-
-
-class _Hook(JoinHook):
-    def __init__(self, joinable: JoinableReducer) -> None:
-        self.joinable = joinable
-
-    def main_hook(self) -> None:
-        """Takes part in one step of the other ranks."""
-        self.joinable.check_norms(0.0)
-        self.joinable.send_buffers(has_data=False)
-        nothing = self.joinable.agree(0.0)
-        # Zero if all others are under no_sync(): they accumulate and launch no bucket.
-        averages = nothing.total() != 0
-        self.joinable.step(averages)
-        if averages:
-            self.joinable.reducer.set_joining(True)
-            self.joinable.reducer.contribute_nothing(nothing)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Ends the context: no rank has data left."""
-        src = self.joinable.last_rank = self.joinable.agree_on_rank(is_last_joiner)
-        reducer = self.joinable.reducer
-        broadcast_parameters(reducer.module, src, reducer.process_group, reducer.ignore)
-        self.joinable.end()
 
 
 @contextmanager

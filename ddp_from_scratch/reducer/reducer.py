@@ -82,6 +82,7 @@ class Reducer:
         module, process_group, ignore: as given.
         device: the device of the parameters.
         sync: True if backward passes average. `no_sync()` sets it to False and back.
+        joining: True inside `join()`, which sets the weights.
         iteration: the number of averages so far.
         comm: the comm hook, and this rank's weight.
         checks: checks of forward passes, steps and gradients.
@@ -123,7 +124,7 @@ class Reducer:
         self._buckets = BucketList(module, trainable, process_group, caps, gradient_as_bucket_view)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
-        self.sync, self.iteration = True, 0
+        self.sync, self.joining, self.iteration = True, False, 0
         self.ignore = frozenset(ignore)
         self.comm = CommState(process_group, overlap)
         self._pass = BackwardPass(
@@ -152,7 +153,7 @@ class Reducer:
         # Observers are called in this order: buffers and layout first, comparisons last. An option
         # that is off adds none, so it costs nothing.
         self._observers: list[Observer] = []
-        self.buffer_sync = BufferSync(module, process_group, broadcast_buffers, ignore)
+        self.buffer_sync = BufferSync(module, process_group, ignore)
         self.set_broadcast_buffers(broadcast_buffers)
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
         self._tuning: BucketTuning | None = None
@@ -241,7 +242,7 @@ class Reducer:
             RuntimeError: inside `join()`; or, on every rank, the amounts differ and the module has
                 synchronised batch norm.
         """
-        if self.comm.joining:
+        if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
         weight = self.comm.agree_weight(amount)
         self.checks.check_weight(weight)
@@ -312,8 +313,8 @@ class Reducer:
                 # Not raised yet: other ranks count on this rank's other buckets.
                 self._error = self.checks.second_gradient(index)
                 return
-            if bucket.packs_early:
-                bucket.pack_one(index, (self.comm.args or self.comm.agree_args()).scale)
+            if bucket.early is not None:
+                bucket.early.pack_one(index, (self.comm.args or self.comm.agree_args()).scale)
             if bucket.mark_ready(index) and self._may_launch_early():
                 self._launch_full_buckets()
 
@@ -334,8 +335,7 @@ class Reducer:
         # collectives in the same order. Two kinds of ours have no fixed place among them: those of
         # a hook that starts several, and those of a bucket that is full earlier on one rank, since
         # parameters are unused there.
-        varies = self._pass.used is not None and self._pass.used.may_be_unused
-        if varies or not self.comm.several_at_once:
+        if self._pass.may_be_unused or not self.comm.several_at_once:
             return self.comm.overlap and not self.checks.layers_communicate()
         return self.comm.overlap
 
@@ -371,7 +371,7 @@ class Reducer:
         """
         if not self._pass.end():
             return
-        if self._pass.used is not None and self._pass.used.may_be_unused:
+        if self._pass.may_be_unused:
             self._buckets.mark_rest_unused()
         if self._next_bucket < len(self._buckets.all):
             self._launch_full_buckets()
@@ -417,7 +417,7 @@ class Reducer:
 
     def set_joining(self, joining: bool) -> None:
         """Leaves weights and buffers to `join()` while `joining` is True."""
-        self.comm.set_joining(joining)
+        self.joining = joining
         self.buffer_sync.set_joining(joining)
 
     def contribute_nothing(self, weight: GradientWeight) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.buckets.layout import Gradient, assign_buckets
+from ddp_from_scratch.buckets.memory import split_like
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
 from ddp_from_scratch.group import check_group, on_gpu_of
 
@@ -107,27 +108,22 @@ def check_same_model(
 
 def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
     """Describes each parameter and buffer in one line, in order."""
-    lines = []
     sparse = sparse_parameters(module)
-    for name, parameter in module.named_parameters():
-        if name in ignore:
-            continue
-        if torch.nn.parameter.is_lazy(parameter):
-            lines.append(f"parameter {name}{_LAZY}")
-            continue
-        lines.append(
-            f"parameter {name}: shape {tuple(parameter.shape)}, strides {parameter.stride()}, "
-            f"{parameter.dtype}, requires_grad={parameter.requires_grad}"
-            f"{', sparse gradient' if id(parameter) in sparse else ''}"
+
+    def line(kind: str, name: str, tensor: torch.Tensor) -> str:
+        if torch.nn.parameter.is_lazy(tensor):
+            return f"{kind} {name}{_LAZY}"
+        shape = f"{kind} {name}: shape {tuple(tensor.shape)}"
+        if kind == "buffer":
+            return f"{shape}, {tensor.dtype}"
+        return (
+            f"{shape}, strides {tensor.stride()}, {tensor.dtype}, "
+            f"requires_grad={tensor.requires_grad}"
+            f"{', sparse gradient' if id(tensor) in sparse else ''}"
         )
-    for name, buffer in module.named_buffers():
-        if name in ignore:
-            continue
-        if torch.nn.parameter.is_lazy(buffer):
-            lines.append(f"buffer {name}{_LAZY}")
-            continue
-        lines.append(f"buffer {name}: shape {tuple(buffer.shape)}, {buffer.dtype}")
-    return lines
+
+    found = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
+    return [line(k, n, t) for k, named in found.items() for n, t in named if n not in ignore]
 
 
 def _first_difference(zero: list[str], other: list[str], rank: int) -> str:
@@ -189,9 +185,8 @@ def send_tensors(
         _pass_on(wire, dist.isend, children, process_group)
         if parent is not None:
             # The root has these values already. Copied in place: tensors keep storage and strides.
-            sizes = [tensor.numel() for tensor in members]
-            for tensor, values in zip(members, flat.split(sizes), strict=True):
-                tensor.copy_(values.view(tensor.shape))
+            for tensor, values in zip(members, split_like(flat, members), strict=True):
+                tensor.copy_(values)
 
 
 def _pass_on(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
+from ddp_from_scratch.buckets.memory import split_like
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import messages, send_tensors
@@ -47,7 +48,6 @@ class BufferSync(Observer):
 
     Args:
         module: the owner of the buffers; they are looked up again each time.
-        enabled: False sends none.
         ignore: names of buffers that are left alone.
 
     Attributes:
@@ -58,11 +58,10 @@ class BufferSync(Observer):
         self,
         module: torch.nn.Module,
         process_group: dist.ProcessGroup | None,
-        enabled: bool,
         ignore: Collection[str],
     ) -> None:
         self._module, self._process_group, self._ignore = module, process_group, ignore
-        self.enabled = enabled
+        self.enabled = False
         self.hook: BufferHook | None = None
         # Hooks are called in the first forward pass after an average, as torch calls them.
         self._hook_is_due = True
@@ -86,7 +85,7 @@ class BufferSync(Observer):
 
     def will_send(self) -> bool:
         """True if there are buffers to synchronise, with or without a hook."""
-        return self.enabled and any(True for _ in self._named())
+        return self.enabled and bool(self._named())
 
     # At the end of a backward pass --------------------------------------------------------------
 
@@ -104,7 +103,7 @@ class BufferSync(Observer):
     @torch.no_grad()
     def _launch(self, src: int) -> None:
         self._src = src
-        self._sent = [self._begin(some) for some in messages([b for _, b in self._named()])]
+        self._sent = [self._begin(some) for some in messages(list(self._named().values()))]
 
     def _begin(self, buffers: list[torch.Tensor]) -> _Message:
         if self._is_source():
@@ -123,9 +122,8 @@ class BufferSync(Observer):
         for message in sent:
             message.work.wait()
             if not self._is_source():
-                sizes = [buffer.numel() for buffer in message.buffers]
-                values = zip(message.buffers, message.flat.split(sizes), strict=True)
-                self._write([(buffer, v.view(buffer.shape)) for buffer, v in values])
+                values = split_like(message.flat, message.buffers)
+                self._write(list(zip(message.buffers, values, strict=True)))
         futures, self._futures = self._futures, []
         for future in futures:
             future.wait()
@@ -180,13 +178,13 @@ class BufferSync(Observer):
 
     def send(self, src: int, tensors: Sequence[torch.Tensor] | None = None) -> None:
         """Sends rank `src`'s buffers, or these tensors, to all; for hooks. Collective."""
-        buffers = [buffer for _, buffer in self._named()] if tensors is None else list(tensors)
+        buffers = list(self._named().values()) if tensors is None else tensors
         send_tensors(buffers, src, self._process_group)
 
-    def _named(self) -> Any:
-        return ((n, b) for n, b in self._module.named_buffers() if n not in self._ignore)
+    def _named(self) -> dict[str, torch.Tensor]:
+        return {n: b for n, b in self._module.named_buffers() if n not in self._ignore}
 
     def _run(self, hook: BufferHook) -> None:
-        futures = hook.call(hook.state, dict(self._named()))
+        futures = hook.call(hook.state, self._named())
         if futures is not None:
             self._futures += futures if isinstance(futures, list) else [futures]

@@ -162,21 +162,25 @@ def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: str) -> str:
-    device = _device(process_group)
     digest = 0 if held is None else int.from_bytes(held.digest(), "little", signed=True)
     # 8 bytes of digest fit one int64, so one small tensor is all that equal ranks exchange.
-    mine = torch.tensor([int(held is not None), digest], device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather(gathered, mine, group=process_group)
-    found = {digest for takes_part, digest in torch.stack(gathered).tolist() if takes_part}
+    everyone = gather_integers([int(held is not None), digest], process_group)
+    found = {digest for takes_part, digest in everyone if takes_part}
     if len(found) > 1:
         _find_difference(held, process_group, when)
     return "" if held is None else held.digest(held.of_parameters).hex()
 
 
-def _device(process_group: dist.ProcessGroup | None) -> torch.device:
+def gather_integers(
+    mine: Sequence[int], process_group: dist.ProcessGroup | None
+) -> list[list[int]]:
+    """Returns every rank's integers, as many from each, by rank. Collective."""
     # nccl takes no CPU tensors. gloo takes them even if the model is on a GPU.
-    return torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
+    device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
+    sent = torch.tensor(mine, device=device)
+    gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(gathered, sent, group=process_group)
+    return torch.stack(gathered).tolist()
 
 
 def _find_difference(

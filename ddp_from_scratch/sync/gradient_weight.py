@@ -14,45 +14,29 @@ class GradientWeight:
     The plain average of gradients times these factors is the average weighted by amounts. Ranks
     agree on the sum while the forward pass runs. Equal amounts make every factor 1.
 
+    Construction starts to agree on the sum. Collective: every rank gives its own amount.
+
     Args:
         amount: this rank's number of samples or tokens.
-        sums: of all ranks' amounts and of their squares, float64, (2,), once `work` has ended.
-        work: the all-reduce of `sums`.
-        process_group: the ranks that take part.
+        process_group: the ranks that take part; must take CPU tensors.
+
+    Raises:
+        ValueError: `amount` is negative or not finite.
     """
 
-    def __init__(
-        self,
-        amount: float,
-        sums: torch.Tensor,
-        work: dist.Work,
-        process_group: dist.ProcessGroup | None,
-    ) -> None:
-        self._amount, self._sums, self._work = amount, sums, work
-        self._world_size = dist.get_world_size(process_group)
-        # `sums` as numbers, so that the all-reduce is waited for once.
-        self._agreed: tuple[float, float] | None = None
-
-    @classmethod
-    def of(cls, amount: float, process_group: dist.ProcessGroup | None) -> "GradientWeight":
-        """Starts to agree on the sum of all amounts. Collective: every rank gives its own.
-
-        Args:
-            amount: this rank's.
-            process_group: must take CPU tensors.
-
-        Raises:
-            ValueError: `amount` is negative or not finite.
-        """
+    def __init__(self, amount: float, process_group: dist.ProcessGroup | None) -> None:
         right = 0 <= amount < math.inf
         # A wrong amount is sent as nan before this rank raises, or the others would wait for it.
         mine = [amount, amount**2] if right else [math.nan] * 2
         # On the CPU: reading the sum from a GPU would wait for all its earlier work.
-        sums = torch.tensor(mine, dtype=torch.float64)
-        work = dist.all_reduce(sums, group=process_group, async_op=True)
+        self._sums = torch.tensor(mine, dtype=torch.float64)
+        work = dist.all_reduce(self._sums, group=process_group, async_op=True)
         if not right:
             raise ValueError(f"a weight must be 0 or more, and finite, got {amount}")
-        return cls(amount, sums, of_member(work), process_group)
+        self._amount, self._work = amount, of_member(work)
+        self._world_size = dist.get_world_size(process_group)
+        # `_sums` as numbers, so that the all-reduce is waited for once.
+        self._agreed: tuple[float, float] | None = None
 
     def _agree(self) -> tuple[float, float]:
         if self._agreed is None:

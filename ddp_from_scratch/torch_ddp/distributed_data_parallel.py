@@ -25,15 +25,10 @@ from ddp_from_scratch.reducer.join import JoinableReducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.buffer_sync import BufferHook, BufferSync
 from ddp_from_scratch.torch_ddp import arguments
+from ddp_from_scratch.torch_ddp import mixed_precision as precision
 from ddp_from_scratch.torch_ddp.delayed_reduction import DelayedReduction
 from ddp_from_scratch.torch_ddp.inputs import moved
 from ddp_from_scratch.torch_ddp.logging_data import wrapper_data
-from ddp_from_scratch.torch_ddp.mixed_precision import (
-    call_in,
-    cast_buffers,
-    check_castable,
-    hook_for,
-)
 from ddp_from_scratch.torch_ddp.nominal_subclass import derives_in_name_alone
 from ddp_from_scratch.torch_ddp.private_api import TorchInternals, WrappedReducer
 
@@ -158,15 +153,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         # Its name if it is one of `dist.BuiltinCommHookType`, for the logging data.
         self._builtin_hook: str | None = None
         if mixed_precision is not None:
-            check_castable(module, self.parameters_to_ignore)
-            cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
+            precision.check_castable(module, self.parameters_to_ignore)
+            precision.cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
         self.delayed: DelayedReduction | None = None
         if param_to_hook_all_reduce is not None:
-            self.delayed = DelayedReduction(
-                [parameter for _, parameter in delayed],
-                param_to_hook_all_reduce,
-                self._group,
-            )
+            members = [parameter for _, parameter in delayed]
+            self.delayed = DelayedReduction(members, param_to_hook_all_reduce, self._group)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build()
 
@@ -181,7 +173,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.buffer_sync.set_hook(buffer_hook)
         self._joinable = JoinableReducer(self.reducer)
         if self.mixed_precision is not None:
-            hook = hook_for(self.mixed_precision)
+            hook = precision.hook_for(self.mixed_precision)
             if hook is not None:
                 self.reducer.register_comm_hook(self._group, hook)
 
@@ -205,7 +197,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if dtype is None:
             output = self.module(*inputs, **kwargs)
         else:
-            output = call_in(dtype, self.module, inputs, kwargs, self.parameters_to_ignore)
+            ignore = self.parameters_to_ignore
+            output = precision.call_in(dtype, self.module, inputs, kwargs, ignore)
         if trains:
             self.buffer_sync.after_forward(self.reducer.sync)
         return output

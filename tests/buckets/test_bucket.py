@@ -381,8 +381,8 @@ def test_a_gradient_that_comes_after_all_is_packed():
 
 def arrive(bucket, index, scale):
     """As the Reducer does with each gradient."""
-    if bucket.packs_early:
-        bucket.pack_one(index, scale)
+    if bucket.early is not None:
+        bucket.early.pack_one(index, scale)
     bucket.mark_ready(index)
 
 

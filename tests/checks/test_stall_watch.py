@@ -203,7 +203,7 @@ def test_a_gpu_that_waits_behind_the_host():
     host = Progress(2, None, "0 of 3 gradients have arrived, bucket 0 waits for c")
     event = Event()
     flying = deque([(1, 0, event)])
-    watcher = stall_watch._Watcher(1.0, lambda: lambda: host, flying, "", 0, 1, threading.Event())
+    watcher = stall_watch._Watcher(1.0, lambda: lambda: host, flying, "", 0, 1)
     told = f"all gradients of step 1 have arrived, and since then {host.text}"
     first = watcher._look(None)
     assert first == Progress(1, "bucket 0", told)

@@ -112,7 +112,7 @@ def agreed_beside_gpus(world):
         assert not takes_cpu_tensors(on_gpus)
         beside = gloo_beside(on_gpus)
     assert dist.get_backend(beside) == "gloo"
-    shares = [GradientWeight.of(world.rank + 1.0, beside), GradientWeight.of(0.1, beside)]
+    shares = [GradientWeight(world.rank + 1.0, beside), GradientWeight(0.1, beside)]
     total = world.world_size * (world.world_size + 1) / 2
     assert [share.total() for share in shares] == [total, pytest.approx(0.1 * world.world_size)]
     assert [share.all_equal() for share in shares] == [False, True]
