@@ -67,13 +67,11 @@ ALONE = Placement(0, 1, 0, 1, 0, "none")
 
 
 def launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """The launcher of this process: "torchrun", "mpirun", "srun" or "none".
-
-    mpirun inside a Slurm job leaves both launchers' variables behind; srun set its own for the
-    daemon that mpirun started, not for us, so mpirun's come first.
-    """
+    """The launcher of this process: "torchrun", "mpirun", "srun" or "none"."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "torchrun"
+    # mpirun before srun: inside a Slurm job both launchers' variables are there, and srun set its
+    # own for the daemon that mpirun started, not for this process.
     step_size = environ.get("SLURM_STEP_NUM_TASKS")
     if "OMPI_COMM_WORLD_RANK" in environ or environ.get("PMI_SIZE", step_size) != step_size:
         return "mpirun"
@@ -86,10 +84,8 @@ def started_here(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def reports_errors(environ: Mapping[str, str] = os.environ) -> bool:
-    """True for the first rank of each machine, and without a launcher.
-
-    Before ranks can agree on who reports an error, that one does: most often all have the same.
-    """
+    """True for the first rank of each machine, and without a launcher."""
+    # Needed before ranks can agree on who reports an error: most often all have the same one.
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     return next((environ[name] for name in names if name in environ), "0") == "0"
 
@@ -129,7 +125,7 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
 
 
 def started(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The number of processes that the launcher has started; None where it does not say."""
+    """The number of processes that the launcher has started; None if unknown."""
     names = {
         "torchrun": ("WORLD_SIZE",),
         "srun": ("SLURM_STEP_NUM_TASKS",),
@@ -140,7 +136,7 @@ def started(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """A launcher's variable.
+    """Reads a launcher's variable.
 
     Raises:
         UsageError: it is missing or is not a number.
@@ -165,6 +161,7 @@ def slurm_tasks_per_node(text: str) -> list[int]:
 
 def slurm_first_host(nodes: str) -> str:
     """The first host of Slurm's "gpu[03-05,9],login": gpu03."""
+    # A comma ends the first name, except inside brackets.
     first = re.match(r"(?:[^,\[\]]|\[\d[^\]]*\])+", nodes)
     if first is None:
         raise UsageError(f"cannot read SLURM_STEP_NODELIST={nodes!r}: set MASTER_ADDR instead")
@@ -182,7 +179,8 @@ def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
             f"--nproc must be a number of processes, or one for each machine such as 8,2; "
             f"got {text!r}"
         )
-    counts = tuple(int(part[:9]) for part in text.split(","))  # enough digits to be too many
+    # Nine digits are enough to be too many, and Python refuses to convert thousands of them.
+    counts = tuple(int(part[:9]) for part in text.split(","))
     if max(counts) > MOST_HERE:
         raise UsageError(f"--nproc must be at most {MOST_HERE:,} for a machine, got {text[:40]}")
     if not 0 <= node_rank < len(counts):
@@ -193,11 +191,8 @@ def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
 
 
 def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, str]]:
-    """The variables that torchrun would set for each process of one machine.
-
-    Its first rank is the sum of the earlier machines' counts: with counts 8,2 machine 1 holds
-    ranks 8 and 9.
-    """
+    """The variables that torchrun would set for each process of one machine."""
+    # With counts 8,2 machine 1 holds ranks 8 and 9.
     first = sum(counts[:node_rank])
     return [
         {
@@ -214,9 +209,6 @@ def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, s
 def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """`mpirun -n NPROC COMMAND`, and variables for it that yield to the user's own.
 
-    Open MPI is set to use shared memory alone, so that the ranks open no port, and to allow more
-    ranks than cores; and to allow root where this process is root already.
-
     Raises:
         UsageError: there is no mpirun.
     """
@@ -229,11 +221,15 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
             "install your system's MPI"
         )
     defaults = {
+        # Shared memory alone, so that the ranks open no port. Open MPI 5 calls vader sm, too, and
+        # 4 fails on that name.
         "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "self,vader",  # Open MPI 5 calls it sm, too, and 4 fails on that name
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
+        "OMPI_MCA_btl": "self,vader",
+        # More ranks than cores, in Open MPI 5 and in 4.
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
+    # Open MPI refuses root without both; this process is root already.
     if os.getuid() == 0:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return [mpirun, "-n", str(nproc), *command], defaults

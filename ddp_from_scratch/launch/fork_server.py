@@ -33,6 +33,8 @@ OPTIMIZERS = "torch._dynamo"
 
 _PATIENCE_S = 0.5  # for a server to end by itself
 
+# The server imports this package from where the caller did, and then forgets the path: a rank
+# has the one that its own command would have.
 _PACKAGES = str(Path(__file__).parents[2])
 _SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from {} import serve; serve()"
 
@@ -60,6 +62,7 @@ class ForkServer:
     def __init__(self, preload: Sequence[str] = (OPTIMIZERS,)) -> None:
         self._connection, theirs = Pipe()
         self._ranks: list[ForkedRank] = []
+        # `with`: while a copy of its end is open here, the server's death is no end of file.
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -68,24 +71,26 @@ class ForkServer:
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                # The terminal's Ctrl-C is the supervisor's to pass on.
                 start_new_session=True,
             )
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> "ForkedRank":
-        """Asks for a rank. Returns before it runs, or the server has finished its imports."""
+        """Asks for a rank. Does not wait for it, nor for the server's imports."""
         rank = ForkedRank(self)
-        with suppress(OSError):  # a server that has ended: every rank's exit code says so
+        # A server that has ended is noticed in `receive`, as every rank's exit code.
+        with suppress(OSError):
             self._connection.send((len(self._ranks), list(command), dict(environ)))
         self._ranks.append(rank)
         return rank
 
     def receive(self, timeout: float | None = 0.0) -> None:
-        """Takes in all that the server has reported, once it has or `timeout` seconds are over."""
+        """Takes in the server's reports. Waits up to `timeout` seconds for the first."""
         try:
             while self._connection.poll(timeout):
                 index, pid, code = self._connection.recv()
                 self._ranks[index].update(pid, code)
-                timeout = 0.0
+                timeout = 0.0  # the others have arrived already, or are not waited for
         except (EOFError, OSError):
             # Ranks end with their server. It ends before them where it is killed or cannot import.
             code = self._process.wait() or -signal.SIGKILL
@@ -121,7 +126,7 @@ class ForkedRank:
         self.returncode: int | None = None
 
     def update(self, pid: int | None, code: int | None) -> None:
-        """Notes what the server has reported. The first exit code stays."""
+        """Takes the server's report. The first exit code stays."""
         self.pid = pid
         if self.returncode is None:
             self.returncode = code
@@ -139,10 +144,11 @@ class ForkedRank:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal. Before it has been forked any signal ends it, and the server with it."""
+        """Sends a signal; any signal ends a rank that is not forked yet, and its server."""
         if self.poll() is not None:
             return
         if self.pid is None:
+            # The server would still fork it: there is no way to take the request back.
             self._server.kill()
             self.returncode = -number
         else:
@@ -156,7 +162,9 @@ def serve() -> None:
     """Forks a rank for each command that comes, until the caller is gone; runs it in the rank."""
     path, file, caller, *preload = sys.argv[1:]
     connection = Connection(int(file))
+    # A rank that is executed, not run in the fork, must not get it.
     os.set_inheritable(connection.fileno(), False)
+    # Before the imports, which take seconds.
     die_with(int(caller))
     for name in ("torch", *preload):
         import_module(name)
@@ -168,7 +176,7 @@ def serve() -> None:
 
 
 def _serve(connection: Connection) -> list[str]:
-    """Returns in each rank, with its command. Does not return in the server."""
+    """Forks ranks. Returns in each of them, with its command, and never in the server."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
     running: dict[int, tuple[int, int]] = {}  # by pidfd: the caller's index and the process id
@@ -192,6 +200,7 @@ def _serve(connection: Connection) -> list[str]:
             server = os.getpid()
             pid = os.fork()
             if pid == 0:
+                # The server's alone: a copy here would keep the caller from seeing its end.
                 connection.close()
                 for other in running:
                     os.close(other)
@@ -252,6 +261,7 @@ def _run(command: list[str]) -> None:
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
+    # A new module: the server's own `__main__` has names that are not the command's.
     main = sys.modules["__main__"] = ModuleType("__main__")
     if kind == "-c":
         sys.argv = ["-c", *rest[1:]]
@@ -266,7 +276,7 @@ def _run(command: list[str]) -> None:
 def _print_traceback(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Without the frames of the server, which begin every traceback here."""
+    """Prints a traceback without the server's frames, with which each one begins here."""
     while traceback is not None and traceback.tb_frame.f_code is not _run.__code__:
         traceback = traceback.tb_next
     traceback = traceback and traceback.tb_next

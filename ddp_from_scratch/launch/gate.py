@@ -1,13 +1,12 @@
-"""Connections between machines whose two ends know the job's secret, or nothing gets through.
+"""Joins machines by connections whose two ends know the job's secret; no others get through.
 
 Machine 0 keeps its store on loopback and opens a gate on the address that the others are given:
 
     rank -> loopback -> its machine's parent  ==>  gate -> loopback -> store
                                             proof
 
-A connection begins with a challenge and a response in both directions (HMAC-SHA256 over two random
-numbers, so that what was heard once cannot be used again). What follows is neither encrypted nor
-signed.
+A connection begins with a challenge and a response in both directions (HMAC-SHA256). The rest of
+it is neither encrypted nor signed.
 """
 
 import hashlib
@@ -23,10 +22,10 @@ _GREETING = b"ddp_from_scratch rendezvous 1\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
-# Seconds for somebody who has connected to prove that he may.
+# Seconds for a visitor's proof.
 _PATIENCE_S = 10.0
 
-# Seconds until the next are let in, after one could not be.
+# Seconds from a failed `accept` to the next.
 _PAUSE_S = 0.2
 
 
@@ -35,7 +34,7 @@ class StrangerError(Exception):
 
 
 def prove(connection: socket.socket, secret: bytes, end: float) -> None:
-    """On the side that has connected: shows machine 0 that it knows the secret, and has it shown.
+    """Proves to machine 0 that this side knows the secret, and has machine 0 prove it, too.
 
     Args:
         connection: to the gate.
@@ -66,11 +65,11 @@ def prove(connection: socket.socket, secret: bytes, end: float) -> None:
 
 
 def check(connection: socket.socket, secret: bytes) -> None:
-    """On machine 0's side: as `prove`.
+    """The counterpart of `prove`, on machine 0.
 
     Raises:
-        StrangerError: whoever has connected does not know the secret.
-        OSError: he has hung up, or takes too long.
+        StrangerError: the visitor does not know the secret.
+        OSError: the visitor has hung up, or takes too long.
     """
     end = time.monotonic() + _PATIENCE_S
     if _receive(connection, len(_GREETING), end) != _GREETING:
@@ -81,23 +80,26 @@ def check(connection: socket.socket, secret: bytes) -> None:
     proof = _receive(connection, _PROOF_BYTES, end)
     if not hmac.compare_digest(proof, _proof(secret, b"machine", both)):
         raise StrangerError("it does not know the secret")
+    # Only now: a stranger gets no proof to work on.
     connection.sendall(_proof(secret, b"machine 0", both))
     connection.settimeout(None)
 
 
 def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
-    """From now on, in threads: joins each connection that comes with the one that `onward` opens.
+    """Joins each visitor's connection, in threads, with the one that `onward` opens for it.
 
     Args:
-        listener: where they come; until it is closed.
-        onward: given the one that has come, opens the other, or raises OSError or StrangerError.
+        listener: accepts visitors until it is closed.
+        onward: opens the other connection, or raises OSError or StrangerError.
     """
 
     def accept() -> None:
         while listener.fileno() >= 0:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # it was closed; or too many files are open, a visitor has gone again
+            except OSError:
+                # Closed, which the loop notices. Or too many files are open, or the visitor has
+                # gone again: the pause keeps such errors from taking a core.
                 time.sleep(_PAUSE_S)
                 continue
             _start(_join, connection, onward)
@@ -113,19 +115,21 @@ def _join(connection: socket.socket, onward: Callable[[socket.socket], socket.so
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
-    """Until one of them ends; then both."""
+    """Copies bytes until one end closes, then closes both."""
     with suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)
+    # Not `close`: the other direction's thread waits in `recv` on one of them, and this wakes it.
     for end in (source, target):
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
 
 
 def _receive(connection: socket.socket, count: int, end: float) -> bytes:
-    """So many bytes, or fewer where the other end hung up."""
+    """Receives `count` bytes, or fewer where the other end hung up."""
     received = b""
     while len(received) < count:
+        # A timeout of 0 would mean not to wait at all, and a negative one is refused.
         connection.settimeout(max(end - time.monotonic(), 0.01))
         data = connection.recv(count - len(received))
         if not data:
@@ -135,6 +139,8 @@ def _receive(connection: socket.socket, count: int, end: float) -> bytes:
 
 
 def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
+    # Over both ends' random numbers: a proof that was heard once is of no use later. With the name
+    # of its side: one that is sent back is not the other side's.
     return hmac.digest(secret, who + b"\0" + nonces, hashlib.sha256)
 
 

@@ -11,20 +11,20 @@ from ddp_from_scratch.launch.environment import MACHINE_0, Placement
 
 
 def choose_interface(placement: Placement) -> None:
-    """Keeps one machine's traffic on loopback, and several machines' on the way to the master.
-
-    gloo would take the interface that the host's name resolves to, nccl the first: on one machine a
-    port open to others, on several often the wrong one.
-    """
+    """Keeps one machine's traffic on loopback, and several machines' on the way to the master."""
+    # gloo would take the interface that the host's name resolves to, nccl the first: on one machine
+    # a port open to others, on several often the wrong one.
     names = [name for _, name in socket.if_nameindex()]
     if placement.one_machine:
         loopback = _loopback(names)
         if loopback is not None:
+            # Ranks whose user chose another interface can do without loopback.
             if "GLOO_SOCKET_IFNAME" not in os.environ:
                 require_loopback()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
+        # With `start_ranks`, MASTER_ADDR is loopback, where this machine's parent passes on.
         master = os.environ.get(MACHINE_0, os.environ["MASTER_ADDR"])
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -45,10 +45,10 @@ def _loopback(names: list[str]) -> str | None:
 
 
 def require_loopback() -> None:
-    """Raises where a machine's own interface is down, as in a new network namespace. Linux only.
+    """Requires a loopback interface that is up, for ranks of one machine and mpirun. Linux only.
 
     Raises:
-        UsageError: it is; ranks of one machine, and mpirun, speak through it.
+        UsageError: it is down, as in a new network namespace.
     """
     siocgifflags, iff_up = 0x8913, 1
     name = _loopback([name for _, name in socket.if_nameindex()])

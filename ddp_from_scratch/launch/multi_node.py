@@ -34,10 +34,7 @@ _LAST_WORD_S = 2.0
 
 
 class Machines:
-    """Messages between the parents on several machines, through a store on machine 0.
-
-    A thread does the talking: a call to a store on a machine that is gone does not return, and
-    whoever waits in it hears no signal.
+    """Messages between the supervisors of several machines, through a store on machine 0.
 
     Args:
         counts: number of ranks on each machine.
@@ -70,20 +67,26 @@ class Machines:
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         self._agree(",".join(str(count) for count in counts))
+        # No lock: the supervisor alone sets `_last_word` and `_leaving`, the thread the others.
         self._failure: str | None = None  # of another machine, or the end of machine 0
         self._last_word: str | None = None  # of this one
         self._leaving = self._may_leave = False
         self._answered = time.monotonic()
-        self._beats: dict[int, tuple[int, float]] = {}  # of each machine: how many, when the last
-        self._wake, self._told, self._closed = (threading.Event() for _ in range(3))
+        # Of each machine: how many, and when the last came by this machine's clock.
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._wake, self._delivered, self._closed = (threading.Event() for _ in range(3))
+        # A thread does the talking: a call to a store on a machine that is gone does not return,
+        # and the main thread, waiting in it, would hear no signal.
         self._thread = threading.Thread(target=self._talk, daemon=True)
         self._thread.start()
 
-    # The way to the store: each returns the port on loopback where it is to be found --------------
+    # Opening the store, or a way to it: both return its port on this machine's loopback -----------
 
     def _open(self, addr: str, port: int) -> int:
+        # First, since it may fail: only then is a new secret printed.
         self._listeners = _listen(addr, port)
         secret = _secret_or_new(addr, port)
+        # On loopback: from outside the store is reached through the gate alone.
         inside = socket.create_server(("127.0.0.1", 0))
         local: int = inside.getsockname()[1]
         self._store = dist.TCPStore(
@@ -137,33 +140,35 @@ class Machines:
             self._store.set("counts", counts)
         first = self._store.get("counts").decode()
         if counts != first:
+            # Else the others would wait for this machine's ranks until their timeout.
             self._set_failure(f"--nproc is {counts} there and {first} on machine 0")
             raise UsageError(f"--nproc is {counts} here and {first} on machine 0: it must be equal")
 
-    # What the supervisor asks; nothing here waits for another machine -----------------------------
+    # The supervisor's questions and messages; none waits for another machine ----------------------
 
     def tell_failure(self, text: str) -> None:
-        """Tells the other machines that this one has stopped, and why; gives up in a moment."""
+        """Sends the other machines the reason why this one has stopped; gives up in a moment."""
         self._last_word = text
         self._wake.set()
-        self._told.wait(_LAST_WORD_S)
+        self._delivered.wait(_LAST_WORD_S)
 
     def failure(self) -> str | None:
-        """The reason that another machine gave, or that it has gone; None while all is well."""
+        """The reason why another machine has stopped or is gone; None while all is well."""
+        # Here and not in the thread, which may be waiting for machine 0 itself.
         silence = time.monotonic() - self._answered
         if self._failure is None and silence > self._timeout:
             return _lost(0, silence)
         return self._failure
 
     def may_leave(self) -> bool:
-        """After this machine's last rank: machine 0 stays until no other needs its store."""
+        """Announces that this machine's ranks have ended; True once its supervisor may, too."""
         if not self._leaving:
             self._leaving = True
             self._wake.set()
         return self._may_leave
 
     def close(self) -> None:
-        """Ends the talking. Idempotent."""
+        """Ends the thread and the connections. Idempotent."""
         self._closed.set()
         self._wake.set()
         self._thread.join(_LAST_WORD_S)
@@ -181,17 +186,19 @@ class Machines:
             try:
                 if self._last_word is not None:
                     self._set_failure(self._last_word)
-                    self._told.set()
+                    self._delivered.set()
                 if self._leaving and not left:
+                    # The sum keeps machine 0's store open, the other excuses this one's silence.
                     self._store.add("left", 1)
                     self._store.add(f"left {self._node_rank}", 1)
                     left = True
                 self._listen_to_others()
             except RuntimeError:  # machine 0 has gone: after a failure, or once all may leave
                 self._failure, self._may_leave = "machine 0 no longer answers", self._leaving
-                self._told.set()
+                self._delivered.set()
                 return
             self._answered = time.monotonic()
+            # Machine 0 stays until no other needs its store.
             self._may_leave = left and (
                 self._node_rank > 0 or self._store.add("left", 0) >= self._nodes
             )
@@ -202,10 +209,12 @@ class Machines:
         self._store.add(f"alive {self._node_rank}", 1)
         if self._store.check(["failure"]):
             self._failure = self._store.get("failure").decode()
+        # Machine 0 watches the others; they notice its own end by a store that does not answer.
         for other in range(1, self._nodes) if self._node_rank == 0 else ():
             count, now = self._store.add(f"alive {other}", 0), time.monotonic()
             before, since = self._beats.get(other, (0, now))
             self._beats[other] = (before, since) if count == before else (count, now)
+            # A count of 0 is a machine that has not come yet, and whose silence means nothing.
             silence = now - self._beats[other][1]
             if count and silence > self._timeout and not self._store.add(f"left {other}", 0):
                 self._failure = _lost(other, silence)
@@ -222,10 +231,10 @@ def _lost(machine: int, silence: float) -> str:
 
 
 def _secret() -> bytes | None:
-    """The user's, if there is one.
+    """Reads the user's secret; None without one.
 
     Raises:
-        UsageError: it is too short to be one.
+        UsageError: it is too short.
     """
     secret = os.environ.get(SECRET)
     if secret is not None and len(secret) < _LEAST_SECRET:
@@ -237,7 +246,7 @@ def _secret() -> bytes | None:
 
 
 def _secret_or_new(addr: str, port: int) -> bytes:
-    """On machine 0: the user's, or a new one, which is printed for the others."""
+    """The user's secret, or a new one, which machine 0 prints for the others."""
     secret = _secret()
     if secret is None:
         made = secrets.token_hex(16)
@@ -252,20 +261,19 @@ def _secret_or_new(addr: str, port: int) -> bytes:
 
 
 def _listen(addr: str, port: int) -> list[socket.socket]:
-    """On machine 0: at this address and no other."""
+    """Listens on machine 0, at this address and no other."""
+    not_here = f"--master-addr must be an address of machine 0, which this is, got {addr}"
     try:
         found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
-        raise UsageError(
-            f"--master-addr must be an address of machine 0, which this is, got {addr}, an unknown "
-            f"name"
-        ) from None
+        raise UsageError(f"{not_here}, an unknown name") from None
     _require_reachable(addr, [str(address[0]) for *_, address in found])
     listeners = []
     for family, address in dict.fromkeys((family, address) for family, *_, address in found):
         try:
             listeners.append(socket.create_server(address, family=family))
         except OSError as error:
+            # Another machine's address, or one of a family that is off here: another may do.
             if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 continue
             problem = "is in use" if error.errno == errno.EADDRINUSE else "cannot be used"
@@ -274,14 +282,13 @@ def _listen(addr: str, port: int) -> list[socket.socket]:
                 f"machine"
             ) from error
     if not listeners:
-        raise UsageError(
-            f"--master-addr must be an address of machine 0, which this is, got {addr}"
-        )
+        raise UsageError(not_here)
     return listeners
 
 
 def _require_reachable(addr: str, found: Sequence[str]) -> None:
-    """Debian gives a machine's own name the address 127.0.1.1, which no other machine reaches."""
+    """Refuses a name that means loopback here without saying so."""
+    # Debian gives a machine's own name the address 127.0.1.1, which no other machine reaches.
     on_purpose = addr in found or "localhost" in addr
     if not on_purpose and all(ipaddress.ip_address(one).is_loopback for one in found):
         raise UsageError(
@@ -291,7 +298,7 @@ def _require_reachable(addr: str, found: Sequence[str]) -> None:
 
 
 def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> tuple[str, int]:
-    """On the other machines, which may be started before machine 0: its address that answers."""
+    """Waits for machine 0, which may be started last; returns the address that answers."""
     end = time.monotonic() + timeout
     while True:
         try:
@@ -301,6 +308,7 @@ def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> tuple[
                 host, port, *_ = there.getpeername()
                 return host, port
         except StrangerError as error:
+            # Something is there already, so waiting does not help.
             raise UsageError(
                 f"{addr}:{port} does not answer as machine 0 does: {error}. Check {SECRET}, "
                 f"--master-addr and --master-port"

@@ -1,6 +1,6 @@
 """Standard output and error, which may be full, or a pipe that nobody reads any more.
 
-What a run prints is not worth its end: it goes on, and says once that it cannot be heard.
+A run goes on without its output, and says so once.
 """
 
 import os
@@ -9,13 +9,12 @@ from typing import TextIO
 
 
 def replace_closed() -> None:
-    """Opens /dev/null for each standard stream that is closed (`>&-`).
-
-    Else the next socket or file would get its number, and with it what is printed.
-    """
+    """Opens /dev/null for each standard stream that is closed (`>&-`)."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, "r+")  # noqa: SIM115  # has the lowest number that is free
+            # It gets the lowest free number, so the stream's own. Else the next socket or file
+            # would, and with it all that is printed.
+            stream = open(os.devnull, "r+")  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
 
@@ -29,7 +28,7 @@ def write(text: str, stream: TextIO) -> None:
 
 
 def flush(stream: TextIO) -> None:
-    """Writes out what is buffered, or drops it where that fails."""
+    """Writes out the buffer, or drops it where that fails."""
     try:
         stream.flush()
     except OSError as error:
@@ -37,7 +36,8 @@ def flush(stream: TextIO) -> None:
 
 
 def give_up(stream: TextIO, error: OSError) -> None:
-    """Sends what is still buffered, and all that follows, to /dev/null."""
+    """Sends the buffer, and all that follows, to /dev/null."""
+    # Under the stream's number: Python's buffer goes there at the next flush, and fails no more.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

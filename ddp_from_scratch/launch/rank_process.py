@@ -21,11 +21,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Has the system kill this rank when the process that started it is gone. Linux only.
-
-    A no-op where no launcher waits for its ranks: one started by hand may outlive its shell.
-    """
+    """Has the system kill this rank when its launcher is gone. Linux only."""
     parent = os.environ.get(PARENT)
+    # Not where no launcher waits for its ranks: one started by hand may outlive its shell.
     launched = launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
     if not sys.platform.startswith("linux") or (parent is None and not launched):
         return
@@ -35,15 +33,14 @@ def die_with_parent() -> None:
 def die_with(parent: int) -> None:
     """Has the system kill this process when its parent is gone. Linux only."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before we asked
+    # Looked up after and not before: a parent that ended in between has sent no signal.
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def write_to_terminal() -> None:
-    """In a rank that `start_mpirun` started on a terminal: print there, not through mpirun.
-
-    mpirun holds a line back until it is whole, and a progress bar never is. A no-op elsewhere.
-    """
+    """Has a rank of `start_mpirun` print to its terminal directly. A no-op elsewhere."""
+    # mpirun holds a line back until it is whole, and a progress bar never is.
     for stream in (1, 2):
         path = os.environ.get(f"{TERMINAL}{stream}")
         if path is not None:
@@ -65,8 +62,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     any other exception   1     the traceback
     ====================  ====  ================================================================
 
-    A failing process ends without unwinding: MPI and gloo would wait in their destructors for
-    peers that wait for this one. The launcher sees the code and stops the others.
+    A failing process ends without unwinding.
     """
     try:
         code = main()
@@ -94,15 +90,18 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     output.flush(sys.stdout)
     if code:
         _remove_files()
+        # MPI and gloo would wait in their destructors for peers that wait for this one. The
+        # launcher sees the code and stops the others.
         os._exit(code)
     sys.exit(0)
 
 
+# Removed at every end of this process but a kill. `os._exit` calls no handler of atexit.
 _files: list[Path] = []
 
 
 def remove_at_exit(file: Path) -> None:
-    """Has a file removed when the process ends, also where it ends without unwinding."""
+    """Has a file removed when the process ends, also without unwinding."""
     if not _files:
         atexit.register(_remove_files)
     _files.append(file)
@@ -115,11 +114,9 @@ def _remove_files() -> None:
 
 
 def is_communication_error(error: Exception) -> bool:
-    """True for an error that says only that some peer has gone. That one has said why.
-
-    gloo's errors are plain RuntimeErrors that begin with the place in its source, but for one that
-    follows a timeout.
-    """
+    """True for an error that says only that some peer has gone. That one has said why."""
+    # gloo's errors are plain RuntimeErrors that begin with the place in its source, but for one
+    # that follows a timeout.
     said_by_gloo = r"\[[^]]*/gloo/|Gloo |Application timeout caused pair closure"
     if isinstance(error, RuntimeError) and re.match(said_by_gloo, str(error)):
         return True
@@ -158,7 +155,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _printable(text: str) -> str:
-    """One line, whatever the user's words have in them."""
+    """Makes one line of a text, whatever the user's words have in them."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

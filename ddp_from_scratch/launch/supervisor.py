@@ -2,7 +2,7 @@
 
 Used where no launcher is: `python run.py`, and one such command on each of several machines.
 
-What the user sends                            What the ranks get
+Event                                          Sent to the ranks
 ---------------------------------------------  -----------------------------------------------------
 Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP             SIGTERM: they finish a step, save, and end. Under
                                                mpirun SIGUSR1, all that it hands on in time
@@ -74,9 +74,8 @@ def start_ranks(
     forked from a process that has imported torch; any other command is executed.
 
     The first rank that fails ends all others, on every machine. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP
-    reach the ranks as SIGTERM (a Python that is still importing would answer SIGINT with a
-    traceback), and they stop together; a second Ctrl-C or SIGTERM kills them. SIGQUIT and SIGUSR2
-    end all ranks. SIGHUP that was ignored before (nohup) stays so.
+    reach the ranks as SIGTERM, and they stop together; a second Ctrl-C or SIGTERM kills them.
+    SIGQUIT and SIGUSR2 end all ranks. SIGHUP that was ignored before (nohup) stays so.
 
     Args:
         command: program and arguments; each rank gets torchrun's variables in its environment.
@@ -115,10 +114,8 @@ def start_ranks(
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     """Runs `mpirun -n NPROC COMMAND` on this machine and waits for it.
 
-    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach the ranks as SIGUSR1, which mpirun hands on and
-    otherwise ignores. SIGQUIT and SIGUSR2 end all ranks.
-    At any other signal Open MPI kills its ranks after 0.2 s, too early for them to have written a
-    checkpoint, and has no setting for that. A second Ctrl-C is such a signal, SIGTERM.
+    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach the ranks as SIGUSR1; a second Ctrl-C ends them, and
+    so do SIGQUIT and SIGUSR2.
 
     Returns:
         mpirun's exit code, which is that of the first rank that failed; 128 + N after signal N.
@@ -154,7 +151,8 @@ class _Watch:
     3. End what still runs.
     """
 
-    # What the ranks are sent at the first signal that stops them, at the second, and so on.
+    # Sent to the ranks at the first signal that stops them, at the second, and so on. Not SIGINT: a
+    # Python that is still importing would answer it with a traceback.
     ladder: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
 
     def __init__(
@@ -179,6 +177,7 @@ class _Watch:
         numbers = [*_STOPS, *_ENDS]
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
+        # Before the first rank, which no signal may leave behind.
         handlers = {number: signal.signal(number, self._remember) for number in numbers}
         try:
             # 1. Start
@@ -236,6 +235,7 @@ class _Watch:
                     return self._stopped()
             elif any(codes):
                 return self._failed(*next((i, code) for i, code in enumerate(codes) if code))
+            # Twice a second, as often as the machines send signs of life.
             polls += 1
             if self._machines is not None and polls % 10 == 0:
                 elsewhere = self._machines.failure()
@@ -278,7 +278,7 @@ class _Watch:
             self._machines.tell_failure(reason)
 
     def _end_all(self) -> None:
-        """Asks what still runs to stop, then kills it. Idempotent."""
+        """Asks all running children to stop, then kills them. Idempotent."""
         self._signal(signal.SIGTERM)
         self._await_end(_GRACE_S)
         self._signal(signal.SIGKILL)
@@ -302,6 +302,8 @@ class _Watch:
 class _MpirunWatch(_Watch):
     """One child, mpirun, which watches the ranks itself."""
 
+    # mpirun hands SIGUSR1 on and otherwise ignores it. At any other signal Open MPI kills its ranks
+    # after 0.2 s, too early for them to have written a checkpoint, and has no setting for that.
     ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 
     def _start(self, environ: dict[str, str]) -> _Child:

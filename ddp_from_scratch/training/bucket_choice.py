@@ -1,4 +1,4 @@
-"""The buckets that `--bucket-cap-mb auto` has chosen: kept in checkpoints, printed at the end."""
+"""Buckets that `--bucket-cap-mb auto` has chosen: kept in checkpoints, printed at the end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ def chosen(reducer: Reducer) -> dict[str, Any] | None:
 
 
 def to_begin_with(settings: Settings, state: State | None, world_size: int) -> dict[str, Any]:
-    """`bucket_cap_mb` and `overlap` of the Reducer: as asked for, or as "auto" chose before.
-
-    With other settings or another number of ranks other buckets may be the best, so they are looked
-    for again; also where the run was stopped before they were found.
-    """
+    """`bucket_cap_mb` and `overlap` of the Reducer: as asked for, or as "auto" chose before."""
     if settings.bucket_cap_mb == AUTO and state is not None:
+        # None where the run was stopped before it had found them: they are looked for again.
         before: dict[str, Any] | None = state.get("buckets")
+        # With other settings or another number of ranks other buckets may be the best.
         same = state["world_size"] == world_size and not settings.changes_since(state["settings"])
         if same and before is not None:
             return before
@@ -32,7 +30,7 @@ def to_begin_with(settings: Settings, state: State | None, world_size: int) -> d
 
 
 def summary(settings: Settings, reducer: Reducer) -> str | None:
-    """The choice of "auto", as a line; None without it."""
+    """One line on the choice of "auto"; None without it."""
     if settings.bucket_cap_mb != AUTO:
         return None
     cap = reducer.bucket_cap_mb

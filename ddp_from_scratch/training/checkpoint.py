@@ -1,12 +1,9 @@
 """One file that a run can be continued from, bit for bit.
 
-Written to a temporary name, flushed to the disk and renamed, so that a file with a checkpoint's
-name is a whole one whatever happened while it was written. What happens to it later is found by the
-digest at its end:
+    |<- torch.save's zip, all that torch.load reads ---->|<- "ddp sha256 " and 64 digits ->|
 
-    |<- torch.save's zip ------------------------------->|<- "ddp sha256 " and 64 digits ->|
-
-torch.load reads the zip and does not look at what follows it.
+A file with a checkpoint's name is a whole one whatever happened while it was written; the digest at
+its end detects later damage.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from ddp_from_scratch.training.folder_lock import FolderLock
 
 FORMAT = "ddp_from_scratch checkpoint"
 VERSION = 1
+# The newest, and one to go back to where that is damaged.
 _KEEP = 2
 _MARK = b"ddp sha256 "
 _TRAILER = len(_MARK) + 2 * hashlib.sha256().digest_size
@@ -56,14 +54,16 @@ def save(folder: Path, state: State) -> Path:
     temporary = final.with_suffix(".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # On the disk before it is renamed, so that a file of that name is never half a checkpoint.
         with temporary.open("w+b") as file:
             torch.save({"format": FORMAT, "version": VERSION} | state, file)
             file.write(_MARK + _digest(file, file.tell()))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(final)
+        # The new name must be on the disk, too, before an older checkpoint goes.
         descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)  # the new name, too
+        os.fsync(descriptor)
         os.close(descriptor)
         for old in files(folder)[_KEEP:]:
             old.unlink()
@@ -75,7 +75,7 @@ def save(folder: Path, state: State) -> Path:
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """Of the first `size` bytes, as text; the file then stands behind them."""
+    """The digest of the first `size` bytes, as text; leaves the file's position behind them."""
     file.seek(0)
     digest = hashlib.sha256()
     while size > 0 and (block := file.read(min(size, 2**20))):
@@ -85,7 +85,7 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 
 def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
-    """Makes the folder, holds it and tries it, before hours of work depend on it.
+    """Makes the folder, locks it and tries to write there, before hours of work depend on it.
 
     Args:
         folder: where checkpoints will be written, and older ones removed.
@@ -103,7 +103,8 @@ def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
         if resume != "auto" and not _is_in(folder, resume):
             _require_empty(folder, resume)
         lock = FolderLock(folder)
-        for left_behind in folder.glob("checkpoint-*.tmp"):  # by a run that was killed
+        # By a run that was killed. Under the lock: no other run is still writing one of them.
+        for left_behind in folder.glob("checkpoint-*.tmp"):
             left_behind.unlink()
     except OSError as error:
         raise UsageError(
@@ -141,9 +142,9 @@ def load(path: Path, map_location: torch.device) -> State:
             state = torch.load(file, map_location=map_location, weights_only=True)
     except OSError as error:
         raise UsageError(f"cannot read checkpoint {path}: {error.strerror}") from error
-    except UsageError:
+    except UsageError:  # `_check_digest` has said more than that
         raise
-    except Exception as error:  # what unpickling noise raises has no end
+    except Exception as error:  # noise that is unpickled may raise anything
         raise UnreadableError(foreign) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UnreadableError(foreign)
@@ -186,7 +187,7 @@ def _number(path: Path) -> int:
 def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, list[str]] | None:
     """The newest checkpoint that is whole, and a line for each newer one that is not.
 
-    Those are renamed, to `.unreadable`: among the newest two they would have a whole one removed.
+    Newer ones are renamed to `.unreadable`.
 
     Returns:
         None when the folder holds no checkpoint at all.
@@ -204,6 +205,7 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, 
             complaints.append(str(error))
             unreadable.append(path)
             continue
+        # Among the newest two they would have a whole one removed. Not before there is one.
         for damaged in unreadable:
             damaged.rename(damaged.with_suffix(".unreadable"))
         return path, state, complaints
@@ -214,6 +216,7 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, 
 
 def rng_state() -> State:
     """The state of this process's random generators: torch's, CUDA's, Python's and numpy's."""
+    # As a tensor: a checkpoint is read without unpickling anything but those and plain values.
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -225,6 +228,7 @@ def rng_state() -> State:
 
 def set_rng_state(state: State) -> None:
     """Puts the generators where `rng_state` found them."""
+    # Generators take CPU tensors, wherever the checkpoint was mapped to.
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
@@ -235,7 +239,8 @@ def set_rng_state(state: State) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The system's word where there is one: torch says of a full disk "unexpected pos 640"."""
+    """The system's own text for a failure, or else the error's."""
+    # Through the context: of a full disk torch says "unexpected pos 640".
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError) and found.strerror:

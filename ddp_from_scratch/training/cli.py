@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,13 +18,22 @@ from ddp_from_scratch.training.settings import (
     POWERSGD_RANK,
     PRECISIONS,
     Settings,
+    option_of,
 )
 from ddp_from_scratch.world.backends import BACKENDS
 
+# Settings that a test has a use for. All others must be left out with it.
 _OF_TEST = {
     *("backend", "dataset", "data_dir", "download", "batch_size", "precision", "workers"),
     *("threads", "timeout", "deterministic", "quiet"),
 }
+_DEFAULTS = {field.name: field.default for field in fields(Settings)}
+
+# Arguments of `add_argument`, for the kinds of values that several options have.
+_COUNT: dict[str, Any] = {"type": int, "metavar": "N"}
+_SECONDS: dict[str, Any] = {"type": float, "metavar": "S"}
+_FOLDER: dict[str, Any] = {"type": Path, "metavar": "DIR"}
+_SWITCH: dict[str, Any] = {"action": "store_true"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,106 +63,105 @@ def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    defaults = {field.name: field.default for field in fields(Settings)}
-    parser.set_defaults(**defaults | {"dataset": None})
+    # No default dataset: a test without one takes the dataset that the model was trained on.
+    parser.set_defaults(**_DEFAULTS | {"dataset": None})
     # Not `choices`: after an unknown option, its value would be what argparse complains about.
     parser.add_argument(
         "command", nargs="?", default="train", metavar="train|test", help="default: train"
     )
+    for add_group in (_processes, _data, _training, _synchronisation, _kept):
+        add_group(parser)
+    return parser
 
-    def option(group: Any, flag: str, text: str, **how: Any) -> None:
-        name = flag.lstrip("-").replace("-", "_")
-        default = defaults.get(name)
-        if default is not None and default is not False:
-            text += f" (default: {default})"
-        group.add_argument(flag, help=text, **how)
 
-    group = parser.add_argument_group("processes")
-    option(group, "--backend", "gloo and mpi: CPUs; nccl: GPUs", choices=BACKENDS)
-    option(
-        group,
+def _add(group: Any, flag: str, text: str, **how: Any) -> None:
+    """Adds an option, with its setting's default in the text."""
+    default = _DEFAULTS.get(flag.lstrip("-").replace("-", "_"))
+    if default is not None and default is not False:
+        text += f" (default: {default})"
+    group.add_argument(flag, help=text, **how)
+
+
+# The groups of --help, in its order ---------------------------------------------------------------
+
+
+def _processes(parser: Parser) -> None:
+    add = partial(_add, parser.add_argument_group("processes"))
+    add("--backend", "gloo and mpi: CPUs; nccl: GPUs", choices=BACKENDS)
+    add(
         "--nproc",
         "processes to start: a number, or one for each machine as in 8,2. Default: 2, with nccl "
         "one for each visible GPU. Only without a launcher",
         metavar="N[,N...]",
     )
-    option(group, "--node-rank", "this machine's place in --nproc 8,2, from 0", type=int)
-    option(group, "--master-addr", "address of machine 0, as the others reach it", metavar="HOST")
-    option(
-        group,
+    add("--node-rank", "this machine's place in --nproc 8,2, from 0", type=int)
+    add("--master-addr", "address of machine 0, as the others reach it", metavar="HOST")
+    add(
         "--master-port",
         "port of machine 0, for machines that have its DDP_SECRET (default: 29500)",
         type=int,
         metavar="P",
     )
-    option(group, "--timeout", "seconds to wait for other ranks", type=float, metavar="S")
-    option(
-        group,
+    add("--timeout", "seconds to wait for other ranks", **_SECONDS)
+    add(
         "--stall-after",
         "seconds that a step waits for other ranks before it says what for; inf: never",
-        type=float,
-        metavar="S",
+        **_SECONDS,
     )
-    option(group, "--threads", "CPU threads of a process", type=int, metavar="N")
+    add("--threads", "CPU threads of a process", **_COUNT)
 
-    group = parser.add_argument_group("data")
-    option(
-        group,
+
+def _data(parser: Parser) -> None:
+    add = partial(_add, parser.add_argument_group("data"))
+    add(
         "--dataset",
         "digits ships with the project; test takes the one that the model was trained on",
         choices=DATASETS,
     )
-    option(group, "--data-dir", "folder of the other datasets", type=Path, metavar="DIR")
-    option(group, "--download", "fetch the dataset if it is not there", action="store_true")
-    option(group, "--workers", "loading processes of a rank; 0: none", type=int, metavar="N")
+    add("--data-dir", "folder of the other datasets", **_FOLDER)
+    add("--download", "fetch the dataset if it is not there", **_SWITCH)
+    add("--workers", "loading processes of a rank; 0: none", **_COUNT)
 
+
+def _training(parser: Parser) -> None:
     group = parser.add_argument_group("training")
-    option(group, "--model", MODELS, metavar="NAME")
-    option(group, "--epochs", "passes over the training images", type=int, metavar="N")
-    sizes = group.add_mutually_exclusive_group()
-    option(sizes, "--batch-size", "images of a rank in a backward pass", type=int, metavar="N")
-    option(
-        sizes,
+    add = partial(_add, group)
+    add_size = partial(_add, group.add_mutually_exclusive_group())
+    add("--model", MODELS, metavar="NAME")
+    add("--epochs", "passes over the training images", **_COUNT)
+    add_size("--batch-size", "images of a rank in a backward pass", **_COUNT)
+    add_size(
         "--global-batch-size",
         "images of all ranks in an optimizer step, instead of --batch-size",
-        type=int,
-        metavar="N",
+        **_COUNT,
     )
-    option(group, "--lr", "learning rate of SGD", type=float)
-    option(
-        group,
+    add("--lr", "learning rate of SGD", type=float)
+    add(
         "--scale-lr",
         "--lr is meant for one rank's batch: multiply it by the number of batches in a step, with "
         "a warm-up over 5 epochs (Goyal et al. 2017)",
-        action="store_true",
+        **_SWITCH,
     )
-    option(group, "--momentum", "of SGD", type=float)
-    option(group, "--weight-decay", "of SGD", type=float)
-    option(group, "--accumulate", "backward passes in an optimizer step", type=int, metavar="N")
-    option(
-        group,
-        "--precision",
-        "of the forward pass (autocast); fp16 with loss scaling",
-        choices=PRECISIONS,
-    )
-    option(
-        group,
+    add("--momentum", "of SGD", type=float)
+    add("--weight-decay", "of SGD", type=float)
+    add("--accumulate", "backward passes in an optimizer step", **_COUNT)
+    add("--precision", "of the forward pass (autocast); fp16 with loss scaling", choices=PRECISIONS)
+    add(
         "--seed",
         "of the model, the order of images, and all that torch, numpy and Python's random draw",
         type=int,
     )
-    option(group, "--deterministic", "only algorithms that repeat exactly", action="store_true")
-
-    option(
-        group,
+    add("--deterministic", "only algorithms that repeat exactly", **_SWITCH)
+    add(
         "--stop-on-nan",
         "end all ranks where a loss is not finite, and save nothing of it; else it is only said",
         action=argparse.BooleanOptionalAction,
     )
 
-    group = parser.add_argument_group("synchronisation")
-    option(
-        group,
+
+def _synchronisation(parser: Parser) -> None:
+    add = partial(_add, parser.add_argument_group("synchronisation"))
+    add(
         "--bucket-cap-mb",
         "size in MiB at which a bucket of gradients is sent; 0: one for each parameter; inf: one "
         "for all; auto: what is fastest in the first steps, during backward or after it (default: "
@@ -160,63 +169,55 @@ def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> Parser:
         type=_size,
         metavar="MB",
     )
-    group.add_argument(
+    add(
         "--no-overlap",
+        "send gradients after backward, not during it",
         dest="overlap",
         action="store_false",
-        help="send gradients after backward, not during it",
     )
-    option(
-        group,
+    add(
         "--compress",
         "send gradients as bf16 or fp16, half the bytes, or as matrices of low rank (Vogels et al. "
         "2019)",
         choices=COMPRESSIONS,
     )
-    option(
-        group,
+    add(
         "--powersgd-rank",
         "of the matrices of --compress powersgd: more is closer to the gradients, and larger "
         f"(default: {POWERSGD_RANK})",
-        type=int,
-        metavar="N",
+        **_COUNT,
     )
-    option(
-        group,
+    add(
         "--sync-batch-norm",
         "batch norm over the batches of all ranks, not of each by itself",
-        action="store_true",
+        **_SWITCH,
     )
-    option(
-        group,
+    add(
         "--check-sync",
         "after each epoch compare all ranks' parameters and optimizer state bit for bit and print "
         "the parameters' checksum; with N also in every Nth step, without printing",
         nargs="?",
-        type=int,
         const=0,
-        metavar="N",
+        **_COUNT,
     )
 
-    group = parser.add_argument_group("what is kept")
-    option(
-        group,
+
+def _kept(parser: Parser) -> None:
+    add = partial(_add, parser.add_argument_group("what is kept"))
+    add(
         "--checkpoint-dir",
         "save after each epoch, and on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1; the newest two stay",
-        type=Path,
-        metavar="DIR",
+        **_FOLDER,
     )
-    option(
-        group,
+    add(
         "--resume",
         "continue from FILE, or from the newest whole checkpoint of --checkpoint-dir; auto starts "
         "anew where there is none",
         metavar="auto|FILE",
     )
-    option(group, "--log-dir", "metrics.jsonl and TensorBoard events", type=Path, metavar="DIR")
-    option(group, "--checkpoint", "the file that test evaluates", type=Path, metavar="FILE")
-    option(group, "--quiet", "print the result alone", action="store_true")
-    return parser
+    add("--log-dir", "metrics.jsonl and TensorBoard events", **_FOLDER)
+    add("--checkpoint", "the file that test evaluates", type=Path, metavar="FILE")
+    add("--quiet", "print the result alone", **_SWITCH)
 
 
 def _size(text: str) -> float | str:
@@ -242,20 +243,19 @@ def parse(
     options = make_parser(about, program).parse_args(arguments)
     for name, value in vars(options).items():
         if value == []:  # argparse's own reading of --epochs=--
-            raise UsageError(
-                f"argument --{name.replace('_', '-')}: expected one argument; see --help"
-            )
+            raise UsageError(f"argument {option_of(name)}: expected one argument; see --help")
     if options.command not in ("train", "test"):
         raise UsageError(f"the command must be train or test, got {options.command!r}; see --help")
     if options.master_port is not None and not 1 <= options.master_port <= 65535:
         raise UsageError(f"--master-port must be 1 to 65535, got {options.master_port}")
-    values = {field.name: getattr(options, field.name) for field in fields(Settings)}
+    values = {name: getattr(options, name) for name in _DEFAULTS}
     values["dataset"] = options.dataset or Settings.dataset
     if options.command == "test":
-        for field in fields(Settings):
-            if field.name not in _OF_TEST and values[field.name] != field.default:
-                name = field.name.replace("_", "-").replace("overlap", "no-overlap")
-                raise UsageError(f"--{name} has no meaning for test")
+        # An option that repeats its default looks like one that was not given.
+        for name, default in _DEFAULTS.items():
+            if name not in _OF_TEST and values[name] != default:
+                option = option_of(name).replace("overlap", "no-overlap")
+                raise UsageError(f"{option} has no meaning for test")
         if options.checkpoint is None:
             raise UsageError("test needs --checkpoint FILE, the model to evaluate")
     elif options.checkpoint is not None:

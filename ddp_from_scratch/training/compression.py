@@ -20,9 +20,7 @@ Errors = dict[str, torch.Tensor]
 class Compression:
     """Registers the comm hook that `--compress` names; without the option it does nothing.
 
-    bf16 and fp16 remember nothing. PowerSGD remembers what it left out of earlier averages, each
-    rank its own. A checkpoint has it of all ranks, since the bits of a continued run depend on
-    each; another number of ranks continues with their mean, which is all that averages depend on.
+    bf16 and fp16 have no state. PowerSGD's is what each rank left out of earlier averages.
 
     Args:
         settings: `compress` and `powersgd_rank` of it.
@@ -33,6 +31,7 @@ class Compression:
     def __init__(self, settings: Settings, reducer: Reducer, group: dist.ProcessGroup) -> None:
         self._reducer, self._group = reducer, group
         self._power_sgd: PowerSGDState | None = None
+        # The scale that PowerSGD's state is in, as the gradients before it.
         self._loss_scale = 1.0
         if settings.compress in _HOOKS:
             reducer.register_comm_hook(None, _HOOKS[settings.compress])
@@ -42,9 +41,10 @@ class Compression:
             reducer.register_comm_hook(self._power_sgd, power_sgd_hook)
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
-        """Scales what was left out of scaled gradients as the next ones will be."""
+        """Rescales PowerSGD's state to the loss scale of the next gradients."""
         if self._power_sgd is not None and scaler.is_enabled():
-            scale = scaler.get_scale()  # a power of two: not a bit is lost
+            # A power of two: not a bit is lost.
+            scale = scaler.get_scale()
             if scale != self._loss_scale:
                 self._power_sgd.rescale(scale / self._loss_scale)
                 self._loss_scale = scale
@@ -53,6 +53,7 @@ class Compression:
         """The state for a checkpoint: of all ranks on rank 0, None on the others. Collective."""
         if self._power_sgd is None:
             return None
+        # Of all ranks, since the bits of a continued run depend on each.
         state = self._power_sgd.state_dict(self._reducer.module)
         mine = {name: error.cpu() for name, error in state["errors"].items()}
         first = dist.get_rank(self._group) == 0
@@ -65,7 +66,7 @@ class Compression:
     ) -> None:
         """Goes on from `saved`, which rank 0 alone needs to have. Collective.
 
-        Warns of what cannot be taken over. Differences of settings are reported elsewhere.
+        Warns of a state that cannot be taken over. Other settings are reported elsewhere.
         """
         if self._power_sgd is None:
             if saved is not None:
@@ -78,6 +79,7 @@ class Compression:
             errors = saved["errors"]
             shared = [saved | {"errors": None}]
             if len(errors) != world_size:
+                # Averages depend on nothing but the mean.
                 report.warning(
                     "every rank begins with the mean of what PowerSGD left out on the "
                     f"{len(errors)} ranks before"
@@ -86,6 +88,7 @@ class Compression:
         dist.broadcast_object_list(shared, group_src=0, group=self._group)
         if shared[0] is None:
             return
+        # Each rank gets its own alone: together they are as large as the gradients of all ranks.
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, errors if rank == 0 else None, 0, self._group)
         self._power_sgd.load_state_dict(self._reducer.module, shared[0] | {"errors": mine[0]})
@@ -95,7 +98,7 @@ class Compression:
         self._loss_scale = scale
 
     def summary(self) -> str | None:
-        """The part of the gradients that this rank has sent, as a line; None without PowerSGD."""
+        """One line on the share of the gradients that this rank sent; None without PowerSGD."""
         state = self._power_sgd
         if state is None or state.of == 0:
             return None

@@ -23,7 +23,7 @@ _CUDA_GENERATOR_BYTES = 16
 
 
 def check_contents(state: Mapping[str, Any]) -> None:
-    """Checks what can be known without the model.
+    """Checks all that can be known without the model.
 
     Raises:
         UsageError: something is missing, or is not what a run writes there; the text names it.
@@ -34,6 +34,7 @@ def check_contents(state: Mapping[str, Any]) -> None:
     settings, spec = state["settings"], state["model_spec"]
     _has(settings, ("dataset", "epochs"), "settings")
     _expect(isinstance(settings["dataset"], str), "the dataset is not a name")
+    # No run has more epochs behind it than it was asked for.
     _is_count(settings["epochs"], state["epoch"], "epochs")
     _has(spec, ("name", *_MODEL_SPEC), "model_spec")
     _expect(isinstance(spec["name"], str), "the model is not a name")
@@ -41,6 +42,7 @@ def check_contents(state: Mapping[str, Any]) -> None:
     for name, least in _MODEL_SPEC.items():
         _is_count(spec[name], least, name)
     _expect(_is_tensor(state["totals"], torch.zeros(3, dtype=torch.float64)), "totals are not 3")
+    # Empty but for fp16.
     if state["scaler"] != {}:
         _has(state["scaler"], _SCALER, "scaler")
         for name in _SCALER:
@@ -61,7 +63,7 @@ def check_contents(state: Mapping[str, Any]) -> None:
 
 
 def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
-    """Checks what `check_contents` could not: that all tensors have this model's shapes.
+    """Checks that all tensors have this model's shapes.
 
     Args:
         state: passed `check_contents`.
@@ -77,13 +79,15 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
     _has(optimizer, ("state",), "optimizer")
     _has(optimizer["state"], (), "the optimizer's state")
     of_index = dict(enumerate(named.values()))
+    # A parameter may have no state yet, and its momentum may be None: not every one is required.
     for index, of_one in optimizer["state"].items():
-        _expect(index in of_index, f"the optimizer has a state for parameter {_told(index)}")
+        _expect(index in of_index, f"the optimizer has a state for parameter {_short(index)}")
         _has(of_one, (), "the optimizer's state")
         like = dict.fromkeys(of_one, of_index[index])
         momenta = {name: value for name, value in of_one.items() if value is not None}
         _check_tensors(momenta, like, f"the optimizer's state of parameter {index}")
 
+    # The Reducer fills its buckets in this order, so each parameter must be there, once.
     order = state["ready_order"]
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
     if order is not None:
@@ -97,7 +101,8 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
 
 
 def _check_generators(of_rank: Any, rank: int) -> None:
-    """Tries them on generators of its own."""
+    """Tries a rank's generators out."""
+    # On new generators: the process's own stay as they are.
     name = f"rng of rank {rank}"
     _has(of_rank, ("torch", "cuda", "python", "numpy"), name)
     cuda = torch.zeros(_CUDA_GENERATOR_BYTES, dtype=torch.uint8)
@@ -117,7 +122,7 @@ def _check_generators(of_rank: Any, rank: int) -> None:
 
 
 def _check_compression(saved: Any, named: Mapping[str, nn.Parameter], world_size: int) -> None:
-    """Checks what PowerSGD left out on each rank, and its right factors."""
+    """Checks each rank's PowerSGD errors, and the right factors."""
     name = "compression"
     _has(saved, ("iteration", "qs", "errors", "loss_scale"), name)
     _is_count(saved["iteration"], 0, f"{name}'s iteration")
@@ -131,7 +136,8 @@ def _check_compression(saved: Any, named: Mapping[str, nn.Parameter], world_size
         _expect(of_rank.keys() == errors[0].keys(), f"{name} is of other parameters on each rank")
     _has(saved["qs"], (), f"{name}'s qs")
     for key, q in saved["qs"].items():
-        _expect(key in named and isinstance(q, torch.Tensor), f"{name} has no {_told(key)}")
+        _expect(key in named and isinstance(q, torch.Tensor), f"{name} has no {_short(key)}")
+        # On the meta device: a size that comes from the file must not allocate.
         columns = named[key].numel() // max(1, named[key].shape[0])
         like = torch.empty(columns, q.shape[1] if q.dim() == 2 else 0, device="meta")
         _expect(_is_tensor(q, like), f"{name} of {key} has another shape")
@@ -140,20 +146,21 @@ def _check_compression(saved: Any, named: Mapping[str, nn.Parameter], world_size
 def _check_tensors(
     found: Any, like: Mapping[str, torch.Tensor], name: str, *, every: bool = False
 ) -> None:
-    """All that is found is as large as its like; with `every`, for all of `like`."""
+    """Requires of each tensor the shape of its like; with `every`, requires all of `like`."""
     _has(found, like if every else (), name)
     for key, tensor in found.items():
-        _expect(key in like, f"{name} has no {_told(key)}")
+        _expect(key in like, f"{name} has no {_short(key)}")
         if not _is_tensor(tensor, like[key]):
             shape = tuple(like[key].shape)
             raise UsageError(
                 f"{key} of {name} must be a tensor of {shape} and {like[key].dtype}, got "
-                f"{_told(tensor)}"
+                f"{_short(tensor)}"
             )
 
 
 def _is_tensor(value: Any, like: torch.Tensor) -> bool:
-    """The same shape and dtype, with memory for each element: none that is only expanded."""
+    """True for a dense tensor of the same shape and dtype."""
+    # With memory for each element: an expanded one would claim any size at no cost.
     return (
         isinstance(value, torch.Tensor)
         and not value.is_sparse
@@ -164,19 +171,22 @@ def _is_tensor(value: Any, like: torch.Tensor) -> bool:
 
 
 def _has(value: Any, keys: Collection[str], name: str) -> None:
-    _expect(isinstance(value, Mapping), f"{name} is not a table, but {_told(value)}")
+    _expect(isinstance(value, Mapping), f"{name} is not a table, but {_short(value)}")
     missing = [key for key in keys if key not in value]
     _expect(not missing, f"{name} has no {', '.join(missing[:3])}")
 
 
 def _is_count(value: Any, least: int, name: str) -> None:
+    # In Python True is an int, too.
     whole = isinstance(value, int) and not isinstance(value, bool)
-    _expect(whole and least <= value < 2**62, f"{name} must be {least} or more, got {_told(value)}")
+    _expect(
+        whole and least <= value < 2**62, f"{name} must be {least} or more, got {_short(value)}"
+    )
 
 
 def _is_number(value: Any, name: str) -> None:
     number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
-    _expect(number, f"{name} must be a number, 0 or more, got {_told(value)}")
+    _expect(number, f"{name} must be a number, 0 or more, got {_short(value)}")
 
 
 def _expect(holds: bool, otherwise: str) -> None:
@@ -184,8 +194,9 @@ def _expect(holds: bool, otherwise: str) -> None:
         raise UsageError(otherwise)
 
 
-def _told(value: Any) -> str:
-    """A value's short name: what it holds may be of any size."""
+def _short(value: Any) -> str:
+    """A value in a few words."""
+    # Never all of its contents, which may be of any size.
     if isinstance(value, torch.Tensor):
         return f"one of {tuple(value.shape)} and {value.dtype}"
     if isinstance(value, bool | int | float | str | None):

@@ -20,13 +20,14 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     """Makes every rank leave this block in the same way. Collective.
 
     Where any rank raised a UsageError inside, the lowest such rank raises its own and every other
-    one a PeerError: nobody goes on to wait for a rank that has gone.
+    one a PeerError.
     """
     mine: UsageError | None = None
     try:
         yield
     except UsageError as error:
         mine = error
+    # Else the others would go on to wait for a rank that has gone.
     texts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, str(mine) if mine else None, group=group)
     rank = next((r for r, text in enumerate(texts) if text is not None), None)
@@ -66,12 +67,9 @@ def differences(asked: Sequence[Mapping[str, str]]) -> str | None:
 class StopSignal:
     """SIGINT, SIGTERM, SIGUSR1 and SIGHUP, acted on by all ranks after the same step.
 
-    A launcher's signal reaches ranks at different steps. So each step's ranks tell each other
-    whether one has come: `ask` starts that exchange before the step, `answer` ends it after, and
-    the step hides it. A second number travels along, for what else all ranks must know.
-    Inside the `with` block a first signal is remembered, a second one ends the process at once.
-    SIGUSR1 is the signal that mpirun hands on without killing the ranks soon after, and that Slurm
-    is commonly set to send before a job's time is up.
+    A launcher's signal reaches ranks at different steps. So ranks exchange in each step whether one
+    has come: `ask` begins it before the step, `answer` ends it after. A second number travels
+    along. Inside the `with` block a second signal ends the process at once.
 
     Args:
         group: a group for CPU tensors.
@@ -80,10 +78,13 @@ class StopSignal:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._received = 0
+        # The signal's number and `also`: one all-reduce for both, whose MAX leaves the highest.
         self._flags = torch.zeros(2, dtype=torch.int64)
         self._handle: dist.Work | None = None
 
     def __enter__(self) -> StopSignal:
+        # SIGUSR1 is the one that mpirun hands on without killing the ranks soon after, and that
+        # Slurm is commonly set to send before a job's time is up.
         self._previous = {
             number: signal.signal(number, self._remember)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -111,6 +112,7 @@ class StopSignal:
     def ask(self, also: int = 0) -> None:
         """Starts the exchange of this step."""
         self._flags[0], self._flags[1] = self._received, also
+        # Asynchronous: the step hides it.
         self._handle = dist.all_reduce(
             self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True
         )

@@ -29,10 +29,7 @@ _DIGITS_MEAN, _DIGITS_STD = (4.886 / 255,), (6.015 / 255,)  # their pixels are 0
 
 @dataclass(frozen=True)
 class ImageData:
-    """A dataset in its two parts, which also have a length, and what a model must know of it.
-
-    Images are square: `channels` x `image_size` x `image_size`.
-    """
+    """A dataset in two parts that have a length, of `channels` x `image_size` x `image_size`."""
 
     train: Dataset[Sample]
     test: Dataset[Sample]
@@ -41,10 +38,11 @@ class ImageData:
     num_classes: int = NUM_CLASSES
 
     def summary(self) -> str:
-        """Return one line that is another for other images or labels."""
+        """One line that differs for other images or labels."""
         checksum = 0
         for part in (self.train, self.test):
-            for name in ("data", "targets"):  # noise has neither: it is a matter of the code
+            # Noise has neither: it depends on the code alone, which ranks compare, too.
+            for name in ("data", "targets"):
                 values = np.ascontiguousarray(getattr(part, name, ()))
                 checksum = zlib.crc32(values.data, checksum)
         sizes = " + ".join(f"{len(cast(Sized, part)):,}" for part in (self.train, self.test))
@@ -53,11 +51,13 @@ class ImageData:
 
 
 def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
-    """Open the dataset `name`, one of DATASETS; its images come normalised by a fixed mean and std.
+    """Opens a dataset; its images come normalised by a fixed mean and standard deviation.
 
-    `data_dir` is the folder in torchvision's layout; digits and fake do not look at it. Only when
-    `download` is true and files are missing are they fetched, by this process: on a machine with
-    several ranks let one call with true, and the others with false after it.
+    Args:
+        name: one of DATASETS.
+        data_dir: a folder in torchvision's layout; not used for digits and fake.
+        download: fetch missing files. Of several ranks on a machine let one call with True, and
+            the others with False after it.
 
     Raises:
         UsageError: an unknown name; files that are missing, unreadable, truncated or corrupt; a
@@ -98,7 +98,7 @@ class Digits(Dataset[Sample]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return image `index` and its label."""
+        """Image `index` and its label."""
         return self._images[index], int(self.targets[index])
 
 
@@ -117,9 +117,10 @@ class Noise(Dataset[Sample]):
         return self._size
 
     def __getitem__(self, index: int) -> Sample:
-        """Return image `index`, normalised from uniform in [0, 1), and its random label."""
+        """Image `index`, normalised from uniform in [0, 1), and its random label."""
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in [0, {len(self)}), got {index}")
+        # A new one for each image, which so does not depend on those read before it.
         generator = torch.Generator().manual_seed(self._offset + index)
         image = torch.rand((3, 32, 32), generator=generator)
         label = int(torch.randint(NUM_CLASSES, (), generator=generator))
@@ -127,13 +128,14 @@ class Noise(Dataset[Sample]):
 
 
 def _normalize(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """Channel by channel, with the bits of torchvision's Normalize."""
+    """Normalises each channel."""
+    # First `sub`, then `div`: the bits of torchvision's Normalize.
     shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     return images.sub(shift).div(scale)
 
 
 def _read_idx(path: Path) -> np.ndarray:
-    """Return the uint8 array of a file in MNIST's format: 0, 0, 8, dimensions, sizes, values."""
+    """Reads the uint8 array of a file in MNIST's format: 0, 0, 8, dimensions, sizes, values."""
     try:
         content = path.read_bytes()
         sizes = np.frombuffer(content, ">u4", count=content[3], offset=4)

@@ -1,4 +1,4 @@
-"""The accuracy of a model on a test set that is shared out over the ranks, each image once."""
+"""Accuracy of a model on a test set that is shared out over the ranks, each image once."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
     Args:
         model: the same on every rank, buffers included; left in evaluation mode.
         loader: this rank's images (float32, N x C x H x W) and labels (int64, N); may be empty.
-        world: this process among the others.
+        world: the open process group.
         precision: a key of `DTYPES`; the forward pass runs under autocast unless it is "fp32".
     """
     model.eval()
+    # Summed on the device, and all-reduced once: ranks may have different numbers of batches.
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for images, labels in loader:
         labels = labels.to(world.device, non_blocking=True)
@@ -60,9 +61,10 @@ def build_model(spec: dict[str, Any]) -> nn.Module:
 
 
 def _load_fitting(path: Path) -> checkpoint.State:
-    """A checkpoint whose tensors are those of its own model, which is built without memory."""
+    """Reads a checkpoint whose tensors are those of its own model."""
     state = checkpoint.load(path, torch.device("cpu"))
     try:
+        # Without memory: a size in the file could ask for any amount.
         with torch.device("meta"):
             shell = build_model(state["model_spec"])
         check_fit(state, shell)
@@ -99,10 +101,10 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
     """Prints the test accuracy of a saved model. Collective.
 
     Args:
-        settings: how to read and evaluate; of its fields those that concern training are not used.
-        dataset: which one; None means the one that the model was trained on.
+        settings: of its fields those that concern training are not used.
+        dataset: its name; None means the one that the model was trained on.
         path: the checkpoint.
-        world: this process among the others.
+        world: the open process group.
 
     Raises:
         UsageError: on every rank: no such checkpoint or dataset, or images that the model was not

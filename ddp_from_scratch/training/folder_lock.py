@@ -1,4 +1,4 @@
-"""A folder for one run at a time: a second one would remove what the first has written."""
+"""A folder for one run at a time: a second one would remove the first one's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ LOCK_FILE = ".lock"
 
 
 class FolderLock:
-    """Holds a folder from its making until `close`, or until this process ends, however it does.
-
-    The lock is the system's (`flock`), not the file, which stays. On NFS Linux makes it a lock of
-    the server, so that it holds between machines, unless the mount says `nolock` or
-    `local_lock=flock`.
+    """Holds a folder until `close`, or until this process ends, however it does.
 
     Attributes:
         holds: False where the file system has no locks: a second run is not noticed there.
@@ -29,8 +25,12 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
+        # The lock is the system's (`flock`), not the file, which stays. Opened for appending, so
+        # that a loser does not empty the holder's text.
         self._file = (folder / LOCK_FILE).open("a+")
         try:
+            # On NFS Linux makes it a lock of the server, so that it holds between machines, unless
+            # the mount says `nolock` or `local_lock=flock`.
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.holds = True
         except OSError as error:

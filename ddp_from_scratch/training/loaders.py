@@ -1,7 +1,7 @@
 """Deals a dataset out to the ranks: shuffled shards to train on, exact shards to test on.
 
-Before the first gradient: what a rank's forward is given. Neither loader touches the global random
-generators, so that a checkpoint of those is all that a resumed run needs to repeat the old one.
+Neither loader touches the global random generators, so that a checkpoint of those is all that a
+resumed run needs to repeat the old one.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class ShardSampler(DistributedSampler[int]):
         self.start_batch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the permutation of `epoch`, from its first batch on."""
+        """Uses the permutation of `epoch`, from its first batch on."""
         super().set_epoch(epoch)
         self.start_batch = 0
 
     def start_at(self, batch: int) -> None:
-        """Let this epoch's iteration begin at `batch`; what is before it is never loaded.
+        """Starts this epoch's next iteration at `batch`; earlier batches are never loaded.
 
-        Call it after `set_epoch` and before the loader is iterated.
+        Call it after `set_epoch`, which starts at 0.
 
         Raises:
             ValueError: `batch` is not in [0, batches_per_epoch].
@@ -67,11 +67,11 @@ class ShardSampler(DistributedSampler[int]):
         self.start_batch = batch
 
     def __iter__(self) -> Iterator[int]:
-        """Return this rank's image indices from `start_batch` on."""
+        """This rank's image indices from `start_batch` on."""
         return islice(super().__iter__(), self.start_batch * self.batch_size, None)
 
     def __len__(self) -> int:
-        """Return how many indices are left from `start_batch` on."""
+        """The number of indices from `start_batch` on."""
         return self.num_samples - self.start_batch * self.batch_size
 
 
@@ -85,16 +85,11 @@ def train_loader(
     workers: int,
     pin_memory: bool,
 ) -> DataLoader[Sample]:
-    """Return the loader of this rank's training images; its `sampler` is a ShardSampler.
+    """The loader of this rank's training images; its `sampler` is a ShardSampler.
 
     A batch is a float32 tensor (batch_size, channels, height, width) and an int64 tensor
-    (batch_size,); `len(loader)` counts the batches that are left in the epoch.
-
-    Images that do not fill a global batch are left out of the epoch: the average over ranks weighs
-    every rank alike, so all of them need equally many batches, each of the same size. Padding,
-    DistributedSampler's default, would also give equal sizes, but count some images twice and end
-    every epoch on a small batch, whose gradient is noisier at the same learning rate and on which
-    batch norm may fail.
+    (batch_size,); `len(loader)` counts the batches that are left in the epoch. Images that do not
+    fill a global batch are left out of the epoch.
 
     Raises:
         UsageError: the dataset does not fill one global batch; a value out of range.
@@ -108,6 +103,10 @@ def train_loader(
             f"the training images must fill one batch of {batch_size} on each of {world_size} "
             f"ranks, got {size} images; use a smaller batch size or fewer ranks"
         )
+    # Images are dropped: the average over ranks weighs every rank alike, so all of them need
+    # equally many batches, each of the same size. Padding, DistributedSampler's default, would
+    # count some images twice and end every epoch on a small batch, whose gradient is noisier at the
+    # same learning rate and on which batch norm may fail.
     sampler = ShardSampler(
         dataset, rank=rank, world_size=world_size, batch_size=batch_size, seed=seed
     )
@@ -123,10 +122,10 @@ def test_loader(
     workers: int,
     pin_memory: bool,
 ) -> DataLoader[Sample]:
-    """Return the loader of every world_size-th test image, in order, starting with image `rank`.
+    """The loader of every world_size-th test image, in order, starting with image `rank`.
 
-    The shards hold each image once and nothing twice, so sums over ranks are exact. They differ in
-    length by up to one image, and may be empty: a rank must not communicate once a batch.
+    Shards hold each image once, so sums over ranks are exact. They differ in length by up to one
+    image, and may be empty: a rank must not communicate once a batch.
 
     Raises:
         UsageError: a value out of range.
@@ -153,7 +152,7 @@ def _loader(
     *,
     drop_last: bool,
 ) -> DataLoader[Sample]:
-    """Build the DataLoader that both kinds share."""
+    """Builds the DataLoader for either kind of sampler."""
     # DataLoader draws a base seed even without workers: from here, not from the global generator.
     # A worker seeds torch, numpy and random from base seed + worker id, so each rank needs its own.
     base_seed = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
@@ -171,26 +170,26 @@ def _loader(
         num_workers=workers,
         pin_memory=pin_memory,
         drop_last=drop_last,
+        # Started once and not in each epoch.
+        persistent_workers=workers > 0,
         worker_init_fn=_begin_worker,
         multiprocessing_context=context,
         generator=generator,
-        persistent_workers=workers > 0,
     )
 
 
 def _start_fork_server(preload: str) -> None:
-    """Start the process that this rank's workers are forked from. A no-op when it runs already.
-
-    It ignores SIGTERM, SIGUSR1 and SIGHUP, as it ignores Ctrl-C anyway: a launcher sends them to
-    all processes of a rank, and workers end when their server does, but the rank finishes its step
-    and saves first.
-    """
-    # Import torch once and not once a worker.
+    """Starts the process that this rank's workers are forked from. A no-op when it runs already."""
+    # It imports torch once, and not once a worker.
     forkserver.set_forkserver_preload([preload])
     if threading.current_thread() is not threading.main_thread():
-        forkserver.ensure_running()  # Only the main thread may change what a signal does.
+        # Only the main thread may change a signal's handler.
+        forkserver.ensure_running()
         return
-    # What is ignored here stays ignored in the server; its workers get torch's handler for it.
+    # The server must ignore them, as it ignores Ctrl-C anyway: a launcher sends them to all
+    # processes of a rank, and workers end when their server does, but the rank finishes its step
+    # and saves first. A signal that is ignored here stays so in the server; its workers get torch's
+    # handler for it.
     stops = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in stops}
     try:
@@ -201,13 +200,11 @@ def _start_fork_server(preload: str) -> None:
 
 
 def _begin_worker(worker_id: int) -> None:
-    """Run first in worker `worker_id`: tie its end to its rank's, and to nothing else.
-
-    Out of the rank's process group, neither Ctrl-C nor a launcher's SIGTERM ends it early. And as
-    torch's own watch is on the parent, the fork server, which in turn stays while it has workers,
-    all of them would outlive a killed rank.
-    """
+    """Ties a worker's end to its rank's, and to nothing else."""
+    # Out of the rank's process group, neither Ctrl-C nor a launcher's SIGTERM ends it early.
     os.setpgrp()
+    # torch's own watch is on the parent, the fork server, which in turn stays while it has workers:
+    # all of them would outlive a killed rank.
     rank = parent_process()
     assert rank is not None
 

@@ -25,7 +25,7 @@ from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import StopSignal, together
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
 from ddp_from_scratch.training.folder_lock import FolderLock
-from ddp_from_scratch.training.loss_watch import LossWatch, from_number
+from ddp_from_scratch.training.loss_watch import LossWatch, place_of
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, seed_generators
 from ddp_from_scratch.training.report import Report
@@ -67,7 +67,8 @@ class Trainer:
             self.model = self._build_model()
             self._open_outputs()
         broadcast_parameters(self.model)
-        seed_generators(settings.seed + world.rank)  # from here on ranks draw different numbers
+        # From here on ranks draw different numbers: until now all have built the same model.
+        seed_generators(settings.seed + world.rank)
         # 3. Where to begin
         state, compressed = checkpoint_of_all(
             settings, self.shards.model_spec, self.model, self.report, world, self.group
@@ -75,6 +76,7 @@ class Trainer:
         # 4. Engine
         self._make_engine(state)
         self.epoch = self.step = self.global_step = 0
+        # Of this epoch and rank, as `_count`. Only sums over ranks leave this process.
         self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
         self.losses = LossWatch(world.rank, world.device)
         self.reported_loss = False
@@ -92,7 +94,8 @@ class Trainer:
         return model
 
     def _open_outputs(self) -> None:
-        """The folders of checkpoints and metrics, on rank 0, which alone writes."""
+        """Opens the folders of checkpoints and metrics, on rank 0, which alone writes."""
+        # Held until `run` ends: another run would remove this one's checkpoints.
         self.lock: FolderLock | None = None
         folder = self.settings.checkpoint_dir
         if folder is not None and self.world.rank == 0:
@@ -110,7 +113,8 @@ class Trainer:
             self.model,
             **bucket_choice.to_begin_with(settings, state, world.world_size),
             gradient_as_bucket_view=True,
-            broadcast_buffers=True,  # every shard is judged by rank 0's running statistics
+            # Every shard is judged by rank 0's running statistics.
+            broadcast_buffers=True,
             check_every=settings.check_sync or None,
             stall_after=settings.stall_after if settings.stall_after < math.inf else None,
             ready_order=None if state is None else state["ready_order"],
@@ -130,7 +134,7 @@ class Trainer:
     # 5. run -------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Trains, and prints what came of it.
+        """Trains, and prints the result.
 
         Returns:
             0, or the number of the signal that ended the run early, on every rank alike.
@@ -158,7 +162,7 @@ class Trainer:
         return 0
 
     def _train_epoch(self, stop: StopSignal) -> int:
-        """The rest of this epoch; returns the number of the signal that broke it off, or 0."""
+        """Trains to the epoch's end; returns the number of the signal that broke it off, or 0."""
         self.model.train()
         self.shards.sampler.set_epoch(self.epoch)
         self.shards.sampler.start_at(self.step * self.settings.accumulate)
@@ -171,21 +175,19 @@ class Trainer:
             title=f"epoch {self.epoch + 1}/{self.settings.epochs}",
         )
         for _ in steps:
+            # The step hides this exchange, which so has the losses of earlier steps alone.
             stop.ask(self.losses.known())
             self._step(batches)
             self.step += 1
             self.global_step += 1
-            number, not_finite = stop.answer()
-            if not_finite:
-                self._report_loss(not_finite)
-            if number:
+            if number := self._answer(stop):
                 return number
         images = (self.step - first) * self.shards.global_batch_size
         self.images_per_second = images / (time.monotonic() - began)
         return 0
 
     def _step(self, batches: Iterator[Any]) -> None:
-        """One optimizer step on `accumulate` batches of this rank."""
+        """Makes one optimizer step on `accumulate` batches of this rank."""
         settings, device = self.settings, self.world.device
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(
@@ -201,39 +203,44 @@ class Trainer:
                 ):
                     outputs = self.model(images)
                     loss = cross_entropy(outputs, labels)
+                # Divided here, since gradients of several backward passes add up.
                 self.scaler.scale(loss / settings.accumulate).backward()
             self.totals += _count(loss, outputs, labels)
             self.losses.see(loss, self.global_step)
         self.scaler.step(self.optimizer)
+        # After the update: the next gradients come with the new scale.
         self.scaler.update()
         self.compression.follow(self.scaler)
 
-    def _check_loss(self, stop: StopSignal) -> None:
-        """Before a checkpoint: tells of the last steps' losses, which no exchange has had yet."""
-        stop.ask(self.losses.settled())
-        _, not_finite = stop.answer()
+    def _answer(self, stop: StopSignal) -> int:
+        """Ends an exchange and acts on its loss; returns the signal's number, or 0."""
+        number, not_finite = stop.answer()
         if not_finite:
             self._report_loss(not_finite)
+        return number
+
+    def _check_loss(self, stop: StopSignal) -> None:
+        """Exchanges the last steps' losses, which no step has. Before a checkpoint is written."""
+        stop.ask(self.losses.settled())
+        self._answer(stop)
 
     def _report_loss(self, not_finite: int) -> None:
-        """Says once where a loss was not finite, and ends all ranks if that was asked for."""
+        """Reports once where a loss was not finite; with `stop_on_nan` ends all ranks."""
         if self.reported_loss:
             return
         self.reported_loss = True
-        step, rank = from_number(not_finite)
-        steps = self.shards.steps_per_epoch
-        epoch, step = divmod(step, steps)
-        place = f"in epoch {epoch + 1}, step {step + 1}/{steps}, on rank {rank}"
+        place = place_of(not_finite, self.shards.steps_per_epoch)
         if not self.settings.stop_on_nan:
             self.report.warning(
                 f"the loss is not finite {place}; going on, as --no-stop-on-nan says"
             )
             return
         self.metrics.close()
-        advice = "a smaller --lr may help; --resume auto goes on from the last checkpoint, "
+        # All ranks are here in the same step, so one alone says it.
         error = UsageError if self.world.rank == 0 else PeerError
         raise error(
-            f"the loss is not finite {place}: {advice}--no-stop-on-nan goes on all the same"
+            f"the loss is not finite {place}: a smaller --lr may help; --resume auto goes on from "
+            f"the last checkpoint, --no-stop-on-nan goes on all the same"
         )
 
     def _end_epoch(self) -> float:
@@ -255,6 +262,7 @@ class Trainer:
         )
         if self.settings.check_sync is not None:
             self._report_checksum()
+        # Before the checkpoint, which a resumed run begins the next epoch from.
         self.epoch, self.step = self.epoch + 1, 0
         self.totals.zero_()
         self._save()
@@ -265,6 +273,7 @@ class Trainer:
 
     def _reduce(self, totals: torch.Tensor) -> tuple[float, float]:
         """Mean loss and accuracy over the images of all ranks."""
+        # A copy: a checkpoint and later steps need this rank's own.
         everywhere = totals.clone()
         dist.all_reduce(everywhere)
         loss, correct, count = everywhere.tolist()
@@ -276,60 +285,68 @@ class Trainer:
         """Writes a checkpoint where one is asked for. Collective."""
         if self.settings.checkpoint_dir is None:
             return
+        # Gathered by all ranks first: inside `together` rank 0 works alone.
         generators: list[Any] = [None] * self.world.world_size
         dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
         compressed = self.compression.state()
         totals = self.totals.clone()
         dist.all_reduce(totals)
+        of_all = {"rng": generators, "compression": compressed, "totals": totals}
         with together(self.group):
             if self.world.rank == 0:
-                state = {
-                    "model": self.model.state_dict(),
-                    "model_spec": self.shards.model_spec,
-                    "optimizer": self.optimizer.state_dict(),
-                    "scaler": self.scaler.state_dict(),
-                    "compression": compressed,
-                    "ready_order": self.reducer.ready_order,
-                    "buckets": bucket_choice.chosen(self.reducer),
-                    "epoch": self.epoch,
-                    "step": self.step,
-                    "images": self.step
-                    * self.shards.global_batch_size,  # of this epoch's permutation
-                    "totals": totals,
-                    "rng": generators,
-                    "settings": self.settings.as_saved(),
-                    "world_size": self.world.world_size,
-                    "global_batch_size": self.shards.global_batch_size,
-                }
-                self.saved_as = checkpoint.save(self.settings.checkpoint_dir, state)
+                self.saved_as = checkpoint.save(
+                    self.settings.checkpoint_dir, self._state() | of_all
+                )
+
+    def _state(self) -> checkpoint.State:
+        """The part of a checkpoint that is alike on every rank."""
+        batch = self.shards.global_batch_size
+        return {
+            "model": self.model.state_dict(),
+            "model_spec": self.shards.model_spec,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "ready_order": self.reducer.ready_order,
+            "buckets": bucket_choice.chosen(self.reducer),
+            "epoch": self.epoch,
+            "step": self.step,
+            "images": self.step * batch,  # of this epoch's permutation
+            "settings": self.settings.as_saved(),
+            "world_size": self.world.world_size,
+            "global_batch_size": batch,
+        }
 
     def _restore(self, state: checkpoint.State, compressed: checkpoint.State | None) -> None:
         self.model.load_state_dict(state["model"])
         # Settings decide on momentum and weight decay, as they do on all else.
         groups = {"param_groups": self.optimizer.state_dict()["param_groups"]}
         self.optimizer.load_state_dict(state["optimizer"] | groups)
-        if state["scaler"]:  # nothing where the precision was another
+        if state["scaler"]:  # empty where the precision was another
             self.scaler.load_state_dict(state["scaler"])
         self.epoch = state["epoch"]
-        # With another global batch: what does not fill one counts as not seen yet.
+        # With another global batch: images that do not fill one count as not seen yet.
         self.step = min(
             state["images"] // self.shards.global_batch_size, self.shards.steps_per_epoch
         )
         self.global_step = self.epoch * self.shards.steps_per_epoch + self.step
+        # The totals are of all ranks: on one of them, the sum stays right.
         if self.world.rank == 0 and self.step == state["step"]:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank])
         changes = self.settings.changes_since(state["settings"])
-        for name in ("world_size", "global_batch_size"):
-            now = self.world.world_size if name == "world_size" else self.shards.global_batch_size
+        for name, now in (
+            ("world_size", self.world.world_size),
+            ("global_batch_size", self.shards.global_batch_size),
+        ):
             if state[name] != now:
                 changes.append(f"{name} {state[name]} -> {now}")
         if changes:
             self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
+        # Last: it sets PowerSGD's state to the restored scaler's scale.
         self.compression.restore(compressed, self.scaler, self.report)
 
-    # What is printed ----------------------------------------------------------------------------
+    # Printing -----------------------------------------------------------------------------------
 
     def _report_checksum(self) -> None:
         checksum = check_sync(self.model, self.group, optimizers=[self.optimizer])
@@ -337,11 +354,11 @@ class Trainer:
 
     def _report_stop(self, number: int) -> None:
         self._save()
-        where = f"epoch {self.epoch + 1}, step {self.step}/{self.shards.steps_per_epoch}"
+        saved = "nothing was saved (no --checkpoint-dir)"
         if self.saved_as is not None:
-            self.report.result(f"stopped in {where}; saved {self.saved_as}: --resume auto goes on")
-        else:
-            self.report.result(f"stopped in {where}; nothing was saved (no --checkpoint-dir)")
+            saved = f"saved {self.saved_as}: --resume auto goes on"
+        steps = self.shards.steps_per_epoch
+        self.report.result(f"stopped in epoch {self.epoch + 1}, step {self.step}/{steps}; {saved}")
         self.metrics.close()
         # No rank may end, and its launcher end the others, before rank 0 has written and said so.
         dist.barrier(group=self.group)

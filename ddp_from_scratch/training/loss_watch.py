@@ -1,4 +1,4 @@
-"""The first loss that is not finite: noticed without a step waiting for its GPU."""
+"""Finds the first loss that is not finite, without a step that waits for its GPU."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ def from_number(number: int) -> tuple[int, int]:
     return _STEPS + steps, rank
 
 
+def place_of(number: int, steps_per_epoch: int) -> str:
+    """An event in words, with its epoch and step counted from 1."""
+    step, rank = from_number(number)
+    epoch, step = divmod(step, steps_per_epoch)
+    return f"in epoch {epoch + 1}, step {step + 1}/{steps_per_epoch}, on rank {rank}"
+
+
 class LossWatch:
-    """Remembers the first step whose loss was not finite.
-
-    On a GPU what it has found is copied beside the computation: `known` answers with what has
-    arrived so far, as many steps behind as the host runs ahead of the GPU, and `settled` waits.
-
-    Args:
-        rank: this one.
-        device: of the losses.
-    """
+    """Remembers the first step whose loss was not finite."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._first = torch.zeros((), dtype=torch.int64, device=device)
+        # On a GPU, a copy in the host's memory that lags behind by as many steps as the host runs
+        # ahead. Pinned, so that the copy is asynchronous; the event marks its end.
         self._arrived: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -44,14 +45,15 @@ class LossWatch:
         """Looks at a loss of this step, a tensor without dimensions."""
         here = as_number(step, self._rank) * loss.detach().isfinite().logical_not()
         self._first = torch.maximum(self._first, here)
+        # One copy at a time: while the last is on its way, this step's find waits for a later one.
         if self._arrived is not None and self._event is not None and self._event.query():
             self._arrived.copy_(self._first, non_blocking=True)
             self._event.record()
 
     def known(self) -> int:
-        """`as_number` of the first such step, as far as it is known here without waiting, or 0."""
+        """`as_number` of the first such step, as far as it has arrived, or 0. Does not wait."""
         return int(self._first if self._arrived is None else self._arrived)
 
     def settled(self) -> int:
-        """The same, of all losses seen."""
+        """`as_number` of the first such step of all, or 0. Waits for the GPU."""
         return int(self._first)

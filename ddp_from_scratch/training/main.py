@@ -24,7 +24,7 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
 from ddp_from_scratch.training.cli import parse
-from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.training.settings import Settings, option_of
 
 _TRAINER = "ddp_from_scratch.training.loop"
 
@@ -57,13 +57,13 @@ def _refuse_starting(options: argparse.Namespace) -> None:
     for name in ("nproc", "node_rank", "master_addr", "master_port"):
         if getattr(options, name) is not None:
             raise UsageError(
-                f"--{name.replace('_', '-')} is for starting without a launcher, but "
+                f"{option_of(name)} is for starting without a launcher, but "
                 f"{environment.launcher()} has started this process already: leave it out"
             )
 
 
 def _start(backend: str, options: argparse.Namespace, command: Sequence[str]) -> int | None:
-    """Starts the ranks; None when this process is to be the only one."""
+    """Starts the ranks; None where this process is the only one."""
     node_rank = options.node_rank or 0
     default = _visible_gpus() if backend == "nccl" else 2
     counts = environment.parse_counts(options.nproc or str(default), node_rank)
@@ -77,6 +77,7 @@ def _start(backend: str, options: argparse.Namespace, command: Sequence[str]) ->
             raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
     elif options.master_addr is not None or options.master_port is not None:
         raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
+    # A single rank needs no supervisor: this process trains.
     if counts == (1,):
         return None
     if backend == "mpi":
@@ -88,6 +89,7 @@ def _start(backend: str, options: argparse.Namespace, command: Sequence[str]) ->
         options.master_addr or "127.0.0.1",
         options.master_port or 29500,
         options.timeout,
+        # Imported once, before ranks are forked from the process that has it.
         preload=[_TRAINER],
     )
 
@@ -104,7 +106,7 @@ def _visible_gpus() -> int:
 
 
 def _train_or_test(settings: Settings, options: argparse.Namespace) -> int:
-    """This rank's part."""
+    """Trains or tests as one rank; returns its exit code."""
     from ddp_from_scratch.training.evaluate import test
     from ddp_from_scratch.training.loop import Trainer
     from ddp_from_scratch.world.process_group import process_group
@@ -113,5 +115,6 @@ def _train_or_test(settings: Settings, options: argparse.Namespace) -> int:
         if options.command == "test":
             test(settings, options.dataset, options.checkpoint, world)
             return 0
+        # As a shell reports a signal's end. Every rank returns the same.
         number = Trainer(settings, world).run()
         return 128 + number if number else 0

@@ -1,7 +1,4 @@
-"""Numbers along the way of training: a line of JSON and a TensorBoard event for each.
-
-After a gradient has been applied; rank 0 alone writes.
-"""
+"""Numbers along the way of training, from rank 0: a line of JSON and a TensorBoard event each."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsWriter:
     """Writes `metrics.jsonl` and TensorBoard events to `log_dir`; with None it does nothing.
 
-    A line is one JSON object: `{"step": 40, "loss": 0.31, "test_accuracy": 0.97}`. It is handed to
-    the system as soon as it is logged, so a killed run keeps what it wrote. A resumed run appends;
-    where it repeats steps since its checkpoint, the later line holds.
+    A line is one JSON object: `{"step": 40, "loss": 0.31, "test_accuracy": 0.97}`. A resumed run
+    appends; where it repeats steps since its checkpoint, the later line holds.
 
     Raises:
         UsageError: `log_dir` cannot be made or written, or tensorboard is not installed.
@@ -58,18 +54,20 @@ class MetricsWriter:
             ) from error
 
     def log(self, step: int, **values: float) -> None:
-        """Write the values at `step`, which counts optimizer steps from the run's first one.
+        """Writes the values at `step`, which counts optimizer steps from the run's first one.
 
-        A value that is not finite is null in the file, as JSON has no such numbers.
+        A value that is not finite is null in the file.
 
         Raises:
             UsageError: the disk is full, or the folder is gone.
         """
         if self._lines is None or self._events is None:
             return
+        # JSON has no other numbers.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         try:
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
+            # To the system at once: a killed run keeps its lines.
             self._lines.flush()
             for name, value in values.items():
                 self._events.add_scalar(name, value, step)
@@ -79,7 +77,7 @@ class MetricsWriter:
             ) from error
 
     def close(self) -> None:
-        """Write out the events and close both files. A no-op when closed already."""
+        """Writes out the events and closes both files. Idempotent."""
         if self._lines is not None:
             self._lines.close()
             self._lines = None
@@ -88,7 +86,7 @@ class MetricsWriter:
             self._events = None
 
     def __enter__(self) -> MetricsWriter:
-        """Return the writer itself."""
+        """The writer itself."""
         return self
 
     def __exit__(
@@ -97,13 +95,14 @@ class MetricsWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close both files, after an error too."""
+        """Closes both files, after an error too."""
         self.close()
 
 
 def _open_for_append(path: Path) -> TextIOWrapper:
-    """Open a file of lines to add to it, first ending a line that a killed run left unfinished."""
+    """Opens a file of lines for appending."""
     file = path.open("a+b")
+    # A killed run may have left its last line unfinished: the next one must not join it.
     if file.tell() > 0:
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":

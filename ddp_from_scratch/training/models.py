@@ -1,7 +1,4 @@
-"""Classifiers for images of any size: a small CNN, an MLP, and torchvision's by name.
-
-Before the first gradient: the module that `broadcast.py` makes equal on all ranks.
-"""
+"""Classifiers for images of any size: a small CNN, an MLP, and torchvision's by name."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ _OPTIONS = {
 
 
 def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -> nn.Module:
-    """Build `name` for float images (batch, channels, image_size, image_size), untrained.
+    """Builds an untrained model for float images (batch, channels, image_size, image_size).
 
     Its output is (batch, num_classes), unnormalised. The weights are drawn from the global
-    generator. "cnn" and "mlp" are made for the size; a torchvision model gets a first convolution
-    with that many channels and, where the images are too small for it, an enlargement in front.
+    generator. A torchvision model gets a first convolution with that many channels and, where the
+    images are too small for it, an enlargement in front.
 
     Raises:
         UsageError: an unknown name, or a model that takes no images of this size.
@@ -89,7 +86,7 @@ def _mlp(channels: int, image_size: int, num_classes: int) -> nn.Sequential:
 
 
 def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) -> nn.Module:
-    """Build the torchvision model, behind an enlargement to the first size that it takes."""
+    """Builds a torchvision model, behind an enlargement to the first size that it takes."""
     model: nn.Module | None = None
     for size in (image_size, *(size for size in _SIZES if size > image_size)):
         try:
@@ -111,10 +108,8 @@ def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) 
 
 
 def _dry_run(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Run a forward in train mode on tensors that have shapes and no values.
-
-    The model's own parameters, buffers and generators stay as they are.
-    """
+    """Runs a forward pass in train mode, on shapes alone."""
+    # On the meta device: the model's own parameters, buffers and generators stay as they are.
     named = [*model.named_parameters(), *model.named_buffers()]
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
     with torch.no_grad(), torch.device("meta"):
@@ -122,7 +117,8 @@ def _dry_run(model: nn.Module, shape: tuple[int, ...]) -> None:
 
 
 def _torchvision_model(name: str, channels: int, size: int, num_classes: int) -> nn.Module:
-    """Build a torchvision classifier for images of `channels` x `size` x `size`."""
+    """Builds a torchvision classifier for images of `channels` x `size` x `size`."""
+    # These two are made for one size, and each names it in its own way.
     options: dict[str, object] = dict(_OPTIONS.get(name, {}))
     if name.startswith("vit"):
         options["image_size"] = size
@@ -139,7 +135,8 @@ def _torchvision_model(name: str, channels: int, size: int, num_classes: int) ->
 
 
 def _replace_first_convolution(model: nn.Module, channels: int) -> None:
-    """Give the convolution that sees the image `channels` input channels and new weights."""
+    """Replaces the convolution that sees the image by one with `channels` input channels."""
+    # The first convolution that a torchvision model registers is the one that sees the image.
     path, old = next(
         (path, module) for path, module in model.named_modules() if isinstance(module, nn.Conv2d)
     )

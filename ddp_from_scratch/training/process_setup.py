@@ -1,4 +1,4 @@
-"""The first part of training and testing, alike on every rank."""
+"""Setup of a process before training and testing, alike on every rank."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
 
     Args:
         settings: this rank's.
-        world: this process among the others.
-        asked: what all ranks must have been asked for beside the settings, by name.
+        world: the open process group.
+        asked: values by name, beside the settings, that all ranks must have alike.
 
     Returns:
         A group for CPU tensors.
@@ -39,16 +39,19 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
     require_same(versions() | asked | settings.to_compare() | asked, group)
     torch.set_num_threads(settings.threads)
     if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats only with it
+        # cuBLAS repeats only with it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Not without need: the call imports torch's compiler, which takes a second.
     if settings.deterministic != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(settings.deterministic)  # imports torch's compiler: 1 s
+        torch.use_deterministic_algorithms(settings.deterministic)
     torch.backends.cudnn.benchmark = not settings.deterministic
     seed_generators(settings.seed)
     return group
 
 
 def versions() -> dict[str, str]:
-    """The code that each rank runs. Another torch may round, or communicate, in another way."""
+    """The versions of the code that this rank runs."""
+    # Another torch may round, or communicate, in another way.
     source = hashlib.sha256()
     folder = Path(ddp_from_scratch.__file__).parent
     for file in sorted(folder.rglob("*.py")):
@@ -64,14 +67,13 @@ def seed_generators(seed: int) -> None:
     """Seeds every generator that a model may draw from: torch's, on GPUs too, Python's, numpy's."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(np.random.SeedSequence(seed).generate_state(8))  # it takes 32 bits at a time
+    # numpy takes 32 bits at a time, and a seed may have more.
+    np.random.seed(np.random.SeedSequence(seed).generate_state(8))
 
 
 def cpu_group(world: World, timeout: float) -> dist.ProcessGroup:
-    """A group for CPU tensors: what ranks say beside gradients must not wait for a GPU.
-
-    With gloo and mpi that is the default group.
-    """
+    """A group for CPU tensors: with gloo and mpi the default group."""
+    # All that ranks exchange beside gradients must not wait for a GPU.
     if world.backend != "nccl":
         assert dist.group.WORLD is not None
         return dist.group.WORLD
@@ -92,6 +94,7 @@ def open_dataset(
         if download and world.local_rank == 0:
             load_dataset(name, data_dir, download=True)
     with together(group):
+        # By every rank, after the download: the first `together` is a barrier.
         data = load_dataset(name, data_dir, download=False)
     require_same({f"--dataset {name}": data.summary()}, group)
     return data

@@ -1,4 +1,4 @@
-"""The output of a run: a progress bar and lines, from rank 0 alone."""
+"""Output of a run: a progress bar and lines, from rank 0 alone."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ T = TypeVar("T")
 class Report:
     """A progress bar on a terminal, plain lines elsewhere, nothing on other ranks.
 
-    Lines go to standard output, the bar to standard error, so that the output of a run can be
-    piped.
-
     Args:
-        speaks: whether this rank is the one that prints.
+        speaks: True on the rank that prints.
         quiet: only `result` prints.
     """
 
     def __init__(self, *, speaks: bool, quiet: bool) -> None:
         self._speaks = speaks
         self._verbose = speaks and not quiet
-        # Under mpirun, too: standard error, a pipe there, has become the terminal that a person
-        # watches (`write_to_terminal`).
+        # On standard error, so that the output of a run can be piped. Under mpirun, too: standard
+        # error, a pipe there, has become the terminal that a person watches (`write_to_terminal`).
         self._bar = self._verbose and sys.stderr.isatty()
 
     def progress(self, steps: Iterable[T], *, total: int, start: int, title: str) -> Iterable[T]:
@@ -47,15 +44,16 @@ class Report:
     def line(self, text: str) -> None:
         """Prints a line of a run's course."""
         if self._verbose:
-            with tqdm.external_write_mode(file=sys.stdout):  # takes the bar away meanwhile
+            # Takes the bar away meanwhile.
+            with tqdm.external_write_mode(file=sys.stdout):
                 output.write(text, sys.stdout)
 
     def warning(self, text: str) -> None:
-        """Prints a line about something that the user should know, also when quiet."""
+        """Prints a warning, also when quiet."""
         if self._speaks:
             output.write(f"warning: {text}", sys.stderr)
 
     def result(self, text: str) -> None:
-        """Prints what the run was for, also when quiet."""
+        """Prints the run's result, also when quiet."""
         if self._speaks:
             output.write(text, sys.stdout)

@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from, read by rank 0 and passed on."""
+"""Reads the checkpoint that a run continues from, on rank 0, and passes it on."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ def checkpoint_of_all(
 ) -> tuple[checkpoint.State | None, checkpoint.State | None]:
     """The checkpoint to continue from, on every rank; and its "compression", on rank 0 alone.
 
-    That one is as large as the gradients, for each rank, and no rank needs another's.
-
     Raises:
         UsageError: on every rank, as `find_checkpoint`.
     """
@@ -56,6 +54,7 @@ def checkpoint_of_all(
 
     def read() -> checkpoint.State | None:
         state = find_checkpoint(settings, model_spec, model, report)
+        # Not for all: it is as large as the gradients, for each rank, and no rank needs another's.
         if state is not None:
             compression[0] = state.pop("compression", None)
         return state

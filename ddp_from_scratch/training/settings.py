@@ -20,9 +20,14 @@ COMPRESSIONS = ("bf16", "fp16", "powersgd")
 POWERSGD_RANK = 2
 _MOST = 10**9
 _LARGEST = 1e30  # float32 ends at 3e38
-# What concerns a rank's machine, or what rank 0 alone prints and writes.
+# Settings that may differ between ranks: they concern a rank's machine, or the output of rank 0.
 _OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
 _TIMEOUT_RANGE = f"a positive number of seconds, at most {MAX_TIMEOUT:,.0f}"
+
+
+def option_of(name: str) -> str:
+    """The option of a setting: --batch-size of batch_size."""
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ class Settings:
         )
         self._require("powersgd_rank", lambda value: value is None or value >= 1, "1 or more")
         if self.compress == "powersgd":
+            # The default is set here and not in the field, where it would be given without
+            # PowerSGD, too. A checkpoint then has the rank that was used.
             object.__setattr__(self, "powersgd_rank", self.powersgd_rank or POWERSGD_RANK)
         elif self.powersgd_rank is not None:
             raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
@@ -112,7 +119,7 @@ class Settings:
     def _require(self, name: str, holds: Callable[[Any], bool], expected: str) -> None:
         value = getattr(self, name)
         if not holds(value):
-            raise UsageError(f"--{name.replace('_', '-')} must be {expected}, got {value}")
+            raise UsageError(f"{option_of(name)} must be {expected}, got {value}")
 
     def rank_batch_size(self, world_size: int) -> int:
         """Images per rank and backward pass.
@@ -134,31 +141,27 @@ class Settings:
         """The learning rate of optimizer step `step`, counted from 0 over the whole run.
 
         With `scale_lr` the linear scaling rule and gradual warm-up of Goyal et al., "Accurate,
-        Large Minibatch SGD" (2017): `lr` is meant for the batch of one rank; k times that batch
-        takes k times `lr`, approached in equal increments over the first 5 epochs (over the first
-        half of a run shorter than 10).
+        Large Minibatch SGD" (2017).
         """
         if not self.scale_lr:
             return self.lr
+        # `lr` is meant for the batch of one rank: k times that batch takes k times `lr`, approached
+        # in equal increments over the first 5 epochs, or the first half of a run shorter than 10.
         scale = world_size * self.accumulate
         warmup = max(1, min(5 * steps_per_epoch, self.epochs * steps_per_epoch // 2))
         return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))
 
     def to_compare(self) -> dict[str, str]:
-        """The options that must be equal on all ranks, with their values.
-
-        Folders may have other names on other machines, and rank 0 alone reads and writes there; but
-        whether there is one decides what all ranks do.
-        """
+        """The options that must be equal on all ranks, with their values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {"no_overlap": not values.pop("overlap")}
+        # Folders may have other names on other machines, and rank 0 alone reads and writes there;
+        # but whether there is one decides what all ranks do.
         if self.resume != "auto":
             values["resume"] = self.resume is not None
         values["checkpoint_dir"] = self.checkpoint_dir is not None
         return {
-            f"--{name.replace('_', '-')}": _shown(value)
-            for name, value in values.items()
-            if name not in _OWN
+            option_of(name): _shown(value) for name, value in values.items() if name not in _OWN
         }
 
     def as_saved(self) -> dict[str, Any]:
@@ -167,9 +170,11 @@ class Settings:
 
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
         """The differences from a checkpoint's settings that matter, as "lr 0.1 -> 0.2"."""
+        # None of these changes a bit of a step.
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
         indifferent |= {"log_dir", "check_sync", "stall_after", "stop_on_nan", "quiet"}
-        if not self.scale_lr:  # with it, the length of the run decides that of the warm-up
+        # With `scale_lr` the length of the run decides that of the warm-up.
+        if not self.scale_lr:
             indifferent.add("epochs")
         now = self.as_saved()
         return [

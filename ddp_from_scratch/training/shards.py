@@ -1,4 +1,4 @@
-"""This rank's part of a dataset, and the sizes that follow from how it is dealt out."""
+"""Deals out this rank's part of a dataset, and computes the sizes that follow from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Shards:
         sampler: of `train`.
         global_batch_size: images of all ranks in an optimizer step.
         steps_per_epoch: optimizer steps.
-        model_spec: what a model for these images is made of, for `evaluate.build_model`.
+        model_spec: of a model for these images, for `evaluate.build_model`.
     """
 
     train: DataLoader[Sample]
@@ -51,6 +51,7 @@ def deal(data: ImageData, settings: Settings, world: World) -> Shards:
     }
     train = train_loader(data.train, seed=settings.seed, **part)
     assert isinstance(train.sampler, ShardSampler)
+    # Equal on all ranks: each gets as many batches, all of the same size.
     batches = train.sampler.batches_per_epoch
     if batches < settings.accumulate:
         raise UsageError(
@@ -61,6 +62,7 @@ def deal(data: ImageData, settings: Settings, world: World) -> Shards:
         test_loader(data.test, **part),
         train.sampler,
         global_batch_size=batch_size * world.world_size * settings.accumulate,
+        # Batches that do not fill a step are left out, as images that do not fill a batch.
         steps_per_epoch=batches // settings.accumulate,
         model_spec={
             "name": settings.model,

@@ -52,7 +52,7 @@ class Kind:
     std: tuple[float, ...]
 
     def files(self, root: Path) -> dict[Path, str | None]:
-        """Return the files that the reader opens under `root`, each with its md5 if known."""
+        """The files that the reader opens under `root`, each with its md5 if known."""
         if issubclass(self.reader, CIFAR10):
             folder = root / self.reader.base_folder
             listed = [*self.reader.train_list, *self.reader.test_list]
@@ -63,11 +63,11 @@ class Kind:
         return {folder / Path(name).stem: None for name, _ in self.reader.resources}
 
     def missing(self) -> list[Path]:
-        """Return the files that are not there."""
+        """The files that are not there."""
         return [path for path in self.files(self.root) if not os.path.isfile(path)]
 
     def read(self, part: Literal["training", "test"]) -> Dataset[Sample]:
-        """Open one part through torchvision's reader and check that it is whole.
+        """Opens one part through torchvision's reader and checks that it is whole.
 
         Raises:
             UsageError: it cannot be read, or is not.
@@ -88,7 +88,7 @@ class Kind:
         return checked
 
     def _corrupt(self, part: str, problem: str) -> UsageError:
-        """Return the error for files that are there and of no use."""
+        """The error for files that are there and of no use; names one that is damaged."""
         files = self.files(self.root)
         path = next((path for path, md5 in files.items() if not check_integrity(path, md5)), None)
         if path is None:
@@ -102,7 +102,7 @@ class Kind:
 
 
 def open_kind(name: str, root: Path, download: bool) -> Kind:
-    """Return the dataset `name` in the folder `root`, with all its files there.
+    """The dataset `name` in the folder `root`, with all its files there.
 
     Raises:
         UsageError: they are not, or could not be fetched.
@@ -125,7 +125,7 @@ def open_kind(name: str, root: Path, download: bool) -> Kind:
 
 
 def _problem(part: Any, image_size: int) -> str | None:
-    """Return the first thing wrong with a part that torchvision could read; None if all is well."""
+    """The first fault of a part that torchvision could read; None if all is well."""
     labels = torch.as_tensor(part.targets)
     size = (image_size, image_size)
     if len(part.data) != len(labels):
@@ -138,11 +138,9 @@ def _problem(part: Any, image_size: int) -> str | None:
 
 
 def _download(kind: Kind) -> None:
-    """Fetch the dataset into a folder of its own and move in what is missing.
-
-    torchvision unpacks straight to the final name, and for MNIST then takes any file of that name
-    for a whole one. Here a file gets its final name, by a rename, only after all were read.
-    """
+    """Fetches the dataset into a folder of its own and moves missing files from there."""
+    # torchvision unpacks straight to the final name, and for MNIST then takes any file of that name
+    # for a whole one. Here a file gets its final name, by a rename, only after all were read.
     root = kind.root
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -164,7 +162,7 @@ def _download(kind: Kind) -> None:
 
 @contextmanager
 def _socket_timeout() -> Iterator[None]:
-    """Let no connection of torchvision's, which sets no timeout, wait for ever."""
+    """Sets a timeout for torchvision's connections, which have none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)
     try:
@@ -174,5 +172,5 @@ def _socket_timeout() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the error's text on one line, or its type where it has none."""
+    """The error's text on one line, or its type where it has none."""
     return " ".join(str(error).split()) or type(error).__name__

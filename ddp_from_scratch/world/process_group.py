@@ -23,7 +23,8 @@ from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_termi
 from ddp_from_scratch.world import rendezvous
 from ddp_from_scratch.world.backends import BACKENDS, MAX_TIMEOUT
 
-_opened = count()  # groups so far; all ranks open the same
+# Groups so far. All ranks open the same ones, so it names each alike on all of them.
+_opened = count()
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class World:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # Not after an exception: peers may be waiting in the group.
         if kind is None:
             dist.destroy_process_group()
         elif self.world_size == 1 and dist.is_initialized():
@@ -77,12 +79,9 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
 
     Works under mpirun, torchrun and srun alike; without a launcher the world is this process
     alone. On one machine the ranks meet through a private file or the loopback interface, and
-    gloo and nccl are kept on the loopback interface. After an exception the group is left as it
-    is, since peers may be waiting in it: let the process end. In a world of one (a notebook's) it
-    is closed, and the next attempt opens another.
-
-    A second call without `with` returns the same World while its group is open, so that a
-    notebook's cell may be run twice.
+    gloo and nccl stay on loopback. After an exception let the process end: the group is left open,
+    except in a world of one. A second call without `with` returns the same World while its group
+    is open.
 
     Args:
         backend: "gloo" (CPU), "nccl" (one GPU per process; a module on several of them needs a
@@ -100,6 +99,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if not 0 < timeout <= MAX_TIMEOUT:
         raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
+    # A notebook's cell may be run twice.
     for world, group in _until_exit:
         if world.backend == backend and _is_open(group):
             return world
@@ -150,9 +150,8 @@ def _open_mpi(timeout: timedelta) -> Placement:
 
 def _meet_in_mpi(backend: str) -> Placement:
     """This process's place in its MPI job, whose ranks all want the same backend."""
-    from ddp_from_scratch import (
-        mpi,  # starts MPI, which only this backend and mpirun's ranks may do
-    )
+    # Here and not above: it starts MPI, which only this backend and mpirun's ranks may do.
+    from ddp_from_scratch import mpi
 
     mpi.check_launcher()
     place = mpi.placement()
@@ -163,26 +162,30 @@ def _meet_in_mpi(backend: str) -> Placement:
 def _meet_in_store(
     store: dist.Store, backend: str, placement: Placement, device: torch.device, timeout: timedelta
 ) -> None:
-    """Before any group is opened: nccl would wait without end for a rank that never comes.
-
-    Not where torch makes the store: torchrun's and srun's ranks on several machines.
+    """Waits for all ranks and compares their backends and GPUs, before any group is opened.
 
     Raises:
         UsageError: not all ranks come in time, they want different backends, or share a GPU.
     """
+    # nccl would wait without end for a rank that never comes. Not called where torch makes the
+    # store: for torchrun's and srun's ranks on several machines.
     keys = [f"came {rank}" for rank in range(placement.world_size)]
     store.set(keys[placement.rank], f"{backend} {_gpu(device)}")
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise UsageError(
-            f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
-            f"{placement.world_size} ranks: not all have started, {missing} have not come"
-        ) from error
+        raise UsageError(f"{_waited(placement, timeout)}, {missing} have not come") from error
     came = [store.get(key).decode().partition(" ") for key in keys]
     _require_same(backend, came[0][0], placement.rank)
     _check_gpus([gpu for _, _, gpu in came])
+
+
+def _waited(placement: Placement, timeout: timedelta) -> str:
+    return (
+        f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
+        f"{placement.world_size} ranks: not all have started"
+    )
 
 
 def _gpu(device: torch.device) -> str:
@@ -203,7 +206,7 @@ def _check_gpus(of_ranks: Sequence[str]) -> None:
 
 
 def _require_same(backend: str, of_rank_0: str, rank: int) -> None:
-    """Before any group is opened: groups of two backends would wait for each other."""
+    # Compared before any group is opened: groups of two backends would wait for each other.
     if backend != of_rank_0:
         raise UsageError(
             f"backend is {of_rank_0} on rank 0 and {backend} on rank {rank}: it must be the same "
@@ -214,6 +217,8 @@ def _require_same(backend: str, of_rank_0: str, rank: int) -> None:
 def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     if not dist.is_backend_available(backend):
         raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
+    # Under mpirun MPI compares the backends, whichever they are: a rank that wants mpi looks at no
+    # store.
     if environment.launcher() == "mpirun":
         _meet_in_mpi(backend)
     try:
@@ -223,6 +228,7 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             # What an earlier group of the same processes has left there must not be read again.
             store = dist.PrefixStore(f"group {next(_opened)}", store)
             _meet_in_store(store, backend, placement, device, timeout)
+        # Before the group: gloo and nccl read the environment as they open it.
         interfaces.choose_interface(placement)
         dist.init_process_group(
             backend,
@@ -240,10 +246,7 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     except RuntimeError as error:  # what gloo raises here has no type of its own
         if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
             raise
-        raise UsageError(
-            f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
-            f"{placement.world_size} ranks: not all have started"
-        ) from error
+        raise UsageError(_waited(placement, timeout)) from error
     return placement, device
 
 

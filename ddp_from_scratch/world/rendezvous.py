@@ -18,9 +18,7 @@ from ddp_from_scratch.launch.environment import MACHINE_0, RENDEZVOUS_FILE, Plac
 def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":
     """This process's place and the store to meet the others through.
 
-    Without a launcher that is this process alone. On one machine it is a file that only this user
-    can read. torchrun and `start_ranks` on several machines bring a store of their own; None stands
-    for one that torch is to reach through MASTER_ADDR.
+    None stands for a store that torch is to reach through MASTER_ADDR.
 
     Raises:
         UsageError: the launcher's variables do not make sense.
@@ -30,6 +28,7 @@ def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":
     placement = environment.placement()
     if placement.launcher == "none":
         return placement, dist.HashStore()
+    # On one machine, a file that only this user can read: no port is opened.
     if RENDEZVOUS_FILE in os.environ:
         return placement, _file_store(os.environ[RENDEZVOUS_FILE], placement.world_size)
     if placement.launcher == "torchrun":
@@ -37,6 +36,7 @@ def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":
     if placement.launcher == "srun" and placement.one_machine:
         return placement, _file_store(str(_slurm_file()), placement.world_size)
     if placement.launcher == "srun":
+        # On several, the first one, and a port that another job or step there seldom has.
         nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", ""))
         job, step = (environment.number(os.environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
         os.environ.setdefault("MASTER_ADDR", environment.slurm_first_host(nodes))
@@ -44,27 +44,25 @@ def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":
     return placement, None
 
 
+# One for each process: the last one to go removes the file, under those that come again.
 @cache
 def _file_store(file: str, world_size: int) -> dist.Store:
-    """One for each process: the last one to go removes the file, under those that come again."""
     return dist.FileStore(file, world_size)
 
 
 def _torchrun_store(placement: Placement, timeout: timedelta) -> "dist.Store | None":
-    """The store of torchrun or `start_ranks`; None where torch is to make it of MASTER_ADDR.
-
-    Ranks that torchrun starts again meet in the same store, where the addresses of those before
-    them still are, so each start gets a part of its own. Not on several machines, as each counts
-    its restarts by itself (pytorch #135712): there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes
-    torchrun bring a new store each time. `start_ranks` never starts a rank again.
-    """
+    """The store of torchrun or `start_ranks`; None where torch is to make it of MASTER_ADDR."""
     address, port = os.environ.get("MASTER_ADDR"), environment.number(os.environ, "MASTER_PORT")
     if not address:
         raise UsageError("MASTER_ADDR is not set: it is the address of rank 0's machine")
-    known = placement.one_machine or MACHINE_0 in os.environ  # or else torchrun's, on several
+    # Not torchrun's on several machines, each of which counts its restarts by itself (pytorch
+    # #135712): there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has it bring a new store each time.
+    known = placement.one_machine or MACHINE_0 in os.environ
     if not known or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    # Ranks that torchrun starts again find the same store, with the addresses of those before them:
+    # each start gets a part of its own. `start_ranks` never starts a rank again.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"start {restarts}", store)
 
@@ -72,7 +70,7 @@ def _torchrun_store(placement: Placement, timeout: timedelta) -> "dist.Store | N
 def _slurm_file() -> Path:
     """A file that all tasks of this job step, and no other step, name alike."""
     folder = _private_folder()
-    # The port tells apart steps of one number, should job numbers start over: a file that an
+    # The port differs between steps of one number, should job numbers start over: a file that an
     # earlier, killed step left behind would confuse this one.
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_SRUN_COMM_PORT")
     return folder / "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
@@ -81,16 +79,16 @@ def _slurm_file() -> Path:
 def _private_folder() -> Path:
     """This user's folder for temporary files that others must not touch.
 
-    Its name is known, and in a folder for all somebody else may have been there first, with a
-    folder of theirs or a link to one. Once it is ours, the sticky bit keeps it in its place.
-
     Raises:
-        UsageError: it is not ours alone.
+        UsageError: it is not this user's alone.
     """
     folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found, around = folder.lstat(), folder.parent.stat()  # of a link, and not of what it leads to
+    # Its name is known, and in a folder for all somebody else may have been there first, with a
+    # folder of theirs or a link to one (`lstat` does not follow it). Once it is this user's, the
+    # sticky bit of the folder around keeps it in its place.
+    found, around = folder.lstat(), folder.parent.stat()
     if (
         not stat.S_ISDIR(found.st_mode)
         or found.st_uid != os.getuid()
@@ -105,10 +103,9 @@ def _private_folder() -> Path:
 
 
 def _meet_through_mpi(timeout: timedelta) -> "tuple[Placement, dist.Store]":
-    """Under mpirun, gloo and nccl: MPI knows the ranks, and tells them where the store is."""
-    from ddp_from_scratch import (
-        mpi,  # starts MPI, which only the mpi backend and mpirun's ranks may do
-    )
+    """The place and store of a gloo or nccl rank that mpirun started: MPI knows both."""
+    # Here and not above: it starts MPI, which only the mpi backend and mpirun's ranks may do.
+    from ddp_from_scratch import mpi
 
     mpi.check_launcher()
     placement = mpi.placement()
