@@ -24,7 +24,8 @@ except (SystemExit, ValueError) as error:
     code = error
 found = [name for name in {HEAVY} if name in sys.modules]
 rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "none"))
-print("rank", rank, "ends with", code, "and", *found, flush=True)
+# In one write, whatever the buffering: other ranks print, too.
+print(" ".join(["rank", rank, "ends with", str(code), "and", *found]) + "\\n", end="", flush=True)
 """
 
 

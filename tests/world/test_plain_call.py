@@ -20,7 +20,7 @@ PROGRAM = """
 
     import ddp_from_scratch as ddp
 
-    atexit.register(lambda: print("open at exit:", dist.is_initialized(), flush=True))
+    atexit.register(lambda: print(f"open at exit: {dist.is_initialized()}\\n", end=""))
     world = ddp.process_group(sys.argv[1])  # its handler runs before the one above
     total = torch.full((1,), world.rank + 1.0)
     dist.all_reduce(total)
