@@ -126,3 +126,17 @@ def test_package_imports_nothing_that_uses_it(path):
 @pytest.mark.parametrize("path", files("node"), ids=lambda path: path.name)
 def test_node_knows_no_mpi(path):
     assert "mpi4py" not in {name.split(".")[0] for name in imported(path)}
+
+
+def test_no_import_goes_round_in_a_circle():
+    """Between modules, those of one room too; the packages' `__init__.py` aside."""
+    names = {
+        ".".join(["ddp_from_scratch", *path.relative_to(PACKAGE).with_suffix("").parts]): path
+        for path in MODULES
+        if path.stem != "__init__"
+    }
+    graph = {name: imported(path) & names.keys() for name, path in names.items()}
+    while graph:
+        leaves = {name for name, below in graph.items() if not below & graph.keys()}
+        assert leaves, f"imports go round in a circle among {sorted(graph)}"
+        graph = {name: below for name, below in graph.items() if name not in leaves}

@@ -6,48 +6,19 @@ resumed run repeats, bit for bit, the run that was not stopped.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.training.image_data import NUM_CLASSES, ImageData, Sample
 from ddp_from_scratch.training.settings import DATASETS
 
-Sample: TypeAlias = tuple[torch.Tensor, int]
-"""One image, float32 of shape (channels, image_size, image_size), and its label."""
-
-NUM_CLASSES = 10  # of every dataset here
 DIGITS_DIR = Path(__file__).parent / "data" / "digits"
 _DIGITS_MEAN, _DIGITS_STD = (4.886 / 255,), (6.015 / 255,)  # their pixels are 0 to 16
-
-
-@dataclass(frozen=True)
-class ImageData:
-    """A dataset in two parts that have a length, of `channels` x `image_size` x `image_size`."""
-
-    train: Dataset[Sample]
-    test: Dataset[Sample]
-    channels: int
-    image_size: int
-    num_classes: int = NUM_CLASSES
-
-    def summary(self) -> str:
-        """One line that differs for other images or labels."""
-        checksum = 0
-        for part in (self.train, self.test):
-            # Noise has neither: it depends on the code alone, which ranks compare, too.
-            for name in ("data", "targets"):
-                values = np.ascontiguousarray(getattr(part, name, ()))
-                checksum = zlib.crc32(values.data, checksum)
-        sizes = " + ".join(f"{len(cast(Sized, part)):,}" for part in (self.train, self.test))
-        shape = f"{self.channels}x{self.image_size}x{self.image_size}"
-        return f"{sizes} images of {shape}, checksum {checksum:08x}"
 
 
 def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:

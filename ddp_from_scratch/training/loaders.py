@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.training.datasets import Sample
+from ddp_from_scratch.training.image_data import Sample
 
 
 class ShardSampler(DistributedSampler[int]):

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import ddp_from_scratch
 from ddp_from_scratch.training.coordination import require_same, together
-from ddp_from_scratch.training.datasets import ImageData, load_dataset
+from ddp_from_scratch.training.datasets import load_dataset
+from ddp_from_scratch.training.image_data import ImageData
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world.process_group import World
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.training.datasets import ImageData, Sample
+from ddp_from_scratch.training.image_data import ImageData, Sample
 from ddp_from_scratch.training.loaders import ShardSampler, test_loader, train_loader
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world.process_group import World

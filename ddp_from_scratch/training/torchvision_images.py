@@ -23,7 +23,7 @@ from torchvision.datasets.utils import check_integrity
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.training.datasets import NUM_CLASSES, Sample
+from ddp_from_scratch.training.image_data import NUM_CLASSES, Sample
 
 _NETWORK_TIMEOUT_S = 30.0
 
