@@ -133,8 +133,10 @@ class Packing:
                 sources.append(gradient)
                 windows.append(view)
                 if as_view and not (unused and index in unused):
-                    # Frees the memory of the gradient before the average is there.
-                    parameter.grad = self._lend(position)
+                    # Frees the memory of the gradient before the average is there. `_lend` is called
+                    # only where it has more to do: this is once for every gradient.
+                    lent = self._lent[position]
+                    parameter.grad = lent if lent.data_ptr() == address else self._lend(position)
         if self._together or scale == 1:
             _copy(windows, sources)
             if scale != 1:
@@ -154,14 +156,16 @@ class Packing:
         """
         self._packed.clear()
         gradients, windows = [], []
-        for position, (index, parameter, view, _) in enumerate(self._rows):
+        as_view = self._as_view
+        for position, (index, parameter, view, address) in enumerate(self._rows):
             if used is not None and index not in used:
                 continue
-            if self._as_view:
-                parameter.grad = self._lend(position)
-                continue
             gradient = parameter.grad
-            if gradient is not None:
+            if as_view:
+                # `pack` has put most of them there. Looking costs less than putting them again.
+                if gradient is None or gradient.data_ptr() != address:
+                    parameter.grad = self._lend(position)
+            elif gradient is not None:
                 gradients.append(gradient)
                 windows.append(view)
             elif index in unused:
