@@ -133,8 +133,8 @@ class Packing:
                 sources.append(gradient)
                 windows.append(view)
                 if as_view and not (unused and index in unused):
-                    # Frees the memory of the gradient before the average is there. `_lend` is called
-                    # only where it has more to do: this is once for every gradient.
+                    # Frees the memory of the gradient before the average is there. `_lend` is only
+                    # called where it has more to do: this runs once for every gradient.
                     lent = self._lent[position]
                     parameter.grad = lent if lent.data_ptr() == address else self._lend(position)
         if self._together or scale == 1:
