@@ -14,7 +14,7 @@ class Observer:
     def on_all_launched(self) -> None:
         """Called when this rank has launched every bucket of this average."""
 
-    def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
+    def on_unpacked(self, iteration: int, bucket: GradientBucket) -> None:
         """Called when the averages of this bucket are in `.grad`."""
 
     def on_average(self, iteration: int, takes_part: bool) -> None:

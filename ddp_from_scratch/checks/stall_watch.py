@@ -109,7 +109,7 @@ class StallWatch(Observer):
         # Not __del__: this runs at Python's exit, too.
         weakref.finalize(self, watcher.end)
 
-    def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
+    def on_unpacked(self, iteration: int, bucket: GradientBucket) -> None:
         """Records an event behind the average of this bucket, on a GPU."""
         device = bucket.parameters()[0].device
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
@@ -205,7 +205,7 @@ class _Watcher:
                 recent = abs(step - now.step) <= 1
                 text = published if recent else f"{text} (last heard of at {step})"
             lines.append(f"  rank {rank}: {text}")
-        lines.append("It goes on waiting until the process group's timeout ends the run.")
+        lines.append("The step goes on waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
 
 

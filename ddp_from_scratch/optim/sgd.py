@@ -256,7 +256,7 @@ class _BackwardAndStep(Observer):
             )
         return self._loss
 
-    def on_landed(self, iteration: int, bucket: GradientBucket) -> None:
+    def on_unpacked(self, iteration: int, bucket: GradientBucket) -> None:
         """Steps the runs of the bucket. All other parameters are stepped later, one by one."""
         if bucket in self._flat_buckets:
             self._step(bucket)

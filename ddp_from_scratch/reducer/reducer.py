@@ -251,7 +251,8 @@ class Reducer:
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
 
-        With a hook that is not one of `ddp.comm_hooks`, one bucket is under way at a time.
+        With a hook that may start a second collective (PowerSGD, or one of your own), one bucket
+        is under way at a time.
 
         Raises:
             RuntimeError: a backward pass is under way, or see `BucketTuning.check_hook`.
@@ -398,7 +399,7 @@ class Reducer:
         for bucket in self._buckets.all:
             bucket.finish(used if takes_part else ())
             for observer in self._observers:
-                observer.on_landed(self.iteration, bucket)
+                observer.on_unpacked(self.iteration, bucket)
         self._next_bucket = 0
         if self.comm.weight is not None:
             # A weight holds for one average.

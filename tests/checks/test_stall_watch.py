@@ -92,7 +92,7 @@ def test_a_rank_that_lags_is_named_with_what_it_lacks(trio, where):
         "  rank 0: 3 of 3 gradients have arrived",
         "  rank 1: 3 of 3 gradients have arrived",
         f"  rank 2: {missing}",
-        "It goes on waiting until the process group's timeout ends the run.",
+        "The step goes on waiting until the process group's timeout ends the run.",
     ]
 
 
