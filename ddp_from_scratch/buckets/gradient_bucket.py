@@ -35,12 +35,14 @@ class LaunchArgs(NamedTuple):
             size. With 0 the rank contributes zeros, whatever its gradients hold.
         scale: the factor of each gradient as it is packed: the weight (1 where that is 0) and, for
             the hooks of this package, the division by the world size.
+        made_for: the group's backend and world size, which the hook and the scale depend on.
     """
 
     hook: CommHook
     state: Any
     weight: float = 1.0
     scale: float = 1.0
+    made_for: tuple[str, int] = ("", 0)
 
 
 class GradientBucket(Protocol):

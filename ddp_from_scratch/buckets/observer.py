@@ -14,15 +14,16 @@ class Observer:
     def on_all_launched(self) -> None:
         """Called when this rank has launched every bucket of this average."""
 
-    def on_unpacked(self, iteration: int, bucket: GradientBucket) -> None:
-        """Called when the averages of this bucket are in `.grad`."""
+    def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
+        """Called when the averages of this bucket are in `.grad`, if this rank takes part."""
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         """Called when all buckets are unpacked. Every rank comes here, so it may communicate.
 
         Args:
             iteration: the number of averages so far, 1 after the first.
-            takes_part: False on a rank that has run out of data inside `join()`.
+            takes_part: False on a rank that has run out of data inside `join()`, and where this
+                rank's backward pass is about to raise.
         """
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:

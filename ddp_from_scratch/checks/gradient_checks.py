@@ -11,6 +11,7 @@ from ddp_from_scratch.buckets.bucket_list import BucketList
 from ddp_from_scratch.buckets.gradient_bucket import BucketState
 from ddp_from_scratch.checks.forward_writes import ForwardWrites, check_rescaling
 from ddp_from_scratch.checks.module_snapshot import AGAIN, ModuleSnapshot
+from ddp_from_scratch.group import on_gpu_of
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
 
@@ -71,7 +72,8 @@ class GradientChecks:
 
     def any_written(self) -> bool:
         """True if a forward pass has written to parameters on any rank. Collective."""
-        return self._writes is not None and self._writes.on_any_rank(self._process_group)
+        with on_gpu_of(self._module):
+            return self._writes is not None and self._writes.on_any_rank(self._process_group)
 
     def check_complete(self) -> None:
         """Raises unless every gradient of the last backward pass has been averaged."""

@@ -109,7 +109,7 @@ class StallWatch(Observer):
         # Not __del__: this runs at Python's exit, too.
         weakref.finalize(self, watcher.end)
 
-    def on_unpacked(self, iteration: int, bucket: GradientBucket) -> None:
+    def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
         """Records an event behind the average of this bucket, on a GPU."""
         device = bucket.parameters()[0].device
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():

@@ -17,7 +17,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -25,9 +24,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import NoReturn
 
-from ddp_from_scratch.launch import output
 from ddp_from_scratch.launch.environment import PARENT
 from ddp_from_scratch.launch.rank_process import die_with
 
@@ -175,29 +172,7 @@ def serve() -> None:
     # Collecting garbage would write to pages with torch's objects, and so copy them in every rank.
     gc.collect()
     gc.freeze()
-    command = _serve(connection)
-    try:
-        _run(command)
-        code = 0
-    except SystemExit as end:
-        if end.code is not None and not isinstance(end.code, int):
-            raise  # a text, which Python prints
-        code = end.code or 0
-    _end(code)
-
-
-def _end(code: int) -> NoReturn:
-    """Ends a rank as Python ends, but without taking its modules and objects apart.
-
-    That would write to every page of torch's objects, which are shared with the server until then:
-    half a second of processor time in each rank. Ranks of `multiprocessing` end like this, too.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # joins threads that are no daemons
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # closed (`>&-`)
-            output.flush(stream)
-    os._exit(code & 0xFF)
+    _run(_serve(connection))
 
 
 def _serve(connection: Connection) -> list[str]:

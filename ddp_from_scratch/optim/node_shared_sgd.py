@@ -108,6 +108,16 @@ class NodeSharedSGD(SGD):
             check_sync(module, self._reducer.process_group, ignore=others)
             self._checked = True
         super()._arrange()
+        # Their gradients are never averaged in `.grad`, so they must not be stepped one by one.
+        alone = {id(parameter) for parameter, _ in self._alone}
+        for bucket in () if self._reducer is None else self._reducer.flat_buckets:
+            for parameter in bucket.parameters():
+                if id(parameter) in alone:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(parameter.shape)} cannot be moved into "
+                        f"shared memory any longer: its .data was replaced after NodeSharedSGD "
+                        f"was made"
+                    )
 
     def _check_groups(self) -> None:
         buckets = () if self._reducer is None else self._reducer.flat_buckets

@@ -256,9 +256,9 @@ class _BackwardAndStep(Observer):
             )
         return self._loss
 
-    def on_unpacked(self, iteration: int, bucket: GradientBucket) -> None:
+    def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
         """Steps the runs of the bucket. All other parameters are stepped later, one by one."""
-        if bucket in self._flat_buckets:
+        if takes_part and bucket in self._flat_buckets:
             self._step(bucket)
             self._stepped += 1
 

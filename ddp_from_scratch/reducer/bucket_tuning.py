@@ -162,6 +162,8 @@ class BucketTuning(Observer):
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         """Prepares the next average: the next candidate, or the best one for good."""
+        if self.settled:
+            return
         # The Reducer has just laid out the buckets again, so the time of this step is of no use.
         if self._order.final is not self._known_order:
             self._known_order = self._order.final

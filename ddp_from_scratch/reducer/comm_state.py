@@ -78,7 +78,8 @@ class CommState:
         hook, factor = default_hooks.while_packing(self.hook, self.state)
         # With weight 0 the bucket writes zeros itself: gradients need only the division.
         scale = factor if weight == 0 else weight * factor
-        self.args = LaunchArgs(hook, self.state, weight, scale)
+        made_for = dist.get_backend(self._process_group), dist.get_world_size(self._process_group)
+        self.args = LaunchArgs(hook, self.state, weight, scale, made_for)
         return self.args
 
     @contextmanager

@@ -16,7 +16,12 @@ from ddp_from_scratch.autograd.backward_pass import BackwardPass
 from ddp_from_scratch.autograd.hooks import Hooks
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.bucket_list import BucketList
-from ddp_from_scratch.buckets.gradient_bucket import BucketState, CommHook, GradientBucket
+from ddp_from_scratch.buckets.gradient_bucket import (
+    BucketState,
+    CommHook,
+    GradientBucket,
+    LaunchArgs,
+)
 from ddp_from_scratch.buckets.layout import AUTO, Caps, bucket_caps
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.checks.gradient_checks import GradientChecks
@@ -245,8 +250,12 @@ class Reducer:
         if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
         weight = self.comm.agree_weight(amount)
-        self.checks.check_weight(weight)
         self.comm.set_weight(weight)
+        try:
+            self.checks.check_weight(weight)
+        except RuntimeError:
+            self.comm.set_weight(None)
+            raise
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
@@ -271,8 +280,9 @@ class Reducer:
     def set_broadcast_buffers(self, enabled: bool) -> None:
         """Sets `broadcast_buffers` from now on. Must be called on all ranks alike."""
         self.buffer_sync.enable(enabled)
-        others = [observer for observer in self._observers if observer is not self.buffer_sync]
-        self._observers = [self.buffer_sync, *others] if enabled else others
+        # It stays once it was there: a hook may have begun what the next average waits for.
+        if enabled and self.buffer_sync not in self._observers:
+            self._observers.insert(0, self.buffer_sync)
 
     def add_observer(self, observer: Observer) -> None:
         """Calls this observer at each step of the averages from now on."""
@@ -315,7 +325,7 @@ class Reducer:
                 self._error = self.checks.second_gradient(index)
                 return
             if bucket.early is not None:
-                bucket.early.pack_one(index, (self.comm.args or self.comm.agree_args()).scale)
+                bucket.early.pack_one(index, self._launch_args().scale)
             if bucket.mark_ready(index) and self._may_launch_early():
                 self._launch_full_buckets()
 
@@ -352,8 +362,16 @@ class Reducer:
             if not self.comm.several_at_once:
                 self._await_hook()
             if not (self._skip_unused and self._is_unused(bucket)):
-                bucket.launch(self.comm.args or self.comm.agree_args())
+                bucket.launch(self._launch_args())
             self._next_bucket += 1
+
+    def _launch_args(self) -> LaunchArgs:
+        """The arguments of this average's launches, kept until the hook, weight or group change."""
+        args, group = self.comm.args, self.process_group
+        # A program may close the default group and open another one.
+        if args is None or args.made_for != (dist.get_backend(group), dist.get_world_size(group)):
+            return self.comm.agree_args()
+        return args
 
     def _is_unused(self, bucket: GradientBucket) -> bool:
         return self._pass.used is not None and self._pass.used.none_of(bucket.layout.members)
@@ -399,7 +417,7 @@ class Reducer:
         for bucket in self._buckets.all:
             bucket.finish(used if takes_part else ())
             for observer in self._observers:
-                observer.on_unpacked(self.iteration, bucket)
+                observer.on_finished(self.iteration, bucket, takes_part)
         self._next_bucket = 0
         if self.comm.weight is not None:
             # A weight holds for one average.

@@ -93,7 +93,7 @@ class BufferSync(Observer):
         """Launches rank 0's buffers. Collective."""
         # At the end of backward, not before forward as in torch's DDP: a forward pass may be one
         # rank's own (an evaluation). Forward passes in training find the same buffers either way.
-        if self.hook is None and not self._joining:
+        if self.enabled and self.hook is None and not self._joining:
             self._launch(0)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:

@@ -186,6 +186,18 @@ def replaced(world):
         optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
 
 
+def transposed(world):
+    model = nn.Conv2d(3, 3, 2)
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    model.to(memory_format=torch.channels_last)
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"shape \(3, 3, 2, 2\) cannot be moved into shared mem"):
+        optimizer.backward_and_step(model(torch.ones(1, 3, 2, 2)).sum())
+    assert model.weight.equal(before)
+
+
 def without_a_rank(world):
     model = nn.Linear(3, 3)
     ddp.broadcast_parameters(model)
@@ -304,6 +316,10 @@ def test_no_rank_can_be_missing(ranks):
 
 def test_a_parameter_that_was_replaced_is_named(ranks):
     ranks("mpi", 2)(replaced)
+
+
+def test_a_parameter_that_cannot_move_any_longer_is_not_stepped_alone(ranks):
+    ranks("mpi", 2)(transposed)
 
 
 def refused(world):
