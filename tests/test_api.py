@@ -22,7 +22,7 @@ ROOMS = {
     "buckets": {"group"},
     "comm_hooks": {"buckets", "group", "node"},
     "sync": {"buckets", "group"},
-    "checks": {"autograd", "buckets", "node", "sync"},
+    "checks": {"autograd", "buckets", "group", "node", "sync"},
     "mpi": {"errors", "launch", "node"},
     "reducer": {"autograd", "buckets", "checks", "comm_hooks", "group", "sync"},
     "optim": {"buckets", "node", "reducer", "sync"},
