@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import SGD, Reducer, broadcast_parameters
 from ddp_from_scratch.buckets.gradient_bucket import BucketState
@@ -162,3 +163,31 @@ def test_a_bucket_is_stepped_while_later_ones_are_under_way(crew):
     for in_flight, buckets in crew(steps_in_flight):
         assert buckets >= 3
         assert list(dict.fromkeys(in_flight)) == list(reversed(range(buckets)))
+
+
+class Twice(nn.Module):
+    """A layer that gets two gradients in one pass, the second when its bucket is under way."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.twice, x, use_reentrant=True)
+        return x
+
+
+def a_pass_that_raises(world):
+    model = Twice()
+    reducer = Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=True)
+    optimizer = SGD(model.parameters(), lr=0.1, reducer=reducer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="got a second gradient"):
+        optimizer.backward_and_step(model(torch.ones(1, 2)).sum())
+    return all(p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_pass_that_raises_steps_nothing(ranks):
+    assert ranks("gloo", 2)(a_pass_that_raises) == [True, True]
