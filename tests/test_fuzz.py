@@ -104,6 +104,11 @@ REFUSED = {
         **TWO, operations=(both(0, 1), Weigh((1, 3)), Backward()), batch_norm=True
     ),
     "own writes": Case(**TWO, operations=(both(0, 1), Backward()), writes="own"),
+    "own writes, and a second gradient before ranks are compared": Case(
+        **TWO,
+        operations=(both(0, 1), Backward(outputs="first", keep=True), Backward()),
+        writes="own",
+    ),
     **{
         f"a local step before ranks are compared, {kind}": Case(
             **TWO, operations=(*LOCAL_STEP, both(0, 1), Backward()), writes=writes, **options
