@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.checks.gradient_checks import shortened
-from ddp_from_scratch.node.shared_memory_group import InstallsStore
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 # Number of looks at a wait before it is reported.
 _WAKES = 3
@@ -191,7 +191,7 @@ class _Watcher:
     def _store(self) -> dist.Store:
         # Through the group's store: its own collectives are what is stuck.
         group = dist.distributed_c10d._get_default_group()
-        if isinstance(group, InstallsStore):
+        if isinstance(group, SharedMemoryGroup):
             group.install_store()
         return dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.gradient_bucket import CommHook
 from ddp_from_scratch.group import of_member
-from ddp_from_scratch.node.shared_memory_group import DividesFirst
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 Future = torch.futures.Future[Any]
 
@@ -50,7 +50,7 @@ def _backend_divides(process_group: dist.ProcessGroup | None) -> bool:
     if not dist.is_initialized():
         return False
     group = process_group or dist.group.WORLD
-    if isinstance(group, DividesFirst):
+    if isinstance(group, SharedMemoryGroup):
         return group.divides_first
     # nccl with one rank: dividing by 1 would still be a pass over the whole bucket.
     return dist.get_backend(process_group) == "nccl" and dist.get_world_size(process_group) > 1

@@ -1,37 +1,13 @@
 """Arguments of collectives: checked where the caller can see the error, and described."""
 
-import functools
-import operator
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-# Modes under which operations on a tensor are recorded, or stand for others, and none is computed.
-_TRACING = tuple(
-    getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")
-)
-_INSTEAD = "use torch.distributed._functional_collectives there, or leave it out of what is traced"
+from ddp_from_scratch.node import arguments
 
-
-def _bits(*names: str) -> int:
-    keys = (getattr(torch._C.DispatchKey, name) for name in names)
-    return functools.reduce(operator.or_, (torch._C.DispatchKeySet(key).raw_repr() for key in keys))
-
-
-# Keys of tensors whose memory does not hold their numbers: of subclasses that compute otherwise
-# (FakeTensor, DTensor), of functionalize and of vmap; and of views that are computed when read.
-_TRANSFORMED = _bits("Python", "Functionalize", "FuncTorchBatched")
-_LAZY = _bits("Negative", "Conjugate")
-
-
-def size_of(tensor: torch.Tensor) -> str:
-    """`10 x torch.float32`."""
-    return elements(tensor.numel(), tensor.dtype)
-
-
-def elements(numel: int, dtype: torch.dtype) -> str:
-    """`10 x torch.float32`."""
-    return f"{numel} x {dtype}"
+check_memory = partial(arguments.check_memory, "mpi")
 
 
 def sizes_of(tensors: Sequence[torch.Tensor]) -> str:
@@ -65,32 +41,6 @@ def check_count(kind: str, what: str, tensors: Sequence[torch.Tensor], size: int
         raise ValueError(f"{kind} needs {size} {what} tensors, one a rank, got {len(tensors)}")
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise ValueError(f"{kind} needs {what} tensors of one dtype")
-
-
-def check_memory(kind: str, *tensors: torch.Tensor) -> None:
-    """Raises unless MPI will find the tensors' numbers in memory, and nothing is being traced.
-
-    Before this rank meets the others: the group can go on.
-    """
-    # Asked of torch's C++ throughout: this is in every call's way, and these take no microsecond.
-    if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
-        raise RuntimeError(f"{kind} on the mpi backend cannot be traced: {_INSTEAD}")
-    for tensor in tensors:
-        if torch._C._dispatch_keys(tensor).raw_repr() & _TRANSFORMED:
-            raise RuntimeError(
-                f"{kind} on the mpi backend needs a tensor with numbers in memory, got a "
-                f"{type(tensor).__name__} that stands for others: {_INSTEAD}"
-            )
-        if torch._C._dispatch_keys(tensor).raw_repr() & _LAZY:
-            raise RuntimeError(
-                f"{kind} on the mpi backend needs a tensor with numbers in memory, got one that is "
-                f"negated or conjugated when it is read: call resolve_neg() or resolve_conj() first"
-            )
-        if not tensor.is_cpu or tensor.layout is not torch.strided:
-            raise RuntimeError(
-                f"{kind} on the mpi backend needs dense tensors on a CPU, got {tensor.layout} on "
-                f"{tensor.device}"
-            )
 
 
 def check_dtype(kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:

@@ -5,92 +5,45 @@ which makes tensors dense, calls MPI or the shared-memory engine, and puts the r
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
-from ddp_from_scratch.mpi import p2p
 from ddp_from_scratch.mpi.arguments import (
     check_count,
     check_dtype,
     check_memory,
     check_same,
     check_share,
-    elements,
-    size_of,
     sizes_of,
     split_sizes,
 )
 from ddp_from_scratch.mpi.communicator import MPICommunicator
 from ddp_from_scratch.mpi.datatypes import reduction_of
-from ddp_from_scratch.mpi.operation import Operation, Result
 from ddp_from_scratch.mpi.transport import Transport, join
-from ddp_from_scratch.node.all_reduce import AllReduce, Receive
+from ddp_from_scratch.node.arguments import elements, size_of
 from ddp_from_scratch.node.barrier import CheckedBarrier
-from ddp_from_scratch.node.reduction import ReduceOp, Reduction
-from ddp_from_scratch.node.topology import Nodes
-from ddp_from_scratch.node.windows import Windows
+from ddp_from_scratch.node.operation import Operation, Result
+from ddp_from_scratch.node.reduction import ReduceOp
 
 # Pairs of ranks that an error names.
 _NAMED_PAIRS = 5
 
 
 class Collectives:
-    """The collectives of one group; `everyone` and `node` as in `Nodes.of`.
+    """The collectives of one group, but for those of `SharedMemoryGroup`.
 
-    Attributes:
+    Args:
+        everyone: the group's ranks.
         checked_barrier: the ranks meet there before each operation.
-        windows: the group's tensors in shared memory.
-        one_machine: True where all ranks share memory.
     """
 
-    def __init__(self, everyone: MPICommunicator, node: MPICommunicator | None = None) -> None:
-        # In this order on all ranks: each of these exchanges messages when it is made.
-        self._nodes = Nodes.of(everyone, node)
+    def __init__(self, everyone: MPICommunicator, checked_barrier: CheckedBarrier) -> None:
         self._rank, self._size = everyone.rank, everyone.size
         self._mpi = Transport(everyone.handle)
-        self.one_machine = self._nodes.count == 1
-        self.checked_barrier = CheckedBarrier(self._nodes, p2p.progress)
-        self.windows = Windows(self._nodes.node)
-        self._all_reduce = AllReduce(self._nodes, self.checked_barrier, self.windows)
-        # Finding both takes as long as summing a small tensor: those last used are kept.
-        self._named_reduction = lru_cache(maxsize=256)(self._make_named_reduction)
-
-    def free(self) -> None:
-        # Last the communicators, which the others need to be freed.
-        self._all_reduce.free()
-        self.windows.free_unused()
-        self.checked_barrier.free()
-        self._nodes.free()
+        self._checked_barrier = checked_barrier
 
     # Reductions ----------------------------------------------------------------------------------
-
-    def reduce_to_owners(
-        self, tensor: torch.Tensor, op: ReduceOp, receive: Receive, label: str
-    ) -> Operation:
-        check_memory("reduce_to_owners", tensor)
-        # Between machines MPI reduces the shares: it must have the operation.
-        reduction = reduction_of(op, tensor.dtype, self._size)
-        return Operation(
-            f"reduce_to_owners({reduction.name}) of {size_of(tensor)} {label}",
-            partial(self._all_reduce.to_owners, tensor, reduction, receive),
-            partial(self.windows.place, tensor),
-        )
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:
-        check_memory("all_reduce", tensor)
-        fingerprint, reduction = self._named_reduction(tensor.numel(), tensor.dtype, op)
-        return Operation(
-            fingerprint,
-            partial(self._all_reduce, tensor, reduction),
-            partial(self._all_reduce.prepare, tensor),
-        )
-
-    def _make_named_reduction(
-        self, numel: int, dtype: torch.dtype, op: ReduceOp
-    ) -> tuple[str, Reduction]:
-        reduction = reduction_of(op, dtype, self._size)
-        return f"all_reduce({reduction.name}) of {elements(numel, dtype)}", reduction
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int) -> Operation:
         check_memory("reduce", tensor)
@@ -236,10 +189,7 @@ class Collectives:
         ]
         if len(named) > _NAMED_PAIRS:
             named[_NAMED_PAIRS:] = [f"and {len(named) - _NAMED_PAIRS} more"]
-        raise self.checked_barrier.fail(f"{kind} does not fit: {'; '.join(named)}")
-
-    def barrier(self) -> Operation:
-        return Operation("barrier", list)  # to meet is all it does
+        raise self._checked_barrier.fail(f"{kind} does not fit: {'; '.join(named)}")
 
 
 def _fill(tensor: torch.Tensor, fill: Callable[[torch.Tensor], None]) -> Result:

@@ -45,6 +45,9 @@ class AllReduce:
     - in place: a larger one in shared memory (`Windows`), at the same place on all ranks;
     - staged: any other goes through shared memory (`Stage`), a piece at a time;
     - by messages: where no two ranks share memory, and small tensors of several machines.
+
+    Attributes:
+        shares_memory: True where two ranks of some machine share memory.
     """
 
     def __init__(self, nodes: Nodes, barrier: CheckedBarrier, windows: Windows) -> None:
@@ -57,7 +60,8 @@ class AllReduce:
         sizes = nodes.everyone.allgather(nodes.node.size)
         # As many shares as the smallest machine has ranks: each share has an owner everywhere.
         self._owners = min(sizes)
-        self._shares_memory = max(sizes) > 1
+        # False also once a machine had no memory for a stage.
+        self.shares_memory = max(sizes) > 1
 
     def prepare(self, tensor: torch.Tensor) -> str:
         """Copies the tensor where others will read it, before they meet; or returns its place."""
@@ -127,7 +131,7 @@ class AllReduce:
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         here = self._nodes.count == 1
-        return self._shares_memory and (here or tensor.nbytes >= STAGED_FROM)
+        return self.shares_memory and (here or tensor.nbytes >= STAGED_FROM)
 
     def _get_stage(self) -> Stage | None:
         """The stage, made at first use; None where a machine has no memory for it."""
@@ -137,7 +141,7 @@ class AllReduce:
                 self._stage = Stage(self._nodes.node, self._barrier, self._owners, piece)
             if not all(self._nodes.everyone.allgather(self._stage is not None)):
                 # By messages alone from now on, on all machines: their ways must not differ.
-                self._stage, self._shares_memory = None, False
+                self._stage, self.shares_memory = None, False
         return self._stage
 
     # The ways ------------------------------------------------------------------------------------
@@ -212,7 +216,7 @@ class AllReduce:
         The first, where that is exact, and where a machine's sum is rounded to 16 bits, in which it
         could overflow. Else the second: then a machine of one rank rounds nothing.
         """
-        first = reduction.divides_first if wide else self._shares_memory
+        first = reduction.divides_first if wide else self.shares_memory
         if first or self._nodes.count == 1:
             return reduction, reduction.undivided
         return reduction.undivided, reduction

@@ -16,6 +16,7 @@ from ddp_from_scratch.node import fingerprint
 from ddp_from_scratch.node.barrier_memory import BarrierMemory
 from ddp_from_scratch.node.dissemination import DisseminationBarrier
 from ddp_from_scratch.node.fingerprint import name_ranks
+from ddp_from_scratch.node.process_watch import ProcessWatch
 from ddp_from_scratch.node.topology import Nodes
 
 # Lets messages that are under way go on; returns seconds until it is to be called again.
@@ -42,18 +43,23 @@ class CheckedBarrier:
         same_place: this machine's ranks, and the first of each other one, gave the same place at
             the last meeting.
         eager, eager_nbytes: see `BarrierMemory`.
+        progress: as given; other waits of the group call it, too.
     """
 
     def __init__(self, nodes: Nodes, progress: Progress = lambda: math.inf) -> None:
-        self._nodes, self._progress = nodes, progress
+        self._nodes, self.progress = nodes, progress
         self.rank, self.size = nodes.node.rank, nodes.node.size
-        self._ranks = nodes.node.allgather(nodes.node.world_rank)
+        came = nodes.node.allgather((nodes.node.world_rank, os.getpid()))
+        self._ranks = [rank for rank, _ in came]
+        self._processes = ProcessWatch([pid for _, pid in came])
         self._memory = memory = BarrierMemory(nodes.node, nodes.count)
         self.eager, self.eager_nbytes = memory.eager, memory.eager_nbytes
         self._semaphores = DisseminationBarrier(memory.addresses, self.rank)
         self.same_place = True
         # Meetings that this rank has come to. Ranks that are in the same meeting have the same.
         self._number = 0
+        # Waits that it has come to, in meetings and after them.
+        self._waits = 0
         # Of the last meeting; also the limit of each `wait` after it.
         self._timeout = self._deadline = 0.0
         # Set once. Ranks that fail at different places can never meet again.
@@ -68,17 +74,15 @@ class CheckedBarrier:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of this machine that have not come to the last meeting."""
+        """Ranks of this machine that have not come to the last wait, in a meeting or after it."""
         come = zip(self._ranks, self._memory.come, strict=True)
-        return [rank for rank, number in come if number[0] < self._number]
+        return [rank for rank, number in come if number[0] < self._waits]
 
     @property
     def missing_names(self) -> str:
         if self.missing:
             return name_ranks(self.missing)
-        if self._nodes.count > 1:
-            return "ranks on other machines"
-        return "a rank that came and has stopped since"
+        return "ranks on other machines" if self._nodes.count > 1 else "a rank that has stopped"
 
     def meet(self, operation: str, place: str, timeout: float) -> None:
         """Returns when every rank of the group has come.
@@ -100,8 +104,6 @@ class CheckedBarrier:
         # Publish.
         own = fingerprint.encode(operation, place)
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
-        # After the fingerprint, so that the fingerprint of a rank that has come is complete.
-        self._memory.come[self.rank][0] = self._number
         # Wait, exchange, compare.
         self.wait()
         if self._nodes.count > 1:
@@ -110,7 +112,10 @@ class CheckedBarrier:
 
     def wait(self) -> None:
         """Returns when every rank of this machine has called it, in the timeout of the meeting."""
-        self._progress()
+        self._waits += 1
+        # After the fingerprint, so that the fingerprint of a rank that has come is complete.
+        self._memory.come[self.rank][0] = self._waits
+        self.progress()
         self._semaphores.wait(self._next_check, self._check_in_vain)
         # All have come, but one of them may have timed out just before the last did.
         self._check_given_up()
@@ -131,8 +136,9 @@ class CheckedBarrier:
         self._memory.left[self.rank][0] = 1
 
     def free(self) -> None:
-        """Gives the memory back. Collective; only where no meeting has failed."""
+        """Gives this rank's memory back."""
         _open.discard(self)
+        self._processes.close()
         self._memory.free()
 
     def _exchange(self, parity: int) -> None:
@@ -169,11 +175,12 @@ class CheckedBarrier:
             raise self.fail(f"the ranks called different operations: {difference}")
 
     def _next_check(self) -> float:
-        nap = min(self._progress(), _CHECK_EVERY)
+        nap = min(self.progress(), _CHECK_EVERY)
         return min(self._deadline, time.monotonic() + nap)
 
     def _check_in_vain(self) -> None:
         left = {rank for rank, left in zip(self._ranks, self._memory.left, strict=True) if left[0]}
+        left |= {self._ranks[index] for index in self._processes.ended()}
         if gone := sorted(left.intersection(self.missing)):
             raise self._give_up(f"{name_ranks(gone)} ended without coming to it")
         if time.monotonic() > self._deadline:
@@ -203,9 +210,9 @@ _open: "weakref.WeakSet[CheckedBarrier]" = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-    """Leaves every open barrier before MPI's finalize waits for ranks that may wait for this one.
+    """Leaves every open barrier: ranks that wait for this one need not wait for the timeout.
 
-    After the threads that still run operations (mpi/worker.py, which registers later): they come to
+    After the threads that still run operations (node/worker.py, which registers later): they come to
     meetings of this rank.
     """
     if os.getpid() == _rank_process:  # and not a child that it forked

@@ -20,11 +20,11 @@ class BarrierMemory:
     its next ones while a slow one still reads these. (It cannot bring the ones after that, which
     need all ranks at the meeting between.)
 
-    Collective to make and to free. One for each rank, or for all ranks (*):
+    Collective to make. One for each rank, or for all ranks (*):
 
     Attributes:
         addresses: of the semaphores.
-        come: number of meetings that the rank has come to.
+        come: number of waits that the rank has come to.
         left: 1 once its program has ended: nobody need wait for it until the timeout.
         gave_up: * number of a meeting that a rank no longer waits for: none may go on alone then.
         fingerprints: a pair: the operation that the rank has come for.

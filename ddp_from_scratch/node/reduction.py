@@ -18,6 +18,16 @@ CHUNK = 256 * 1024
 # Reduced in float32, so that a fold rounds once.
 WIDENED = (torch.float16, torch.bfloat16)
 
+# Dtypes that are reduced here. torch has others, which it cannot add on a CPU, or only in part.
+REDUCED = (
+    *WIDENED,
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+
+_BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+_ORDERED = (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+
 _COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,
@@ -49,8 +59,13 @@ class Reduction:
     @staticmethod
     @cache
     def of(op: ReduceOp, dtype: torch.dtype, size: int) -> "Reduction":
-        """The reduction over `size` ranks; a ValueError where this has none of torch's."""
-        (kind,) = [kind for kind in _COMBINE if op == kind]
+        """The reduction over `size` ranks; a RuntimeError where torch's has no meaning."""
+        kind = next((kind for kind in _COMBINE if op == kind), None)
+        if kind is None:
+            raise RuntimeError(f"there is no reduction {op} in shared memory")
+        fractional = dtype.is_floating_point or dtype.is_complex
+        if (kind in _BITWISE and fractional) or (kind in _ORDERED and dtype.is_complex):
+            raise RuntimeError(f"tensors of {dtype} cannot be reduced with {op}")
         wide = torch.float32 if dtype in WIDENED else dtype
         return Reduction(kind, wide, _COMBINE[kind], size if kind == dist.ReduceOp.AVG else 1)
 
@@ -80,6 +95,11 @@ class Reduction:
             self.combine(scratch, tensor, out=scratch)
         self.divide(scratch)
         return scratch
+
+    @property
+    def undivided_op(self) -> dist.ReduceOp.RedOpType:
+        """The operation that comes before the division, if there is one."""
+        return dist.ReduceOp.SUM if self.op == dist.ReduceOp.AVG else self.op
 
     @cached_property
     def undivided(self) -> "Reduction":

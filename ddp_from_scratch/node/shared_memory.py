@@ -23,7 +23,7 @@ class SharedMemory:
         memory  | rank 0's segment | rank 1's segment | ...
                   nbytes             nbytes, from the next page on
 
-    Collective to make and to free; a failure raises NoSharedMemory on all ranks. The memory is gone
+    Collective to make; a failure raises NoSharedMemory on all ranks. The memory is gone
     with the last process that has it, however that ends.
 
     Args:
@@ -64,7 +64,7 @@ class SharedMemory:
         return self._taken is not None and self._taken() is not None
 
     def free(self) -> None:
-        """Gives the memory back, once all ranks have and no tensor lies in it any more."""
+        """Unmaps it, once no tensor lies in it any more."""
         self.segments = []
         self._arrays.clear()
 

@@ -1,51 +1,247 @@
-"""Abilities of process groups beyond torch's, as protocols."""
+"""Process group whose ranks share a machine's memory: the part that every backend has in common.
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+Collectives return at once with a handle (work.py); they run in order, on one thread per group
+(worker.py). A backend adds the messages: a `Communicator`, and the collectives that are not here.
+"""
+
+# torch.distributed calls these methods in one form; its C++ class has others besides.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
+from ddp_from_scratch.node.all_reduce import AllReduce, Receive
+from ddp_from_scratch.node.arguments import check_memory, elements, size_of
+from ddp_from_scratch.node.barrier import CheckedBarrier, Progress
+from ddp_from_scratch.node.communicator import Communicator
+from ddp_from_scratch.node.operation import Operation, run_in_turn
+from ddp_from_scratch.node.reduction import ReduceOp, Reduction
+from ddp_from_scratch.node.topology import Nodes
+from ddp_from_scratch.node.windows import Windows
+from ddp_from_scratch.node.work import NodeWork
+from ddp_from_scratch.node.worker import Worker
 
-@runtime_checkable
-class SharedMemoryGroup(Protocol):
-    """A process group whose ranks share memory. All but `is_shared` is collective."""
+Tensors = Sequence[torch.Tensor]
+Make = Callable[[int, torch.dtype], torch.Tensor]
+
+# The part of torch's options that says: the caller is going to wait.
+_AT_ONCE = SimpleNamespace(asyncOp=False)
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """A process group that reduces in shared memory within a machine.
+
+    Args:
+        everyone: the group's ranks.
+        timeout: how long a collective may take.
+        node: those of the ranks that share memory with this one; None finds them.
+        progress: called by threads that wait; see `CheckedBarrier`.
+
+    Attributes:
+        checked_barrier: the ranks meet there before each operation.
+        backend: the name of the backend, for error messages.
+    """
+
+    backend: ClassVar[str]
+
+    def __init__(
+        self,
+        everyone: Communicator,
+        timeout: timedelta,
+        node: Communicator | None = None,
+        progress: Progress = lambda: math.inf,
+    ) -> None:
+        super().__init__(everyone.rank, everyone.size)
+        # In this order on all ranks: each of these exchanges messages when it is made.
+        self._nodes = Nodes.of(everyone, node)
+        self.checked_barrier = CheckedBarrier(self._nodes, progress)
+        self._windows = Windows(self._nodes.node)
+        self._reduce = AllReduce(self._nodes, self.checked_barrier, self._windows)
+        # Finding both takes as long as summing a small tensor: those last used are kept.
+        self._named_reduction = lru_cache(maxsize=256)(self._make_named_reduction)
+        self._timeout = timeout
+        self._sequence = 0  # of calls, for error messages
+        self._worker = Worker(f"{self.backend}-group-{everyone.size}")
+
+    @property
+    def shares_memory(self) -> bool:
+        """True where two ranks of the group share a machine's memory, on whatever machine."""
+        return self._reduce.shares_memory
+
+    @property
+    def divides_first(self) -> bool:
+        """True if `ReduceOp.AVG` has the bits of a division before the sum, as torch's DDP."""
+        # Only where 1/n is exact; elsewhere AVG divides the sum, which has other bits.
+        return self.size().bit_count() == 1
+
+    def getBackendName(self) -> str:
+        return self.backend
+
+    # torch keeps these in the backends of a group; this group is its own backend.
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _get_backend(self, device: torch.device) -> SharedMemoryGroup:
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def install_store(self) -> None:
+        """Lets torch know the group's store, where it may not have noted one yet. Idempotent."""
+
+    # Collectives ---------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        operations = [self._all_reduce(tensor, op) for tensor in tensors]
+        return self._submit("all_reduce", tensors, opts, *operations)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def barrier(self, opts: Any = None) -> NodeWork:
+        # To meet is all it does.
+        return self._submit("barrier", [], opts, Operation("barrier", list))
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:
+        check_memory(self.backend, "all_reduce", tensor)
+        fingerprint, reduction = self._named_reduction(tensor.numel(), tensor.dtype, op)
+        return Operation(
+            fingerprint,
+            partial(self._reduce, tensor, reduction),
+            partial(self._reduce.prepare, tensor),
+        )
+
+    def _make_named_reduction(
+        self, numel: int, dtype: torch.dtype, op: ReduceOp
+    ) -> tuple[str, Reduction]:
+        reduction = self._reduction(op, dtype)
+        return f"all_reduce({reduction.name}) of {elements(numel, dtype)}", reduction
+
+    def _reduction(self, op: ReduceOp, dtype: torch.dtype) -> Reduction:
+        """Torch's reduction over the group; a RuntimeError where the backend does not have it."""
+        return Reduction.of(op, dtype, self.size())
+
+    # Memory that ranks share ---------------------------------------------------------------------
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Implements the method by which torch's backends offer memory to send from."""
+        try:
+            return self.empty(size, dtype)
+        except CommunicationError as error:
+            # Refused memory is no failure of the group: all ranks raise, and can go on.
+            if not isinstance(error.__cause__, NoSharedMemory):
+                raise
+            if self.checked_barrier.rank == 0:
+                warnings.warn(
+                    f"gradients lie in ordinary memory, which costs two copies: {error.__cause__}",
+                    stacklevel=2,
+                )
+            return torch.empty(size, dtype=dtype)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat uninitialised tensor in shared memory; each rank has its own. Collective."""
+        return self._allocate("empty", self._windows.empty, numel, dtype)
+
+    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `empty`, but the same memory on all ranks of a machine. Collective."""
+        return self._allocate("empty_for_all", self._windows.empty_for_all, numel, dtype)
+
+    def _allocate(self, kind: str, make: Make, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        kind = f"{self.backend}.{kind}"
+        check_memory(self.backend, kind)
+        operation = Operation(f"{kind}({numel}, {dtype})", lambda: [make(numel, dtype)])
+        work = self._submit(kind, [], None, operation)
+        work.wait()
+        (tensor,) = work.result()
+        return tensor
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
         """True for a tensor in memory that the machine's ranks share, each rank's at a place."""
+        return bool(self._windows.place(tensor))
 
-    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat uninitialised tensor that is the same memory on all ranks of a machine."""
+    def free_unused(self) -> None:
+        """Gives memory back that this rank no longer uses. Also a barrier. Collective."""
+        operation = Operation("free_unused", self._windows.free_unused)
+        self._submit("free_unused", [], _AT_ONCE, operation).wait()
 
     def reduce_to_owners(
         self,
         tensor: torch.Tensor,
         op: dist.ReduceOp.RedOpType,
-        receive: Callable[[int, torch.Tensor], None],
+        receive: Receive,
         label: str,
     ) -> None:
-        """Gives each rank its share of a reduction; see `AllReduce.to_owners`.
+        """Gives each rank its share of a reduction; see `AllReduce.to_owners`. Collective.
 
         Returns when this rank has it. Ranks with different labels all raise a CommunicationError.
         """
+        check_memory(self.backend, "reduce_to_owners", tensor)
+        reduction = self._reduction(op, tensor.dtype)
+        operation = Operation(
+            f"reduce_to_owners({reduction.name}) of {size_of(tensor)} {label}",
+            partial(self._reduce.to_owners, tensor, reduction, receive),
+            partial(self._windows.place, tensor),
+        )
+        self._submit("reduce_to_owners", [tensor], _AT_ONCE, operation).wait()
 
-    def free_unused(self) -> None:
-        """Gives memory back that no rank uses any more. Also a barrier."""
+    # Lifetime ------------------------------------------------------------------------------------
 
-    def barrier(self) -> dist.Work: ...
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Limits operations that begin from now on."""
+        self._timeout = timeout
+
+    def _submit(self, kind: str, tensors: Tensors, opts: Any, *operations: Operation) -> NodeWork:
+        """Gives the operations to the group's thread, under one handle."""
+        # Not for a call whose arguments were refused: that raised before.
+        self._sequence += 1
+        name = partial(_name_call, kind, self._sequence, self._nodes.everyone.world_rank, tensors)
+        run = partial(run_in_turn, operations, self.checked_barrier, self._timeout.total_seconds())
+        # A caller that waits at once (`async_op=False`) may run them itself, which saves the way to
+        # the thread and back. Not across machines: a machine that is gone may be waited for as long
+        # as TCP does, and only a caller that waits for the thread can leave.
+        at_once = self._nodes.count == 1 and not getattr(opts, "asyncOp", True)
+        work = NodeWork(name, self._timeout, self.checked_barrier)
+        return self._worker.submit(work, run, at_once)
+
+    def _free_memory(self) -> None:
+        self._reduce.free()
+        self._windows.free_unused()
+        self.checked_barrier.free()
 
 
-@runtime_checkable
-class DividesFirst(Protocol):
-    """A process group whose `ReduceOp.AVG` may divide the summands, not the sum, as torch's DDP."""
-
-    @property
-    def divides_first(self) -> bool: ...
-
-
-@runtime_checkable
-class InstallsStore(Protocol):
-    """A default process group whose store torch may not have noted yet."""
-
-    def install_store(self) -> None:
-        """Makes it the default one. Idempotent."""
+def _name_call(kind: str, sequence: int, rank: int, tensors: Tensors) -> str:
+    size = sum(tensor.nbytes for tensor in tensors)
+    return f"{kind} number {sequence} on rank {rank} ({size} bytes)"

@@ -42,7 +42,7 @@ class Stage:
     one may still reduce piece k, or copy the result of piece k - 1 out. The next tensor begins in
     the slot after the last one's.
 
-    Collective to make and to free. `owners` ranks reduce a share each; `piece` is in bytes.
+    Collective to make. `owners` ranks reduce a share each; `piece` is in bytes.
     """
 
     def __init__(

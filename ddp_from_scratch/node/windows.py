@@ -9,15 +9,15 @@ from ddp_from_scratch.node.shared_memory import SharedMemory
 class Windows:
     """A group's tensors in shared memory.
 
-    Memory that no rank uses any more is given back at the next `empty` or at the end of the group:
-    that takes all ranks, and they do not drop their tensors at the same time.
+    Memory that this rank no longer uses is unmapped at the next `empty` or at the end of the group.
+    The machine has it back when the last rank has unmapped it.
     """
 
     def __init__(self, node: Communicator) -> None:
         self._node = node
         self._others = [rank for rank in range(node.size) if rank != node.rank]
         # By the address of this rank's segment, which differs over ranks; the number beside it does
-        # not, and names the window between them. In order of numbers: `free_unused` pairs them up.
+        # not, and names the window between them.
         self._memories: dict[int, tuple[int, SharedMemory]] = {}
         self._made = 0
 
@@ -62,9 +62,10 @@ class Windows:
         return found
 
     def free_unused(self) -> None:
-        """Gives back the memory that no rank uses any more. Collective."""
-        # Dropped tensors are known to this rank alone: all ranks compare before any memory goes.
-        used = self._node.allgather([memory.in_use for _, memory in self._memories.values()])
-        for address, by_rank in zip(list(self._memories), zip(*used, strict=True), strict=True):
-            if not any(by_rank):
-                self._memories.pop(address)[1].free()
+        """Unmaps the memory in which no tensor of this rank lies any more."""
+        # Other ranks may still have it: each has mapped it for itself, and none reduces in place
+        # without this rank's tensor.
+        for address, (_, memory) in list(self._memories.items()):
+            if not memory.in_use:
+                self._memories.pop(address)
+                memory.free()

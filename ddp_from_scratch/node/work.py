@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.mpi import p2p
-from ddp_from_scratch.mpi.operation import Result
 from ddp_from_scratch.node.barrier import CheckedBarrier
+from ddp_from_scratch.node.operation import Result
 
 
-class MPIWork(dist._Work):
+class NodeWork(dist._Work):
     """`torch.distributed`'s Work of one call.
 
     Args:
@@ -59,7 +58,7 @@ class MPIWork(dist._Work):
             limit = timeout.total_seconds()
         began = time.monotonic()
         # While messages are under way, this thread wakes up for them: it may be the only one.
-        nap = min(p2p.progress(), limit)
+        nap = min(self._barrier.progress(), limit)
         while not self._ended:
             if self._under_way.acquire(timeout=nap):
                 self._under_way.release()  # others may wait, too
@@ -69,7 +68,7 @@ class MPIWork(dist._Work):
                     f"{self._barrier.missing_names} did not come"
                 )
             else:
-                p2p.progress()
+                self._barrier.progress()
 
     def is_completed(self) -> bool:
         return self._ended

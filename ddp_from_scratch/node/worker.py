@@ -8,8 +8,8 @@ from queue import SimpleQueue
 
 import torch
 
-from ddp_from_scratch.mpi.operation import Result
-from ddp_from_scratch.mpi.work import MPIWork
+from ddp_from_scratch.node.operation import Result
+from ddp_from_scratch.node.work import NodeWork
 
 Run = Callable[[], Result]
 
@@ -23,17 +23,17 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[MPIWork, Run] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[NodeWork, Run] | None] = SimpleQueue()
         # Submitted and unfinished. Work is in it before it can begin and until it has ended, so
         # that empty means: the thread that looks has nothing ahead of it.
-        self._queued: set[MPIWork] = set()
+        self._queued: set[NodeWork] = set()
         self._turn = threading.Lock()  # held while an operation runs
         # A daemon: blocked in MPI on a peer that died, it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _running.add(self)
 
-    def submit(self, work: MPIWork, run: Run, at_once: bool) -> MPIWork:
+    def submit(self, work: NodeWork, run: Run, at_once: bool) -> NodeWork:
         """Runs `run` after the operations submitted before, then completes its handle `work`.
 
         On the group's thread, or on this one `at_once`, where the caller is going to wait for it.
@@ -64,11 +64,11 @@ class Worker:
             # Not kept until the next operation comes: the tensors belong to the caller again.
             del item
 
-    def _take(self, work: MPIWork, run: Run) -> None:
+    def _take(self, work: NodeWork, run: Run) -> None:
         self._turn.acquire()
         self._execute(work, run)
 
-    def _execute(self, work: MPIWork, run: Run) -> None:
+    def _execute(self, work: NodeWork, run: Run) -> None:
         """Runs it and completes its handle. The caller has the turn, which is given back here."""
         gradients = torch.is_grad_enabled()
         try:

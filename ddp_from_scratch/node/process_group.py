@@ -1,0 +1,104 @@
+"""The "node" backend: shared memory within a machine, and gloo for everything else."""
+
+# mypy: disable-error-code="override"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.node.reduction import REDUCED
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup, Tensors
+from ddp_from_scratch.node.store_communicator import StoreCommunicator
+
+Gloo = Callable[[], dist.ProcessGroup | None]
+
+
+def _by_gloo(name: str) -> Callable[..., Any]:
+    """A method that calls gloo's of the same name."""
+
+    def call(self: ProcessGroupNode, *args: Any, **options: Any) -> Any:
+        return getattr(self.gloo, name)(*args, **options)
+
+    call.__name__ = name
+    return call
+
+
+class ProcessGroupNode(SharedMemoryGroup):
+    """A group that reduces in shared memory within a machine, and sends the rest through gloo.
+
+    Args:
+        communicator: the group's ranks.
+        timeout: how long a collective may take.
+        gloo: returns a gloo group of the same ranks; None once that is closed.
+    """
+
+    backend: ClassVar[str] = "node"
+
+    def __init__(self, communicator: StoreCommunicator, timeout: timedelta, gloo: Gloo) -> None:
+        super().__init__(communicator, timeout)
+        self._gloo: Gloo | None = gloo
+
+    @property
+    def gloo(self) -> dist.ProcessGroup:
+        """The gloo group of the same ranks."""
+        group = None if self._gloo is None else self._gloo()
+        if group is None:
+            raise RuntimeError("the process group is closed")
+        return group
+
+    @property
+    def options(self) -> Any:
+        # torch, and `gloo_beside`, ask a backend for its timeout by these.
+        return self.gloo._get_backend(torch.device("cpu")).options
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        # Sparse tensors, and dtypes that are summed by gloo alone, if at all.
+        if any(
+            not tensor.is_cpu or tensor.layout is not torch.strided or tensor.dtype not in REDUCED
+            for tensor in tensors
+        ):
+            return self.gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
+        return super().allreduce(tensors, opts)
+
+    allgather = _by_gloo("allgather")
+    allgather_coalesced = _by_gloo("allgather_coalesced")
+    all_gather_single = _by_gloo("all_gather_single")
+    all_gather_single_coalesced = _by_gloo("all_gather_single_coalesced")
+    alltoall = _by_gloo("alltoall")
+    all_to_all_single = _by_gloo("all_to_all_single")
+    broadcast = _by_gloo("broadcast")
+    gather = _by_gloo("gather")
+    gather_single = _by_gloo("gather_single")
+    monitored_barrier = _by_gloo("monitored_barrier")
+    recv = _by_gloo("recv")
+    recv_anysource = _by_gloo("recv_anysource")
+    reduce = _by_gloo("reduce")
+    reduce_scatter = _by_gloo("reduce_scatter")
+    reduce_scatter_single = _by_gloo("reduce_scatter_single")
+    reduce_scatter_single_coalesced = _by_gloo("reduce_scatter_single_coalesced")
+    scatter = _by_gloo("scatter")
+    send = _by_gloo("send")
+
+    # The names of these methods in torch before 2.14.
+    _allgather_base = _by_gloo("_allgather_base")
+    allgather_into_tensor_coalesced = _by_gloo("allgather_into_tensor_coalesced")
+    _reduce_scatter_base = _by_gloo("_reduce_scatter_base")
+    reduce_scatter_tensor_coalesced = _by_gloo("reduce_scatter_tensor_coalesced")
+    alltoall_base = _by_gloo("alltoall_base")
+
+    def shutdown(self) -> None:
+        """Ends the worker thread and gives the memory back. Idempotent."""
+        if self._gloo is None:
+            return
+        # First, so that a second call finds nothing to do, also where this one fails.
+        self._gloo = None
+        # No rank waits for another one here: each has mapped the memory for itself.
+        self.checked_barrier.leave()
+        if self._worker.close(self._timeout.total_seconds()):
+            self._free_memory()
+            self._nodes.free()

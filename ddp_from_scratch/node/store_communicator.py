@@ -1,0 +1,160 @@
+"""Communicator of the shared-memory engine, over a store of torch's and, between machines, gloo."""
+
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.node.fingerprint import name_ranks
+from ddp_from_scratch.node.reduction import CHUNK, Reduction
+from ddp_from_scratch.node.staging import share_of
+
+# Dtypes in which gloo sums as torch does. Others cross as bytes and are reduced here: 16-bit floats
+# would be rounded at each rank on gloo's ring.
+_BY_GLOO = (torch.float32, torch.float64, torch.int32, torch.int64)
+
+
+def this_machine() -> str:
+    """A name that this machine has and no other."""
+    # The kernel's number of its last start: host names may be alike. Beside it the network: a
+    # container with a network of its own is a machine of its own.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return f"process {os.getpid()}"  # not Linux: nothing is shared
+    return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def open_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group that torch.distributed does not list. Collective."""
+    store = dist.PrefixStore("gloo", store)
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
+
+
+@dataclass
+class StoreCommunicator:
+    """`Communicator` whose objects go through the store, and whose tensors go through gloo.
+
+    Attributes:
+        store: used by these ranks alone.
+        world_ranks: by rank, its number in the whole job.
+        timeout: limit of each call.
+        machine: ranks with the same one count as ranks of one machine.
+    """
+
+    store: dist.Store
+    rank: int
+    world_ranks: list[int]
+    timeout: timedelta
+    machine: str = field(default_factory=this_machine)
+    # Calls so far: ranks that are in the same call have the same.
+    _calls: int = field(default=0, init=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.world_ranks)
+
+    @property
+    def world_rank(self) -> int:
+        return self.world_ranks[self.rank]
+
+    def allgather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        self._calls += 1
+        keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # as bytes
+        try:
+            self.store.wait(keys, self.timeout)
+        except RuntimeError as error:
+            missing = [
+                world_rank
+                for world_rank, key in zip(self.world_ranks, keys, strict=True)
+                if not self.store.check([key])
+            ]
+            raise CommunicationError(
+                f"the timeout of {self.timeout.total_seconds():g} s passed without "
+                f"{name_ranks(missing)}"
+            ) from error
+        return [pickle.loads(self.store.get(key)) for key in keys]
+
+    def split(self, color: int) -> "StoreCommunicator":
+        return self._split(color)
+
+    def split_by_machine(self) -> "StoreCommunicator":
+        return self._split(self.machine)
+
+    def _split(self, color: object) -> "StoreCommunicator":
+        colors = self.allgather(color)
+        members = [rank for rank, other in enumerate(colors) if other == color]
+        return replace(
+            self,
+            # The first member's number is in no other part.
+            store=dist.PrefixStore(f"{self._calls}/part {members[0]}", self.store),
+            rank=members.index(self.rank),
+            world_ranks=[self.world_ranks[rank] for rank in members],
+        )
+
+    def free(self) -> None:
+        self.__dict__.pop("_gloo", None)
+
+    # Between machines ---------------------------------------------------------------------------
+
+    @cached_property
+    def _gloo(self) -> dist.ProcessGroup:
+        # Opened when it is needed first, which is at the same call on all ranks.
+        return open_gloo(self.store, self.rank, self.size, self.timeout)
+
+    def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
+        into, mine = (torch.frombuffer(part, dtype=torch.uint8) for part in (gathered, own))
+        work = self._gloo._allgather_base(into, mine)
+
+        def arrived() -> bool:
+            # Raises if a peer is gone: then the work is completed, too.
+            return work.is_completed() and bool(work.wait())
+
+        return arrived
+
+    def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
+        if flat.dtype not in _BY_GLOO:
+            self._all_reduce_bytes(flat, reduction)
+            return
+        if reduction.divides_first:
+            flat /= reduction.divisor
+        options = dist.AllreduceOptions()
+        options.reduceOp = reduction.undivided_op
+        self._gloo.allreduce([flat], options).wait()
+        if not reduction.divides_first:
+            reduction.divide(flat)
+
+    def _all_reduce_bytes(self, flat: torch.Tensor, reduction: Reduction) -> None:
+        """As MPI's `inter_node.all_reduce`: each rank reduces a part for all, in rank order."""
+        shares = [share_of(flat.numel(), rank, self.size) for rank in range(self.size)]
+        begin, end = shares[self.rank]
+        nbytes = [(stop - start) * flat.itemsize for start, stop in shares]
+        own = flat[begin:end]
+        everybodys = own.new_empty(self.size, own.numel())
+        self._exchange(flat, nbytes, everybodys, [own.nbytes] * self.size)
+        scratch = torch.empty(min(CHUNK, own.numel()), dtype=reduction.dtype)
+        chunks = zip(*(part.split(CHUNK) for part in everybodys.unbind()), strict=True)
+        for into, chunk in zip(own.split(CHUNK), chunks, strict=True):
+            into.copy_(reduction.fold(chunk, scratch[: into.numel()]))
+        self._exchange(own.repeat(self.size), [own.nbytes] * self.size, flat, nbytes)
+
+    def _exchange(
+        self, sent: torch.Tensor, sizes: list[int], received: torch.Tensor, expected: list[int]
+    ) -> None:
+        into, of = (tensor.view(-1).view(torch.uint8) for tensor in (received, sent))
+        self._gloo.alltoall_base(into, of, expected, sizes).wait()
