@@ -24,6 +24,7 @@ class BucketList:
         trainable: the parameters, by name.
         caps: see `assign_buckets`.
         gradient_as_bucket_view: see `Bucket`.
+        memory_of: the group whose backend may offer the memory (`allocate`).
 
     Attributes:
         names, parameters: an index into these stands for a parameter everywhere.
@@ -40,6 +41,7 @@ class BucketList:
         process_group: dist.ProcessGroup | None,
         caps: Sequence[int],
         gradient_as_bucket_view: bool,
+        memory_of: dist.ProcessGroup,
     ) -> None:
         sparse = sparse_parameters(module)
         # Sparse gradients last: so the indices below `_in_flat` are those of flat buckets.
@@ -53,7 +55,7 @@ class BucketList:
         self.caps, self.gradient_as_bucket_view = caps, gradient_as_bucket_view
         # Allocated once, whatever the layout: on mpi this is memory that ranks share, and
         # collective.
-        self._memory = allocate(self.parameters[: self._in_flat], process_group)
+        self._memory = allocate(self.parameters[: self._in_flat], memory_of)
         # Tuples, replaced as a whole: the stall watch reads them in its own thread.
         self.all: tuple[GradientBucket, ...] = ()
         self.flat: tuple[Bucket, ...] = ()

@@ -5,6 +5,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.buckets.packing import Packing
@@ -35,14 +36,14 @@ class LaunchArgs(NamedTuple):
             size. With 0 the rank contributes zeros, whatever its gradients hold.
         scale: the factor of each gradient as it is packed: the weight (1 where that is 0) and, for
             the hooks of this package, the division by the world size.
-        made_for: the group's backend and world size, which the hook and the scale depend on.
+        group: the process group that they are for. Held weakly: a reference would keep its threads.
     """
 
     hook: CommHook
     state: Any
     weight: float = 1.0
     scale: float = 1.0
-    made_for: tuple[str, int] = ("", 0)
+    group: Callable[[], dist.ProcessGroup | None] = lambda: None
 
 
 class GradientBucket(Protocol):

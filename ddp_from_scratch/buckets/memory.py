@@ -8,8 +8,6 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.group import check_group
-
 Memory: TypeAlias = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 # Each bucket begins at a multiple of this many elements: at a cache line, and aligned for the
@@ -20,11 +18,12 @@ _HUGE_PAGE = 2**21  # bytes
 _libc = ctypes.CDLL(None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
-def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> Memory:
+def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> Memory:
     """Allocates zeros for the gradients of all parameters, enough for any layout.
 
-    Uses the memory that the group's backend offers, if any. The mpi backend offers memory that the
-    ranks of a machine share, and reduces in place there; the call is then collective.
+    Uses the memory that the group's backend offers, if any. The node and the mpi backend offer
+    memory that the ranks of a machine share, and reduce in place there; the call is then
+    collective.
     """
     numel: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
@@ -35,11 +34,11 @@ def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGrou
 
 
 def _zeros(
-    numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup | None
+    numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup
 ) -> torch.Tensor:
     # CPU alone: nccl offers memory, too, but its effect here has not been measured.
     if device.type == "cpu":
-        backend = check_group(process_group)._get_backend(device)
+        backend = process_group._get_backend(device)
         if backend.supports_tensor_alloc(device):
             return backend.allocate_tensor(numel, dtype=dtype, device=device).zero_()
     return in_huge_pages(torch.empty(numel, dtype=dtype, device=device)).zero_()

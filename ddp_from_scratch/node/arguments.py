@@ -50,10 +50,11 @@ def check_memory(backend: str, kind: str, *tensors: torch.Tensor) -> None:
         if torch._C._dispatch_keys(tensor).raw_repr() & _LAZY:
             raise RuntimeError(
                 f"{kind} on the {backend} backend needs a tensor with numbers in memory, got one "
-                f"that is negated or conjugated when it is read: call resolve_neg() or resolve_conj() first"
+                f"that is negated or conjugated when it is read: call resolve_neg() or "
+                f"resolve_conj() first"
             )
         if not tensor.is_cpu or tensor.layout is not torch.strided:
             raise RuntimeError(
-                f"{kind} on the {backend} backend needs dense tensors on a CPU, got {tensor.layout} "
-                f"on {tensor.device}"
+                f"{kind} on the {backend} backend needs dense tensors on a CPU, got "
+                f"{tensor.layout} on {tensor.device}"
             )

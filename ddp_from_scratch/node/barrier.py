@@ -58,8 +58,8 @@ class CheckedBarrier:
         self.same_place = True
         # Meetings that this rank has come to. Ranks that are in the same meeting have the same.
         self._number = 0
-        # Waits that it has come to, in meetings and after them.
-        self._waits = 0
+        # Waits that it has come to, in meetings and after them; and those up to the last meeting.
+        self._waits = self._met_at = 0
         # Of the last meeting; also the limit of each `wait` after it.
         self._timeout = self._deadline = 0.0
         # Set once. Ranks that fail at different places can never meet again.
@@ -74,15 +74,22 @@ class CheckedBarrier:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of this machine that have not come to the last wait, in a meeting or after it."""
-        come = zip(self._ranks, self._memory.come, strict=True)
-        return [rank for rank, number in come if number[0] < self._waits]
+        """Ranks of this machine that have not come to the last meeting."""
+        return self._behind(self._met_at)
 
     @property
     def missing_names(self) -> str:
         if self.missing:
             return name_ranks(self.missing)
-        return "ranks on other machines" if self._nodes.count > 1 else "a rank that has stopped"
+        # This machine's first rank may be behind only because it waits for another machine.
+        if self._nodes.count > 1:
+            return "ranks on other machines"
+        return name_ranks(self._behind(self._waits)) or "a rank that has stopped"
+
+    def _behind(self, wait: int) -> list[int]:
+        """Ranks of this machine that have not come to the wait of this number."""
+        come = zip(self._ranks, self._memory.come, strict=True)
+        return [rank for rank, number in come if number[0] < wait]
 
     def meet(self, operation: str, place: str, timeout: float) -> None:
         """Returns when every rank of the group has come.
@@ -105,6 +112,7 @@ class CheckedBarrier:
         own = fingerprint.encode(operation, place)
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
         # Wait, exchange, compare.
+        self._met_at = self._waits + 1
         self.wait()
         if self._nodes.count > 1:
             self._exchange(parity)
@@ -181,7 +189,7 @@ class CheckedBarrier:
     def _check_in_vain(self) -> None:
         left = {rank for rank, left in zip(self._ranks, self._memory.left, strict=True) if left[0]}
         left |= {self._ranks[index] for index in self._processes.ended()}
-        if gone := sorted(left.intersection(self.missing)):
+        if gone := sorted(left.intersection(self._behind(self._waits))):
             raise self._give_up(f"{name_ranks(gone)} ended without coming to it")
         if time.monotonic() > self._deadline:
             raise self._time_out()
@@ -212,7 +220,7 @@ _open: "weakref.WeakSet[CheckedBarrier]" = weakref.WeakSet()
 def _leave() -> None:
     """Leaves every open barrier: ranks that wait for this one need not wait for the timeout.
 
-    After the threads that still run operations (node/worker.py, which registers later): they come to
+    After the threads that still run operations (worker.py, which registers later): they come to
     meetings of this rank.
     """
     if os.getpid() == _rank_process:  # and not a child that it forked

@@ -44,5 +44,5 @@ def describe_difference(here: Sequence[tuple[int, str]], elsewhere: Sequence[str
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 1` or `ranks 1, 2`."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    """`rank 1` or `ranks 1, 2`; empty for none."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""

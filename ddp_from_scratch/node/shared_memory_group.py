@@ -77,7 +77,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @property
     def shares_memory(self) -> bool:
         """True where two ranks of the group share a machine's memory, on whatever machine."""
-        return self._reduce.shares_memory
+        return bool(self._reduce.shares_memory)
 
     @property
     def divides_first(self) -> bool:

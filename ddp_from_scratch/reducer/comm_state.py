@@ -1,5 +1,6 @@
 """Settings of the next average: the comm hook, this rank's weight, overlap."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +9,9 @@ import torch.distributed as dist
 
 from ddp_from_scratch.buckets.gradient_bucket import CommHook, LaunchArgs
 from ddp_from_scratch.comm_hooks import default_hooks
-from ddp_from_scratch.group import gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.node.backend import shared_memory_beside
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
 
@@ -16,7 +19,9 @@ class CommState:
     """The comm hook, the weight of this rank, and overlap, for the next average.
 
     Args:
+        process_group: the ranks that average; None means all.
         overlap: True launches buckets during backward, False at its end.
+        shared_memory: True reduces in shared memory where a gloo group's ranks can.
 
     Attributes:
         overlap: as given, or the choice of `bucket_cap_mb="auto"`.
@@ -26,8 +31,11 @@ class CommState:
         weight: the weight of this rank in the next average; None means 1.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, overlap: bool, shared_memory: bool
+    ) -> None:
         self.overlap = overlap
+        self._shared_memory = shared_memory
         self.hook: CommHook = default_hooks.average
         self.state: Any = process_group
         # False for a hook that may start several collectives: with one bucket under way at a time,
@@ -39,6 +47,18 @@ class CommState:
         self._process_group = process_group
         # A gloo group to agree on weights, if the group takes no CPU tensors. Opened when needed.
         self._cpu_group: dist.ProcessGroup | None = None
+
+    def group(self) -> dist.ProcessGroup:
+        """Returns the group that sends buckets. Collective where `shared_memory_beside` is."""
+        group = check_group(self._process_group)
+        return shared_memory_beside(group) if self._shared_memory else group
+
+    @property
+    def transport(self) -> str:
+        """"shared memory" if a machine's ranks reduce there, else the backend's name."""
+        group = self.group()
+        shared = isinstance(group, SharedMemoryGroup) and group.shares_memory
+        return "shared memory" if shared else str(dist.get_backend(group))
 
     def set_overlap(self, overlap: bool) -> None:
         """Launches buckets during backward from now on, or at its end."""
@@ -63,7 +83,7 @@ class CommState:
         """
         if self._cpu_group is None and not takes_cpu_tensors(self._process_group):
             self._cpu_group = gloo_beside(self._process_group)
-        return GradientWeight(amount, self._cpu_group or self._process_group)
+        return GradientWeight(amount, self._cpu_group or self.group())
 
     def set_weight(self, weight: GradientWeight | None) -> None:
         """Sets the factor of this rank's gradients in the next average; None means 1."""
@@ -75,11 +95,14 @@ class CommState:
         Raises: as `GradientWeight.value`.
         """
         weight = 1.0 if self.weight is None else self.weight.value()
-        hook, factor = default_hooks.while_packing(self.hook, self.state)
+        # Our hooks take a group as their state. The Reducer's own stands for the one that sends.
+        ours = self.state is self._process_group and default_hooks.is_ours(self.hook)
+        state = self.group() if ours else self.state
+        hook, factor = default_hooks.while_packing(self.hook, state)
         # With weight 0 the bucket writes zeros itself: gradients need only the division.
         scale = factor if weight == 0 else weight * factor
-        made_for = dist.get_backend(self._process_group), dist.get_world_size(self._process_group)
-        self.args = LaunchArgs(hook, self.state, weight, scale, made_for)
+        group = weakref.ref(check_group(self._process_group))
+        self.args = LaunchArgs(hook, state, weight, scale, group)
         return self.args
 
     @contextmanager

@@ -74,6 +74,9 @@ class Reducer:
             wait for each other.
         broadcast_buffers: give all ranks rank 0's buffers (batch norm's running statistics) at the
             end of each backward pass that averages, so that each rank may evaluate at any time.
+        shared_memory: on a gloo group, reduce in memory that the ranks of a machine share, and send
+            between machines alone, where two of them share a machine (Linux). Sums are then taken
+            in the order of ranks: with more than 2 ranks their last bits are not gloo's.
         ignore: names of parameters and buffers that are not synchronised.
         check_every: run `check_sync` in every so many averages, also for the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:
@@ -119,6 +122,7 @@ class Reducer:
         broadcast_buffers: bool = False,
         check_every: int | None = None,
         stall_after: float | None = None,
+        shared_memory: bool = True,
         ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
     ) -> None:
@@ -126,12 +130,15 @@ class Reducer:
         snapshot = ModuleSnapshot(module, ignore)
         trainable = snapshot.trainable()
         check_group(process_group)
-        self._buckets = BucketList(module, trainable, process_group, caps, gradient_as_bucket_view)
+        on_cpu = all(parameter.device.type == "cpu" for parameter in trainable.values())
+        self.comm = CommState(process_group, overlap, shared_memory and on_cpu)
+        self._buckets = BucketList(
+            module, trainable, process_group, caps, gradient_as_bucket_view, self.comm.group()
+        )
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
         self.sync, self.joining, self.iteration = True, False, 0
         self.ignore = frozenset(ignore)
-        self.comm = CommState(process_group, overlap)
         self._pass = BackwardPass(
             parameters,
             self._buckets.names,
@@ -221,6 +228,7 @@ class Reducer:
             find_unused_parameters=self._pass.varies,
             static_graph=used is not None and used.is_static,
             comm_hook=getattr(hook, "__qualname__", str(hook)),
+            transport=self.comm.transport,
         )
 
     @contextmanager
@@ -371,9 +379,9 @@ class Reducer:
 
     def _launch_args(self) -> LaunchArgs:
         """The arguments of this average's launches, kept until the hook, weight or group change."""
-        args, group = self.comm.args, self.process_group
+        args = self.comm.args
         # A program may close the default group and open another one.
-        if args is None or args.made_for != (dist.get_backend(group), dist.get_world_size(group)):
+        if args is None or args.group() is not (self.process_group or dist.group.WORLD):
             return self.comm.agree_args()
         return args
 

@@ -15,6 +15,7 @@ class ReducerStats:
         rebuilt: True if the buckets are in the order in which gradients became ready.
         overlap, gradient_as_bucket_view, find_unused_parameters, static_graph: settings.
         comm_hook: its name.
+        transport: "shared memory" if a machine's ranks reduce there, else the backend's name.
     """
 
     bucket_bytes: tuple[int, ...]
@@ -28,6 +29,7 @@ class ReducerStats:
     find_unused_parameters: bool
     static_graph: bool
     comm_hook: str
+    transport: str
 
     def __str__(self) -> str:
         sizes = [size / 2**20 for size in self.bucket_bytes]
@@ -40,6 +42,7 @@ class ReducerStats:
             if getattr(self, name)
         ]
         settings = [f"overlap={self.overlap}", f"comm_hook={self.comm_hook}", *on]
+        settings.append(f"by {self.transport}")
         return (
             f"{self.parameters} parameters in {len(sizes)} {noun} of {shown}{more} MiB, "
             f"{', '.join(settings)}"

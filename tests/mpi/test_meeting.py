@@ -13,7 +13,7 @@ from tests.support.tiers import slow
 
 def fast_and_slow_ranks(world):
     group = dist.new_group()
-    barrier = group._collectives.checked_barrier
+    barrier = group.checked_barrier
     together, naps = barrier.wait, random.Random(world.rank)
 
     def wait():

@@ -88,7 +88,7 @@ def a_call_that_an_error_leaves(world):
         told = r"number 1 .* failed: the program's own limit"
         with interrupted_by(late, 0.2), pytest.raises(RuntimeError, match=told):
             dist.all_reduce(torch.ones(1), group=waiting)
-        reducing._collectives._all_reduce._reduce_staged = late
+        reducing._reduce._reduce_staged = late
     dist.barrier()
     told = "number 2 .* the program's own limit" if world.rank == 0 else "given up on it"
     with pytest.raises(RuntimeError, match=told):

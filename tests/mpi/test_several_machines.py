@@ -94,7 +94,7 @@ def a_machine_that_falls_silent(world, folder):
             group.allreduce([torch.ones(9)], options).wait()
         back.touch()
     else:
-        everyone = group._collectives._nodes.everyone
+        everyone = group._nodes.everyone
         by_mpi = everyone.all_reduce
 
         def later(*arguments):
@@ -220,7 +220,7 @@ def bytes_between_machines(world, sizes):
     communicator = mpi.runtime.MPI.COMM_WORLD
     machine = machines(sizes, world.rank)
     group = ProcessGroupMPI(communicator, timedelta(seconds=20), communicator.Split(machine))
-    ways = [group._collectives._nodes.peers, group._collectives._nodes.everyone]
+    ways = [group._nodes.peers, group._nodes.everyone]
     m = len(sizes)
 
     def sent(tensor):

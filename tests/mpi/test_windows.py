@@ -100,7 +100,7 @@ def test_parts_of_a_window(ranks):
 
 def the_way_of_each(world):
     group = dist.new_group()
-    way = group._collectives._all_reduce
+    way = group._reduce
     dist.all_reduce(mpi.empty(STAGED_FROM, process_group=group).zero_(), group=group)
     assert way._stage is None, "a tensor in a window was copied through the stage"
     dist.all_reduce(torch.zeros(STAGED_FROM), group=group)

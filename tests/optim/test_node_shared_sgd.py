@@ -241,7 +241,7 @@ def memory_after(world):
     for _ in range(4):
         optimizer.zero_grad()
         optimizer.backward_and_step(model(torch.ones(1, 512)).sum())
-    windows = group._collectives.windows._memories
+    windows = group._windows._memories
     # For each of four runs one of parameters and one of momentum, and one for all gradients.
     assert len(windows) == 9
     weight = model[0].weight.detach()
