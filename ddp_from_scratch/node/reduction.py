@@ -65,7 +65,7 @@ class Reduction:
             raise RuntimeError(f"there is no reduction {op} in shared memory")
         fractional = dtype.is_floating_point or dtype.is_complex
         if (kind in _BITWISE and fractional) or (kind in _ORDERED and dtype.is_complex):
-            raise RuntimeError(f"tensors of {dtype} cannot be reduced with {op}")
+            raise RuntimeError(f"tensors of {dtype} cannot be reduced with {kind.name}")
         wide = torch.float32 if dtype in WIDENED else dtype
         return Reduction(kind, wide, _COMBINE[kind], size if kind == dist.ReduceOp.AVG else 1)
 

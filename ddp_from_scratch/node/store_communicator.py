@@ -115,7 +115,12 @@ class StoreCommunicator:
     @cached_property
     def _gloo(self) -> dist.ProcessGroup:
         # Opened when it is needed first, which is at the same call on all ranks.
-        return open_gloo(self.store, self.rank, self.size, self.timeout)
+        try:
+            return open_gloo(self.store, self.rank, self.size, self.timeout)
+        except RuntimeError as error:  # what gloo raises here has no type of its own
+            raise CommunicationError(
+                f"no connection to ranks on other machines: {str(error).splitlines()[0]}"
+            ) from error
 
     def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
         into, mine = (torch.frombuffer(part, dtype=torch.uint8) for part in (gathered, own))

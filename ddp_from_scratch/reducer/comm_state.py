@@ -55,7 +55,7 @@ class CommState:
 
     @property
     def transport(self) -> str:
-        """"shared memory" if a machine's ranks reduce there, else the backend's name."""
+        """The way between ranks: "shared memory", or the name of the backend that sends."""
         group = self.group()
         shared = isinstance(group, SharedMemoryGroup) and group.shares_memory
         return "shared memory" if shared else str(dist.get_backend(group))
@@ -95,14 +95,15 @@ class CommState:
         Raises: as `GradientWeight.value`.
         """
         weight = 1.0 if self.weight is None else self.weight.value()
+        state, own, sends = self.state, check_group(self._process_group), self.group()
         # Our hooks take a group as their state. The Reducer's own stands for the one that sends.
-        ours = self.state is self._process_group and default_hooks.is_ours(self.hook)
-        state = self.group() if ours else self.state
+        # Nothing is kept where both are the same: a reference to gloo's group keeps its threads.
+        if sends is not own and state is self._process_group and default_hooks.is_ours(self.hook):
+            state = sends
         hook, factor = default_hooks.while_packing(self.hook, state)
         # With weight 0 the bucket writes zeros itself: gradients need only the division.
         scale = factor if weight == 0 else weight * factor
-        group = weakref.ref(check_group(self._process_group))
-        self.args = LaunchArgs(hook, state, weight, scale, group)
+        self.args = LaunchArgs(hook, state, weight, scale, weakref.ref(own))
         return self.args
 
     @contextmanager

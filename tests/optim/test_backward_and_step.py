@@ -98,7 +98,9 @@ def beside_torch(world, in_one):
     broadcast_parameters(ours)
     theirs = DistributedDataParallel(copy.deepcopy(ours), bucket_cap_mb=SEVERAL)
     whole = copy.deepcopy(ours).double()
-    reducer = Reducer(ours, bucket_cap_mb=SEVERAL, gradient_as_bucket_view=True)
+    reducer = Reducer(
+        ours, bucket_cap_mb=SEVERAL, shared_memory=n == 2, gradient_as_bucket_view=True
+    )
     options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True}
     our_sgd = SGD(ours.parameters(), reducer=reducer, **options)
     their_sgd = torch.optim.SGD(theirs.parameters(), foreach=False, **options)

@@ -154,7 +154,8 @@ def beside_torch(world, name, cap, accumulate, settle, options):
     n, dtype = world.world_size, torch.float32
     ours = build(world, name, dtype)
     model = copy.deepcopy(ours)
-    reducer = Reducer(ours, bucket_cap_mb=cap, **options)
+    # gloo takes the sum of three or more numbers in another order than shared memory.
+    reducer = Reducer(ours, bucket_cap_mb=cap, shared_memory=n == 2, **options)
     assert cap is None or len(reducer.buckets) >= 3
     theirs = DistributedDataParallel(model, bucket_cap_mb=cap, **options)
     our_sgd, their_sgd = sgd(ours), sgd(model)

@@ -30,6 +30,7 @@ from ddp_from_scratch.launch.fork_server import OPTIMIZERS, ForkedRank, ForkServ
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 90.0
 CALL_LIMIT_S = 60.0
+LIMIT_S = CALL_LIMIT_S / 2  # of a collective
 
 
 # What Open MPI's mpirun says where one that was killed and had the same process number has left its
@@ -210,6 +211,29 @@ def mpirun(world_size: int, program: str, **environment: str) -> "subprocess.Com
     )
 
 
+def _node_group() -> Any:
+    """The world of a crew whose default group is of the node backend, opened by torch."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    import ddp_from_scratch as ddp
+    import ddp_from_scratch.node
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["DDP_RENDEZVOUS_FILE"], size)
+    limit = datetime.timedelta(seconds=LIMIT_S)
+    dist.init_process_group(
+        ddp_from_scratch.node.ProcessGroupNode.backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=limit,
+    )
+    return ddp.World(rank, size, rank, size, 0, "node", torch.device("cpu"))
+
+
 def serve(backend: str, address: str, log: str | None = None) -> None:
     """A rank: calls what the test sends, until the test is gone.
 
@@ -230,7 +254,8 @@ def serve(backend: str, address: str, log: str | None = None) -> None:
 
     torch.set_num_threads(1)
     packing._SMALL = 0  # tests' gradients are packed as large ones are
-    with ddp.process_group(backend, timeout=CALL_LIMIT_S / 2) as world:
+    opened = _node_group() if backend == "node" else ddp.process_group(backend, timeout=LIMIT_S)
+    with opened as world:
         connection = Client(address, "AF_UNIX")
         connection.send((world.rank, os.getpid()))
         while True:

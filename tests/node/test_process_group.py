@@ -1,0 +1,286 @@
+"""The node backend: shared memory within a machine and gloo for the rest, with no MPI."""
+
+import gc
+import os
+import signal
+import sys
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import Reducer
+from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.node import ProcessGroupNode, shared_memory_beside
+from ddp_from_scratch.node.all_reduce import STAGED_FROM
+from ddp_from_scratch.node.store_communicator import StoreCommunicator
+from tests.mpi.test_collectives import all_reduce_every_dtype, all_reduce_operations
+from tests.mpi.test_meeting import fast_and_slow_ranks
+from tests.mpi.test_several_machines import REDUCED_SIXTEEN_BITS, machines
+from tests.mpi.test_windows import OPERATIONS, SIZES, check_all_reduce
+from tests.support.failing_run import Run
+from tests.support.tiers import slow
+
+
+@pytest.fixture(params=[2, slow(4)])
+def crew(ranks, request):
+    return ranks("node", request.param)
+
+
+@pytest.mark.parametrize("called", [all_reduce_every_dtype, all_reduce_operations])
+def test_all_reduce(crew, called):
+    crew(called)
+
+
+def in_windows_and_out(world):
+    group = dist.group.WORLD
+    for make in (torch.empty, lambda numel: group.empty(numel, torch.float32)):
+        check_all_reduce(make, None, world.world_size, world.rank)
+    assert group.is_shared(group.empty(10, torch.float32)[2:5])
+    assert not group.is_shared(torch.empty(10))
+
+
+def test_all_reduce_in_windows_and_out(crew):
+    crew(in_windows_and_out)
+
+
+def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(crew):
+    crew(fast_and_slow_ranks)
+
+
+def every_other_collective(world):
+    n, r = world.world_size, world.rank
+    mine = torch.tensor([r, r])
+    ones = [torch.empty_like(mine) for _ in range(n)]
+    dist.all_gather(ones, mine)
+    assert [one.tolist() for one in ones] == [[i, i] for i in range(n)]
+    flat = torch.empty(2 * n, dtype=torch.int64)
+    dist.all_gather_into_tensor(flat, mine)
+    assert torch.equal(flat, torch.cat(ones))
+    objects = [None] * n
+    dist.all_gather_object(objects, {"rank": r})
+    assert objects == [{"rank": i} for i in range(n)]
+    tensor = mine.clone()
+    dist.broadcast(tensor, n - 1)
+    assert tensor.tolist() == [n - 1] * 2
+    dist.reduce(mine.clone(), 0)
+    gathered = [torch.empty_like(mine) for _ in range(n)] if r == 0 else None
+    dist.gather(mine, gathered)
+    dist.scatter(tensor, [torch.tensor([i, -i]) for i in range(n)] if r == 0 else None)
+    assert tensor.tolist() == [r, -r]
+    exchanged = torch.empty(n, dtype=torch.int64)
+    dist.all_to_all_single(exchanged, torch.arange(n) + 10 * r)
+    assert exchanged.tolist() == [10 * i + r for i in range(n)]
+    part = torch.empty(1)
+    dist.reduce_scatter_tensor(part, torch.arange(float(n)))
+    assert part.item() == n * r
+    if r == 0:
+        dist.send(torch.tensor([7]), 1)
+    elif r == 1:
+        received = torch.tensor([0])
+        dist.recv(received, 0)
+        assert received.item() == 7
+    sparse = torch.sparse_coo_tensor([[r]], [1.0], (n,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1.0] * n
+    dist.barrier()
+    dist.monitored_barrier()
+
+
+def test_gloo_does_everything_else(crew):
+    crew(every_other_collective)
+
+
+def what_cannot_be_summed(world):
+    with pytest.raises(RuntimeError, match=r"torch\.float32 cannot be reduced with BAND"):
+        dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+    dist.all_reduce(torch.ones(2))  # nobody had met for it: the group goes on
+
+
+def test_an_operation_without_a_meaning_is_refused(crew):
+    crew(what_cannot_be_summed)
+
+
+# Several machines --------------------------------------------------------------------------------
+
+
+def over(world, sizes, seconds=20.0):
+    """A group whose ranks stand for machines of so many ranks each."""
+    over.count = getattr(over, "count", 0) + 1
+    store = dist.PrefixStore(f"over {over.count}", dist.distributed_c10d._get_default_store())
+    limit = timedelta(seconds=seconds)
+    machine = str(machines(sizes, world.rank))
+    ranks = list(range(world.world_size))
+    communicator = StoreCommunicator(store, world.rank, ranks, limit, machine)
+    return ProcessGroupNode(communicator, limit, lambda: dist.group.WORLD)
+
+
+def all_reduce_in(group, tensor, op=dist.ReduceOp.SUM):
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    group.allreduce([tensor], options).wait()
+    return tensor
+
+
+def over_machines(world, sizes):
+    n = world.world_size
+    group = over(world, sizes)
+    for make in (torch.empty, lambda numel: group.empty(numel, torch.float32)):
+        for numel in SIZES:
+            for op, expected in OPERATIONS.items():
+                tensor = all_reduce_in(group, make(numel).fill_(world.rank + 1), op)
+                assert tensor.eq(expected(range(1, n + 1))).all(), (numel, op)
+    for numel in (0, 1, n + 1, STAGED_FROM // 2, STAGED_FROM // 2 + 9):
+        values = torch.arange(n * numel).view(n, numel).remainder(7).sub(3).float()
+        for op, reduced in REDUCED_SIXTEEN_BITS.items():
+            tensor = all_reduce_in(group, values[world.rank].bfloat16(), op)
+            # A machine's sum is rounded, too, before it crosses.
+            torch.testing.assert_close(tensor, reduced(values).bfloat16(), rtol=2**-7, atol=0)
+    flags = all_reduce_in(group, torch.tensor([world.rank == 0, False]))
+    assert flags.tolist() == [True, False]
+    group.shutdown()
+    group = over(world, sizes, 0.5)
+    if world.rank > 0:
+        near = machines(sizes, world.rank) == 0
+        missing = "rank 0$" if near else "ranks on other machines|another rank has given up"
+        with pytest.raises(RuntimeError, match=missing):
+            group.barrier().wait()
+    dist.barrier()
+    group = over(world, sizes)
+    tensor = torch.ones(5 if machines(sizes, world.rank) == 0 else 6)
+    with pytest.raises(RuntimeError, match=r"different operations: .* another machine's ranks all"):
+        group.allreduce([tensor]).wait()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), slow((2, 2)), slow((1, 1)), slow((1, 3))])
+def test_several_machines(ranks, sizes):
+    ranks("gloo", sum(sizes))(over_machines, sizes)
+
+
+# Beside a gloo group -----------------------------------------------------------------------------
+
+
+def beside(world):
+    group = dist.new_group(list(range(world.world_size)))
+    ours = shared_memory_beside(group)
+    assert shared_memory_beside(group) is ours
+    assert dist.get_backend(ours) == "node"
+    assert dist.get_process_group_ranks(ours) == list(range(world.world_size))
+    assert shared_memory_beside(ours) is ours
+    tensor = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(tensor, group=ours)
+    assert tensor.item() == sum(range(1, world.world_size + 1))
+    parts = [torch.empty(1) for _ in range(world.world_size)]
+    dist.all_gather(parts, torch.tensor([float(world.rank)]), group=ours)
+    assert torch.cat(parts).tolist() == list(range(world.world_size))
+    gone = weakref.ref(ours)
+    dist.destroy_process_group(group)
+    del group, ours
+    gc.collect()
+    return gone() is None
+
+
+def test_a_group_beside_is_opened_once_and_closed_with_its_gloo_group(ranks):
+    assert all(ranks("gloo", 3)(beside))
+
+
+def one_rank_alone(world):
+    groups = [dist.new_group([rank]) for rank in range(world.world_size)]
+    alone = groups[world.rank]
+    assert shared_memory_beside(alone) is alone
+
+
+def test_a_group_of_one_rank_stays_with_gloo(ranks):
+    ranks("gloo", 2)(one_rank_alone)
+
+
+def transports(world):
+    model = torch.nn.Linear(2, 2)
+    shown = []
+    for options in ({}, {"shared_memory": False}):
+        reducer = Reducer(model, **options)
+        shown.append(repr(reducer))
+        reducer.remove()
+    return shown
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_repr_names_the_transport(ranks, backend):
+    for first, second in ranks(backend, 2)(transports):
+        assert "by shared memory" in first
+        assert ("by gloo" if backend == "gloo" else "by shared memory") in second
+
+
+# Failures ----------------------------------------------------------------------------------------
+
+KILLED = """
+import os, sys, time
+import torch, torch.distributed as dist
+import ddp_from_scratch.node
+dist.init_process_group("node", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]),
+                        world_size=2)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+print("met", os.getpid(), flush=True)
+if sys.argv[1] == "1":
+    time.sleep(100)
+try:
+    dist.all_reduce(tensor)
+except RuntimeError as error:
+    print(error, flush=True)
+    os._exit(3)
+"""
+
+
+def test_a_killed_rank_is_noticed_long_before_the_timeout(tmp_path):
+    command = (sys.executable, "-c", KILLED)
+    with Run(*command, "0", str(tmp_path / "met")) as zero:
+        with Run(*command, "1", str(tmp_path / "met")) as one:
+            one.wait_for("met")
+            one.signal(signal.SIGKILL)
+            one.wait()
+        # The group's timeout is half an hour.
+        assert zero.wait() == 3, zero.text
+        assert "all_reduce number 2 on rank 0" in zero.out
+        assert "rank 1 ended without coming to it" in zero.out
+
+
+def late_for_the_setup(world):
+    store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
+    if world.rank == 0:
+        with pytest.raises(CommunicationError, match=r"0\.2 s passed without rank 1$"):
+            StoreCommunicator(store, 0, [0, 1], timedelta(seconds=0.2)).allgather(None)
+    dist.barrier()
+
+
+def test_a_rank_that_does_not_come_to_the_setup_is_named(ranks):
+    ranks("gloo", 2)(late_for_the_setup)
+
+
+def memory_of_many_steps(world):
+    def mapped():
+        return sum("memfd:ddp" in line for line in open(f"/proc/{os.getpid()}/maps"))
+
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    model = torch.nn.Linear(300, 300)
+    Reducer(model).remove()
+    gc.collect()
+    before = mapped(), descriptors()
+    for _ in range(20):
+        reducer = Reducer(model)
+        model(torch.ones(1, 300)).sum().backward()
+        reducer.remove()
+        del reducer
+        gc.collect()
+    # What the last one had is given back when the next is made.
+    Reducer(model).remove()
+    gc.collect()
+    assert (mapped(), descriptors()) == before
+
+
+def test_no_memory_or_descriptor_is_left_by_reducers(ranks):
+    ranks("gloo", 2)(memory_of_many_steps)
