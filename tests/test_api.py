@@ -24,7 +24,7 @@ ROOMS = {
     "sync": {"buckets", "group"},
     "checks": {"autograd", "buckets", "group", "node", "sync"},
     "mpi": {"errors", "launch", "node"},
-    "reducer": {"autograd", "buckets", "checks", "comm_hooks", "group", "sync"},
+    "reducer": {"autograd", "buckets", "checks", "comm_hooks", "group", "node", "sync"},
     "optim": {"buckets", "node", "reducer", "sync"},
     "torch_ddp": {"buckets", "comm_hooks", "group", "reducer", "sync"},
     "world": {"errors", "launch", "mpi"},
