@@ -23,10 +23,11 @@ from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_ba
 from ddp_from_scratch.training import bucket_choice, checkpoint
 from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import StopSignal, together
-from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
+from ddp_from_scratch.training.evaluate import DTYPES, accuracy
 from ddp_from_scratch.training.folder_lock import FolderLock
 from ddp_from_scratch.training.loss_watch import LossWatch, place_of
 from ddp_from_scratch.training.metrics import MetricsWriter
+from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, seed_generators
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
@@ -86,7 +87,7 @@ class Trainer:
             self._restore(state, compressed)
 
     def _build_model(self) -> nn.Module:
-        model = build_model(self.shards.model_spec).to(self.world.device)
+        model = make_model(**self.shards.model_spec).to(self.world.device)
         if self.settings.sync_batch_norm:
             convert_sync_batchnorm(model)
             if not any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
@@ -164,8 +165,7 @@ class Trainer:
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the epoch's end; returns the number of the signal that broke it off, or 0."""
         self.model.train()
-        self.shards.sampler.set_epoch(self.epoch)
-        self.shards.sampler.start_at(self.step * self.settings.accumulate)
+        self.shards.sampler.set_epoch(self.epoch, self.step * self.settings.accumulate)
         first, began = self.step, time.monotonic()
         batches = iter(self.shards.train)
         steps = self.report.progress(

@@ -24,7 +24,7 @@ class Shards:
         sampler: of `train`.
         global_batch_size: images of all ranks in an optimizer step.
         steps_per_epoch: optimizer steps.
-        model_spec: of a model for these images, for `evaluate.build_model`.
+        model_spec: of a model for these images, for `make_model`.
     """
 
     train: DataLoader[Sample]
@@ -41,15 +41,7 @@ def deal(data: ImageData, settings: Settings, world: World) -> Shards:
     Raises:
         UsageError: the batch size does not fit the ranks, or the images fill no optimizer step.
     """
-    batch_size = settings.rank_batch_size(world.world_size)
-    part: dict[str, Any] = {
-        "rank": world.rank,
-        "world_size": world.world_size,
-        "workers": settings.workers,
-        "batch_size": batch_size,
-        "pin_memory": world.device.type == "cuda",
-    }
-    train = train_loader(data.train, seed=settings.seed, **part)
+    train = train_loader(data.train, settings, world)
     assert isinstance(train.sampler, ShardSampler)
     # Equal on all ranks: each gets as many batches, all of the same size.
     batches = train.sampler.batches_per_epoch
@@ -59,9 +51,9 @@ def deal(data: ImageData, settings: Settings, world: World) -> Shards:
         )
     return Shards(
         train,
-        test_loader(data.test, **part),
+        test_loader(data.test, settings, world),
         train.sampler,
-        global_batch_size=batch_size * world.world_size * settings.accumulate,
+        global_batch_size=train.sampler.batch_size * world.world_size * settings.accumulate,
         # Batches that do not fill a step are left out, as images that do not fill a batch.
         steps_per_epoch=batches // settings.accumulate,
         model_spec={

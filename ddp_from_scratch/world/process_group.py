@@ -28,7 +28,7 @@ _opened = count()
 
 
 @dataclass(frozen=True)
-class World:
+class World(Placement):
     """This process among all that train together. As a context, closes the group at its end.
 
     Attributes:
@@ -37,15 +37,11 @@ class World:
         local_rank: its number among those on this machine; with nccl also its GPU's.
         local_world_size: the number of those on this machine.
         node_rank: the machine's number.
+        launcher: "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none".
         backend: "gloo", "nccl" or "mpi".
         device: where the model and its inputs belong.
     """
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
     backend: str
     device: torch.device
 
@@ -111,15 +107,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         device = torch.device("cpu")
     else:
         placement, device = _open(backend, limit)
-    world = World(
-        placement.rank,
-        placement.world_size,
-        placement.local_rank,
-        placement.local_world_size,
-        placement.node_rank,
-        backend,
-        device,
-    )
+    world = World(**vars(placement), backend=backend, device=device)
     assert dist.group.WORLD is not None, "it has just been opened"
     _until_exit[:] = [(world, weakref.ref(dist.group.WORLD))]
     # Here and not at import: handlers run in reverse order, this one before any that the program
