@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.training.contents import check_contents
 from ddp_from_scratch.training.folder_lock import FolderLock
 
@@ -100,8 +100,14 @@ def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
-        if resume != "auto" and not _is_in(folder, resume):
-            _require_empty(folder, resume)
+        file = None if resume is None else Path(resume).resolve()
+        is_its_own = resume == "auto" or (file and file.parent == folder.resolve())
+        if files(folder) and not is_its_own:
+            which = "another run" if resume is None else f"another run than --resume {resume}"
+            raise UsageError(
+                f"--checkpoint-dir {folder} holds the checkpoints of {which}: continue that one "
+                f"with --resume auto, or give another folder"
+            )
         lock = FolderLock(folder)
         # By a run that was killed. Under the lock: no other run is still writing one of them.
         for left_behind in folder.glob("checkpoint-*.tmp"):
@@ -111,19 +117,6 @@ def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
             f"--checkpoint-dir {folder} cannot be written to: {_reason(error)}"
         ) from error
     return lock
-
-
-def _is_in(folder: Path, file: str | None) -> bool:
-    return file is not None and Path(file).resolve().parent == folder.resolve()
-
-
-def _require_empty(folder: Path, resume: str | None) -> None:
-    if files(folder):
-        which = "another run" if resume is None else f"another run than --resume {resume}"
-        raise UsageError(
-            f"--checkpoint-dir {folder} holds the checkpoints of {which}: continue that one with "
-            f"--resume auto, or give another folder"
-        )
 
 
 def load(path: Path, map_location: torch.device) -> State:
@@ -246,4 +239,4 @@ def _reason(error: BaseException) -> str:
         if isinstance(found, OSError) and found.strerror:
             return found.strerror
         found = found.__context__
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error)

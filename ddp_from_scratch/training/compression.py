@@ -42,12 +42,13 @@ class Compression:
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Rescales PowerSGD's state to the loss scale of the next gradients."""
-        if self._power_sgd is not None and scaler.is_enabled():
+        if self._power_sgd is None:
+            return
+        scale = scaler.get_scale()  # 1 where it is off
+        if scale != self._loss_scale:
             # A power of two: not a bit is lost.
-            scale = scaler.get_scale()
-            if scale != self._loss_scale:
-                self._power_sgd.rescale(scale / self._loss_scale)
-                self._loss_scale = scale
+            self._power_sgd.rescale(scale / self._loss_scale)
+            self._loss_scale = scale
 
     def state(self) -> dict[str, Any] | None:
         """The state for a checkpoint: of all ranks on rank 0, None on the others. Collective."""
@@ -93,9 +94,7 @@ class Compression:
         dist.scatter_object_list(mine, errors if rank == 0 else None, 0, self._group)
         self._power_sgd.load_state_dict(self._reducer.module, shared[0] | {"errors": mine[0]})
         self._loss_scale = shared[0]["loss_scale"]
-        scale = scaler.get_scale()
-        self._power_sgd.rescale(scale / self._loss_scale)
-        self._loss_scale = scale
+        self.follow(scaler)
 
     def summary(self) -> str | None:
         """One line on the share of the gradients that this rank sent; None without PowerSGD."""

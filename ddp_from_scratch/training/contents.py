@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, one_line
 
 # Whole numbers, each with the least that it can be.
 _COUNTS = {"epoch": 0, "step": 0, "images": 0, "world_size": 1, "global_batch_size": 1}
@@ -118,7 +118,7 @@ def _check_generators(of_rank: Any, rank: int) -> None:
     except UsageError:  # which is a ValueError
         raise
     except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"{name} cannot be used: {_one_line(error)}") from error
+        raise UsageError(f"{name} cannot be used: {one_line(error)}") from error
 
 
 def _check_compression(saved: Any, named: Mapping[str, nn.Parameter], world_size: int) -> None:
@@ -202,7 +202,3 @@ def _short(value: Any) -> str:
     if isinstance(value, bool | int | float | str | None):
         return repr(value)[:40]
     return f"a {type(value).__name__}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -77,7 +77,7 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
     Raises:
         UsageError: on every rank: the file is not a checkpoint, or does not fit its own model.
     """
-    state = on_rank_zero(lambda: _load_fitting(path), world, group)
+    state = on_rank_zero(lambda: _load_fitting(path), group)
     with together(group):
         model = make_model(**state["model_spec"])
         model.load_state_dict(state["model"])

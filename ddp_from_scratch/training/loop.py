@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from ddp_from_scratch.training import bucket_choice, checkpoint
 from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import StopSignal, together
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy
-from ddp_from_scratch.training.folder_lock import FolderLock
 from ddp_from_scratch.training.loss_watch import LossWatch, place_of
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.models import make_model
@@ -72,7 +71,7 @@ class Trainer:
         seed_generators(settings.seed + world.rank)
         # 3. Where to begin
         state, compressed = checkpoint_of_all(
-            settings, self.shards.model_spec, self.model, self.report, world, self.group
+            settings, self.shards.model_spec, self.model, self.report, self.group
         )
         # 4. Engine
         self._make_engine(state)
@@ -97,11 +96,12 @@ class Trainer:
     def _open_outputs(self) -> None:
         """Opens the folders of checkpoints and metrics, on rank 0, which alone writes."""
         # Held until `run` ends: another run would remove this one's checkpoints.
-        self.lock: FolderLock | None = None
+        self.lock = ExitStack()
         folder = self.settings.checkpoint_dir
         if folder is not None and self.world.rank == 0:
-            self.lock = checkpoint.prepare_folder(folder, resume=self.settings.resume)
-            if not self.lock.holds:
+            lock = checkpoint.prepare_folder(folder, resume=self.settings.resume)
+            self.lock.callback(lock.close)
+            if not lock.holds:
                 self.report.warning(
                     f"--checkpoint-dir {folder} is on a file system without locks: a second run "
                     f"there would not be noticed"
@@ -140,16 +140,9 @@ class Trainer:
         Returns:
             0, or the number of the signal that ended the run early, on every rank alike.
         """
-        try:
-            return self._run()
-        finally:
-            if self.lock is not None:
-                self.lock.close()
-
-    def _run(self) -> int:
         began = time.monotonic()
         test_accuracy = None
-        with StopSignal(self.group) as stop:
+        with self.lock, StopSignal(self.group) as stop:
             while self.epoch < self.settings.epochs:
                 number = self._train_epoch(stop)
                 self._check_loss(stop)
@@ -261,7 +254,9 @@ class Trainer:
             lr=self.optimizer.param_groups[0]["lr"],
         )
         if self.settings.check_sync is not None:
-            self._report_checksum()
+            checksum = check_sync(self.model, self.group, optimizers=[self.optimizer])
+            ranks = self.world.world_size
+            self.report.result(f"parameters {checksum}, bit-identical on {ranks} ranks")
         # Before the checkpoint, which a resumed run begins the next epoch from.
         self.epoch, self.step = self.epoch + 1, 0
         self.totals.zero_()
@@ -347,10 +342,6 @@ class Trainer:
         self.compression.restore(compressed, self.scaler, self.report)
 
     # Printing -----------------------------------------------------------------------------------
-
-    def _report_checksum(self) -> None:
-        checksum = check_sync(self.model, self.group, optimizers=[self.optimizer])
-        self.report.result(f"parameters {checksum}, bit-identical on {self.world.world_size} ranks")
 
     def _report_stop(self, number: int) -> None:
         self._save()

@@ -7,7 +7,6 @@ import math
 import os
 from io import TextIOWrapper
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ddp_from_scratch.errors import UsageError
@@ -84,19 +83,6 @@ class MetricsWriter:
         if self._events is not None:
             self._events.close()
             self._events = None
-
-    def __enter__(self) -> MetricsWriter:
-        """The writer itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Closes both files, after an error too."""
-        self.close()
 
 
 def _open_for_append(path: Path) -> TextIOWrapper:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.training.settings import MODELS
 
 # The images are enlarged to the first of these that the architecture can take.
@@ -95,7 +95,7 @@ def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) 
                 model = _torchvision_model(name, channels, size, num_classes)
             _dry_run(model, (2, channels, size, size))
         except (AssertionError, RuntimeError, ValueError) as error:  # vit, most, maxvit
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             continue
         if size == image_size:
             return model

@@ -72,53 +72,43 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "global_batch_size", "accumulate"):
-            self._require(
-                name, lambda value: value is None or 1 <= value <= _MOST, f"1 to {_MOST:,}"
-            )
-        self._require("threads", lambda value: 1 <= value <= MOST_HERE, f"1 to {MOST_HERE:,}")
+            self._require(name, f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST)
+        for name in ("momentum", "weight_decay"):
+            self._require(name, f"0 to {_LARGEST:g}", lambda value: 0 <= value <= _LARGEST)
+        self._require("threads", f"1 to {MOST_HERE:,}", lambda value: 1 <= value <= MOST_HERE)
+        self._require("workers", f"0 to {MOST_HERE:,}", lambda value: 0 <= value <= MOST_HERE)
+        self._require("check_sync", "0 or more", lambda value: value >= 0)
+        self._require("seed", "0 to 2**62 - 1", lambda value: 0 <= value < 2**62)
+        self._require("powersgd_rank", "1 or more", lambda value: value >= 1)
         self._require(
-            "lr", lambda value: 0 < value <= _LARGEST, f"a positive number, at most {_LARGEST:g}"
+            "lr", f"a positive number, at most {_LARGEST:g}", lambda value: 0 < value <= _LARGEST
         )
-        self._require("timeout", lambda value: 0 < value <= MAX_TIMEOUT, _TIMEOUT_RANGE)
+        self._require("timeout", _TIMEOUT_RANGE, lambda value: 0 < value <= MAX_TIMEOUT)
         self._require(
             "stall_after",
-            lambda value: 0 < value <= MAX_TIMEOUT or value == math.inf,
             f"{_TIMEOUT_RANGE}, or inf",
+            lambda value: 0 < value <= MAX_TIMEOUT or value == math.inf,
         )
-        for name in ("momentum", "weight_decay"):
-            self._require(name, lambda value: 0 <= value <= _LARGEST, f"0 to {_LARGEST:g}")
         self._require(
-            "bucket_cap_mb",
-            lambda value: value is None or value == AUTO or value >= 0,
-            "0 or more, or auto",
+            "bucket_cap_mb", "0 or more, or auto", lambda value: value == AUTO or value >= 0
         )
         if self.bucket_cap_mb == AUTO and self.deterministic:
             raise UsageError(
                 "--bucket-cap-mb auto goes by the clock, which --deterministic rules out: give a "
                 "size, such as an earlier run's"
             )
-        self._require("workers", lambda value: 0 <= value <= MOST_HERE, f"0 to {MOST_HERE:,}")
-        self._require("check_sync", lambda value: value is None or value >= 0, "0 or more")
-        self._require("seed", lambda value: 0 <= value < 2**62, "0 to 2**62 - 1")
-        self._require(
-            "compress",
-            lambda value: value is None or value in COMPRESSIONS,
-            f"one of {COMPRESSIONS}",
-        )
-        self._require("powersgd_rank", lambda value: value is None or value >= 1, "1 or more")
         if self.compress == "powersgd":
             # The default is set here and not in the field, where it would be given without
             # PowerSGD, too. A checkpoint then has the rank that was used.
             object.__setattr__(self, "powersgd_rank", self.powersgd_rank or POWERSGD_RANK)
         elif self.powersgd_rank is not None:
             raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
-        self._require("precision", lambda value: value in PRECISIONS, f"one of {PRECISIONS}")
         if self.resume == "auto" and self.checkpoint_dir is None:
             raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
 
-    def _require(self, name: str, holds: Callable[[Any], bool], expected: str) -> None:
+    def _require(self, name: str, expected: str, holds: Callable[[Any], bool]) -> None:
         value = getattr(self, name)
-        if not holds(value):
+        if value is not None and not holds(value):
             raise UsageError(f"{option_of(name)} must be {expected}, got {value}")
 
     def rank_batch_size(self, world_size: int) -> int:
