@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch import gate
+from ddp_from_scratch.launch import gate, output
 from ddp_from_scratch.launch.environment import MACHINE_0
 from ddp_from_scratch.launch.gate import StrangerError
 
@@ -89,14 +89,7 @@ class Machines:
         # On loopback: from outside the store is reached through the gate alone.
         inside = socket.create_server(("127.0.0.1", 0))
         local: int = inside.getsockname()[1]
-        self._store = dist.TCPStore(
-            "127.0.0.1",
-            local,
-            is_master=True,
-            timeout=timedelta(seconds=self._timeout),
-            wait_for_workers=False,
-            master_listen_fd=inside.detach(),
-        )
+        self._open_store(local, inside.detach())
 
         def to_the_store(visitor: socket.socket) -> socket.socket:
             gate.check(visitor, secret)
@@ -124,14 +117,19 @@ class Machines:
         self._listeners = [listener]
         gate.forward(listener, to_machine_0)
         local: int = listener.getsockname()[1]
+        self._open_store(local)
+        return local
+
+    def _open_store(self, port: int, listening: int | None = None) -> None:
+        """Opens the store itself on a socket that listens already, or else a connection to it."""
         self._store = dist.TCPStore(
             "127.0.0.1",
-            local,
-            is_master=False,
+            port,
+            is_master=listening is not None,
             timeout=timedelta(seconds=self._timeout),
             wait_for_workers=False,
+            master_listen_fd=listening,
         )
-        return local
 
     def _agree(self, counts: str) -> None:
         if self._store.add(f"machine {self._node_rank}", 1) > 1:
@@ -250,11 +248,10 @@ def _secret_or_new(addr: str, port: int) -> bytes:
     secret = _secret()
     if secret is None:
         made = secrets.token_hex(16)
-        print(
+        output.write(
             f"machine 0 waits at {addr}:{port}; on the others, before the command: "
             f"export {SECRET}={made}",
-            file=sys.stderr,
-            flush=True,
+            sys.stderr,
         )
         secret = made.encode()
     return secret

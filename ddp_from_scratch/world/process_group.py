@@ -55,11 +55,9 @@ class World(Placement):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Not after an exception: peers may be waiting in the group.
-        if kind is None:
-            dist.destroy_process_group()
-        elif self.world_size == 1 and dist.is_initialized():
-            # No peer waits in it, and the next attempt (a notebook's) opens another.
+        # Not after an exception: peers may be waiting in the group. A world of one has none, and
+        # the next attempt (a notebook's) opens another group.
+        if kind is None or (self.world_size == 1 and dist.is_initialized()):
             dist.destroy_process_group()
 
 
