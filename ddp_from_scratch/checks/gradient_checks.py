@@ -46,9 +46,14 @@ class GradientChecks:
 
     def before_forward(self) -> None:
         """Raises, in training, if averages after this forward pass would be missing or wrong."""
-        if trains(self._module):
-            self._snapshot.check(self._module, self._backward.varies, self._rank)
-            self.check_complete()
+        if not trains(self._module):
+            return
+        difference = self._snapshot.difference(self._module, self._backward.varies)
+        if difference is not None:
+            raise RuntimeError(
+                f"{difference} on rank {self._rank} after the Reducer was made: {AGAIN}"
+            )
+        self.check_complete()
 
     def note_writes(self) -> None:
         """Records the parameters' versions before a forward pass."""

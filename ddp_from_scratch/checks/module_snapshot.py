@@ -42,12 +42,6 @@ class ModuleSnapshot:
             raise ValueError("the module has no parameter that requires a gradient")
         return found
 
-    def check(self, module: torch.nn.Module, may_freeze: bool, rank: int) -> None:
-        """Raises if there is a difference; see `difference` for the arguments."""
-        difference = self.difference(module, may_freeze)
-        if difference is not None:
-            raise RuntimeError(f"{difference} on rank {rank} after the Reducer was made: {AGAIN}")
-
     def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
         """Returns the first change, such as "parameter fc.bias was added"; None without a change.
 

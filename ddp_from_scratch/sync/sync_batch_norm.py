@@ -205,13 +205,14 @@ def _moments_of_all_ranks(x: torch.Tensor, process_group: dist.ProcessGroup | No
     mine = _pack_moments(x)
     everyone = mine.new_empty(dist.get_world_size(process_group) * len(mine))
     dist.all_gather_into_tensor(everyone, mine, group=process_group)
-    moments = _merge_moments(everyone.view(-1, len(mine)), x.size(1))
+    rows = everyone.view(-1, len(mine))
+    moments = _merge_moments(rows, x.size(1))
     # bool() and int() wait for a GPU, so they are called only where the answer may matter.
     if not x.requires_grad:
-        moments = replace(moments, need_gradient=bool(everyone[len(mine) - 1 :: len(mine)].any()))
+        moments = replace(moments, need_gradient=bool(rows[:, -1].any()))
     if x.numel() > x.size(1):
         return moments
-    values = int(everyone[len(mine) - 2 :: len(mine)].sum())
+    values = int(rows[:, -2].sum())
     if values == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.size()}"
