@@ -103,7 +103,7 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
     group = prepare_process(settings, world, asked)
     model, state = load_model(path, world, group)
     name = dataset or state["settings"]["dataset"]
-    data = open_dataset(name, settings.data_dir, settings.download, world, group)
+    data = open_dataset(name, settings, world, group)
     with together(group):
         for what in ("channels", "image_size", "num_classes"):
             if getattr(data, what) != state["model_spec"][what]:

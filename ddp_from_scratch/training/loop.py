@@ -31,7 +31,7 @@ from ddp_from_scratch.training.process_setup import open_dataset, prepare_proces
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.training.shards import deal
+from ddp_from_scratch.training.shards import Shards
 from ddp_from_scratch.world.process_group import World
 
 
@@ -57,12 +57,10 @@ class Trainer:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
         self.group = prepare_process(settings, world, {"the command": "train"})
-        data = open_dataset(
-            settings.dataset, settings.data_dir, settings.download, world, self.group
-        )
+        data = open_dataset(settings.dataset, settings, world, self.group)
         with together(self.group):
             # 1. Data
-            self.shards = deal(data, settings, world)
+            self.shards = Shards(data, settings, world)
             # 2. Model
             self.model = self._build_model()
             self._open_outputs()
@@ -145,7 +143,9 @@ class Trainer:
         with self.lock, StopSignal(self.group) as stop:
             while self.epoch < self.settings.epochs:
                 number = self._train_epoch(stop)
-                self._check_loss(stop)
+                # The last steps' losses, which no step has exchanged. Before a checkpoint.
+                stop.ask(self.losses.settled())
+                self._answer(stop)
                 if number:
                     self._report_stop(number)
                     return number
@@ -212,11 +212,6 @@ class Trainer:
             self._report_loss(not_finite)
         return number
 
-    def _check_loss(self, stop: StopSignal) -> None:
-        """Exchanges the last steps' losses, which no step has. Before a checkpoint is written."""
-        stop.ask(self.losses.settled())
-        self._answer(stop)
-
     def _report_loss(self, not_finite: int) -> None:
         """Reports once where a loss was not finite; with `stop_on_nan` ends all ranks."""
         if self.reported_loss:
@@ -237,18 +232,19 @@ class Trainer:
         )
 
     def _end_epoch(self) -> float:
-        loss, accuracy = self._reduce(self.totals)
+        loss, correct, count = self._totals_of_all().tolist()
+        loss, train_accuracy = loss / count, correct / count
         test_accuracy = self._evaluate()
         self.report.line(
             f"epoch {self.epoch + 1:>3}/{self.settings.epochs}  loss {loss:.4f}  "
-            f"train {accuracy:.2%}  test {test_accuracy:.2%}  "
+            f"train {train_accuracy:.2%}  test {test_accuracy:.2%}  "
             f"{self.images_per_second:,.0f} images/s"
         )
         self.metrics.log(
             self.global_step,
             epoch=self.epoch + 1,
             loss=loss,
-            train_accuracy=accuracy,
+            train_accuracy=train_accuracy,
             test_accuracy=test_accuracy,
             images_per_second=self.images_per_second,
             lr=self.optimizer.param_groups[0]["lr"],
@@ -266,13 +262,12 @@ class Trainer:
     def _evaluate(self) -> float:
         return accuracy(self.model, self.shards.test, self.world, self.settings.precision)
 
-    def _reduce(self, totals: torch.Tensor) -> tuple[float, float]:
-        """Mean loss and accuracy over the images of all ranks."""
-        # A copy: a checkpoint and later steps need this rank's own.
-        everywhere = totals.clone()
-        dist.all_reduce(everywhere)
-        loss, correct, count = everywhere.tolist()
-        return loss / count, correct / count
+    def _totals_of_all(self) -> torch.Tensor:
+        """The sums of all ranks' totals. Collective."""
+        # A copy: later steps need this rank's own.
+        totals = self.totals.clone()
+        dist.all_reduce(totals)
+        return totals
 
     # Checkpoints --------------------------------------------------------------------------------
 
@@ -283,10 +278,11 @@ class Trainer:
         # Gathered by all ranks first: inside `together` rank 0 works alone.
         generators: list[Any] = [None] * self.world.world_size
         dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
-        compressed = self.compression.state()
-        totals = self.totals.clone()
-        dist.all_reduce(totals)
-        of_all = {"rng": generators, "compression": compressed, "totals": totals}
+        of_all = {
+            "rng": generators,
+            "compression": self.compression.state(),
+            "totals": self._totals_of_all(),
+        }
         with together(self.group):
             if self.world.rank == 0:
                 self.saved_as = checkpoint.save(

@@ -14,13 +14,6 @@ from ddp_from_scratch.training.settings import MODELS
 # The images are enlarged to the first of these that the architecture can take.
 _SIZES = (32, 64, 96, 112, 128, 224, 299)
 
-# Auxiliary losses need a training loop of their own, and these two models' own initialisation is
-# twenty times slower than torch's.
-_OPTIONS = {
-    "googlenet": {"aux_logits": False, "init_weights": False},
-    "inception_v3": {"aux_logits": False, "init_weights": False},
-}
-
 
 def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -> nn.Module:
     """Builds an untrained model for float images (batch, channels, image_size, image_size).
@@ -118,8 +111,12 @@ def _dry_run(model: nn.Module, shape: tuple[int, ...]) -> None:
 
 def _torchvision_model(name: str, channels: int, size: int, num_classes: int) -> nn.Module:
     """Builds a torchvision classifier for images of `channels` x `size` x `size`."""
+    options: dict[str, object] = {}
+    if name in ("googlenet", "inception_v3"):
+        # Auxiliary losses need a training loop of their own, and these two models' own
+        # initialisation is twenty times slower than torch's.
+        options = {"aux_logits": False, "init_weights": False}
     # These two are made for one size, and each names it in its own way.
-    options: dict[str, object] = dict(_OPTIONS.get(name, {}))
     if name.startswith("vit"):
         options["image_size"] = size
     if name.startswith("maxvit"):

@@ -84,7 +84,7 @@ def cpu_group(world: World, timeout: float) -> dist.ProcessGroup:
 
 
 def open_dataset(
-    name: str, data_dir: Path, download: bool, world: World, group: dist.ProcessGroup
+    name: str, settings: Settings, world: World, group: dist.ProcessGroup
 ) -> ImageData:
     """The dataset, downloaded where asked by the first rank of each machine while others wait.
 
@@ -92,10 +92,10 @@ def open_dataset(
         UsageError: on every rank, as `load_dataset`; or the ranks' images are not the same.
     """
     with together(group):
-        if download and world.local_rank == 0:
-            load_dataset(name, data_dir, download=True)
+        if settings.download and world.local_rank == 0:
+            load_dataset(name, settings.data_dir, download=True)
     with together(group):
         # By every rank, after the download: the first `together` is a barrier.
-        data = load_dataset(name, data_dir, download=False)
+        data = load_dataset(name, settings.data_dir, download=False)
     require_same({f"--dataset {name}": data.summary()}, group)
     return data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,8 +143,8 @@ class Settings:
 
     def to_compare(self) -> dict[str, str]:
         """The options that must be equal on all ranks, with their values."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {"no_overlap": not values.pop("overlap")}
+        values = vars(self) | {"no_overlap": not self.overlap}
+        del values["overlap"]
         # Folders may have other names on other machines, and rank 0 alone reads and writes there;
         # but whether there is one decides what all ranks do.
         if self.resume != "auto":
@@ -156,7 +156,7 @@ class Settings:
 
     def as_saved(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
 
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
         """The differences from a checkpoint's settings that matter, as "lr 0.1 -> 0.2"."""
@@ -166,13 +166,10 @@ class Settings:
         # With `scale_lr` the length of the run decides that of the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")
-        now = self.as_saved()
         return [
-            f"{field.name} {saved[field.name]} -> {now[field.name]}"
-            for field in fields(self)
-            if field.name not in indifferent
-            and field.name in saved
-            and saved[field.name] != now[field.name]
+            f"{name} {saved[name]} -> {value}"
+            for name, value in self.as_saved().items()
+            if name not in indifferent and saved.get(name, value) != value
         ]
 
 
