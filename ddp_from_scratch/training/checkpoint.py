@@ -6,8 +6,6 @@ A file with a checkpoint's name is a whole one whatever happened while it was wr
 its end detects later damage.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Compressed gradients (`--compress`), and the state of the compression in a checkpoint."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The contents of a checkpoint, checked before anything is built or allocated from them."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Collection, Mapping

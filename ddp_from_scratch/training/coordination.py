@@ -1,7 +1,5 @@
 """Ranks that end together: one rank's mistake or signal is known to all at the same step."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +80,7 @@ class StopSignal:
         self._flags = torch.zeros(2, dtype=torch.int64)
         self._handle: dist.Work | None = None
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self) -> "StopSignal":
         # SIGUSR1 is the one that mpirun hands on without killing the ranks soon after, and that
         # Slurm is commonly set to send before a job's time is up.
         self._previous = {

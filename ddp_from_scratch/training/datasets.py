@@ -4,8 +4,6 @@ No dataset augments at random, so image i is the same tensor whenever and wherev
 resumed run repeats, bit for bit, the run that was not stopped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

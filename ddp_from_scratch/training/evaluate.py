@@ -1,7 +1,5 @@
 """Accuracy of a model on a test set that is shared out over the ranks, each image once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Neither loader touches the global random generators, so that a checkpoint of tho
 resumed run needs to repeat the old one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Trains a classifier: `backward()` in `Trainer._step` makes gradients ready."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

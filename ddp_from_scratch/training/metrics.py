@@ -1,7 +1,5 @@
 """Numbers along the way of training, from rank 0: a line of JSON and a TensorBoard event each."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -34,7 +32,7 @@ class MetricsWriter:
             return
         # Here and not above: it takes two seconds, and only one rank of a run that logs needs it.
         try:
-            from torch.utils.tensorboard.writer import SummaryWriter
+            from torch.utils.tensorboard import writer
         except ImportError as error:
             raise UsageError(
                 f"cannot write metrics to {log_dir}: {error}; install tensorboard, or leave out "
@@ -44,7 +42,7 @@ class MetricsWriter:
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
             self._lines = _open_for_append(log_dir / METRICS_FILE)
-            self._events = SummaryWriter(os.fspath(log_dir))
+            self._events = writer.SummaryWriter(os.fspath(log_dir))
         except OSError as error:
             self.close()
             raise UsageError(

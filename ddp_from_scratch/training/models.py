@@ -1,7 +1,5 @@
 """Classifiers for images of any size: a small CNN, an MLP, and torchvision's by name."""
 
-from __future__ import annotations
-
 import difflib
 from collections import OrderedDict
 

@@ -1,7 +1,5 @@
 """Setup of a process before training and testing, alike on every rank."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

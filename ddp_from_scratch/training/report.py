@@ -1,7 +1,5 @@
 """Output of a run: a progress bar and lines, from rank 0 alone."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import TypeVar

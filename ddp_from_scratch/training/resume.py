@@ -1,7 +1,5 @@
 """Reads the checkpoint that a run continues from, on rank 0, and passes it on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar

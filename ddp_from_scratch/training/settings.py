@@ -1,7 +1,5 @@
 """The options of a training run, checked before any process waits for another."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

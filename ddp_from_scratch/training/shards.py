@@ -1,7 +1,5 @@
 """Deals out this rank's part of a dataset, and computes the sizes that follow from it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ddp_from_scratch.errors import UsageError

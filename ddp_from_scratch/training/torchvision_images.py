@@ -3,8 +3,6 @@
 A module of its own, since torchvision takes longer to import than torch.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket
