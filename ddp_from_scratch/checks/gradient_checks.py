@@ -18,11 +18,6 @@ from ddp_from_scratch.sync.gradient_weight import GradientWeight
 class GradientChecks:
     """Raises if averages would be missing or wrong; names the parameter and the rank.
 
-    Args:
-        module: its forward passes are checked.
-        snapshot: the module's parameters when the Reducer was made.
-        backward: the pass that fills the buckets.
-
     Raises:
         ValueError: the module has a layer that is known to write to parameters in forward.
     """

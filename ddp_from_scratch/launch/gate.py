@@ -33,10 +33,7 @@ class StrangerError(Exception):
 def prove(connection: socket.socket, secret: bytes, end: float) -> None:
     """Proves to machine 0 that this side knows the secret, and has machine 0 prove it, too.
 
-    Args:
-        connection: to the gate.
-        secret: of the job.
-        end: on `time.monotonic`'s clock.
+    Takes until `end`, on `time.monotonic`'s clock, at most.
 
     Raises:
         StrangerError: something else answered, or it refused.

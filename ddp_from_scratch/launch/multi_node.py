@@ -36,12 +36,7 @@ _LAST_WORD_S = 2.0
 class Machines:
     """Messages between the supervisors of several machines, through a store on machine 0.
 
-    Args:
-        counts: number of ranks on each machine.
-        node_rank: this machine's position in `counts`.
-        addr: where machine 0 can be reached.
-        port: the port that machine 0 listens on.
-        timeout: seconds to wait for the other machines, and for a sign of life from them later.
+    Takes the arguments of `start_ranks`.
 
     Attributes:
         environment: what the ranks need to use the same store.

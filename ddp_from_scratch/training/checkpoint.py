@@ -36,11 +36,7 @@ class UnreadableError(UsageError):
 
 
 def save(folder: Path, state: State) -> Path:
-    """Writes `state` as the newest checkpoint of `folder`, and removes all but the newest two.
-
-    Args:
-        folder: made if it is not there.
-        state: plain values and tensors.
+    """Writes plain values and tensors as the newest checkpoint of `folder`; keeps the newest two.
 
     Raises:
         UsageError: the folder cannot be written to, or the disk is full. What was there stays.
@@ -84,10 +80,6 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
     """Makes the folder, locks it and tries to write there, before hours of work depend on it.
-
-    Args:
-        folder: where checkpoints will be written, and older ones removed.
-        resume: the run's `--resume`.
 
     Raises:
         UsageError: it cannot be written to; another run holds it; or it has the checkpoints of a

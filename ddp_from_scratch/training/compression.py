@@ -18,12 +18,8 @@ Errors = dict[str, torch.Tensor]
 class Compression:
     """Registers the comm hook that `--compress` names; without the option it does nothing.
 
-    bf16 and fp16 have no state. PowerSGD's is what each rank left out of earlier averages.
-
-    Args:
-        settings: `compress` and `powersgd_rank` of it.
-        reducer: gets the hook.
-        group: a group for CPU tensors, of all ranks.
+    bf16 and fp16 have no state. PowerSGD's is what each rank left out of earlier averages; it goes
+    to and from checkpoints over `group`, which takes CPU tensors.
     """
 
     def __init__(self, settings: Settings, reducer: Reducer, group: dist.ProcessGroup) -> None:

@@ -61,11 +61,9 @@ def check_contents(state: Mapping[str, Any]) -> None:
 
 
 def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
-    """Checks that all tensors have this model's shapes.
+    """Checks that all tensors of a state, after `check_contents`, have this model's shapes.
 
-    Args:
-        state: passed `check_contents`.
-        model: is not changed; may be on the meta device.
+    The model may be on the meta device.
 
     Raises:
         UsageError: something does not fit; the text names it.

@@ -72,12 +72,7 @@ class Digits(Dataset[Sample]):
 
 
 class Noise(Dataset[Sample]):
-    """Images of uniform noise in CIFAR-10's shape, drawn from a generator of their own.
-
-    Args:
-        size: the number of images.
-        offset: of the seeds: image i is drawn with the seed `offset` + i.
-    """
+    """Images of uniform noise in CIFAR-10's shape, image i drawn with the seed `offset` + i."""
 
     def __init__(self, size: int, offset: int = 0) -> None:
         self._size, self._offset = size, offset

@@ -85,13 +85,9 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
 
 
 def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
-    """Prints the test accuracy of a saved model. Collective.
+    """Prints the test accuracy of a saved model; without a dataset, on that of its training.
 
-    Args:
-        settings: of its fields those that concern training are not used.
-        dataset: its name; None means the one that the model was trained on.
-        path: the checkpoint.
-        world: the open process group.
+    Collective. Of the settings, those that concern training are not used.
 
     Raises:
         UsageError: on every rank: no such checkpoint or dataset, or images that the model was not

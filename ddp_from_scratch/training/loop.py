@@ -42,10 +42,6 @@ class Trainer:
     4. Engine: the Reducer, which averages gradients, and the optimizer.
     5. `run`: epochs of steps, each followed by an evaluation and a checkpoint.
 
-    Args:
-        settings: what the user asked for.
-        world: this process among the others; the process group is open.
-
     Raises:
         UsageError: the dataset, model, batch size, folder or checkpoint cannot be had. On every
             rank alike.

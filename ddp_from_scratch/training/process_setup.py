@@ -22,13 +22,8 @@ from ddp_from_scratch.world.process_group import World
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
     """Compares the options of all ranks, then sets threads, determinism and seeds of this process.
 
-    Args:
-        settings: this rank's.
-        world: the open process group.
-        asked: values by name, beside the settings, that all ranks must have alike.
-
-    Returns:
-        A group for CPU tensors.
+    `asked` has values, by name, that all ranks must have alike beside the settings. Returns a group
+    for CPU tensors.
 
     Raises:
         UsageError: on every rank: settings or versions differ.

@@ -12,12 +12,7 @@ T = TypeVar("T")
 
 
 class Report:
-    """A progress bar on a terminal, plain lines elsewhere, nothing on other ranks.
-
-    Args:
-        speaks: True on the rank that prints.
-        quiet: only `result` prints.
-    """
+    """A progress bar on a terminal, plain lines elsewhere; from the one rank that `speaks`."""
 
     def __init__(self, *, speaks: bool, quiet: bool) -> None:
         self._speaks = speaks

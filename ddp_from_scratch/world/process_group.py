@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -49,15 +48,10 @@ class World(Placement):
         _until_exit.clear()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # Not after an exception: peers may be waiting in the group. A world of one has none, and
         # the next attempt (a notebook's) opens another group.
-        if kind is None or (self.world_size == 1 and dist.is_initialized()):
+        if error is None or (self.world_size == 1 and dist.is_initialized()):
             dist.destroy_process_group()
 
 
