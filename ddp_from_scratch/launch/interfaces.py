@@ -54,9 +54,7 @@ def require_loopback() -> None:
     name = _loopback()
     if name is None or not sys.platform.startswith("linux"):
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        reply = fcntl.ioctl(probe.fileno(), siocgifflags, struct.pack("256s", name.encode()[:15]))
-    if not struct.unpack_from("16xH", reply)[0] & iff_up:
+    if not struct.unpack_from("16xH", _ask(siocgifflags, name))[0] & iff_up:
         raise UsageError(
             f"the loopback interface {name} is down, and ranks of one machine need it: "
             f"ip link set {name} up"
@@ -66,10 +64,13 @@ def require_loopback() -> None:
 def _address(interface: str) -> str | None:
     """The interface's IPv4 address (Linux)."""
     siocgifaddr = 0x8915
-    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        return socket.inet_ntoa(_ask(siocgifaddr, interface)[20:24])
+    except OSError:
+        return None
+
+
+def _ask(request: int, interface: str) -> bytes:
+    """The kernel's answer to a request for an interface (Linux)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            reply = fcntl.ioctl(probe.fileno(), siocgifaddr, request)
-        except OSError:
-            return None
-    return socket.inet_ntoa(reply[20:24])
+        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", interface.encode()[:15]))

@@ -157,9 +157,7 @@ class Trainer:
         batches = iter(self.shards.train)
         steps = self.report.progress(
             range(first, self.shards.steps_per_epoch),
-            total=self.shards.steps_per_epoch,
-            start=first,
-            title=f"epoch {self.epoch + 1}/{self.settings.epochs}",
+            f"epoch {self.epoch + 1}/{self.settings.epochs}",
         )
         for _ in steps:
             # The step hides this exchange, which so has the losses of earlier steps alone.

@@ -2,13 +2,10 @@
 
 import sys
 from collections.abc import Iterable
-from typing import TypeVar
 
 from tqdm import tqdm
 
 from ddp_from_scratch.launch import output
-
-T = TypeVar("T")
 
 
 class Report:
@@ -21,12 +18,12 @@ class Report:
         # error, a pipe there, has become the terminal that a person watches (`write_to_terminal`).
         self._bar = self._verbose and sys.stderr.isatty()
 
-    def progress(self, steps: Iterable[T], *, total: int, start: int, title: str) -> Iterable[T]:
+    def progress(self, steps: range, title: str) -> Iterable[int]:
         """Passes `steps` through, and shows how far they are on a terminal."""
         return tqdm(
             steps,
-            total=total,
-            initial=start,
+            total=steps.stop,
+            initial=steps.start,
             desc=title,
             unit="step",
             leave=False,
