@@ -36,10 +36,7 @@ _LAST_WORD_S = 2.0
 class Machines:
     """Messages between the supervisors of several machines, through a store on machine 0.
 
-    Takes the arguments of `start_ranks`.
-
-    Attributes:
-        environment: what the ranks need to use the same store.
+    Takes the arguments of `start_ranks`. `environment` is for the ranks, which use the same store.
 
     Raises:
         UsageError: the port is taken, `addr` is not machine 0's, is loopback there by another name
@@ -224,11 +221,7 @@ def _lost(machine: int, silence: float) -> str:
 
 
 def _secret() -> bytes | None:
-    """Reads the user's secret; None without one.
-
-    Raises:
-        UsageError: it is too short.
-    """
+    """Reads the user's secret; None without one."""
     secret = os.environ.get(SECRET)
     if secret is not None and len(secret) < _LEAST_SECRET:
         raise UsageError(

@@ -177,21 +177,13 @@ class SyncBatchNorm(_BatchNorm):
 
 @dataclass(frozen=True)
 class _Moments:
-    """The moments of all ranks' values, for each channel.
+    """The moments of all ranks' values, for each channel, in float64."""
 
-    Attributes:
-        count: number of values of a channel, at least 1; float64, one element.
-        mean: float64, (C,).
-        variance: of the population, not of a sample; float64, (C,).
-        empty: True if no rank has any value.
-        need_gradient: True if layers below this one learn on other ranks, and not on this one.
-    """
-
-    count: torch.Tensor
-    mean: torch.Tensor
-    variance: torch.Tensor
-    empty: bool = False
-    need_gradient: bool = False
+    count: torch.Tensor  # of a channel's values, at least 1; one element
+    mean: torch.Tensor  # (C,)
+    variance: torch.Tensor  # of the population, not of a sample; (C,)
+    empty: bool = False  # no rank has any value
+    need_gradient: bool = False  # layers below this one learn on other ranks, and not on this one
 
 
 @torch.no_grad()

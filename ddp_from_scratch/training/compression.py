@@ -59,7 +59,7 @@ class Compression:
     def restore(
         self, saved: dict[str, Any] | None, scaler: torch.amp.GradScaler, report: Report
     ) -> None:
-        """Goes on from `saved`, which rank 0 alone needs to have. Collective.
+        """Goes on from `saved`, which rank 0 alone has. Collective.
 
         Warns of a state that cannot be taken over. Other settings are reported elsewhere.
         """
@@ -67,12 +67,12 @@ class Compression:
             if saved is not None:
                 report.warning("what PowerSGD left out of earlier averages is dropped")
             return
-        rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         shared: list[Any] = [None]
-        errors: list[Errors] = [{}] * world_size
-        if rank == 0 and saved is not None:
+        errors: list[Errors] | None = None
+        if saved is not None:
             errors = saved["errors"]
             shared = [saved | {"errors": None}]
+            world_size = dist.get_world_size(self._group)
             if len(errors) != world_size:
                 # Averages depend on nothing but the mean.
                 report.warning(
@@ -85,7 +85,7 @@ class Compression:
             return
         # Each rank gets its own alone: together they are as large as the gradients of all ranks.
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, errors if rank == 0 else None, 0, self._group)
+        dist.scatter_object_list(mine, errors, 0, self._group)
         self._power_sgd.load_state_dict(self._reducer.module, shared[0] | {"errors": mine[0]})
         self._loss_scale = shared[0]["loss_scale"]
         self.follow(scaler)

@@ -48,15 +48,12 @@ def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
 class Digits(Dataset[Sample]):
     """The shipped digits (their README.md says whose), in MNIST's format.
 
-    Attributes:
-        data: uint8 pixels, N x 8 x 8.
-        targets: int64 labels, N.
-
     Raises:
         UsageError: a file is missing or damaged.
     """
 
     def __init__(self, part: str) -> None:
+        # uint8 pixels, N x 8 x 8, and int64 labels, N: torchvision's names.
         self.data = torch.from_numpy(_read_idx(DIGITS_DIR / f"{part}-images-idx3-ubyte"))
         self.targets = torch.from_numpy(_read_idx(DIGITS_DIR / f"{part}-labels-idx1-ubyte")).long()
         # ToTensor's order of operations, which decides the bits.
