@@ -179,21 +179,19 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, 
         UsageError: it holds some, but none that is whole; or one that the system will not read, or
             of a newer version: those may be whole, and stay as they are.
     """
-    complaints: list[str] = []
-    unreadable: list[Path] = []
+    unreadable: dict[Path, str] = {}
     for path in files(folder):
         try:
             state = load(path, map_location)
         except UnreadableError as error:
-            complaints.append(str(error))
-            unreadable.append(path)
+            unreadable[path] = str(error)
             continue
         # Among the newest two they would have a whole one removed. Not before there is one.
         for damaged in unreadable:
             damaged.rename(damaged.with_suffix(".unreadable"))
-        return path, state, complaints
-    if complaints:
-        raise UsageError(f"no checkpoint in {folder} can be read: {'; '.join(complaints)}")
+        return path, state, list(unreadable.values())
+    if unreadable:
+        raise UsageError(f"no checkpoint in {folder} can be read: {'; '.join(unreadable.values())}")
     return None
 
 

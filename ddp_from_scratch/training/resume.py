@@ -20,11 +20,7 @@ ModelSpec = dict[str, Any]
 
 
 def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Calls `read` on rank 0 and returns its result on every rank: one machine needs the file.
-
-    Raises:
-        UsageError: on every rank, where `read` raised it.
-    """
+    """Calls `read` on rank 0; its result, or its UsageError, is that of every rank. Collective."""
     found: list[Any] = [None]
     with together(group):
         if dist.get_rank(group) == 0:
@@ -41,11 +37,7 @@ def checkpoint_of_all(
     report: Report,
     group: dist.ProcessGroup,
 ) -> tuple[checkpoint.State | None, checkpoint.State | None]:
-    """The checkpoint to continue from, on every rank; and its "compression", on rank 0 alone.
-
-    Raises:
-        UsageError: on every rank, as `find_checkpoint`.
-    """
+    """As `find_checkpoint`, for every rank; and the "compression" in it, on rank 0 alone."""
     compression: list[checkpoint.State | None] = [None]
 
     def read() -> checkpoint.State | None:

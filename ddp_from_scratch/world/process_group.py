@@ -95,8 +95,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
     write_to_terminal()
     limit = timedelta(seconds=timeout)
     if backend == "mpi":
-        placement = _open_mpi(limit)
-        device = torch.device("cpu")
+        placement, device = _open_mpi(limit), torch.device("cpu")
     else:
         placement, device = _open(backend, limit)
     world = World(**vars(placement), backend=backend, device=device)
