@@ -19,3 +19,8 @@ class CommunicationError(RuntimeError):
 
 class NoSharedMemory(CommunicationError):
     """No room for memory that the ranks of a machine share."""
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text on one line, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

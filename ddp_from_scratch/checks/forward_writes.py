@@ -15,19 +15,13 @@ class ForwardWrites:
     """Compares parameters' version counters before and after a forward pass in training.
 
     Writes to `parameter.data` are missed: torch does not count them.
-
-    Args:
-        parameters: all parameters that ranks hold alike, also frozen ones, by name.
-
-    Attributes:
-        names: the parameters that forward passes have written to so far.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = parameters
+        self._parameters = parameters  # also frozen ones
         # Versions at the beginning of the forward pass under way; None outside of one in training.
         self._before: list[int] | None = None
-        self.names: list[str] = []
+        self.names: list[str] = []  # what forward passes have written to so far
 
     def on_enter(self, trains: bool) -> None:
         """Begins a forward pass; watches it only if it trains.

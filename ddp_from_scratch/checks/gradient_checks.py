@@ -18,11 +18,6 @@ from ddp_from_scratch.sync.gradient_weight import GradientWeight
 class GradientChecks:
     """Raises if averages would be missing or wrong; names the parameter and the rank.
 
-    Args:
-        module: its forward passes are checked.
-        snapshot: the module's parameters when the Reducer was made.
-        backward: the pass that fills the buckets.
-
     Raises:
         ValueError: the module has a layer that is known to write to parameters in forward.
     """
@@ -46,9 +41,14 @@ class GradientChecks:
 
     def before_forward(self) -> None:
         """Raises, in training, if averages after this forward pass would be missing or wrong."""
-        if trains(self._module):
-            self._snapshot.check(self._module, self._backward.varies, self._rank)
-            self.check_complete()
+        if not trains(self._module):
+            return
+        difference = self._snapshot.difference(self._module, self._backward.varies)
+        if difference is not None:
+            raise RuntimeError(
+                f"{difference} on rank {self._rank} after the Reducer was made: {AGAIN}"
+            )
+        self.check_complete()
 
     def note_writes(self) -> None:
         """Records the parameters' versions before a forward pass."""

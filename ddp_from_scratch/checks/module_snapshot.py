@@ -8,14 +8,10 @@ AGAIN = "call remove() on the Reducer and make a new one, on every rank"
 
 
 class ModuleSnapshot:
-    """The parameters of a module at one moment.
-
-    Args:
-        module: recorded now, and compared by each `difference()`.
-        ignore: names of parameters to leave out.
+    """The parameters of a module when the Reducer was made.
 
     Attributes:
-        parameters: all others, by name.
+        parameters: all but those to ignore, by name.
         communicating: layers that have collectives of their own, such as synchronised batch norm.
     """
 
@@ -42,18 +38,10 @@ class ModuleSnapshot:
             raise ValueError("the module has no parameter that requires a gradient")
         return found
 
-    def check(self, module: torch.nn.Module, may_freeze: bool, rank: int) -> None:
-        """Raises if there is a difference; see `difference` for the arguments."""
-        difference = self.difference(module, may_freeze)
-        if difference is not None:
-            raise RuntimeError(f"{difference} on rank {rank} after the Reducer was made: {AGAIN}")
-
     def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
         """Returns the first change, such as "parameter fc.bias was added"; None without a change.
 
-        Args:
-            module: the module of the snapshot.
-            may_freeze: True lets a parameter that required a gradient require none now.
+        With `may_freeze` a parameter that required a gradient may require none now.
         """
         if any(_owned(owner) != owned for owner, owned in self._owners):
             now = self._parameters_of(module)

@@ -26,18 +26,12 @@ _made: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Progress:
-    """A Reducer's position in a step; equal to an earlier one if nothing has happened in between.
+    """A Reducer's position in a step; equal to an earlier one if nothing happened in between."""
 
-    Attributes:
-        step: the number of averages before this one.
-        bucket: the first bucket under way, or the end of backward; None if the step waits for no
-            rank.
-        text: the gradients that have arrived on this rank, and those that are missing.
-    """
-
-    step: int
+    step: int  # the number of averages before this one
+    # The first bucket under way, or the end of backward; None if the step waits for no rank.
     bucket: str | None
-    text: str
+    text: str  # the gradients that have arrived on this rank, and those that are missing
 
     @classmethod
     def of(

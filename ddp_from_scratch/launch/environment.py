@@ -31,24 +31,14 @@ MOST_HERE = 1024
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one process among those of its job.
+    """The place of one process among those of its job."""
 
-    Attributes:
-        rank: its number among all processes, 0 to world_size - 1.
-        world_size: the number of processes.
-        local_rank: its number among those on this machine.
-        local_world_size: the number of those on this machine.
-        node_rank: the machine's number.
-        launcher: of its job: "torchrun" (or `start_ranks`, which sets the same variables),
-            "mpirun", "srun" or "none".
-    """
-
-    rank: int
+    rank: int  # 0 to world_size - 1
     world_size: int
-    local_rank: int
+    local_rank: int  # among the processes of this machine
     local_world_size: int
-    node_rank: int
-    launcher: str
+    node_rank: int  # the machine's number
+    launcher: str  # "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

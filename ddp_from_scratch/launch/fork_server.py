@@ -55,8 +55,7 @@ def can_fork(command: Sequence[str]) -> bool:
 class ForkServer:
     """The caller's end of a fork server, which is started at once and ends with its caller.
 
-    Args:
-        preload: modules that it imports beside torch, before it forks the first rank.
+    The server imports torch and the modules of `preload` before it forks the first rank.
     """
 
     def __init__(self, preload: Sequence[str] = (OPTIMIZERS,)) -> None:
@@ -113,16 +112,13 @@ class ForkServer:
 
 
 class ForkedRank:
-    """One rank, with the part of `subprocess.Popen` that a supervisor needs.
-
-    Attributes:
-        pid: None until it has been forked.
-        returncode: its exit code, -N after signal N; None until it has ended, as far as is known.
-    """
+    """One rank, with the part of `subprocess.Popen` that a supervisor needs."""
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
+        # None until it has been forked.
         self.pid: int | None = None
+        # The exit code, -N after signal N; None until it has ended, as far as is known.
         self.returncode: int | None = None
 
     def update(self, pid: int | None, code: int | None) -> None:

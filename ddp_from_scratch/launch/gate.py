@@ -22,11 +22,8 @@ _GREETING = b"ddp_from_scratch rendezvous 1\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
-# Seconds for a visitor's proof.
-_PATIENCE_S = 10.0
-
-# Seconds from a failed `accept` to the next.
-_PAUSE_S = 0.2
+_PATIENCE_S = 10.0  # for a visitor's proof
+_PAUSE_S = 0.2  # from a failed `accept` to the next
 
 
 class StrangerError(Exception):
@@ -36,10 +33,7 @@ class StrangerError(Exception):
 def prove(connection: socket.socket, secret: bytes, end: float) -> None:
     """Proves to machine 0 that this side knows the secret, and has machine 0 prove it, too.
 
-    Args:
-        connection: to the gate.
-        secret: of the job.
-        end: on `time.monotonic`'s clock.
+    Takes until `end`, on `time.monotonic`'s clock, at most.
 
     Raises:
         StrangerError: something else answered, or it refused.
@@ -49,17 +43,13 @@ def prove(connection: socket.socket, secret: bytes, end: float) -> None:
     connection.sendall(_GREETING + mine)
     greeting = _receive(connection, len(_GREETING), end)
     if greeting != _GREETING:
-        said = greeting.decode("ascii", "backslashreplace").splitlines()
-        raise StrangerError(
-            f"something else listens there (it said {said[0]!r})"
-            if said
-            else "something else listens there (it hung up)"
-        )
+        lines = greeting.decode("ascii", "backslashreplace").splitlines()
+        answer = f"said {lines[0]!r}" if lines else "hung up"
+        raise StrangerError(f"something else listens there (it {answer})")
     both = mine + _receive(connection, _NONCE_BYTES, end)
     connection.sendall(_proof(secret, b"machine", both))
-    if not hmac.compare_digest(
-        _receive(connection, _PROOF_BYTES, end), _proof(secret, b"machine 0", both)
-    ):
+    proof = _receive(connection, _PROOF_BYTES, end)
+    if not hmac.compare_digest(proof, _proof(secret, b"machine 0", both)):
         raise StrangerError("it does not have the same DDP_SECRET")
     connection.settimeout(None)
 

@@ -14,9 +14,8 @@ def choose_interface(placement: Placement) -> None:
     """Keeps one machine's traffic on loopback, and several machines' on the way to the master."""
     # gloo would take the interface that the host's name resolves to, nccl the first: on one machine
     # a port open to others, on several often the wrong one.
-    names = [name for _, name in socket.if_nameindex()]
     if placement.one_machine:
-        loopback = _loopback(names)
+        loopback = _loopback()
         if loopback is not None:
             # Ranks whose user chose another interface can do without loopback.
             if "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -32,6 +31,7 @@ def choose_interface(placement: Placement) -> None:
                 address = probe.getsockname()[0]
         except OSError:  # an IPv6 address or a wrong name: left to the connection itself
             return
+        names = (name for _, name in socket.if_nameindex())
         found = next((name for name in names if _address(name) == address), None)
         if found is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
@@ -40,8 +40,8 @@ def choose_interface(placement: Placement) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
 
 
-def _loopback(names: list[str]) -> str | None:
-    return next((name for name in names if name.startswith("lo")), None)
+def _loopback() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
 
 
 def require_loopback() -> None:
@@ -51,12 +51,10 @@ def require_loopback() -> None:
         UsageError: it is down, as in a new network namespace.
     """
     siocgifflags, iff_up = 0x8913, 1
-    name = _loopback([name for _, name in socket.if_nameindex()])
+    name = _loopback()
     if name is None or not sys.platform.startswith("linux"):
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        reply = fcntl.ioctl(probe.fileno(), siocgifflags, struct.pack("256s", name.encode()[:15]))
-    if not struct.unpack_from("16xH", reply)[0] & iff_up:
+    if not struct.unpack_from("16xH", _ask(siocgifflags, name))[0] & iff_up:
         raise UsageError(
             f"the loopback interface {name} is down, and ranks of one machine need it: "
             f"ip link set {name} up"
@@ -66,10 +64,13 @@ def require_loopback() -> None:
 def _address(interface: str) -> str | None:
     """The interface's IPv4 address (Linux)."""
     siocgifaddr = 0x8915
-    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        return socket.inet_ntoa(_ask(siocgifaddr, interface)[20:24])
+    except OSError:
+        return None
+
+
+def _ask(request: int, interface: str) -> bytes:
+    """The kernel's answer to a request for an interface (Linux)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            reply = fcntl.ioctl(probe.fileno(), siocgifaddr, request)
-        except OSError:
-            return None
-    return socket.inet_ntoa(reply[20:24])
+        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", interface.encode()[:15]))

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch import gate
+from ddp_from_scratch.launch import gate, output
 from ddp_from_scratch.launch.environment import MACHINE_0
 from ddp_from_scratch.launch.gate import StrangerError
 
@@ -36,15 +36,7 @@ _LAST_WORD_S = 2.0
 class Machines:
     """Messages between the supervisors of several machines, through a store on machine 0.
 
-    Args:
-        counts: number of ranks on each machine.
-        node_rank: this machine's position in `counts`.
-        addr: where machine 0 can be reached.
-        port: the port that machine 0 listens on.
-        timeout: seconds to wait for the other machines, and for a sign of life from them later.
-
-    Attributes:
-        environment: what the ranks need to use the same store.
+    Takes the arguments of `start_ranks`. `environment` is for the ranks, which use the same store.
 
     Raises:
         UsageError: the port is taken, `addr` is not machine 0's, is loopback there by another name
@@ -89,14 +81,7 @@ class Machines:
         # On loopback: from outside the store is reached through the gate alone.
         inside = socket.create_server(("127.0.0.1", 0))
         local: int = inside.getsockname()[1]
-        self._store = dist.TCPStore(
-            "127.0.0.1",
-            local,
-            is_master=True,
-            timeout=timedelta(seconds=self._timeout),
-            wait_for_workers=False,
-            master_listen_fd=inside.detach(),
-        )
+        self._open_store(local, inside.detach())
 
         def to_the_store(visitor: socket.socket) -> socket.socket:
             gate.check(visitor, secret)
@@ -124,14 +109,19 @@ class Machines:
         self._listeners = [listener]
         gate.forward(listener, to_machine_0)
         local: int = listener.getsockname()[1]
+        self._open_store(local)
+        return local
+
+    def _open_store(self, port: int, listening: int | None = None) -> None:
+        """Opens the store itself on a socket that listens already, or else a connection to it."""
         self._store = dist.TCPStore(
             "127.0.0.1",
-            local,
-            is_master=False,
+            port,
+            is_master=listening is not None,
             timeout=timedelta(seconds=self._timeout),
             wait_for_workers=False,
+            master_listen_fd=listening,
         )
-        return local
 
     def _agree(self, counts: str) -> None:
         if self._store.add(f"machine {self._node_rank}", 1) > 1:
@@ -231,11 +221,7 @@ def _lost(machine: int, silence: float) -> str:
 
 
 def _secret() -> bytes | None:
-    """Reads the user's secret; None without one.
-
-    Raises:
-        UsageError: it is too short.
-    """
+    """Reads the user's secret; None without one."""
     secret = os.environ.get(SECRET)
     if secret is not None and len(secret) < _LEAST_SECRET:
         raise UsageError(
@@ -250,11 +236,10 @@ def _secret_or_new(addr: str, port: int) -> bytes:
     secret = _secret()
     if secret is None:
         made = secrets.token_hex(16)
-        print(
+        output.write(
             f"machine 0 waits at {addr}:{port}; on the others, before the command: "
             f"export {SECRET}={made}",
-            file=sys.stderr,
-            flush=True,
+            sys.stderr,
         )
         secret = made.encode()
     return secret

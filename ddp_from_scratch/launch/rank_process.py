@@ -86,7 +86,8 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
             _wait_to_be_stopped()
             _say(f"error: rank {_rank()} lost the other ranks: {_first_line(error)}")
         else:
-            _say("".join(f"[rank {_rank()}] {line}" for line in _traceback_lines(error)))
+            lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
+            _say("".join(f"[rank {_rank()}] {line}" for line in lines))
         code = 1
     output.flush(sys.stdout)
     if code:
@@ -162,10 +163,6 @@ def _wait_to_be_stopped() -> None:
 
 def _rank() -> int:
     return int(_distributed().get_rank()) if _in_group() else 0
-
-
-def _traceback_lines(error: Exception) -> list[str]:
-    return "".join(traceback.format_exception(error)).splitlines(keepends=True)
 
 
 def _first_line(error: Exception) -> str:

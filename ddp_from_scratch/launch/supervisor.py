@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from ddp_from_scratch.launch import output
 from ddp_from_scratch.launch.environment import (
@@ -37,7 +37,7 @@ from ddp_from_scratch.launch.environment import (
     mpirun_command,
     rank_environments,
 )
-from ddp_from_scratch.launch.fork_server import OPTIMIZERS, ForkServer, can_fork
+from ddp_from_scratch.launch.fork_server import OPTIMIZERS, ForkedRank, ForkServer, can_fork
 from ddp_from_scratch.launch.interfaces import require_loopback
 from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG
 
@@ -133,14 +133,8 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     return _MpirunWatch(full, [defaults | os.environ]).run()
 
 
-class _Child(Protocol):
-    """The part of `subprocess.Popen` that a forked rank has, too."""
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-    def send_signal(self, number: int, /) -> None: ...
+# Both have `poll`, `wait` and `send_signal`.
+_Child: TypeAlias = "subprocess.Popen[bytes] | ForkedRank"
 
 
 class _Watch:
@@ -181,7 +175,8 @@ class _Watch:
         handlers = {number: signal.signal(number, self._remember) for number in numbers}
         try:
             # 1. Start
-            self._server = self._make_server()
+            if can_fork(self._command):
+                self._server = ForkServer(self._preload)
             for environment in self._environments:
                 self._children.append(self._start(os.environ | environment))
             # 2. Watch
@@ -191,9 +186,6 @@ class _Watch:
             self._end_all()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-
-    def _make_server(self) -> ForkServer | None:
-        return ForkServer(self._preload) if can_fork(self._command) else None
 
     def _start(self, environ: dict[str, str]) -> _Child:
         if self._server is not None:
@@ -244,8 +236,7 @@ class _Watch:
             time.sleep(_POLL_S)
 
     def _stopped(self) -> int:
-        name = signal.Signals(self._received[0]).name
-        self._tell_machines(f"stopped by {name}")
+        self._tell_machines(f"stopped by {signal.Signals(self._received[0]).name}")
         return 128 + self._received[0]
 
     def _stopped_elsewhere(self, reason: str) -> int:

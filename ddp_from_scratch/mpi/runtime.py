@@ -5,7 +5,6 @@ import os
 import pickle
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from ddp_from_scratch.errors import UsageError
@@ -89,12 +88,10 @@ def broadcast_object(value: Any) -> Any:
 _failed = False
 
 
-def _note_failure(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
+def _note_failure(*failure: Any) -> None:
     global _failed
     _failed = True
-    _previous_hook(kind, error, traceback)
+    _previous_hook(*failure)
 
 
 def _end_at_once_after_failure() -> None:

@@ -17,18 +17,13 @@ from ddp_from_scratch.sync.broadcast import messages, send_tensors
 
 
 class BufferHook(NamedTuple):
-    """A hook that synchronises buffers in place of rank 0's.
-
-    Attributes:
-        state: the hook's first argument.
-        call: called with `state` and `{name: buffer}`; returns None or futures. The end of backward
-            waits for these.
-        before: True calls the hook before the forward pass, False after it.
-    """
+    """A hook that synchronises buffers in place of rank 0's."""
 
     state: Any
+    # Called with `state` and `{name: buffer}`; returns None, or futures for which the end of
+    # backward waits.
     call: Callable[[Any, dict[str, torch.Tensor]], Any]
-    before: bool
+    before: bool  # a forward pass, not after it
 
 
 class _Message(NamedTuple):

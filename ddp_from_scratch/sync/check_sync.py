@@ -87,13 +87,14 @@ class DriftCheck(Observer):
             raise ValueError(f"check_every must be 1 or more, got {every}")
         self._every, self._after_writes, self._is_due = every, after_writes, after_writes
         self._module, self._process_group, self._ignore = module, process_group, ignore
-        # Weak: a check must not keep an optimizer, and its state, alive.
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        # Weak: a check must not keep an optimizer, and its state, alive. A dict keeps the order of
+        # first steps, which is the same on every rank.
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None]
+        self._optimizers = weakref.WeakKeyDictionary()
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compares this optimizer's state, too, from now on. Idempotent."""
-        if all(known() is not optimizer for known in self._optimizers):
-            self._optimizers.append(weakref.ref(optimizer))
+        self._optimizers[optimizer] = None
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         """Compares ranks if a check is due. Collective; leaves out a rank without data in `join()`.
@@ -105,12 +106,10 @@ class DriftCheck(Observer):
         is_due, self._is_due = self._is_due, False
         if not is_due and iteration % self._every:
             return
-        self._optimizers = [known for known in self._optimizers if known() is not None]
         with on_gpu_of(self._module):
             held = None
             if takes_part:
-                alive = [found for known in self._optimizers if (found := known()) is not None]
-                held = _Held(self._module, alive, self._ignore)
+                held = _Held(self._module, list(self._optimizers), self._ignore)
             try:
                 _compare(held, self._process_group, f"average {iteration}: ")
             except RuntimeError as error:

@@ -1,6 +1,7 @@
 """The weight of a rank's gradients in the next average."""
 
 import math
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -35,17 +36,15 @@ class GradientWeight:
             raise ValueError(f"a weight must be 0 or more, and finite, got {amount}")
         self._amount, self._work = amount, of_member(work)
         self._world_size = dist.get_world_size(process_group)
-        # `_sums` as numbers, so that the all-reduce is waited for once.
-        self._agreed: tuple[float, float] | None = None
 
-    def _agree(self) -> tuple[float, float]:
-        if self._agreed is None:
-            self._work.wait()
-            total, squares = self._sums.tolist()
-            if math.isnan(total):
-                raise ValueError("another rank's weight is negative or not finite")
-            self._agreed = total, squares
-        return self._agreed
+    @cached_property
+    def _agreed(self) -> tuple[float, float]:
+        """The sum of all amounts and that of their squares."""
+        self._work.wait()
+        total, squares = self._sums.tolist()
+        if math.isnan(total):
+            raise ValueError("another rank's weight is negative or not finite")
+        return total, squares
 
     def total(self) -> float:
         """Returns the sum of all ranks' amounts. The first call waits for all ranks to give theirs.
@@ -53,11 +52,11 @@ class GradientWeight:
         Raises:
             ValueError: an amount is negative or not finite.
         """
-        return self._agree()[0]
+        return self._agreed[0]
 
     def all_equal(self) -> bool:
         """True if all ranks gave the same amount, up to rounding. Waits as `total` does."""
-        total, squares = self._agree()
+        total, squares = self._agreed
         # The difference is never negative, and zero only if all amounts are equal (Cauchy-Schwarz).
         return self._world_size * squares - total**2 <= 1e-12 * total**2
 

@@ -177,21 +177,13 @@ class SyncBatchNorm(_BatchNorm):
 
 @dataclass(frozen=True)
 class _Moments:
-    """The moments of all ranks' values, for each channel.
+    """The moments of all ranks' values, for each channel, in float64."""
 
-    Attributes:
-        count: number of values of a channel, at least 1; float64, one element.
-        mean: float64, (C,).
-        variance: of the population, not of a sample; float64, (C,).
-        empty: True if no rank has any value.
-        need_gradient: True if layers below this one learn on other ranks, and not on this one.
-    """
-
-    count: torch.Tensor
-    mean: torch.Tensor
-    variance: torch.Tensor
-    empty: bool = False
-    need_gradient: bool = False
+    count: torch.Tensor  # of a channel's values, at least 1; one element
+    mean: torch.Tensor  # (C,)
+    variance: torch.Tensor  # of the population, not of a sample; (C,)
+    empty: bool = False  # no rank has any value
+    need_gradient: bool = False  # layers below this one learn on other ranks, and not on this one
 
 
 @torch.no_grad()
@@ -205,13 +197,14 @@ def _moments_of_all_ranks(x: torch.Tensor, process_group: dist.ProcessGroup | No
     mine = _pack_moments(x)
     everyone = mine.new_empty(dist.get_world_size(process_group) * len(mine))
     dist.all_gather_into_tensor(everyone, mine, group=process_group)
-    moments = _merge_moments(everyone.view(-1, len(mine)), x.size(1))
+    rows = everyone.view(-1, len(mine))
+    moments = _merge_moments(rows, x.size(1))
     # bool() and int() wait for a GPU, so they are called only where the answer may matter.
     if not x.requires_grad:
-        moments = replace(moments, need_gradient=bool(everyone[len(mine) - 1 :: len(mine)].any()))
+        moments = replace(moments, need_gradient=bool(rows[:, -1].any()))
     if x.numel() > x.size(1):
         return moments
-    values = int(everyone[len(mine) - 2 :: len(mine)].sum())
+    values = int(rows[:, -2].sum())
     if values == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.size()}"

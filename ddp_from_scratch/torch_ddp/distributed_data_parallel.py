@@ -122,6 +122,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         arguments.take_local(module, device_mesh)
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self.dim, self.mixed_precision = dim, mixed_precision
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
         # Delayed parameters are broadcast like all others, but the Reducer does not average them.
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignore | {name for name, _ in delayed}

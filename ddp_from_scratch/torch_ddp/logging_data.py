@@ -9,10 +9,13 @@ from ddp_from_scratch.comm_hooks.default_hooks import average
 from ddp_from_scratch.reducer.reducer import Reducer
 
 
-def reducer_data(reducer: Reducer) -> dict[str, Any]:
-    """Returns settings and buckets, by the keys of torch's logging data if they mean the same."""
-    stats = reducer.stats()
-    data: dict[str, Any] = {
+def wrapper_data(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -> dict[str, Any]:
+    """Returns settings and statistics of a `DistributedDataParallel`.
+
+    Their keys are those of torch's logging data if they mean the same.
+    """
+    group, stats = wrapper.process_group, reducer.stats()
+    data = {
         "module_name": type(reducer.module).__name__,
         "bucket_cap_bytes": stats.bucket_cap_bytes,
         "find_unused_parameters": int(stats.find_unused_parameters),
@@ -23,20 +26,6 @@ def reducer_data(reducer: Reducer) -> dict[str, Any]:
         "bucket_sizes": ", ".join(map(str, stats.bucket_bytes)),
         "has_rebuilt_buckets": int(stats.rebuilt),
         "iteration": stats.iteration,
-    }
-    if reducer.comm.hook is not average:
-        data["comm_hook"] = stats.comm_hook
-    return data
-
-
-def wrapper_data(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -> dict[str, Any]:
-    """Returns `reducer_data` and the settings of a `DistributedDataParallel`."""
-    group = wrapper.process_group
-    # torch's name of a built-in hook, in place of the name of its function here.
-    hook = {"comm_hook": builtin_hook} if builtin_hook else {}
-    return {
-        **reducer_data(reducer),
-        **hook,
         "world_size": dist.get_world_size(group),
         "rank": dist.get_rank(group),
         "backend_name": dist.get_backend(group),
@@ -47,3 +36,7 @@ def wrapper_data(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -> di
         "join_uneven_inputs": wrapper.joined_before(),
         "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
     }
+    if reducer.comm.hook is not average:
+        # torch's name of a built-in hook, in place of the name of its function here.
+        data["comm_hook"] = builtin_hook or stats.comm_hook
+    return data

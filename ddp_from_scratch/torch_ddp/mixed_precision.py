@@ -35,10 +35,7 @@ def call_in(
 
 
 def hook_for(precision: Any) -> CommHook | None:
-    """Returns the comm hook that sends gradients in the requested dtype; None if none is needed.
-
-    Args:
-        precision: torch's `_MixedPrecision`: `param_dtype`, `reduce_dtype`, `buffer_dtype`.
+    """Returns the comm hook that torch's `_MixedPrecision` asks for; None if none is needed.
 
     Raises:
         ValueError: there is no hook for that dtype.

@@ -9,11 +9,8 @@ def derives_in_name_alone(theirs: type, ours: Class) -> Class:
     """Removes from `ours` all that `theirs` itself would pass on; changes and returns `ours`.
 
     Each attribute that `theirs` defines becomes the attribute that `ours` would have if it derived
-    from the bases of `theirs` instead; without one, access raises AttributeError.
-
-    Args:
-        theirs: one of the bases of `ours`.
-        ours: its instances pass `isinstance(x, theirs)`.
+    from the bases of `theirs` instead; without one, access raises AttributeError. Instances of
+    `ours` still pass `isinstance(x, theirs)`.
     """
     position = ours.__mro__.index(theirs)
     before, behind = ours.__mro__[:position], ours.__mro__[position + 1 :]

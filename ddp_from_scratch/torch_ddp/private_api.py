@@ -35,7 +35,6 @@ class TorchInternals:
     """The part of `DistributedDataParallel` that torch does not document."""
 
     # Set by `DistributedDataParallel`, the only subclass.
-    _group: dist.ProcessGroup | None
     reducer: WrappedReducer
     delayed: DelayedReduction | None
     _settings: dict[str, Any]
@@ -54,21 +53,6 @@ class TorchInternals:
     def process_group(self, group: dist.ProcessGroup) -> None:
         # The default group is not held: when a program closes it, it must go, with gloo's threads.
         self._group = None if group is dist.group.WORLD else group
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """The setting, as given."""
-        return bool(self._settings["find_unused_parameters"])
-
-    @property
-    def static_graph(self) -> bool:
-        """The setting, as given or as `_set_static_graph` has changed it."""
-        return bool(self._settings["static_graph"])
-
-    @property
-    def gradient_as_bucket_view(self) -> bool:
-        """The setting, as given."""
-        return bool(self._settings["gradient_as_bucket_view"])
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -95,7 +79,7 @@ class TorchInternals:
 
     def _set_static_graph(self) -> None:
         """Acts as `static_graph=True` from now on. Idempotent."""
-        self._settings["static_graph"] = True
+        self._settings["static_graph"] = self.static_graph = True
         self.reducer.set_static_graph()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:

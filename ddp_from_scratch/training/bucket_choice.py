@@ -1,7 +1,5 @@
 """Buckets that `--bucket-cap-mb auto` has chosen: kept in checkpoints, printed at the end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ddp_from_scratch.buckets.layout import AUTO

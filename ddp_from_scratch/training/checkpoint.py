@@ -6,8 +6,6 @@ A file with a checkpoint's name is a whole one whatever happened while it was wr
 its end detects later damage.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random
@@ -19,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.training.contents import check_contents
 from ddp_from_scratch.training.folder_lock import FolderLock
 
@@ -38,11 +36,7 @@ class UnreadableError(UsageError):
 
 
 def save(folder: Path, state: State) -> Path:
-    """Writes `state` as the newest checkpoint of `folder`, and removes all but the newest two.
-
-    Args:
-        folder: made if it is not there.
-        state: plain values and tensors.
+    """Writes plain values and tensors as the newest checkpoint of `folder`; keeps the newest two.
 
     Raises:
         UsageError: the folder cannot be written to, or the disk is full. What was there stays.
@@ -87,10 +81,6 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
     """Makes the folder, locks it and tries to write there, before hours of work depend on it.
 
-    Args:
-        folder: where checkpoints will be written, and older ones removed.
-        resume: the run's `--resume`.
-
     Raises:
         UsageError: it cannot be written to; another run holds it; or it has the checkpoints of a
             run that this one does not continue, and that it would remove.
@@ -100,8 +90,14 @@ def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
-        if resume != "auto" and not _is_in(folder, resume):
-            _require_empty(folder, resume)
+        file = None if resume is None else Path(resume).resolve()
+        is_its_own = resume == "auto" or (file and file.parent == folder.resolve())
+        if files(folder) and not is_its_own:
+            which = "another run" if resume is None else f"another run than --resume {resume}"
+            raise UsageError(
+                f"--checkpoint-dir {folder} holds the checkpoints of {which}: continue that one "
+                f"with --resume auto, or give another folder"
+            )
         lock = FolderLock(folder)
         # By a run that was killed. Under the lock: no other run is still writing one of them.
         for left_behind in folder.glob("checkpoint-*.tmp"):
@@ -111,19 +107,6 @@ def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
             f"--checkpoint-dir {folder} cannot be written to: {_reason(error)}"
         ) from error
     return lock
-
-
-def _is_in(folder: Path, file: str | None) -> bool:
-    return file is not None and Path(file).resolve().parent == folder.resolve()
-
-
-def _require_empty(folder: Path, resume: str | None) -> None:
-    if files(folder):
-        which = "another run" if resume is None else f"another run than --resume {resume}"
-        raise UsageError(
-            f"--checkpoint-dir {folder} holds the checkpoints of {which}: continue that one with "
-            f"--resume auto, or give another folder"
-        )
 
 
 def load(path: Path, map_location: torch.device) -> State:
@@ -196,21 +179,19 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, 
         UsageError: it holds some, but none that is whole; or one that the system will not read, or
             of a newer version: those may be whole, and stay as they are.
     """
-    complaints: list[str] = []
-    unreadable: list[Path] = []
+    unreadable: dict[Path, str] = {}
     for path in files(folder):
         try:
             state = load(path, map_location)
         except UnreadableError as error:
-            complaints.append(str(error))
-            unreadable.append(path)
+            unreadable[path] = str(error)
             continue
         # Among the newest two they would have a whole one removed. Not before there is one.
         for damaged in unreadable:
             damaged.rename(damaged.with_suffix(".unreadable"))
-        return path, state, complaints
-    if complaints:
-        raise UsageError(f"no checkpoint in {folder} can be read: {'; '.join(complaints)}")
+        return path, state, list(unreadable.values())
+    if unreadable:
+        raise UsageError(f"no checkpoint in {folder} can be read: {'; '.join(unreadable.values())}")
     return None
 
 
@@ -246,4 +227,4 @@ def _reason(error: BaseException) -> str:
         if isinstance(found, OSError) and found.strerror:
             return found.strerror
         found = found.__context__
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error)

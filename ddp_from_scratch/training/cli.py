@@ -1,7 +1,5 @@
 """The command line of `run.py`: its options, and the errors of those that do not fit."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields

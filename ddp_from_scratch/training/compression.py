@@ -1,7 +1,5 @@
 """Compressed gradients (`--compress`), and the state of the compression in a checkpoint."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -20,12 +18,8 @@ Errors = dict[str, torch.Tensor]
 class Compression:
     """Registers the comm hook that `--compress` names; without the option it does nothing.
 
-    bf16 and fp16 have no state. PowerSGD's is what each rank left out of earlier averages.
-
-    Args:
-        settings: `compress` and `powersgd_rank` of it.
-        reducer: gets the hook.
-        group: a group for CPU tensors, of all ranks.
+    bf16 and fp16 have no state. PowerSGD's is what each rank left out of earlier averages; it goes
+    to and from checkpoints over `group`, which takes CPU tensors.
     """
 
     def __init__(self, settings: Settings, reducer: Reducer, group: dist.ProcessGroup) -> None:
@@ -42,12 +36,13 @@ class Compression:
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Rescales PowerSGD's state to the loss scale of the next gradients."""
-        if self._power_sgd is not None and scaler.is_enabled():
+        if self._power_sgd is None:
+            return
+        scale = scaler.get_scale()  # 1 where it is off
+        if scale != self._loss_scale:
             # A power of two: not a bit is lost.
-            scale = scaler.get_scale()
-            if scale != self._loss_scale:
-                self._power_sgd.rescale(scale / self._loss_scale)
-                self._loss_scale = scale
+            self._power_sgd.rescale(scale / self._loss_scale)
+            self._loss_scale = scale
 
     def state(self) -> dict[str, Any] | None:
         """The state for a checkpoint: of all ranks on rank 0, None on the others. Collective."""
@@ -64,7 +59,7 @@ class Compression:
     def restore(
         self, saved: dict[str, Any] | None, scaler: torch.amp.GradScaler, report: Report
     ) -> None:
-        """Goes on from `saved`, which rank 0 alone needs to have. Collective.
+        """Goes on from `saved`, which rank 0 alone has. Collective.
 
         Warns of a state that cannot be taken over. Other settings are reported elsewhere.
         """
@@ -72,12 +67,12 @@ class Compression:
             if saved is not None:
                 report.warning("what PowerSGD left out of earlier averages is dropped")
             return
-        rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         shared: list[Any] = [None]
-        errors: list[Errors] = [{}] * world_size
-        if rank == 0 and saved is not None:
+        errors: list[Errors] | None = None
+        if saved is not None:
             errors = saved["errors"]
             shared = [saved | {"errors": None}]
+            world_size = dist.get_world_size(self._group)
             if len(errors) != world_size:
                 # Averages depend on nothing but the mean.
                 report.warning(
@@ -90,12 +85,10 @@ class Compression:
             return
         # Each rank gets its own alone: together they are as large as the gradients of all ranks.
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, errors if rank == 0 else None, 0, self._group)
+        dist.scatter_object_list(mine, errors, 0, self._group)
         self._power_sgd.load_state_dict(self._reducer.module, shared[0] | {"errors": mine[0]})
         self._loss_scale = shared[0]["loss_scale"]
-        scale = scaler.get_scale()
-        self._power_sgd.rescale(scale / self._loss_scale)
-        self._loss_scale = scale
+        self.follow(scaler)
 
     def summary(self) -> str | None:
         """One line on the share of the gradients that this rank sent; None without PowerSGD."""

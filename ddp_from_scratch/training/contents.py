@@ -1,7 +1,5 @@
 """The contents of a checkpoint, checked before anything is built or allocated from them."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Collection, Mapping
@@ -11,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, one_line
 
 # Whole numbers, each with the least that it can be.
 _COUNTS = {"epoch": 0, "step": 0, "images": 0, "world_size": 1, "global_batch_size": 1}
@@ -63,11 +61,9 @@ def check_contents(state: Mapping[str, Any]) -> None:
 
 
 def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
-    """Checks that all tensors have this model's shapes.
+    """Checks that all tensors of a state, after `check_contents`, have this model's shapes.
 
-    Args:
-        state: passed `check_contents`.
-        model: is not changed; may be on the meta device.
+    The model may be on the meta device.
 
     Raises:
         UsageError: something does not fit; the text names it.
@@ -118,7 +114,7 @@ def _check_generators(of_rank: Any, rank: int) -> None:
     except UsageError:  # which is a ValueError
         raise
     except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"{name} cannot be used: {_one_line(error)}") from error
+        raise UsageError(f"{name} cannot be used: {one_line(error)}") from error
 
 
 def _check_compression(saved: Any, named: Mapping[str, nn.Parameter], world_size: int) -> None:
@@ -202,7 +198,3 @@ def _short(value: Any) -> str:
     if isinstance(value, bool | int | float | str | None):
         return repr(value)[:40]
     return f"a {type(value).__name__}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -1,12 +1,10 @@
 """Ranks that end together: one rank's mistake or signal is known to all at the same step."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -68,11 +66,8 @@ class StopSignal:
     """SIGINT, SIGTERM, SIGUSR1 and SIGHUP, acted on by all ranks after the same step.
 
     A launcher's signal reaches ranks at different steps. So ranks exchange in each step whether one
-    has come: `ask` begins it before the step, `answer` ends it after. A second number travels
-    along. Inside the `with` block a second signal ends the process at once.
-
-    Args:
-        group: a group for CPU tensors.
+    has come, over a group for CPU tensors: `ask` begins it before the step, `answer` ends it after.
+    A second number travels along. Inside the `with` block a second signal ends the process at once.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -82,7 +77,7 @@ class StopSignal:
         self._flags = torch.zeros(2, dtype=torch.int64)
         self._handle: dist.Work | None = None
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self) -> "StopSignal":
         # SIGUSR1 is the one that mpirun hands on without killing the ranks soon after, and that
         # Slurm is commonly set to send before a job's time is up.
         self._previous = {
@@ -92,12 +87,7 @@ class StopSignal:
         }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._received and isinstance(error, Exception) and is_communication_error(error):

@@ -4,8 +4,6 @@ No dataset augments at random, so image i is the same tensor whenever and wherev
 resumed run repeats, bit for bit, the run that was not stopped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,15 +48,12 @@ def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
 class Digits(Dataset[Sample]):
     """The shipped digits (their README.md says whose), in MNIST's format.
 
-    Attributes:
-        data: uint8 pixels, N x 8 x 8.
-        targets: int64 labels, N.
-
     Raises:
         UsageError: a file is missing or damaged.
     """
 
     def __init__(self, part: str) -> None:
+        # uint8 pixels, N x 8 x 8, and int64 labels, N: torchvision's names.
         self.data = torch.from_numpy(_read_idx(DIGITS_DIR / f"{part}-images-idx3-ubyte"))
         self.targets = torch.from_numpy(_read_idx(DIGITS_DIR / f"{part}-labels-idx1-ubyte")).long()
         # ToTensor's order of operations, which decides the bits.
@@ -74,12 +69,7 @@ class Digits(Dataset[Sample]):
 
 
 class Noise(Dataset[Sample]):
-    """Images of uniform noise in CIFAR-10's shape, drawn from a generator of their own.
-
-    Args:
-        size: the number of images.
-        offset: of the seeds: image i is drawn with the seed `offset` + i.
-    """
+    """Images of uniform noise in CIFAR-10's shape, image i drawn with the seed `offset` + i."""
 
     def __init__(self, size: int, offset: int = 0) -> None:
         self._size, self._offset = size, offset

@@ -1,7 +1,5 @@
 """Accuracy of a model on a test set that is shared out over the ranks, each image once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -50,32 +48,21 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
     return float(correct / count)
 
 
-def build_model(spec: dict[str, Any]) -> nn.Module:
-    """The model that a checkpoint's "model_spec" describes.
-
-    Raises:
-        UsageError: this version does not have it.
-    """
-    arguments = {name: value for name, value in spec.items() if name != "name"}
-    return make_model(spec["name"], **arguments)
-
-
 def _load_fitting(path: Path) -> checkpoint.State:
     """Reads a checkpoint whose tensors are those of its own model."""
     state = checkpoint.load(path, torch.device("cpu"))
+    name = state["model_spec"]["name"]
     try:
         # Without memory: a size in the file could ask for any amount.
         with torch.device("meta"):
-            shell = build_model(state["model_spec"])
+            shell = make_model(**state["model_spec"])
         check_fit(state, shell)
     except UsageError as error:  # which is a ValueError, and has a reason of its own
-        raise UsageError(
-            f"{path} does not fit its own model {state['model_spec']['name']}: {error}"
-        ) from error
+        raise UsageError(f"{path} does not fit its own model {name}: {error}") from error
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # a size beyond all
         raise UsageError(
-            f"{path} does not fit its own model {state['model_spec']['name']}, it was written by "
-            f"another version of torchvision or of this program: {str(error).splitlines()[0]}"
+            f"{path} does not fit its own model {name}, it was written by another version of "
+            f"torchvision or of this program: {str(error).splitlines()[0]}"
         ) from error
     return state
 
@@ -88,9 +75,9 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
     Raises:
         UsageError: on every rank: the file is not a checkpoint, or does not fit its own model.
     """
-    state = on_rank_zero(lambda: _load_fitting(path), world, group)
+    state = on_rank_zero(lambda: _load_fitting(path), group)
     with together(group):
-        model = build_model(state["model_spec"])
+        model = make_model(**state["model_spec"])
         model.load_state_dict(state["model"])
     model.to(world.device)
     broadcast_parameters(model)
@@ -98,13 +85,9 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
 
 
 def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
-    """Prints the test accuracy of a saved model. Collective.
+    """Prints the test accuracy of a saved model; without a dataset, on that of its training.
 
-    Args:
-        settings: of its fields those that concern training are not used.
-        dataset: its name; None means the one that the model was trained on.
-        path: the checkpoint.
-        world: the open process group.
+    Collective. Of the settings, those that concern training are not used.
 
     Raises:
         UsageError: on every rank: no such checkpoint or dataset, or images that the model was not
@@ -114,7 +97,7 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
     group = prepare_process(settings, world, asked)
     model, state = load_model(path, world, group)
     name = dataset or state["settings"]["dataset"]
-    data = open_dataset(name, settings.data_dir, settings.download, world, group)
+    data = open_dataset(name, settings, world, group)
     with together(group):
         for what in ("channels", "image_size", "num_classes"):
             if getattr(data, what) != state["model_spec"][what]:
@@ -122,13 +105,6 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
                     f"{path} was trained on {state['settings']['dataset']} with {what} "
                     f"{state['model_spec'][what]}, but {name} has {getattr(data, what)}"
                 )
-        loader = test_loader(
-            data.test,
-            rank=world.rank,
-            world_size=world.world_size,
-            batch_size=settings.batch_size,
-            workers=settings.workers,
-            pin_memory=world.device.type == "cuda",
-        )
+        loader = test_loader(data.test, settings, world)
     share = accuracy(model, loader, world, settings.precision)
     Report(speaks=world.rank == 0, quiet=settings.quiet).result(f"{name} test accuracy {share:.4f}")

@@ -1,7 +1,5 @@
 """A folder for one run at a time: a second one would remove the first one's checkpoints."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -4,8 +4,6 @@ Neither loader touches the global random generators, so that a checkpoint of tho
 resumed run needs to repeat the old one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -22,6 +20,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training.image_data import Sample
+from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.world.process_group import World
 
 
 class ShardSampler(DistributedSampler[int]):
@@ -39,32 +39,16 @@ class ShardSampler(DistributedSampler[int]):
     is as large. What is left over differs from epoch to epoch.
     """
 
-    def __init__(
-        self, dataset: Dataset[Any], *, rank: int, world_size: int, batch_size: int, seed: int
-    ) -> None:
-        super().__init__(
-            dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed, drop_last=True
-        )
+    def __init__(self, dataset: Dataset[Any], batch_size: int, seed: int, world: World) -> None:
+        super().__init__(dataset, world.world_size, world.rank, seed=seed, drop_last=True)
         self.batch_size = batch_size
         self.batches_per_epoch = self.num_samples // batch_size
         self.start_batch = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Uses the permutation of `epoch`, from its first batch on."""
+    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
+        """Uses the permutation of `epoch`, from `start_batch` on; earlier ones are not loaded."""
         super().set_epoch(epoch)
-        self.start_batch = 0
-
-    def start_at(self, batch: int) -> None:
-        """Starts this epoch's next iteration at `batch`; earlier batches are never loaded.
-
-        Call it after `set_epoch`, which starts at 0.
-
-        Raises:
-            ValueError: `batch` is not in [0, batches_per_epoch].
-        """
-        if not 0 <= batch <= self.batches_per_epoch:
-            raise ValueError(f"batch must be in [0, {self.batches_per_epoch}], got {batch}")
-        self.start_batch = batch
+        self.start_batch = start_batch
 
     def __iter__(self) -> Iterator[int]:
         """This rank's image indices from `start_batch` on."""
@@ -75,16 +59,7 @@ class ShardSampler(DistributedSampler[int]):
         return self.num_samples - self.start_batch * self.batch_size
 
 
-def train_loader(
-    dataset: Dataset[Sample],
-    *,
-    rank: int,
-    world_size: int,
-    batch_size: int,
-    seed: int,
-    workers: int,
-    pin_memory: bool,
-) -> DataLoader[Sample]:
+def train_loader(dataset: Dataset[Sample], settings: Settings, world: World) -> DataLoader[Sample]:
     """The loader of this rank's training images; its `sampler` is a ShardSampler.
 
     A batch is a float32 tensor (batch_size, channels, height, width) and an int64 tensor
@@ -92,72 +67,46 @@ def train_loader(
     fill a global batch are left out of the epoch.
 
     Raises:
-        UsageError: the dataset does not fill one global batch; a value out of range.
+        UsageError: the dataset does not fill one global batch, or ranks cannot share one evenly.
     """
-    _check(batch_size, workers)
-    if not 0 <= seed < 2**63:
-        raise UsageError(f"seed must be in [0, 2**63), got {seed}")
-    size = len(cast(Sized, dataset))
-    if size < world_size * batch_size:
+    size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
+    if size < world.world_size * batch_size:
         raise UsageError(
-            f"the training images must fill one batch of {batch_size} on each of {world_size} "
-            f"ranks, got {size} images; use a smaller batch size or fewer ranks"
+            f"the training images must fill one batch of {batch_size} on each of "
+            f"{world.world_size} ranks, got {size} images; use a smaller batch size or fewer ranks"
         )
     # Images are dropped: the average over ranks weighs every rank alike, so all of them need
     # equally many batches, each of the same size. Padding, DistributedSampler's default, would
     # count some images twice and end every epoch on a small batch, whose gradient is noisier at the
     # same learning rate and on which batch norm may fail.
-    sampler = ShardSampler(
-        dataset, rank=rank, world_size=world_size, batch_size=batch_size, seed=seed
-    )
-    return _loader(dataset, sampler, batch_size, (seed, rank), workers, pin_memory, drop_last=True)
+    sampler = ShardSampler(dataset, batch_size, settings.seed, world)
+    return _loader(dataset, sampler, settings, world, drop_last=True)
 
 
-def test_loader(
-    dataset: Dataset[Sample],
-    *,
-    rank: int,
-    world_size: int,
-    batch_size: int,
-    workers: int,
-    pin_memory: bool,
-) -> DataLoader[Sample]:
+def test_loader(dataset: Dataset[Sample], settings: Settings, world: World) -> DataLoader[Sample]:
     """The loader of every world_size-th test image, in order, starting with image `rank`.
 
     Shards hold each image once, so sums over ranks are exact. They differ in length by up to one
     image, and may be empty: a rank must not communicate once a batch.
-
-    Raises:
-        UsageError: a value out of range.
     """
-    _check(batch_size, workers)
-    shard = range(rank, len(cast(Sized, dataset)), world_size)
-    return _loader(dataset, shard, batch_size, (0, rank), workers, pin_memory, drop_last=False)
-
-
-def _check(batch_size: int, workers: int) -> None:
-    if batch_size < 1:
-        raise UsageError(f"batch size must be positive, got {batch_size}")
-    if workers < 0:
-        raise UsageError(f"workers must not be negative, got {workers}")
+    shard = range(world.rank, len(cast(Sized, dataset)), world.world_size)
+    return _loader(dataset, shard, settings, world, drop_last=False)
 
 
 def _loader(
     dataset: Dataset[Sample],
     sampler: Iterable[int],
-    batch_size: int,
-    seed: tuple[int, int],
-    workers: int,
-    pin_memory: bool,
+    settings: Settings,
+    world: World,
     *,
     drop_last: bool,
 ) -> DataLoader[Sample]:
     """Builds the DataLoader for either kind of sampler."""
     # DataLoader draws a base seed even without workers: from here, not from the global generator.
     # A worker seeds torch, numpy and random from base seed + worker id, so each rank needs its own.
-    base_seed = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
-    generator = torch.Generator().manual_seed(int(base_seed))
-    context = None
+    seeds = np.random.SeedSequence((settings.seed, world.rank)).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(seeds[0]))
+    workers, context = settings.workers, None
     if workers:
         # Not fork: a child of a process that has initialised MPI or CUDA inherits their locks and
         # handles, but not their threads.
@@ -165,10 +114,10 @@ def _loader(
         _start_fork_server(type(dataset).__module__)
     return DataLoader(
         dataset,
-        batch_size=batch_size,
+        batch_size=settings.rank_batch_size(world.world_size),
         sampler=sampler,
         num_workers=workers,
-        pin_memory=pin_memory,
+        pin_memory=world.device.type == "cuda",
         drop_last=drop_last,
         # Started once and not in each epoch.
         persistent_workers=workers > 0,

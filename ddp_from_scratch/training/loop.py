@@ -1,11 +1,9 @@
 """Trains a classifier: `backward()` in `Trainer._step` makes gradients ready."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,15 @@ from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_ba
 from ddp_from_scratch.training import bucket_choice, checkpoint
 from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import StopSignal, together
-from ddp_from_scratch.training.evaluate import DTYPES, accuracy, build_model
-from ddp_from_scratch.training.folder_lock import FolderLock
+from ddp_from_scratch.training.evaluate import DTYPES, accuracy
 from ddp_from_scratch.training.loss_watch import LossWatch, place_of
 from ddp_from_scratch.training.metrics import MetricsWriter
+from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, seed_generators
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.training.shards import deal
+from ddp_from_scratch.training.shards import Shards
 from ddp_from_scratch.world.process_group import World
 
 
@@ -44,10 +42,6 @@ class Trainer:
     4. Engine: the Reducer, which averages gradients, and the optimizer.
     5. `run`: epochs of steps, each followed by an evaluation and a checkpoint.
 
-    Args:
-        settings: what the user asked for.
-        world: this process among the others; the process group is open.
-
     Raises:
         UsageError: the dataset, model, batch size, folder or checkpoint cannot be had. On every
             rank alike.
@@ -57,12 +51,10 @@ class Trainer:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
         self.group = prepare_process(settings, world, {"the command": "train"})
-        data = open_dataset(
-            settings.dataset, settings.data_dir, settings.download, world, self.group
-        )
+        data = open_dataset(settings.dataset, settings, world, self.group)
         with together(self.group):
             # 1. Data
-            self.shards = deal(data, settings, world)
+            self.shards = Shards(data, settings, world)
             # 2. Model
             self.model = self._build_model()
             self._open_outputs()
@@ -71,7 +63,7 @@ class Trainer:
         seed_generators(settings.seed + world.rank)
         # 3. Where to begin
         state, compressed = checkpoint_of_all(
-            settings, self.shards.model_spec, self.model, self.report, world, self.group
+            settings, self.shards.model_spec, self.model, self.report, self.group
         )
         # 4. Engine
         self._make_engine(state)
@@ -86,7 +78,7 @@ class Trainer:
             self._restore(state, compressed)
 
     def _build_model(self) -> nn.Module:
-        model = build_model(self.shards.model_spec).to(self.world.device)
+        model = make_model(**self.shards.model_spec).to(self.world.device)
         if self.settings.sync_batch_norm:
             convert_sync_batchnorm(model)
             if not any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
@@ -96,11 +88,12 @@ class Trainer:
     def _open_outputs(self) -> None:
         """Opens the folders of checkpoints and metrics, on rank 0, which alone writes."""
         # Held until `run` ends: another run would remove this one's checkpoints.
-        self.lock: FolderLock | None = None
+        self.lock = ExitStack()
         folder = self.settings.checkpoint_dir
         if folder is not None and self.world.rank == 0:
-            self.lock = checkpoint.prepare_folder(folder, resume=self.settings.resume)
-            if not self.lock.holds:
+            lock = checkpoint.prepare_folder(folder, resume=self.settings.resume)
+            self.lock.callback(lock.close)
+            if not lock.holds:
                 self.report.warning(
                     f"--checkpoint-dir {folder} is on a file system without locks: a second run "
                     f"there would not be noticed"
@@ -139,19 +132,14 @@ class Trainer:
         Returns:
             0, or the number of the signal that ended the run early, on every rank alike.
         """
-        try:
-            return self._run()
-        finally:
-            if self.lock is not None:
-                self.lock.close()
-
-    def _run(self) -> int:
         began = time.monotonic()
         test_accuracy = None
-        with StopSignal(self.group) as stop:
+        with self.lock, StopSignal(self.group) as stop:
             while self.epoch < self.settings.epochs:
                 number = self._train_epoch(stop)
-                self._check_loss(stop)
+                # The last steps' losses, which no step has exchanged. Before a checkpoint.
+                stop.ask(self.losses.settled())
+                self._answer(stop)
                 if number:
                     self._report_stop(number)
                     return number
@@ -164,15 +152,12 @@ class Trainer:
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the epoch's end; returns the number of the signal that broke it off, or 0."""
         self.model.train()
-        self.shards.sampler.set_epoch(self.epoch)
-        self.shards.sampler.start_at(self.step * self.settings.accumulate)
+        self.shards.sampler.set_epoch(self.epoch, self.step * self.settings.accumulate)
         first, began = self.step, time.monotonic()
         batches = iter(self.shards.train)
         steps = self.report.progress(
             range(first, self.shards.steps_per_epoch),
-            total=self.shards.steps_per_epoch,
-            start=first,
-            title=f"epoch {self.epoch + 1}/{self.settings.epochs}",
+            f"epoch {self.epoch + 1}/{self.settings.epochs}",
         )
         for _ in steps:
             # The step hides this exchange, which so has the losses of earlier steps alone.
@@ -219,11 +204,6 @@ class Trainer:
             self._report_loss(not_finite)
         return number
 
-    def _check_loss(self, stop: StopSignal) -> None:
-        """Exchanges the last steps' losses, which no step has. Before a checkpoint is written."""
-        stop.ask(self.losses.settled())
-        self._answer(stop)
-
     def _report_loss(self, not_finite: int) -> None:
         """Reports once where a loss was not finite; with `stop_on_nan` ends all ranks."""
         if self.reported_loss:
@@ -244,24 +224,27 @@ class Trainer:
         )
 
     def _end_epoch(self) -> float:
-        loss, accuracy = self._reduce(self.totals)
+        loss, correct, count = self._totals_of_all().tolist()
+        loss, train_accuracy = loss / count, correct / count
         test_accuracy = self._evaluate()
         self.report.line(
             f"epoch {self.epoch + 1:>3}/{self.settings.epochs}  loss {loss:.4f}  "
-            f"train {accuracy:.2%}  test {test_accuracy:.2%}  "
+            f"train {train_accuracy:.2%}  test {test_accuracy:.2%}  "
             f"{self.images_per_second:,.0f} images/s"
         )
         self.metrics.log(
             self.global_step,
             epoch=self.epoch + 1,
             loss=loss,
-            train_accuracy=accuracy,
+            train_accuracy=train_accuracy,
             test_accuracy=test_accuracy,
             images_per_second=self.images_per_second,
             lr=self.optimizer.param_groups[0]["lr"],
         )
         if self.settings.check_sync is not None:
-            self._report_checksum()
+            checksum = check_sync(self.model, self.group, optimizers=[self.optimizer])
+            ranks = self.world.world_size
+            self.report.result(f"parameters {checksum}, bit-identical on {ranks} ranks")
         # Before the checkpoint, which a resumed run begins the next epoch from.
         self.epoch, self.step = self.epoch + 1, 0
         self.totals.zero_()
@@ -271,13 +254,12 @@ class Trainer:
     def _evaluate(self) -> float:
         return accuracy(self.model, self.shards.test, self.world, self.settings.precision)
 
-    def _reduce(self, totals: torch.Tensor) -> tuple[float, float]:
-        """Mean loss and accuracy over the images of all ranks."""
-        # A copy: a checkpoint and later steps need this rank's own.
-        everywhere = totals.clone()
-        dist.all_reduce(everywhere)
-        loss, correct, count = everywhere.tolist()
-        return loss / count, correct / count
+    def _totals_of_all(self) -> torch.Tensor:
+        """The sums of all ranks' totals. Collective."""
+        # A copy: later steps need this rank's own.
+        totals = self.totals.clone()
+        dist.all_reduce(totals)
+        return totals
 
     # Checkpoints --------------------------------------------------------------------------------
 
@@ -288,10 +270,11 @@ class Trainer:
         # Gathered by all ranks first: inside `together` rank 0 works alone.
         generators: list[Any] = [None] * self.world.world_size
         dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
-        compressed = self.compression.state()
-        totals = self.totals.clone()
-        dist.all_reduce(totals)
-        of_all = {"rng": generators, "compression": compressed, "totals": totals}
+        of_all = {
+            "rng": generators,
+            "compression": self.compression.state(),
+            "totals": self._totals_of_all(),
+        }
         with together(self.group):
             if self.world.rank == 0:
                 self.saved_as = checkpoint.save(
@@ -347,10 +330,6 @@ class Trainer:
         self.compression.restore(compressed, self.scaler, self.report)
 
     # Printing -----------------------------------------------------------------------------------
-
-    def _report_checksum(self) -> None:
-        checksum = check_sync(self.model, self.group, optimizers=[self.optimizer])
-        self.report.result(f"parameters {checksum}, bit-identical on {self.world.world_size} ranks")
 
     def _report_stop(self, number: int) -> None:
         self._save()

@@ -1,7 +1,5 @@
 """Finds the first loss that is not finite, without a step that waits for its GPU."""
 
-from __future__ import annotations
-
 import torch
 
 # An event as one number, so that a MAX over ranks leaves the earliest step, and of that the lowest

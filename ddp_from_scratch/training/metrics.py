@@ -1,13 +1,10 @@
 """Numbers along the way of training, from rank 0: a line of JSON and a TensorBoard event each."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 from io import TextIOWrapper
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ddp_from_scratch.errors import UsageError
@@ -35,7 +32,7 @@ class MetricsWriter:
             return
         # Here and not above: it takes two seconds, and only one rank of a run that logs needs it.
         try:
-            from torch.utils.tensorboard.writer import SummaryWriter
+            from torch.utils.tensorboard import writer
         except ImportError as error:
             raise UsageError(
                 f"cannot write metrics to {log_dir}: {error}; install tensorboard, or leave out "
@@ -45,7 +42,7 @@ class MetricsWriter:
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
             self._lines = _open_for_append(log_dir / METRICS_FILE)
-            self._events = SummaryWriter(os.fspath(log_dir))
+            self._events = writer.SummaryWriter(os.fspath(log_dir))
         except OSError as error:
             self.close()
             raise UsageError(
@@ -84,19 +81,6 @@ class MetricsWriter:
         if self._events is not None:
             self._events.close()
             self._events = None
-
-    def __enter__(self) -> MetricsWriter:
-        """The writer itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Closes both files, after an error too."""
-        self.close()
 
 
 def _open_for_append(path: Path) -> TextIOWrapper:

@@ -1,25 +1,16 @@
 """Classifiers for images of any size: a small CNN, an MLP, and torchvision's by name."""
 
-from __future__ import annotations
-
 import difflib
 from collections import OrderedDict
 
 import torch
 from torch import nn
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.training.settings import MODELS
 
 # The images are enlarged to the first of these that the architecture can take.
 _SIZES = (32, 64, 96, 112, 128, 224, 299)
-
-# Auxiliary losses need a training loop of their own, and these two models' own initialisation is
-# twenty times slower than torch's.
-_OPTIONS = {
-    "googlenet": {"aux_logits": False, "init_weights": False},
-    "inception_v3": {"aux_logits": False, "init_weights": False},
-}
 
 
 def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -> nn.Module:
@@ -95,7 +86,7 @@ def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) 
                 model = _torchvision_model(name, channels, size, num_classes)
             _dry_run(model, (2, channels, size, size))
         except (AssertionError, RuntimeError, ValueError) as error:  # vit, most, maxvit
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             continue
         if size == image_size:
             return model
@@ -118,8 +109,12 @@ def _dry_run(model: nn.Module, shape: tuple[int, ...]) -> None:
 
 def _torchvision_model(name: str, channels: int, size: int, num_classes: int) -> nn.Module:
     """Builds a torchvision classifier for images of `channels` x `size` x `size`."""
+    options: dict[str, object] = {}
+    if name in ("googlenet", "inception_v3"):
+        # Auxiliary losses need a training loop of their own, and these two models' own
+        # initialisation is twenty times slower than torch's.
+        options = {"aux_logits": False, "init_weights": False}
     # These two are made for one size, and each names it in its own way.
-    options: dict[str, object] = dict(_OPTIONS.get(name, {}))
     if name.startswith("vit"):
         options["image_size"] = size
     if name.startswith("maxvit"):

@@ -1,7 +1,5 @@
 """Setup of a process before training and testing, alike on every rank."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random
@@ -24,13 +22,8 @@ from ddp_from_scratch.world.process_group import World
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
     """Compares the options of all ranks, then sets threads, determinism and seeds of this process.
 
-    Args:
-        settings: this rank's.
-        world: the open process group.
-        asked: values by name, beside the settings, that all ranks must have alike.
-
-    Returns:
-        A group for CPU tensors.
+    `asked` has values, by name, that all ranks must have alike beside the settings. Returns a group
+    for CPU tensors.
 
     Raises:
         UsageError: on every rank: settings or versions differ.
@@ -84,7 +77,7 @@ def cpu_group(world: World, timeout: float) -> dist.ProcessGroup:
 
 
 def open_dataset(
-    name: str, data_dir: Path, download: bool, world: World, group: dist.ProcessGroup
+    name: str, settings: Settings, world: World, group: dist.ProcessGroup
 ) -> ImageData:
     """The dataset, downloaded where asked by the first rank of each machine while others wait.
 
@@ -92,10 +85,10 @@ def open_dataset(
         UsageError: on every rank, as `load_dataset`; or the ranks' images are not the same.
     """
     with together(group):
-        if download and world.local_rank == 0:
-            load_dataset(name, data_dir, download=True)
+        if settings.download and world.local_rank == 0:
+            load_dataset(name, settings.data_dir, download=True)
     with together(group):
         # By every rank, after the download: the first `together` is a barrier.
-        data = load_dataset(name, data_dir, download=False)
+        data = load_dataset(name, settings.data_dir, download=False)
     require_same({f"--dataset {name}": data.summary()}, group)
     return data

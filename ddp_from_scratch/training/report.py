@@ -1,25 +1,15 @@
 """Output of a run: a progress bar and lines, from rank 0 alone."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
-from typing import TypeVar
 
 from tqdm import tqdm
 
 from ddp_from_scratch.launch import output
 
-T = TypeVar("T")
-
 
 class Report:
-    """A progress bar on a terminal, plain lines elsewhere, nothing on other ranks.
-
-    Args:
-        speaks: True on the rank that prints.
-        quiet: only `result` prints.
-    """
+    """A progress bar on a terminal, plain lines elsewhere; from the one rank that `speaks`."""
 
     def __init__(self, *, speaks: bool, quiet: bool) -> None:
         self._speaks = speaks
@@ -28,12 +18,12 @@ class Report:
         # error, a pipe there, has become the terminal that a person watches (`write_to_terminal`).
         self._bar = self._verbose and sys.stderr.isatty()
 
-    def progress(self, steps: Iterable[T], *, total: int, start: int, title: str) -> Iterable[T]:
+    def progress(self, steps: range, title: str) -> Iterable[int]:
         """Passes `steps` through, and shows how far they are on a terminal."""
         return tqdm(
             steps,
-            total=total,
-            initial=start,
+            total=steps.stop,
+            initial=steps.start,
             desc=title,
             unit="step",
             leave=False,

@@ -1,7 +1,5 @@
 """Reads the checkpoint that a run continues from, on rank 0, and passes it on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,21 +14,16 @@ from ddp_from_scratch.training.contents import check_fit
 from ddp_from_scratch.training.coordination import together
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.world.process_group import World
 
 T = TypeVar("T")
 ModelSpec = dict[str, Any]
 
 
-def on_rank_zero(read: Callable[[], T], world: World, group: dist.ProcessGroup) -> T:
-    """Calls `read` on rank 0 and returns its result on every rank: one machine needs the file.
-
-    Raises:
-        UsageError: on every rank, where `read` raised it.
-    """
+def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Calls `read` on rank 0; its result, or its UsageError, is that of every rank. Collective."""
     found: list[Any] = [None]
     with together(group):
-        if world.rank == 0:
+        if dist.get_rank(group) == 0:
             found = [read()]
     dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
     value: T = found[0]
@@ -42,14 +35,9 @@ def checkpoint_of_all(
     model_spec: ModelSpec,
     model: nn.Module,
     report: Report,
-    world: World,
     group: dist.ProcessGroup,
 ) -> tuple[checkpoint.State | None, checkpoint.State | None]:
-    """The checkpoint to continue from, on every rank; and its "compression", on rank 0 alone.
-
-    Raises:
-        UsageError: on every rank, as `find_checkpoint`.
-    """
+    """As `find_checkpoint`, for every rank; and the "compression" in it, on rank 0 alone."""
     compression: list[checkpoint.State | None] = [None]
 
     def read() -> checkpoint.State | None:
@@ -59,7 +47,7 @@ def checkpoint_of_all(
             compression[0] = state.pop("compression", None)
         return state
 
-    return on_rank_zero(read, world, group), compression[0]
+    return on_rank_zero(read, group), compression[0]
 
 
 def find_checkpoint(

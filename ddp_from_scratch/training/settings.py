@@ -1,10 +1,8 @@
 """The options of a training run, checked before any process waits for another."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,53 +70,43 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "global_batch_size", "accumulate"):
-            self._require(
-                name, lambda value: value is None or 1 <= value <= _MOST, f"1 to {_MOST:,}"
-            )
-        self._require("threads", lambda value: 1 <= value <= MOST_HERE, f"1 to {MOST_HERE:,}")
+            self._require(name, f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST)
+        for name in ("momentum", "weight_decay"):
+            self._require(name, f"0 to {_LARGEST:g}", lambda value: 0 <= value <= _LARGEST)
+        self._require("threads", f"1 to {MOST_HERE:,}", lambda value: 1 <= value <= MOST_HERE)
+        self._require("workers", f"0 to {MOST_HERE:,}", lambda value: 0 <= value <= MOST_HERE)
+        self._require("check_sync", "0 or more", lambda value: value >= 0)
+        self._require("seed", "0 to 2**62 - 1", lambda value: 0 <= value < 2**62)
+        self._require("powersgd_rank", "1 or more", lambda value: value >= 1)
         self._require(
-            "lr", lambda value: 0 < value <= _LARGEST, f"a positive number, at most {_LARGEST:g}"
+            "lr", f"a positive number, at most {_LARGEST:g}", lambda value: 0 < value <= _LARGEST
         )
-        self._require("timeout", lambda value: 0 < value <= MAX_TIMEOUT, _TIMEOUT_RANGE)
+        self._require("timeout", _TIMEOUT_RANGE, lambda value: 0 < value <= MAX_TIMEOUT)
         self._require(
             "stall_after",
-            lambda value: 0 < value <= MAX_TIMEOUT or value == math.inf,
             f"{_TIMEOUT_RANGE}, or inf",
+            lambda value: 0 < value <= MAX_TIMEOUT or value == math.inf,
         )
-        for name in ("momentum", "weight_decay"):
-            self._require(name, lambda value: 0 <= value <= _LARGEST, f"0 to {_LARGEST:g}")
         self._require(
-            "bucket_cap_mb",
-            lambda value: value is None or value == AUTO or value >= 0,
-            "0 or more, or auto",
+            "bucket_cap_mb", "0 or more, or auto", lambda value: value == AUTO or value >= 0
         )
         if self.bucket_cap_mb == AUTO and self.deterministic:
             raise UsageError(
                 "--bucket-cap-mb auto goes by the clock, which --deterministic rules out: give a "
                 "size, such as an earlier run's"
             )
-        self._require("workers", lambda value: 0 <= value <= MOST_HERE, f"0 to {MOST_HERE:,}")
-        self._require("check_sync", lambda value: value is None or value >= 0, "0 or more")
-        self._require("seed", lambda value: 0 <= value < 2**62, "0 to 2**62 - 1")
-        self._require(
-            "compress",
-            lambda value: value is None or value in COMPRESSIONS,
-            f"one of {COMPRESSIONS}",
-        )
-        self._require("powersgd_rank", lambda value: value is None or value >= 1, "1 or more")
         if self.compress == "powersgd":
             # The default is set here and not in the field, where it would be given without
             # PowerSGD, too. A checkpoint then has the rank that was used.
             object.__setattr__(self, "powersgd_rank", self.powersgd_rank or POWERSGD_RANK)
         elif self.powersgd_rank is not None:
             raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
-        self._require("precision", lambda value: value in PRECISIONS, f"one of {PRECISIONS}")
         if self.resume == "auto" and self.checkpoint_dir is None:
             raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
 
-    def _require(self, name: str, holds: Callable[[Any], bool], expected: str) -> None:
+    def _require(self, name: str, expected: str, holds: Callable[[Any], bool]) -> None:
         value = getattr(self, name)
-        if not holds(value):
+        if value is not None and not holds(value):
             raise UsageError(f"{option_of(name)} must be {expected}, got {value}")
 
     def rank_batch_size(self, world_size: int) -> int:
@@ -153,8 +141,8 @@ class Settings:
 
     def to_compare(self) -> dict[str, str]:
         """The options that must be equal on all ranks, with their values."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {"no_overlap": not values.pop("overlap")}
+        values = vars(self) | {"no_overlap": not self.overlap}
+        del values["overlap"]
         # Folders may have other names on other machines, and rank 0 alone reads and writes there;
         # but whether there is one decides what all ranks do.
         if self.resume != "auto":
@@ -166,7 +154,7 @@ class Settings:
 
     def as_saved(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
 
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
         """The differences from a checkpoint's settings that matter, as "lr 0.1 -> 0.2"."""
@@ -176,13 +164,10 @@ class Settings:
         # With `scale_lr` the length of the run decides that of the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")
-        now = self.as_saved()
         return [
-            f"{field.name} {saved[field.name]} -> {now[field.name]}"
-            for field in fields(self)
-            if field.name not in indifferent
-            and field.name in saved
-            and saved[field.name] != now[field.name]
+            f"{name} {saved[name]} -> {value}"
+            for name, value in self.as_saved().items()
+            if name not in indifferent and saved.get(name, value) != value
         ]
 
 

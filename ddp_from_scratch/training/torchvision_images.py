@@ -3,8 +3,6 @@
 A module of its own, since torchvision takes longer to import than torch.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket
@@ -22,7 +20,7 @@ from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
 from torchvision.datasets.utils import check_integrity
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.training.image_data import NUM_CLASSES, Sample
 
 _NETWORK_TIMEOUT_S = 30.0
@@ -77,10 +75,10 @@ class Kind:
             images: Any = self.reader(self.root, train=part == "training", transform=transform)
         except OSError as error:
             raise UsageError(
-                f"cannot read {self.name}: {_one_line(error)}; check its permissions"
+                f"cannot read {self.name}: {one_line(error)}; check its permissions"
             ) from error
         except _CORRUPT as error:
-            raise self._corrupt(part, _one_line(error)) from error
+            raise self._corrupt(part, one_line(error)) from error
         problem = _problem(images, self.image_size)
         if problem is not None:
             raise self._corrupt(part, problem)
@@ -155,7 +153,7 @@ def _download(kind: Kind) -> None:
                     os.replace(path, final)
     except (OSError, HTTPException, *_CORRUPT) as error:
         raise UsageError(
-            f"cannot download {kind.name} to {root}: {_one_line(error)}; check the network and the "
+            f"cannot download {kind.name} to {root}: {one_line(error)}; check the network and the "
             "folder, or copy the files there from another machine"
         ) from error
 
@@ -169,8 +167,3 @@ def _socket_timeout() -> Iterator[None]:
         yield
     finally:
         socket.setdefaulttimeout(before)
-
-
-def _one_line(error: BaseException) -> str:
-    """The error's text on one line, or its type where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ _opened = count()
 
 
 @dataclass(frozen=True)
-class World:
+class World(Placement):
     """This process among all that train together. As a context, closes the group at its end.
 
     Attributes:
@@ -37,15 +36,11 @@ class World:
         local_rank: its number among those on this machine; with nccl also its GPU's.
         local_world_size: the number of those on this machine.
         node_rank: the machine's number.
+        launcher: "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none".
         backend: "gloo", "nccl" or "mpi".
         device: where the model and its inputs belong.
     """
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
     backend: str
     device: torch.device
 
@@ -53,17 +48,10 @@ class World:
         _until_exit.clear()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # Not after an exception: peers may be waiting in the group.
-        if kind is None:
-            dist.destroy_process_group()
-        elif self.world_size == 1 and dist.is_initialized():
-            # No peer waits in it, and the next attempt (a notebook's) opens another.
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # Not after an exception: peers may be waiting in the group. A world of one has none, and
+        # the next attempt (a notebook's) opens another group.
+        if error is None or (self.world_size == 1 and dist.is_initialized()):
             dist.destroy_process_group()
 
 
@@ -107,19 +95,10 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
     write_to_terminal()
     limit = timedelta(seconds=timeout)
     if backend == "mpi":
-        placement = _open_mpi(limit)
-        device = torch.device("cpu")
+        placement, device = _open_mpi(limit), torch.device("cpu")
     else:
         placement, device = _open(backend, limit)
-    world = World(
-        placement.rank,
-        placement.world_size,
-        placement.local_rank,
-        placement.local_world_size,
-        placement.node_rank,
-        backend,
-        device,
-    )
+    world = World(**vars(placement), backend=backend, device=device)
     assert dist.group.WORLD is not None, "it has just been opened"
     _until_exit[:] = [(world, weakref.ref(dist.group.WORLD))]
     # Here and not at import: handlers run in reverse order, this one before any that the program

@@ -24,7 +24,12 @@ def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":
         UsageError: the launcher's variables do not make sense.
     """
     if environment.launcher() == "mpirun":
-        return _meet_through_mpi(timeout)
+        # Here and not above: it starts MPI, which only the mpi backend and mpirun's ranks may do.
+        from ddp_from_scratch import mpi
+
+        # MPI knows the place, and carries the store's address.
+        placement = mpi.placement()
+        return placement, mpi.store(placement, timeout)
     placement = environment.placement()
     if placement.launcher == "none":
         return placement, dist.HashStore()
@@ -100,13 +105,3 @@ def _private_folder() -> Path:
             f"to others: remove it, or set TMPDIR to a folder of your own"
         )
     return folder
-
-
-def _meet_through_mpi(timeout: timedelta) -> "tuple[Placement, dist.Store]":
-    """The place and store of a gloo or nccl rank that mpirun started: MPI knows both."""
-    # Here and not above: it starts MPI, which only the mpi backend and mpirun's ranks may do.
-    from ddp_from_scratch import mpi
-
-    mpi.check_launcher()
-    placement = mpi.placement()
-    return placement, mpi.store(placement, timeout)

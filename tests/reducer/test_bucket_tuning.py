@@ -20,7 +20,7 @@ import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.reducer import bucket_tuning
 from ddp_from_scratch.reducer.bucket_tuning import Candidate, Trial, candidates, choose, trials
-from ddp_from_scratch.training import bucket_choice, evaluate
+from ddp_from_scratch.training import bucket_choice, loop
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
@@ -367,7 +367,7 @@ def test_a_rank_without_data_goes_along(ranks):
 
 def run(world, folder, resume):
     """What the Reducer began with, what was chosen, and the lines that were told."""
-    evaluate.make_model = make_model
+    loop.make_model = make_model
     told = []
     line = "ddp_from_scratch.training.report.Report.line"
     changes = {"backend": world.backend, "checkpoint_dir": folder, "model": "mlp", "batch_size": 16}

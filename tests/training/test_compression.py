@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.training import evaluate
+from ddp_from_scratch.training import loop
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
@@ -22,7 +22,7 @@ POWERSGD = {"compress": "powersgd", "accumulate": 2}
 
 
 def accuracies(world, compressions):
-    evaluate.make_model = make_model
+    loop.make_model = make_model
     found = []
     for name in compressions:
         settings = Settings(backend=world.backend, compress=name, epochs=6, quiet=True)

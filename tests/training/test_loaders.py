@@ -16,7 +16,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.environment import Placement
 from ddp_from_scratch.training import loaders
+from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.world.process_group import World
 
 
 class Numbers(Dataset):
@@ -46,24 +49,20 @@ class Draws(Dataset):
         return torch.tensor([*draws, *who], dtype=torch.float64), index
 
 
+def world(rank: int, world_size: int) -> World:
+    place = Placement(rank, world_size, rank, world_size, 0, "torchrun")
+    return World(**vars(place), backend="gloo", device=torch.device("cpu"))
+
+
 def train_loader(
     dataset: Dataset, rank: int = 0, world_size: int = 1, batch_size: int = 1, **more: int
 ) -> DataLoader:
-    defaults = {"seed": 0, "workers": 0, "pin_memory": False}
-    return loaders.train_loader(
-        dataset, rank=rank, world_size=world_size, batch_size=batch_size, **defaults | more
-    )
+    settings = Settings(batch_size=batch_size, **more)
+    return loaders.train_loader(dataset, settings, world(rank, world_size))
 
 
-def exact_loader(dataset: Dataset, rank: int, world_size: int, batch_size: int = 2) -> DataLoader:
-    return loaders.test_loader(
-        dataset,
-        rank=rank,
-        world_size=world_size,
-        batch_size=batch_size,
-        workers=0,
-        pin_memory=False,
-    )
+def exact_loader(dataset: Dataset, rank: int, world_size: int) -> DataLoader:
+    return loaders.test_loader(dataset, Settings(batch_size=2), world(rank, world_size))
 
 
 def batches(loader: DataLoader) -> list[list[int]]:
@@ -132,8 +131,7 @@ def test_a_resumed_epoch_goes_on_where_it_was(start: int) -> None:
     assert len(whole) == 4
     dataset = Numbers(26)
     loader = train_loader(dataset, rank=1, world_size=2, batch_size=3)
-    loader.sampler.set_epoch(5)
-    loader.sampler.start_at(start)
+    loader.sampler.set_epoch(5, start)
     assert len(loader) == 4 - start
     assert batches(loader) == whole[start:]
     # What was skipped was not read.
@@ -143,25 +141,9 @@ def test_a_resumed_epoch_goes_on_where_it_was(start: int) -> None:
     assert len(batches(loader)) == len(loader) == 4
 
 
-@pytest.mark.parametrize("start", [-1, 5])
-def test_a_start_outside_the_epoch(start: int) -> None:
-    sampler = train_loader(Numbers(26), rank=1, world_size=2, batch_size=3).sampler
-    with pytest.raises(ValueError, match=rf"batch must be in \[0, 4\], got {start}"):
-        sampler.start_at(start)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"world_size": 3, "batch_size": 4}, "got 11 images; use a smaller batch size"),
-        ({"batch_size": 0}, "batch size must be positive, got 0"),
-        ({"workers": -1}, "workers must not be negative, got -1"),
-        ({"seed": -1}, r"seed must be in \[0, 2\*\*63\), got -1"),
-    ],
-)
-def test_values_out_of_range(changes: dict[str, int], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        train_loader(Numbers(11), **changes)
+def test_too_few_images() -> None:
+    with pytest.raises(UsageError, match="got 11 images; use a smaller batch size"):
+        train_loader(Numbers(11), world_size=3, batch_size=4)
 
 
 # --- testing
@@ -174,11 +156,6 @@ def test_every_test_image_is_in_one_shard_once(size: int, world_size: int) -> No
     ]
     assert shards == [list(range(rank, size, world_size)) for rank in range(world_size)]
     assert sorted(flat(shards)) == list(range(size))
-
-
-def test_test_values_out_of_range() -> None:
-    with pytest.raises(UsageError, match="batch size must be positive, got 0"):
-        exact_loader(Numbers(5), 0, 1, batch_size=0)
 
 
 # --- random numbers and worker processes
@@ -228,8 +205,7 @@ def test_workers(drawing: list[DataLoader]) -> None:
 
     # The next epoch has the same workers, and begins where it is told.
     loader = drawing[0]
-    loader.sampler.set_epoch(1)
-    loader.sampler.start_at(2)
+    loader.sampler.set_epoch(1, 2)
     again = torch.cat([rows for rows, _ in loader])
     assert again[:, 6].tolist() == list(loader.sampler)
     assert set(again[:, 4].tolist()) == set(rows[0][:, 4].tolist())
@@ -240,15 +216,16 @@ import signal
 import sys
 from pathlib import Path
 
+import ddp_from_scratch as ddp
 from ddp_from_scratch.training.datasets import load_dataset
 from ddp_from_scratch.training.loaders import train_loader
+from ddp_from_scratch.training.settings import Settings
 
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: None)
 data = load_dataset("digits", Path(), download=False)
-loader = train_loader(
-    data.train, rank=0, world_size=1, batch_size=64, seed=0, workers=2, pin_memory=False
-)
+world = ddp.process_group("gloo")
+loader = train_loader(data.train, Settings(batch_size=64, workers=2), world)
 while True:
     print(sum(1 for _ in loader), *(w.pid for w in loader._iterator._workers), flush=True)
     sys.stdin.readline()

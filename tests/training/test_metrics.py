@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ def lines(folder: Path) -> list[dict[str, float | None]]:
 
 def test_a_line_each_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "yet"
-    with MetricsWriter(folder) as metrics:
+    with closing(MetricsWriter(folder)) as metrics:
         metrics.log(1, loss=0.5, accuracy=0.25)
         # Before it is closed: a killed run keeps what it wrote.
         assert lines(folder) == [{"step": 1, "loss": 0.5, "accuracy": 0.25}]
@@ -26,27 +27,27 @@ def test_a_line_each_at_once(tmp_path: Path) -> None:
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
-        with MetricsWriter(tmp_path) as metrics:
+        with closing(MetricsWriter(tmp_path)) as metrics:
             metrics.log(step, loss=0.5)
     assert lines(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}]
 
 
 def test_an_unfinished_line_spoils_no_other(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_text('{"step": 1}\n{"step": 2, "lo')
-    with MetricsWriter(tmp_path) as metrics:
+    with closing(MetricsWriter(tmp_path)) as metrics:
         metrics.log(3, loss=0.5)
     text = (tmp_path / METRICS_FILE).read_text()
     assert text == '{"step": 1}\n{"step": 2, "lo\n{"step": 3, "loss": 0.5}\n'
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as metrics:
+    with closing(MetricsWriter(tmp_path)) as metrics:
         metrics.log(1, loss=float("nan"), norm=float("inf"), accuracy=0.0)
     assert lines(tmp_path) == [{"step": 1, "loss": None, "norm": None, "accuracy": 0.0}]
 
 
 def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as metrics:
+    with closing(MetricsWriter(tmp_path)) as metrics:
         metrics.log(1, loss=0.5)
         metrics.log(2, loss=0.25)
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -57,17 +58,16 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
 
 def test_without_a_folder_it_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with MetricsWriter(None) as metrics:
+    with closing(MetricsWriter(None)) as metrics:
         metrics.log(1, loss=0.5)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_twice_and_after_an_error(tmp_path: Path) -> None:
+def test_closing_twice(tmp_path: Path) -> None:
     metrics = MetricsWriter(tmp_path)
-    with pytest.raises(ZeroDivisionError), metrics:
-        metrics.log(1, loss=1 / 0)
     metrics.close()
-    metrics.log(2, loss=0.5)
+    metrics.close()
+    metrics.log(1, loss=0.5)
     assert lines(tmp_path) == []
 
 

@@ -7,8 +7,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.environment import ALONE
 from ddp_from_scratch.training import datasets, loaders, models
 from ddp_from_scratch.training.models import make_model
+from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.world.process_group import World
 
 
 def check(model: nn.Module, channels: int, size: int) -> None:
@@ -129,9 +132,9 @@ def test_a_model_that_takes_no_such_images() -> None:
 def test_cnn_learns_the_digits(tmp_path: object) -> None:
     torch.manual_seed(0)
     data = datasets.load_dataset("digits", tmp_path, download=False)
-    share = {"rank": 0, "world_size": 1, "workers": 0, "pin_memory": False}
-    train = loaders.train_loader(data.train, batch_size=64, seed=0, **share)
-    test = loaders.test_loader(data.test, batch_size=64, **share)
+    world = World(**vars(ALONE), backend="gloo", device=torch.device("cpu"))
+    train = loaders.train_loader(data.train, Settings(batch_size=64), world)
+    test = loaders.test_loader(data.test, Settings(batch_size=64), world)
     model = make_model("cnn", channels=1, image_size=8, num_classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(6):

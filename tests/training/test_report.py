@@ -22,7 +22,7 @@ def written(
 ) -> str:
     monkeypatch.setattr(sys, "stderr", stderr)
     report = Report(speaks=speaks, quiet=quiet)
-    assert list(report.progress(range(3), total=3, start=0, title="epoch 1/1")) == [0, 1, 2]
+    assert list(report.progress(range(3), "epoch 1/1")) == [0, 1, 2]
     return stderr.getvalue()
 
 

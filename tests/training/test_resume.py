@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.training import evaluate
+from ddp_from_scratch.training import loop
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
@@ -42,7 +42,7 @@ def model_with_dropout(name, *, channels, image_size, num_classes):
 
 
 def make_trainer(world, folder, **changes):
-    evaluate.make_model = make_model if changes.get("model") == "cnn" else model_with_dropout
+    loop.make_model = make_model if changes.get("model") == "cnn" else model_with_dropout
     settings = Settings(backend=world.backend, checkpoint_dir=folder, **SETTINGS | changes)
     return Trainer(settings, world)
 
@@ -146,7 +146,7 @@ def test_the_seed_is_that_of_all_generators_and_each_rank_has_its_own(ranks):
 
 
 def without_batch_norm(world):
-    evaluate.make_model = make_model
+    loop.make_model = make_model
     with pytest.raises(UsageError) as error:
         Trainer(Settings(backend=world.backend, model="mlp", sync_batch_norm=True), world)
     return str(error.value)
