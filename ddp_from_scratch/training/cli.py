@@ -174,6 +174,13 @@ def _synchronisation(parser: Parser) -> None:
         action="store_false",
     )
     add(
+        "--no-shared-memory",
+        "on gloo, average by messages alone: by default a machine's ranks do it in memory that "
+        "they share",
+        dest="shared_memory",
+        action="store_false",
+    )
+    add(
         "--compress",
         "send gradients as bf16 or fp16, half the bytes, or as matrices of low rank (Vogels et al. "
         "2019)",
@@ -252,7 +259,7 @@ def parse(
         # An option that repeats its default looks like one that was not given.
         for name, default in _DEFAULTS.items():
             if name not in _OF_TEST and values[name] != default:
-                option = option_of(name).replace("overlap", "no-overlap")
+                option = option_of(name)
                 raise UsageError(f"{option} has no meaning for test")
         if options.checkpoint is None:
             raise UsageError("test needs --checkpoint FILE, the model to evaluate")

@@ -105,6 +105,7 @@ class Trainer:
         self.reducer = Reducer(
             self.model,
             **bucket_choice.to_begin_with(settings, state, world.world_size),
+            shared_memory=settings.shared_memory,
             gradient_as_bucket_view=True,
             # Every shard is judged by rank 0's running statistics.
             broadcast_buffers=True,

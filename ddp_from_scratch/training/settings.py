@@ -23,9 +23,13 @@ _OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
 _TIMEOUT_RANGE = f"a positive number of seconds, at most {MAX_TIMEOUT:,.0f}"
 
 
+# Settings that an option switches off.
+_SWITCHED_OFF = {"overlap", "shared_memory"}
+
+
 def option_of(name: str) -> str:
-    """The option of a setting: --batch-size of batch_size."""
-    return f"--{name.replace('_', '-')}"
+    """The option of a setting: --batch-size of batch_size, --no-overlap of overlap."""
+    return f"--{'no-' * (name in _SWITCHED_OFF)}{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Settings:
     weight_decay: float = 1e-4
     bucket_cap_mb: float | Literal["auto"] | None = None
     overlap: bool = True
+    shared_memory: bool = True
     compress: str | None = None
     powersgd_rank: int | None = None
     sync_batch_norm: bool = False
@@ -141,8 +146,7 @@ class Settings:
 
     def to_compare(self) -> dict[str, str]:
         """The options that must be equal on all ranks, with their values."""
-        values = vars(self) | {"no_overlap": not self.overlap}
-        del values["overlap"]
+        values = vars(self) | {name: not getattr(self, name) for name in _SWITCHED_OFF}
         # Folders may have other names on other machines, and rank 0 alone reads and writes there;
         # but whether there is one decides what all ranks do.
         if self.resume != "auto":

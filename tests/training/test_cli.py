@@ -8,7 +8,7 @@ import pytest
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.training.cli import make_parser, parse
-from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.training.settings import Settings, option_of
 
 ABOUT = "Trains.\n\n    python run.py\n"
 
@@ -130,7 +130,8 @@ def test_every_option_reaches_its_setting() -> None:
     arguments = (
         "--backend mpi --dataset fake --data-dir d --download --model mlp --epochs 3 "
         "--global-batch-size 64 --lr 0.5 --scale-lr --momentum 0.8 --weight-decay 0.01 "
-        "--bucket-cap-mb inf --no-overlap --accumulate 2 --precision bf16 --seed 7 "
+        "--bucket-cap-mb inf --no-overlap --no-shared-memory --accumulate 2 "
+        "--precision bf16 --seed 7 "
         "--compress powersgd --powersgd-rank 3 "
         "--sync-batch-norm --deterministic --no-stop-on-nan --workers 1 --threads 2 "
         "--timeout 9 --stall-after 3 "
@@ -153,6 +154,7 @@ def test_every_option_reaches_its_setting() -> None:
         weight_decay=0.01,
         bucket_cap_mb=math.inf,
         overlap=False,
+        shared_memory=False,
         compress="powersgd",
         powersgd_rank=3,
         sync_batch_norm=True,
@@ -202,8 +204,7 @@ def test_help_lists_every_option() -> None:
     parser = make_parser(ABOUT)
     told = parser.format_help()
     options = set(re.findall(r"--[a-z-]+", told))
-    names = {name.replace("_", "-") for name in Settings.__dataclass_fields__}
-    assert {f"--{name}" for name in names - {"overlap"}} <= options
+    assert {option_of(name) for name in Settings.__dataclass_fields__} <= options
     assert {"--no-overlap", "--nproc", "--node-rank", "--master-addr", "--master-port"} <= options
     assert {"--checkpoint", "--help"} <= options
     assert "(default: 0.05)" in told

@@ -30,6 +30,7 @@ DIFFERENT = {
     "weight_decay": (1e-4, 0.0),
     "bucket_cap_mb": (None, "auto"),
     "overlap": (True, False),
+    "shared_memory": (True, False),
     "compress": (None, "bf16"),
     "powersgd_rank": (1, 2),
     "sync_batch_norm": (False, True),
@@ -83,7 +84,7 @@ def test_a_setting_that_differs_is_named_before_anything_is_trained(ranks, backe
     same = "it must be the same on all ranks"
     assert zero["lr"] == f"--lr is 0.05 on rank 0 and 0.1 on rank 1: {same}"
     for name, text in zero.items():
-        option = "no-overlap" if name == "overlap" else name.replace("_", "-")
+        option = "no-" * (name in ("overlap", "shared_memory")) + name.replace("_", "-")
         assert text.startswith(f"--{option} is "), text
         assert text.endswith(f" on rank 1: {same}"), text
     assert "--scale-lr is not given on rank 0 and given on rank 1: " in zero["scale_lr"]
