@@ -231,7 +231,7 @@ def _node_group() -> Any:
         world_size=size,
         timeout=limit,
     )
-    return ddp.World(rank, size, rank, size, 0, "node", torch.device("cpu"))
+    return ddp.World(rank, size, rank, size, 0, "none", "node", torch.device("cpu"))
 
 
 def serve(backend: str, address: str, log: str | None = None) -> None:
