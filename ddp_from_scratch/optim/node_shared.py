@@ -1,8 +1,8 @@
-r"""SGD on one copy of the parameters for all ranks of a machine; each rank steps its share of them.
+r"""Optimizers with one copy of parameters and state for all ranks of a machine.
 
 With an ordinary optimizer every rank of a machine ends a step with the same average, takes the same
-step, and has the same parameters. Here the ranks share one copy of parameters and momentum in
-memory, and each does a part of the work for all:
+step, and has the same parameters. Here the ranks share one copy of the parameters and of the
+optimizer's state in memory, and each steps its share of them for all:
 
     gradients    rank 0   |  a0  |  b0  |        rank 1   |  a1  |  b1  |
                              \______\__________________/______/
@@ -14,7 +14,7 @@ machines, each share is averaged with the ranks that have the same share on the 
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,22 +26,23 @@ from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.memory import lies_at
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
-from ddp_from_scratch.optim.flat_params import FlatParams, can_move, move_momentum, overlapping
-from ddp_from_scratch.optim.sgd import SGD, update
+from ddp_from_scratch.optim.adam import Adam, AdamW
+from ddp_from_scratch.optim.flat_optimizer import FlatOptimizer
+from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
+from ddp_from_scratch.optim.sgd import SGD
+from ddp_from_scratch.optim.update_rules import UpdateRule
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import check_sync
 
-# Begin and end in a run; True if momentum has no values there yet.
-Stretch = tuple[int, int, bool]
 
+class NodeSharedOptimizer(FlatOptimizer):
+    """A flat optimizer with one copy of parameters and state for all ranks of a machine.
 
-class NodeSharedSGD(SGD):
-    """`ddp.SGD` with one copy of parameters and momentum for all ranks of a machine.
-
-    The parameters are those of `ddp.SGD`: to the last bit if the world size is a power of two, else
-    to rounding. `backward_and_step` is the fast way: no gradient is averaged in `.grad`, which is
-    None afterwards (except sparse ones). `backward()` and `step()` work, too: between them `.grad`
-    holds averages, to be clipped or unscaled.
+    A subclass names the flat optimizer, too, as its second base. The parameters are that one's: to
+    the last bit if the world size is a power of two, else to rounding. `backward_and_step` is the
+    fast way: no gradient is averaged in `.grad`, which is None afterwards (except sparse ones).
+    `backward()` and `step()` work, too: between them `.grad` holds averages, to be clipped or
+    unscaled.
 
     A step begins when all ranks have ended their backward pass, and returns when all shares are
     stepped. So no forward or backward pass sees a parameter half written. A write to a parameter by
@@ -51,28 +52,29 @@ class NodeSharedSGD(SGD):
     The first step compares the parameters over all ranks, and moves them into shared memory.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize, reducer: see `ddp.SGD`.
-            The reducer's process group must be of the mpi backend. Its parameters must all be among
-            `params`, float32 or float64 on the CPU, no two of them in the same memory.
+        params, args, settings, reducer: see `FlatOptimizer`. The reducer's process group must be of
+            the mpi backend. Its parameters must all be among `params`, float32 or float64 on the
+            CPU, no two of them in the same memory.
 
     Raises:
-        ValueError: see `ddp.SGD`; or these conditions are not met.
+        TypeError, ValueError: see `FlatOptimizer`; or these conditions are not met.
         RuntimeError: from a step: `.data` of a parameter was replaced, a comm hook is registered
-            (`backward_and_step`), the ranks step with different learning rates or parameters, or
-            the step is inside `join()`.
+            (`backward_and_step`), the ranks step with different settings or parameters, or the step
+            is inside `join()`.
     """
 
-    def __init__(self, *args: Any, reducer: Reducer, **settings: Any) -> None:
-        super().__init__(*args, reducer=reducer, **settings)
-        group: object = reducer.process_group or dist.group.WORLD
-        if not isinstance(group, SharedMemoryGroup):
-            raise ValueError("NodeSharedSGD needs a process group of the mpi backend")
-        self._group: SharedMemoryGroup = group
-        _check_movable(reducer.flat_buckets)
+    def __init__(
+        self, params: Iterable[Any], *args: Any, reducer: Reducer, **settings: Any
+    ) -> None:
+        super().__init__(params, *args, reducer=reducer, **settings)
+        self._group = _shared_memory_group(reducer, type(self).__name__)
+        self._check_movable(reducer.flat_buckets)
         if not all(self._group.is_shared(bucket.buffer()) for bucket in reducer.flat_buckets):
+            name = type(self).__name__
             raise ValueError(
-                "NodeSharedSGD needs gradients in memory that the machine's ranks share, and there "
-                "was none: the Reducer's warning says why; ddp.SGD does without"
+                f"{name} needs gradients in memory that the machine's ranks share, and there was "
+                f"none: the Reducer's warning says why; ddp.{name.removeprefix('NodeShared')} does "
+                f"without"
             )
         self._check_groups()
         # `_moved`: tensors have moved since the last step; the next one frees the memory that they
@@ -82,7 +84,7 @@ class NodeSharedSGD(SGD):
     def backward_and_step(self, loss: torch.Tensor) -> None:
         """Runs `loss.backward()` and `step()` in one, without averages in `.grad`.
 
-        Raises: see `ddp.SGD`, and if a comm hook is registered.
+        Raises: see `FlatOptimizer`, and if a comm hook is registered.
         """
         if self._reducer is None:
             # Raises: a copy of the optimizer has no Reducer.
@@ -115,8 +117,8 @@ class NodeSharedSGD(SGD):
                 if id(parameter) in alone:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(parameter.shape)} cannot be moved into "
-                        f"shared memory any longer: its .data was replaced after NodeSharedSGD "
-                        f"was made"
+                        f"shared memory any longer: its .data was replaced after "
+                        f"{type(self).__name__} was made"
                     )
 
     def _check_groups(self) -> None:
@@ -139,13 +141,13 @@ class NodeSharedSGD(SGD):
             if not run.gradient.numel():
                 continue
             group = self.param_groups[run.group]
-            momentum = run.momentum()[0] if group["momentum"] != 0 else None
-            stretches = self._stretches(run, momentum is not None)
-            receive = partial(_update_stretches, run.flat, momentum, stretches, group)
+            stretches = run.gather(_members(run), self.state, self._rule, group)
+            receive = partial(run.update, stretches, self._rule, group)
             # In `step` the gradients are averages already; averaging equal values changes nothing.
             self._group.reduce_to_owners(
-                run.gradient, dist.ReduceOp.AVG, receive, _label(stretches, group)
+                run.gradient, dist.ReduceOp.AVG, receive, _label(stretches, self._rule, group)
             )
+            run.count(stretches)
             # Autograd cannot see writes to the flat tensor, nor those of other ranks.
             increment_version(run.parameters)
         if bucket.index() == len(self._runs) - 1:
@@ -155,59 +157,64 @@ class NodeSharedSGD(SGD):
             self._moved = False
             end()
 
-    def _stretches(self, run: FlatParams, has_momentum: bool) -> list[Stretch]:
-        """Returns the parts of a run that have gradients; adjacent ones are merged."""
-        stretches: list[Stretch] = []
-        for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
-            if not lies_at(parameter, place):
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} does not lie in shared memory "
-                    f"any longer: its .data was replaced after the first step"
-                )
-            if parameter.grad is None:
-                continue
+    def _check_movable(self, buckets: Sequence[Bucket]) -> None:
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters()]
+        shared = overlapping(parameters)
+        for bucket in buckets:
+            for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
+                if id(parameter) in shared or not can_move(parameter, view):
+                    raise ValueError(
+                        f"{type(self).__name__} needs parameters of float32 or float64, each in "
+                        f"memory of its own: it cannot move one of shape "
+                        f"{tuple(parameter.shape)}, {parameter.dtype}"
+                    )
+
+
+class NodeSharedSGD(NodeSharedOptimizer, SGD):
+    """`ddp.SGD` with one copy of parameters and momentum for all ranks of a machine.
+
+    See `NodeSharedOptimizer` for arguments, errors, and what a step does.
+    """
+
+
+class NodeSharedAdam(NodeSharedOptimizer, Adam):
+    """`ddp.Adam` with one copy of parameters and both moments for all ranks of a machine.
+
+    See `NodeSharedOptimizer` for arguments, errors, and what a step does.
+    """
+
+
+class NodeSharedAdamW(NodeSharedOptimizer, AdamW):
+    """`ddp.AdamW` with one copy of parameters and both moments for all ranks of a machine.
+
+    See `NodeSharedOptimizer` for arguments, errors, and what a step does.
+    """
+
+
+def _shared_memory_group(reducer: Reducer, name: str) -> SharedMemoryGroup:
+    """Returns the group in whose memory the reducer's buckets lie."""
+    group: object = reducer.process_group or dist.group.WORLD
+    if not isinstance(group, SharedMemoryGroup):
+        raise ValueError(f"{name} needs a process group of the mpi backend")
+    return group
+
+
+def _members(run: FlatParams) -> Iterator[int]:
+    """Yields the members that have gradients, each of which is then in its bucket."""
+    for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
+        if not lies_at(parameter, place):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} does not lie in shared memory any "
+                f"longer: its .data was replaced after the first step"
+            )
+        if parameter.grad is not None:
             # The buckets were laid out again, or the program has set another `.grad`.
             if not lies_at(parameter.grad, run.gradients[index]):
                 run.gradients[index].copy_(parameter.grad)
-            first = has_momentum and move_momentum(self.state[parameter], run.momentum()[1][index])
-            begin = int(place.storage_offset())
-            end = begin + parameter.numel()
-            if stretches and stretches[-1][1:] == (begin, first):
-                begin = stretches.pop()[0]
-            stretches.append((begin, end, first))
-        return stretches
+            yield index
 
 
-def _update_stretches(
-    flat: torch.Tensor,
-    momentum: torch.Tensor | None,
-    stretches: Sequence[Stretch],
-    group: dict[str, Any],
-    at: int,
-    gradient: torch.Tensor,
-) -> None:
-    """Steps the part of `flat` from `at` on with these elements of the average."""
-    for begin, end, first in stretches:
-        low, high = max(begin, at), min(end, at + gradient.numel())
-        if low < high:
-            part = None if momentum is None else momentum[low:high]
-            update(flat[low:high], gradient[low - at : high - at], part, first, group)
-
-
-def _label(stretches: Sequence[Stretch], group: dict[str, Any]) -> str:
+def _label(stretches: Sequence[Stretch], rule: UpdateRule, group: dict[str, Any]) -> str:
     # The ranks compare this text: all must step alike, since each steps its share for all.
-    settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    told = ", ".join(f"{name}={group[name]}" for name in settings if group[name])
-    return f"step with {told} of parts {zlib.crc32(repr(stretches).encode()):08x}"
-
-
-def _check_movable(buckets: Sequence[Bucket]) -> None:
-    parameters = [parameter for bucket in buckets for parameter in bucket.parameters()]
-    shared = overlapping(parameters)
-    for bucket in buckets:
-        for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
-            if id(parameter) in shared or not can_move(parameter, view):
-                raise ValueError(
-                    f"NodeSharedSGD needs parameters of float32 or float64, each in memory of its "
-                    f"own: it cannot move one of shape {tuple(parameter.shape)}, {parameter.dtype}"
-                )
+    settings = ", ".join(f"{name}={group[name]}" for name in rule.settings if group[name])
+    return f"step with {settings} of parts {zlib.crc32(repr(stretches).encode()):08x}"
