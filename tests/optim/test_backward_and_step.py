@@ -13,7 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from ddp_from_scratch import SGD, Reducer, broadcast_parameters
 from ddp_from_scratch.buckets.gradient_bucket import BucketState
 from ddp_from_scratch.optim.flat_params import FlatParams
-from tests.support.optimizer_pair import MOMENTUM, SEVERAL, Pair, assert_same, each_option, inputs
+from tests.support.optimizer_pair import (
+    MOMENTUM,
+    SEVERAL,
+    Pair,
+    assert_same,
+    each_option,
+    inputs,
+    ours,
+    torchs,
+)
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -92,47 +101,60 @@ def batch(step: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def beside_torch(world, in_one):
-    n = world.world_size
-    ours = mlp()
-    broadcast_parameters(ours)
-    theirs = DistributedDataParallel(copy.deepcopy(ours), bucket_cap_mb=SEVERAL)
-    whole = copy.deepcopy(ours).double()
-    reducer = Reducer(ours, bucket_cap_mb=SEVERAL, gradient_as_bucket_view=True)
-    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True}
-    our_optimizer = SGD(ours.parameters(), reducer=reducer, **options)
-    their_optimizer = torch.optim.SGD(theirs.parameters(), foreach=False, **options)
-    whole_sgd = torch.optim.SGD(whole.parameters(), **options)
+OF_KIND = {
+    "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True},
+    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
+}
+
+
+def beside_torch(world, kind, prefix, in_one):
+    """Beside torch's DDP with torch's optimizer, and one process with the whole batch."""
+    n, options = world.world_size, OF_KIND[kind]
+    mine = mlp()
+    broadcast_parameters(mine)
+    theirs = DistributedDataParallel(copy.deepcopy(mine), bucket_cap_mb=SEVERAL)
+    whole = copy.deepcopy(mine).double()
+    reducer = Reducer(mine, bucket_cap_mb=SEVERAL)
+    optimizer = ours(prefix + kind)(mine.parameters(), reducer=reducer, **options)
+    their_optimizer = torchs(kind)(theirs.parameters(), **options)
+    whole_optimizer = torchs(kind)(whole.parameters(), **options)
     assert len(reducer.buckets) >= 3
     for step in range(8):
         x, y = batch(step, 4 * n)
-        mine, target = x.chunk(n)[world.rank], y.chunk(n)[world.rank]
-        for optimizer in (our_optimizer, their_optimizer, whole_sgd):
-            optimizer.zero_grad()
-        cross_entropy(theirs(mine), target).backward()
-        loss = cross_entropy(ours(mine), target)
+        own, target = x.chunk(n)[world.rank], y.chunk(n)[world.rank]
+        for each in (optimizer, their_optimizer, whole_optimizer):
+            each.zero_grad()
+        cross_entropy(theirs(own), target).backward()
+        loss = cross_entropy(mine(own), target)
         if in_one:
-            our_optimizer.backward_and_step(loss)
+            optimizer.backward_and_step(loss)
         else:
             loss.backward()
-            our_optimizer.step()
-        if step == 0:
+            optimizer.step()
+        if step == 0 and not (prefix and in_one):
             # torch's first step has one bucket, ours several: with three ranks, another order of
             # sums. From here on they are the same.
-            for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
+            for p, q in zip(theirs.parameters(), mine.parameters(), strict=True):
                 p.grad.copy_(q.grad)
         their_optimizer.step()
         cross_entropy(whole(x.double()), y).backward()
-        whole_sgd.step()
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        whole_optimizer.step()
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(p, q), f"step {step}"
-    for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+    for p, q in zip(mine.parameters(), whole.parameters(), strict=True):
         assert (p - q).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("kind", OF_KIND)
 @pytest.mark.parametrize("in_one", [False, True], ids=["step", "backward and step"])
-def test_as_torch_bit_for_bit_on_ranks(crew, in_one):
-    crew(beside_torch, in_one)
+def test_as_torch_bit_for_bit_on_ranks(crew, kind, in_one):
+    crew(beside_torch, kind, "", in_one)
+
+
+@pytest.mark.parametrize("kind", OF_KIND)
+@pytest.mark.parametrize("in_one", [False, True], ids=["step", "backward and step"])
+def test_one_copy_for_a_machine_has_torchs_bits(ranks, kind, in_one):
+    ranks("mpi", 2)(beside_torch, kind, "NodeShared", in_one)
 
 
 def steps_in_flight(world):
