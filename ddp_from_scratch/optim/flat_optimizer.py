@@ -194,16 +194,14 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _step_bucket(self, bucket: GradientBucket) -> None:
         for run in self._runs[bucket]:
             group = self.param_groups[run.group]
-            in_place = [run.in_place(index) for index in range(len(run.parameters))]
-            members = [index for index, lies in enumerate(in_place) if lies]
+            members = run.in_place()
             stretches = run.gather(members, self.state, self._rule, group)
             run.update(stretches, self._rule, group, 0, run.gradient)
             run.count(stretches)
             # Autograd counts changes of a parameter, not of the memory that it lies in.
             increment_version([run.parameters[index] for index in members])
-            for parameter, lies in zip(run.parameters, in_place, strict=True):
-                if not lies:
-                    self._step_alone(parameter, group)
+            for index in set(range(len(run.parameters))).difference(members):
+                self._step_alone(run.parameters[index], group)
 
     # 3. one by one ------------------------------------------------------------------------------
 

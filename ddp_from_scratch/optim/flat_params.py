@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.buckets.memory import lies_at
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule
 
 Allocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -68,6 +67,12 @@ class FlatParams:
         for parameter, place in zip(self.parameters, self.places, strict=True):
             place.copy_(parameter)
             parameter.data = place
+        self._rows = [
+            (parameter, place.data_ptr(), gradient.data_ptr(), gradient.stride())
+            for parameter, place, gradient in zip(
+                self.parameters, self.places, self.gradients, strict=True
+            )
+        ]
 
     def _windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Cuts `flat` into windows, each with the offset and strides of a member's gradient."""
@@ -76,48 +81,46 @@ class FlatParams:
             flat.as_strided(g.shape, g.stride(), g.storage_offset() - begin) for g in self.gradients
         ]
 
-    def in_place(self, index: int) -> bool:
-        """True if a member's parameter and gradient lie in their windows."""
-        parameter = self.parameters[index]
-        gradient = parameter.grad
-        return (
-            gradient is not None
-            and lies_at(gradient, self.gradients[index])
-            and lies_at(parameter, self.places[index])
-        )
+    def in_place(self) -> list[int]:
+        """Returns the members whose parameter and gradient lie in their windows."""
+        # Once per parameter and step, so with addresses that are known already.
+        return [
+            index
+            for index, (parameter, at, gradient_at, strides) in enumerate(self._rows)
+            if (gradient := parameter.grad) is not None
+            and parameter.data_ptr() == at
+            and gradient.data_ptr() == gradient_at
+            and parameter.stride() == strides
+            and gradient.stride() == strides
+        ]
 
     def gather(
         self,
-        members: Iterable[int],
+        members: Sequence[int],
         states: Mapping[torch.Tensor, dict[str, Any]],
         rule: UpdateRule,
         group: dict[str, Any],
     ) -> list[Stretch]:
         """Moves the state of these members into flat tensors, and joins neighbours of one age."""
         names = rule.state_names(group)
-        slots = [(name, self._slot(name)[1]) for name in names]
-        ages = {}
-        for index in members:
-            # As with torch, a parameter without a state has no entry.
-            state = states[self.parameters[index]] if names else {}
-            ages[index] = 1
-            for name, places in slots:
-                held, place = state.get(name), places[index]
+        ages = [1] * len(self.parameters)
+        for name in names:
+            places = self._slot(name)[1]
+            for index in members:
+                state, place = states[self.parameters[index]], places[index]
+                held = state.get(name)
+                if held is place:
+                    continue
                 if held is None:
                     place.zero_()
                     ages[index] = 0
-                elif held is not place:
+                else:
                     # Loaded from a checkpoint, or from an earlier layout of the buckets.
                     place.copy_(held)
                 state[name] = place
-        counts = self._slot("step")[0].tolist() if "step" in names else ages
-        stretches: list[Stretch] = []
-        for index in ages:
-            first, age = index, int(counts[index])
-            if stretches and stretches[-1][1:] == (index, age):
-                first = stretches.pop().first
-            stretches.append(Stretch(first, index + 1, age))
-        return stretches
+        if "step" in names:
+            ages = list(map(int, self._slot("step")[0].tolist()))
+        return _stretches(members, ages)
 
     def _slot(self, name: str) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Returns a flat tensor for one state of all members, and its windows."""
@@ -155,6 +158,19 @@ class FlatParams:
         if "step" in self._state:
             for first, last, _ in stretches:
                 self._state["step"][0][first:last] += 1
+
+
+def _stretches(members: Iterable[int], ages: Sequence[int]) -> list[Stretch]:
+    """Joins members that are neighbours and have one age."""
+    found: list[Stretch] = []
+    first, last, age = 0, 0, 0
+    for index in members:
+        if index != last or ages[index] != age:
+            found.append(Stretch(first, last, age))
+            first, age = index, ages[index]
+        last = index + 1
+    found.append(Stretch(first, last, age))
+    return [stretch for stretch in found if stretch.first < stretch.last]
 
 
 def make_flat_params(

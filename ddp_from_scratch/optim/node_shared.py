@@ -14,7 +14,7 @@ machines, each share is averaged with the ranks that have the same share on the 
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -199,8 +199,12 @@ def _shared_memory_group(reducer: Reducer, name: str) -> SharedMemoryGroup:
     return group
 
 
-def _members(run: FlatParams) -> Iterator[int]:
-    """Yields the members that have gradients, each of which is then in its bucket."""
+def _members(run: FlatParams) -> list[int]:
+    """Returns the members that have gradients, each of which is then in its bucket."""
+    members = run.in_place()
+    if len(members) == len(run.parameters):
+        return members
+    members.clear()
     for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
         if not lies_at(parameter, place):
             raise RuntimeError(
@@ -211,7 +215,8 @@ def _members(run: FlatParams) -> Iterator[int]:
             # The buckets were laid out again, or the program has set another `.grad`.
             if not lies_at(parameter.grad, run.gradients[index]):
                 run.gradients[index].copy_(parameter.grad)
-            yield index
+            members.append(index)
+    return members
 
 
 def _label(stretches: Sequence[Stretch], rule: UpdateRule, group: dict[str, Any]) -> str:
