@@ -157,7 +157,7 @@ class FlatParams:
         """Adds 1 to the "step" of these members, if their state has one."""
         if "step" in self._state:
             for first, last, _ in stretches:
-                self._state["step"][0][first:last] += 1
+                self._state["step"][0][first:last].add_(1)
 
 
 def _stretches(members: Iterable[int], ages: Sequence[int]) -> list[Stretch]:

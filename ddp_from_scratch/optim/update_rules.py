@@ -156,7 +156,8 @@ class AdamRule(UpdateRule):
             [first],
             [second],
             largest,
-            [torch.tensor(age + 1.0, device=parameter.device)],
+            # Filled there: a copy would let the host wait for a GPU.
+            [torch.full((), age + 1.0, device=parameter.device)],
             lr=float(group["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
