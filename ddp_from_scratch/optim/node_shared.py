@@ -173,21 +173,24 @@ class NodeSharedOptimizer(FlatOptimizer):
 class NodeSharedSGD(NodeSharedOptimizer, SGD):
     """`ddp.SGD` with one copy of parameters and momentum for all ranks of a machine.
 
-    See `NodeSharedOptimizer` for arguments, errors, and what a step does.
+    The arguments are those of `ddp.SGD`. See `NodeSharedOptimizer` for what the reducer must be,
+    errors, and what a step does.
     """
 
 
 class NodeSharedAdam(NodeSharedOptimizer, Adam):
     """`ddp.Adam` with one copy of parameters and both moments for all ranks of a machine.
 
-    See `NodeSharedOptimizer` for arguments, errors, and what a step does.
+    The arguments are those of `ddp.Adam`. See `NodeSharedOptimizer` for what the reducer must be,
+    errors, and what a step does.
     """
 
 
 class NodeSharedAdamW(NodeSharedOptimizer, AdamW):
     """`ddp.AdamW` with one copy of parameters and both moments for all ranks of a machine.
 
-    See `NodeSharedOptimizer` for arguments, errors, and what a step does.
+    The arguments are those of `ddp.AdamW`. See `NodeSharedOptimizer` for what the reducer must be,
+    errors, and what a step does.
     """
 
 
@@ -221,5 +224,8 @@ def _members(run: FlatParams) -> list[int]:
 
 def _label(stretches: Sequence[Stretch], rule: UpdateRule, group: dict[str, Any]) -> str:
     # The ranks compare this text: all must step alike, since each steps its share for all.
-    settings = ", ".join(f"{name}={group[name]}" for name in rule.settings if group[name])
+    values = ((name, group[name]) for name in rule.settings if group[name])
+    # A tensor would be printed with four digits alone.
+    exact = ((name, value.item() if torch.is_tensor(value) else value) for name, value in values)
+    settings = ", ".join(f"{name}={value}" for name, value in exact)
     return f"step with {settings} of parts {zlib.crc32(repr(stretches).encode()):08x}"

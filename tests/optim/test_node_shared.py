@@ -213,7 +213,14 @@ def other_settings(world, changed):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"betas": (0.9, 0.9)}, {"eps": 1e-6}, {"maximize": True}, {"weight_decay": 0.0}, {"step": 1}],
+    [
+        {"lr": torch.tensor(0.00100001)},
+        {"betas": (0.9, 0.9)},
+        {"eps": 1e-6},
+        {"maximize": True},
+        {"weight_decay": 0.0},
+        {"step": 1},
+    ],
     ids=str,
 )
 def test_ranks_that_step_otherwise_are_named(ranks, changed):
