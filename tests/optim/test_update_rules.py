@@ -17,6 +17,7 @@ from ddp_from_scratch.optim.update_rules import (
     has_exact_kernel,
 )
 from tests.support.optimizer_pair import torchs
+from tests.support.tiers import slow
 
 SIZES = [*range(1, 40), 63, 64, 65, 1023, 4097, 100_003]
 
@@ -104,7 +105,7 @@ def test_bits_are_those_of_torch_for_every_size(kind, settings, dtype, cut, thre
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("capability", [slow("default"), "avx2", slow("avx512")])
 def test_bits_are_those_of_torch_whatever_the_vectors(capability):
     """In a process of its own: torch chooses its kernels once."""
     code = "from tests.optim.test_update_rules import check_all; check_all()"
