@@ -98,15 +98,34 @@ def test_two_features_together(ranks, name, backend):
     assert not check(ranks(backend, 2), TOGETHER[name])["raised"]
 
 
-@pytest.mark.parametrize("name", ["weights beside a batch norm over all ranks", "own writes"])
+LOCAL_STEP = (both(0, 1), Backward(no_sync=True), Step(), Zero())
+REFUSED = {
+    "weights beside a batch norm over all ranks": Case(
+        **TWO, operations=(both(0, 1), Weigh((1, 3)), Backward()), batch_norm=True
+    ),
+    "own writes": Case(**TWO, operations=(both(0, 1), Backward()), writes="own"),
+    "own writes, and a second gradient before ranks are compared": Case(
+        **TWO,
+        operations=(both(0, 1), Backward(outputs="first", keep=True), Backward()),
+        writes="own",
+    ),
+    **{
+        f"a local step before ranks are compared, {kind}": Case(
+            **TWO, operations=(*LOCAL_STEP, both(0, 1), Backward()), writes=writes, **options
+        )
+        for kind, writes, options in (
+            ("plain", "alike", {}),
+            ("unused", "alike", {"find_unused_parameters": True}),
+            ("static", "alike", {"static_graph": True}),
+            ("wrapped", "own", {"static_graph": True, "wrapped": True}),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_on_every_rank(ranks, name):
-    case = {
-        "weights beside a batch norm over all ranks": Case(
-            **TWO, operations=(both(0, 1), Weigh((1, 3)), Backward()), batch_norm=True
-        ),
-        "own writes": Case(**TWO, operations=(both(0, 1), Backward()), writes="own"),
-    }[name]
-    assert check(ranks("gloo", 2), case)["raised"]
+    assert check(ranks("gloo", 2), REFUSED[name])["raised"]
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -73,9 +73,9 @@ class BackwardPass:
         self.may_be_unused = find_unused
         if find_unused or skip_unused:
             self.used = UsedParameters(parameters, process_group, find_unused)
+        self._graphs = GraphWatch(parameters, on_enter)
         if static_graph:
             self.set_static()
-        self._graphs = GraphWatch(parameters, on_enter)
 
     @property
     def varies(self) -> bool:
@@ -87,6 +87,9 @@ class BackwardPass:
         self.may_be_unused = True
         if self.used is None:
             self.used = UsedParameters(self._parameters, self._process_group, False)
+        if not self.used.is_static:
+            # Passes before this one may have had another graph.
+            self._graphs.forget()
         self.used.set_static()
 
     def on_forward(self, outputs: object) -> None:

@@ -116,6 +116,10 @@ class GraphWatch:
             # A strong reference would keep a Reducer alive for as long as some graph is.
             node.register_prehook(partial(_enter, weakref.ref(self), forward))
 
+    def forget(self) -> None:
+        """Forgets the last walk: the next forward pass is walked in any case."""
+        self._last = None
+
     def _record(self, leaves: list[torch.Tensor] | None) -> _Forward:
         if leaves is None:
             return _Forward(None)

@@ -286,7 +286,11 @@ class Reducer:
         self._buckets.keep_views()
 
     def set_static_graph(self) -> None:
-        """Acts as `static_graph=True` from the next backward pass on. Idempotent."""
+        """Acts as `static_graph=True` from the next forward pass on. Idempotent.
+
+        Must be called on all ranks alike. A graph that is alive already may raise when it goes
+        backward, if it has reentrant checkpoints.
+        """
         self._pass.set_static()
 
     def set_broadcast_buffers(self, enabled: bool) -> None:

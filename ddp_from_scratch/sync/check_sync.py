@@ -16,8 +16,9 @@ from ddp_from_scratch.sync.checksum import checksums
 # Averages from one check to the next if forward passes write to parameters.
 EVERY_AFTER_WRITES = 100
 _WRITTEN = (
-    "Forward passes write to parameters, and not from what is the same on every rank: write to "
-    "them after the step, alike on every rank, or keep in a buffer what follows a rank's data"
+    "Forward passes write to parameters, so ranks are compared: write to them after the step, "
+    "alike on every rank, or keep in a buffer what follows a rank's data; and take no step on "
+    "gradients that are not averaged"
 )
 
 # (dtype and shape, checksum): all that ranks exchange of a tensor, unless it differs.

@@ -200,3 +200,55 @@ def late(world):
 
 def test_a_graph_may_be_declared_static_later(pair):
     pair(late)
+
+
+class Hidden(Shared):
+    """Its checkpoints hide all parameters from a walk over the graph, once they are switched on."""
+
+    def __init__(self):
+        super().__init__(reentrant=True)
+        self.on = False
+
+    def forward(self, x):
+        def segment(total, inside, factor):
+            return total + (inside[0] * factor).sum() + (self.p0 * x).sum() + 0 * total.tanh()
+
+        total = torch.zeros((), requires_grad=True)
+        for p, factor in ((self.p1, 2 * x), (self.p2, 3 * x)):
+            if self.on:
+                total = checkpoint(segment, total, [p], factor, use_reentrant=True)
+            else:
+                total = segment(total, [p], factor)
+        return total
+
+
+def late_with_another_graph(world):
+    model = Hidden()
+    reducer = Reducer(model, find_unused_parameters=True)
+    model(own(world)).backward()
+    model.on = True
+    reducer.set_static_graph()
+    for _ in range(2):
+        model.zero_grad()
+        model(own(world)).backward()
+        assert grads_of(model) == [2 * mean(world), 2 * mean(world), 3 * mean(world)]
+
+
+def test_a_graph_declared_static_later_may_differ_from_those_before(pair):
+    pair(late_with_another_graph)
+
+
+def set_again(world):
+    """The first pass stays what later ones are compared with."""
+    model = Terms(1, 2, 3)
+    reducer = Reducer(model)
+    reducer.set_static_graph()
+    model(own(world), (0, 1)).backward()
+    reducer.set_static_graph()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="p1 0 instead of 1, p2 1 instead of 0"):
+        model(own(world), (0, 2)).backward()
+
+
+def test_declaring_it_again_changes_nothing(pair):
+    pair(set_again)

@@ -153,6 +153,32 @@ def test_what_all_ranks_write_alike_is_right(crew, wrapped):
     assert all(error is None for error, _ in results)
 
 
+def steps_alone(world, options):
+    """An optimizer's step on local gradients, before ranks are compared."""
+    model = Normalised()
+    broadcast_parameters(model)
+    reducer = Reducer(model, **options)
+    optimizer = torch.optim.SGD(model.linear.parameters(), lr=0.01)
+    try:
+        with reducer.no_sync():
+            model(torch.full((2, 3), world.rank + 1.0)).sum().backward()
+        optimizer.step()
+        model(torch.ones(2, 3)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        reducer.remove()
+    return None
+
+
+@pytest.mark.parametrize("option", [None, "find_unused_parameters", "static_graph"])
+def test_a_step_on_local_gradients_before_ranks_are_compared_is_named(ranks, option):
+    errors = ranks("gloo", 2)(steps_alone, {option: True} if option else {})
+    assert errors == errors[:1] * 2
+    assert errors[0].startswith("average 1: parameter linear.weight is not the same on all ranks")
+    assert "no step on gradients that are not averaged" in errors[0]
+
+
 class LaterOn(Normalised):
     """Begins in the third pass; from rank to rank alike, at first."""
 

@@ -18,7 +18,7 @@ UNUSED = r"no gradient in the last backward pass on rank {rank} for: "
 CHANGED = r"became .* on rank {rank} after the Reducer was made"
 UNEQUAL = r"the weights of ranks differ, and the module has synchronised batch norm"
 LATE = r"a forward pass on rank {rank} has written to written"
-DRIFTED = r"average 1: parameter written is not the same on all ranks"
+DRIFTED = r"average 1: parameter {name} is not the same on all ranks"
 SECOND = r"got a second gradient on rank {rank} "
 NOT_STATIC = r"static_graph=True, but .* on rank {rank} "
 

@@ -273,6 +273,14 @@ class Oracle:
             if counted
         }
 
+    def _drifted(self) -> str | None:
+        """The first parameter that is not the same on all ranks, whatever has made it so."""
+        models = [player.model.named_parameters() for player in self._players]
+        for (name, first), *others in zip(*models, strict=True):
+            if not all(torch.equal(first, other) for _, other in others):
+                return name
+        return None
+
     def _name(self, index: int) -> str:
         return self._names[id(self._players[0].parameters[index])]
 
@@ -307,9 +315,12 @@ class Oracle:
         averages = self._varies or self._whole.static_graph or all(complete)
         if averages and not self._averaged:
             self._averaged, self._watched = True, self._wrote
-            if self._wrote and self._whole.writes == "own":
+            drifted = self._drifted() if self._wrote else None
+            if drifted is not None:
+                # A rank with a second gradient says that instead, and is not compared.
+                errors = "|".join((DRIFTED.format(name=drifted), *may))
                 everyone = range(self._whole.world_size)
-                return Expected({rank: (DRIFTED, set[str]()) for rank in everyone}, may=may)
+                return Expected({rank: (errors.format(rank=rank), set[str]()) for rank in everyone})
         inherited = self._take_inherited() if averages else set()
         if self._varies:
             self._average_all(set.union(*self._used) | inherited)
