@@ -220,6 +220,7 @@ def other_settings(world, changed):
         {"eps": 1e-6},
         {"maximize": True},
         {"weight_decay": 0.0},
+        {"decoupled_weight_decay": False},
         {"step": 1},
     ],
     ids=str,
