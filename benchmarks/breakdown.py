@@ -65,7 +65,7 @@ from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.node.reduction import Reduction
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
-from ddp_from_scratch.optim import node_shared_sgd, sgd
+from ddp_from_scratch.optim.flat_params import FlatParams
 
 MODELS = ("mlp", "resnet18")
 DURATION = Duration(usual=10.0, full=30.0)
@@ -143,12 +143,11 @@ class StepClock:
             (torch.Tensor, "backward", "backward"),
             (torch.optim.SGD, "step", "optimizer"),
             (SGD, "step", "optimizer"),
-            (sgd, "update", "optimizer"),
+            (FlatParams, "update", "optimizer"),
             (Packing, "pack_one", "packing"),
             (Packing, "pack", "packing"),
             (Packing, "unpack", "packing"),
             (Bucket, "wait", "waiting"),
-            (node_shared_sgd, "update", "optimizer"),
             (Reduction, "fold", "averaging"),
         ]
         # Of the job's own class: NodeSharedSGD, which alone calls these, meets the others there.

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ddp_from_scratch.comm_hooks import power_sgd
     from ddp_from_scratch.errors import UsageError
     from ddp_from_scratch.launch.supervisor import start_ranks
-    from ddp_from_scratch.optim.node_shared_sgd import NodeSharedSGD
+    from ddp_from_scratch.optim.adam import Adam, AdamW
+    from ddp_from_scratch.optim.node_shared import NodeSharedAdam, NodeSharedAdamW, NodeSharedSGD
     from ddp_from_scratch.optim.sgd import SGD
     from ddp_from_scratch.reducer.join import JoinableReducer, join
     from ddp_from_scratch.reducer.reducer import Reducer
@@ -34,8 +35,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SGD",
+    "Adam",
+    "AdamW",
     "DistributedDataParallel",
     "JoinableReducer",
+    "NodeSharedAdam",
+    "NodeSharedAdamW",
     "NodeSharedSGD",
     "Reducer",
     "SyncBatchNorm",
@@ -55,9 +60,13 @@ __all__ = [
 # Imported when first asked for (PEP 562): what starts ranks, or prints --help, needs no torch.
 _MODULES = {
     "SGD": "optim.sgd",
+    "Adam": "optim.adam",
+    "AdamW": "optim.adam",
     "DistributedDataParallel": "torch_ddp.distributed_data_parallel",
     "JoinableReducer": "reducer.join",
-    "NodeSharedSGD": "optim.node_shared_sgd",
+    "NodeSharedAdam": "optim.node_shared",
+    "NodeSharedAdamW": "optim.node_shared",
+    "NodeSharedSGD": "optim.node_shared",
     "Reducer": "reducer.reducer",
     "SyncBatchNorm": "sync.sync_batch_norm",
     "UsageError": "errors",

@@ -35,8 +35,12 @@ ROOMS = {
 def test_public_names():
     assert ddp_from_scratch.__all__ == [
         "SGD",
+        "Adam",
+        "AdamW",
         "DistributedDataParallel",
         "JoinableReducer",
+        "NodeSharedAdam",
+        "NodeSharedAdamW",
         "NodeSharedSGD",
         "Reducer",
         "SyncBatchNorm",

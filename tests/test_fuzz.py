@@ -77,7 +77,7 @@ TOGETHER = {
         **TWO,
         operations=(both(0, 1), Backward(), Move(), Step(), Zero(), both(0, 1), Backward(), Step()),
         gradient_as_bucket_view=True,
-        flat_sgd=True,
+        flat=True,
     ),
     "a second Reducer, and a parameter that it never saw": Case(
         **TWO,

@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ddp_from_scratch as ddp
 from tests.checks.test_stall_watch import AFTER_S, Layers, until_reported
+from tests.support.optimizer_pair import torchs
 from tests.support.ranks import ROOT, on_one_gpu
 
 pytestmark = [
@@ -82,7 +83,7 @@ def assert_alike(results: list[Any]) -> None:
 # As torch's class ---------------------------------------------------------------------------------
 
 
-def beside_torch(world, how, optimizer, options):
+def beside_torch(world, how, optimizer, options, kind="SGD"):
     """Gradients and parameters have the bits of torch's class, step by step."""
     views = options.get("gradient_as_bucket_view", False)
     theirs = TorchDDP(network(world.rank), device_ids=[0], gradient_as_bucket_view=views)
@@ -93,12 +94,13 @@ def beside_torch(world, how, optimizer, options):
     else:
         ddp.broadcast_parameters(ours)
         model, reducer = ours, ddp.Reducer(ours, bucket_cap_mb=CAP_MB, **options)
-    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    reference = torch.optim.SGD(theirs.parameters(), foreach=False, **settings)
+    settings = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 0.01}
+    settings["weight_decay"] = 0.01
+    reference = torchs(kind)(theirs.parameters(), **settings)
     if optimizer == "torch":
-        stepped = torch.optim.SGD(ours.parameters(), foreach=False, **settings)
+        stepped = torchs(kind)(ours.parameters(), **settings)
     else:
-        stepped = ddp.SGD(ours.parameters(), reducer=reducer, **settings)
+        stepped = getattr(ddp, kind)(ours.parameters(), reducer=reducer, **settings)
     for step in range(5):
         x = batch(world.rank, step)
         reference.zero_grad()
@@ -132,8 +134,9 @@ def test_as_torch_bit_for_bit_without_overlap(crew, views):
 
 @pytest.mark.parametrize("optimizer", ["in two calls", "in one call"])
 @pytest.mark.parametrize("how", ["reducer", "wrapper"])
-def test_flat_sgd_as_torch_bit_for_bit(crew, how, optimizer):
-    assert_alike(crew(beside_torch, how, optimizer, VIEWS))
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_flat_optimizers_as_torch_bit_for_bit(crew, how, optimizer, kind):
+    assert_alike(crew(beside_torch, how, optimizer, VIEWS, kind))
 
 
 # What the host and the streams do -----------------------------------------------------------------

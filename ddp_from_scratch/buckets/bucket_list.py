@@ -60,6 +60,8 @@ class BucketList:
         self.all: tuple[GradientBucket, ...] = ()
         self.flat: tuple[Bucket, ...] = ()
         self.bucket_of: dict[int, GradientBucket] = {}
+        # The names in the order of the present layout.
+        self._order: Sequence[str] = ()
 
     def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> None:
         """Replaces the buckets by new ones for gradients that become ready in this order.
@@ -76,7 +78,17 @@ class BucketList:
         for bucket in self.flat:
             # The new buckets lie in the same memory, in another order.
             bucket.detach_grads()
-        dense, sparse = self._indices(order)
+        self._order = order
+        self._make()
+
+    def keep_views(self) -> None:
+        """Acts as `gradient_as_bucket_view=True` from now on. Idempotent."""
+        if not self.gradient_as_bucket_view:
+            self.gradient_as_bucket_view = True
+            self._make()
+
+    def _make(self) -> None:
+        dense, sparse = self._indices(self._order)
         self.flat = make_buckets(
             self.parameters[: self._in_flat],
             dense,

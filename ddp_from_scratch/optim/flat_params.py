@@ -1,28 +1,39 @@
-"""Flat parameters and momentum: neighbours of a bucket moved into one tensor, which `sgd.py` steps.
+"""Flat parameters and their state: neighbours of a bucket moved into one tensor, stepped together.
 
 bucket.buffer   |<- fc2.bias ->|<------ fc2.weight ------>|<- fc1.bias ->| ...
 run.gradient    |<- fc2.bias ->|<------ fc2.weight ------>|    a part of the buffer
 run.flat        |<- fc2.bias ->|<------ fc2.weight ------>|    every `.data` is a window of it
-momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    every "momentum_buffer", too
+momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    so is every state: "exp_avg", ...
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.buckets.memory import lies_at
+from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule
 
 Allocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
-# Each parameter begins at a multiple of this many bytes, as torch allocates it. At other addresses
-# BLAS rounds a matrix product differently.
-_ALIGNMENT = 64
+
+class Stretch(NamedTuple):
+    """Neighbours in a run that are stepped alike: the members `first` to `last - 1`.
+
+    Attributes:
+        age: the steps that their state has seen; see `UpdateRule`.
+    """
+
+    first: int
+    last: int
+    age: int
 
 
 class FlatParams:
     """A run: neighbours in a bucket that belong to one parameter group, in one flat tensor.
+
+    Each member begins at a cache line, since torch allocates it so: at other addresses BLAS rounds
+    a matrix product differently, and a step may round other elements as its last ones.
 
     Args:
         bucket: holds their gradients.
@@ -45,15 +56,23 @@ class FlatParams:
         begin = bucket.layout.offsets[members.start]
         numel = sum(parameter.numel() for parameter in self.parameters)
         self.gradient = bucket.buffer()[begin : begin + numel]
+        # The elements at which the members begin, and the end of the last one.
+        self._offsets = [bucket.layout.offsets[i] - begin for i in members] + [numel]
         self.flat = allocate(self.gradient)
         self.places = self._windows(self.flat)
-        # Allocated by the first step with momentum, if there is one.
-        self._momentum: torch.Tensor | None = None
-        self._momentum_places: list[torch.Tensor] = []
+        # The state by its key: a flat tensor and its windows. Allocated by the first step that
+        # needs them.
+        self._state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
         # The parameters stay the same objects: the module and other optimizers hold them.
         for parameter, place in zip(self.parameters, self.places, strict=True):
             place.copy_(parameter)
             parameter.data = place
+        self._rows = [
+            (parameter, place.data_ptr(), gradient.data_ptr(), gradient.stride())
+            for parameter, place, gradient in zip(
+                self.parameters, self.places, self.gradients, strict=True
+            )
+        ]
 
     def _windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Cuts `flat` into windows, each with the offset and strides of a member's gradient."""
@@ -62,42 +81,96 @@ class FlatParams:
             flat.as_strided(g.shape, g.stride(), g.storage_offset() - begin) for g in self.gradients
         ]
 
-    def in_place(self) -> bool:
-        """True if all parameters and gradients lie in their windows."""
-        return all(
-            parameter.grad is not None
-            and lies_at(parameter.grad, gradient)
-            and lies_at(parameter, place)
-            for parameter, gradient, place in zip(
-                self.parameters, self.gradients, self.places, strict=True
-            )
-        )
+    def in_place(self) -> list[int]:
+        """Returns the members whose parameter and gradient lie in their windows."""
+        # Once per parameter and step, so with addresses that are known already.
+        return [
+            index
+            for index, (parameter, at, gradient_at, strides) in enumerate(self._rows)
+            if (gradient := parameter.grad) is not None
+            and parameter.data_ptr() == at
+            and gradient.data_ptr() == gradient_at
+            and parameter.stride() == strides
+            and gradient.stride() == strides
+        ]
 
-    def gather_momentum(self, states: Sequence[dict[str, Any]]) -> torch.Tensor:
-        """Moves the members' momentum, as far as there is any, into one flat tensor."""
-        flat, places = self.momentum()
-        for state, place in zip(states, places, strict=True):
-            move_momentum(state, place)
-        return flat
+    def gather(
+        self,
+        members: Sequence[int],
+        states: Mapping[torch.Tensor, dict[str, Any]],
+        rule: UpdateRule,
+        group: dict[str, Any],
+    ) -> list[Stretch]:
+        """Moves the state of these members into flat tensors, and joins neighbours of one age."""
+        names = rule.state_names(group)
+        ages = [1] * len(self.parameters)
+        for name in names:
+            places = self._slot(name)[1]
+            for index in members:
+                state, place = states[self.parameters[index]], places[index]
+                held = state.get(name)
+                if held is place:
+                    continue
+                if held is None:
+                    place.zero_()
+                    ages[index] = 0
+                else:
+                    # Loaded from a checkpoint, or from an earlier layout of the buckets.
+                    place.copy_(held)
+                state[name] = place
+        if "step" in names:
+            ages = list(map(int, self._slot("step")[0].tolist()))
+        return _stretches(members, ages)
 
-    def momentum(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Returns a flat tensor for the momentum of all members, and its windows."""
-        if self._momentum is None:
-            self._momentum = self._allocate(self.flat)
-            self._momentum_places = self._windows(self._momentum)
-        return self._momentum, self._momentum_places
+    def _slot(self, name: str) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Returns a flat tensor for one state of all members, and its windows."""
+        if name not in self._state:
+            if name == "step":
+                # Numbers for Python, on whatever device the parameters are.
+                steps = torch.zeros(len(self.parameters))
+                self._state[name] = steps, steps.unbind()
+            else:
+                flat = self._allocate(self.flat)
+                self._state[name] = flat, self._windows(flat)
+        return self._state[name]
+
+    def update(
+        self,
+        stretches: Sequence[Stretch],
+        rule: UpdateRule,
+        group: dict[str, Any],
+        begin: int,
+        gradient: torch.Tensor,
+    ) -> None:
+        """Steps the elements from `begin` on with this part of the gradient."""
+        names = (name for name in rule.state_names(group) if name != "step")
+        flats = [self.flat, *(self._slot(name)[0] for name in names)]
+        for first, last, age in stretches:
+            low = max(self._offsets[first], begin)
+            high = min(self._offsets[last], begin + gradient.numel())
+            if low < high:
+                parameter, *state = (flat[low:high] for flat in flats)
+                part = gradient[low - begin : high - begin]
+                rule.update_flat([parameter, part, *state], age, group)
+
+    def count(self, stretches: Sequence[Stretch]) -> None:
+        """Adds 1 to the "step" of these members, if their state has one."""
+        if "step" in self._state:
+            for first, last, _ in stretches:
+                self._state["step"][0][first:last].add_(1)
 
 
-def move_momentum(state: dict[str, Any], place: torch.Tensor) -> bool:
-    """Moves a parameter's momentum to `place`; True if it has no values yet."""
-    held = state.get("momentum_buffer")
-    if held is None:
-        place.zero_()
-    elif held is not place:
-        # Loaded from a checkpoint, or from an earlier layout of the buckets.
-        place.copy_(held)
-    state["momentum_buffer"] = place
-    return held is None
+def _stretches(members: Iterable[int], ages: Sequence[int]) -> list[Stretch]:
+    """Joins members that are neighbours and have one age."""
+    found: list[Stretch] = []
+    first, last, age = 0, 0, 0
+    for index in members:
+        if index != last or ages[index] != age:
+            found.append(Stretch(first, last, age))
+            first, age = index, ages[index]
+        last = index + 1
+    found.append(Stretch(first, last, age))
+    return [stretch for stretch in found if stretch.first < stretch.last]
 
 
 def make_flat_params(
@@ -116,7 +189,7 @@ def make_flat_params(
     cuts: list[int] = []
     for i in range(len(movable)):
         # Most sizes are multiples of 16 elements. After one that is not, the next run begins.
-        odd = bool(cuts) and (offsets[i] - offsets[cuts[-1]]) * itemsize % _ALIGNMENT
+        odd = bool(cuts) and (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE
         if i == 0 or odd or movable[i] != movable[i - 1]:
             cuts.append(i)
     return [

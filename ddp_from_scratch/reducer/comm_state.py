@@ -108,7 +108,7 @@ class CommState:
 
     @contextmanager
     def keeping_local(self) -> Iterator[None]:
-        """Keeps local gradients in the buckets inside the context; used by `node_shared_sgd.py`.
+        """Keeps local gradients in the buckets inside the context; used by `node_shared.py`.
 
         Raises:
             RuntimeError: a comm hook is registered.

@@ -281,6 +281,18 @@ class Reducer:
             self._tuning.check_hook(hook)
         self.comm.set_hook(hook, state)
 
+    def keep_bucket_views(self) -> None:
+        """Acts as `gradient_as_bucket_view=True` from now on. Idempotent.
+
+        A `.grad` that is there keeps its memory until the next average.
+
+        Raises:
+            RuntimeError: gradients are under way.
+        """
+        if any(bucket.begun for bucket in self._buckets.all):
+            raise RuntimeError("gradients that are under way cannot move into their buckets")
+        self._buckets.keep_views()
+
     def set_static_graph(self) -> None:
         """Acts as `static_graph=True` from the next forward pass on. Idempotent.
 

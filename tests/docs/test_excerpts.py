@@ -32,7 +32,7 @@ FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "torch._dynamo",
-        "ddp_from_scratch.optim.node_shared_sgd",
+        "ddp_from_scratch.optim.node_shared",
         "ddp_from_scratch.torch_ddp.distributed_data_parallel",
         "ddp_from_scratch.world.process_group",
         "tests.docs.test_excerpts",

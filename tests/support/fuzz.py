@@ -5,7 +5,7 @@
 hypothesis makes the programs (`fuzz_case.py`): models with branches, shared and unused parameters,
 several dtypes, outputs and buffers, activation checkpointing, batch norm over all ranks;
 accumulation, several forward passes for one backward and the other way round, retained graphs,
-losses in parts, freezing, weights of ranks, unequal numbers of steps; comm hooks and flat SGD;
+losses in parts, freezing, weights of ranks, unequal numbers of steps; comm hooks; flat optimizers;
 parameters and gradients that are moved, Reducers that follow one another, transforms of torch.func,
 forward passes that write to parameters.
 Each is played on the ranks by a
@@ -218,7 +218,8 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         hook=None if below else draw(st.sampled_from([None, None, *HOOKS])),
         checkpoint=draw(st.sampled_from(again)),
         batch_norm=batch_norm,
-        flat_sgd=view and draw(st.booleans()),
+        optimizer=draw(st.sampled_from(["SGD", "SGD", "AdamW"])),
+        flat=draw(st.booleans()),
         momentum=momentum,
         writes=None if batch_norm else draw(st.sampled_from([None] * 8 + ["own", "alike"])),
         broadcast_buffers=draw(st.booleans()),

@@ -8,6 +8,7 @@ one rank's part. Everything random (weights, inputs) comes from numbers in the c
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH = 3
 LR = 0.002  # gradients must not explode: rounding is compared with their size
+# With the bits of this library's.
+TORCHS = {"SGD": torch.optim.SGD, "AdamW": partial(torch.optim.AdamW, fused=True)}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -122,7 +125,8 @@ class Case:
             parameter that only ranks use which use branch 0.
         writes: forward passes write to a parameter, on each rank its "own", or on all "alike".
         broadcast_buffers: of a bare Reducer.
-        flat_sgd: `ddp.SGD` in place of torch's.
+        optimizer: "SGD" or "AdamW".
+        flat: this library's optimizer in place of torch's.
     """
 
     world_size: int
@@ -140,11 +144,19 @@ class Case:
     hook: str | None = None
     checkpoint: str | None = None
     batch_norm: bool = False
-    flat_sgd: bool = False
+    optimizer: str = "SGD"
+    flat: bool = False
     momentum: float = 0.0
     writes: str | None = None
     broadcast_buffers: bool = False
     seed: int = 0
+
+    @property
+    def optimizer_settings(self) -> dict[str, Any]:
+        # A large eps: AdamW's step with a gradient near 0 would show each rounding of it.
+        return {"lr": LR} | (
+            {"momentum": self.momentum} if self.optimizer == "SGD" else {"eps": 0.1}
+        )
 
     @property
     def sends_buffers(self) -> bool:
@@ -164,7 +176,8 @@ class Case:
                 ("hook", None),
                 ("checkpoint", None),
                 ("batch_norm", False),
-                ("flat_sgd", False),
+                ("optimizer", "SGD"),
+                ("flat", False),
                 ("momentum", 0.0),
                 ("writes", None),
                 ("broadcast_buffers", False),
@@ -292,7 +305,7 @@ class Player:
         weigh: takes this rank's amount.
         join: makes a context for unequal numbers of steps; takes whom to divide by.
         again: takes a Reducer off and makes a new one.
-        optimizer: makes one of parameters, lr and momentum.
+        optimizer: makes one of parameters and settings; None means torch's.
     """
 
     def __init__(
@@ -304,7 +317,7 @@ class Player:
         no_sync: Callable[[], Any] = contextlib.nullcontext,
         weigh: Callable[[float], None] | None = None,
         join: Callable[[bool], Any] | None = None,
-        optimizer: Callable[..., Any] = torch.optim.SGD,
+        optimizer: Callable[..., Any] | None = None,
         again: Callable[["Player"], None] | None = None,
     ) -> None:
         self.case, self.rank, self.model = case, rank, model
@@ -317,7 +330,8 @@ class Player:
             self.parameters.append(model.written)
         self.retain = False  # every graph
         self.graphs: list[dict[int, Any]] = []
-        self.optimizer = optimizer(self.parameters, lr=LR, momentum=case.momentum)
+        optimizer = optimizer or TORCHS[case.optimizer]
+        self.optimizer = optimizer(self.parameters, **case.optimizer_settings)
 
     def play(self, number: int, op: Operation) -> None:
         """The case's operation with this number."""

@@ -218,6 +218,7 @@ class Oracle:
         """Whether it makes sense here."""
         case, players = self._whole, self._players
         static = case.static_graph or case.divided or case.batch_norm or case.momentum
+        static = static or case.optimizer != "SGD"
         if (
             case.writes
             or any(self._inherited)

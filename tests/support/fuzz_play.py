@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp_from_scratch as ddp
-from tests.support.fuzz_case import LR, Backward, Case, Forward, Net, Player, State, Zero
+from tests.support.fuzz_case import TORCHS, Backward, Case, Forward, Net, Player, State, Zero
 
 DIVIDED_LIMIT_S = 1.5
 
@@ -82,18 +82,18 @@ def _with_ours(
             "join": lambda initial: join(divide_by_initial_world_size=initial),
         }
 
-    def optimizer(*arguments: Any, **options: Any) -> Any:
-        if case.flat_sgd:
-            return ddp.SGD(*arguments, reducer=reducers[-1], **options)
-        return torch.optim.SGD(*arguments, **options)
+    def optimizer(parameters: Any, **settings: Any) -> Any:
+        if case.flat:
+            return getattr(ddp, case.optimizer)(parameters, reducer=reducers[-1], **settings)
+        return TORCHS[case.optimizer](parameters, **settings)
 
     def again(player: Player) -> None:
         reducers[-1].remove()
         for name, value in wrap().items():
             setattr(player, name, value)
-        if case.flat_sgd:
+        if case.flat:
             state = player.optimizer.state_dict()
-            player.optimizer = optimizer(player.parameters, lr=LR, momentum=case.momentum)
+            player.optimizer = optimizer(player.parameters, **case.optimizer_settings)
             player.optimizer.load_state_dict(state)
 
     return Player(case, world.rank, model, **wrap(), optimizer=optimizer, again=again), reducers

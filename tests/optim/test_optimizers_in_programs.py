@@ -1,4 +1,4 @@
-"""ddp.SGD beside schedulers, scalers, clipping and changes to parameters, as torch.optim.SGD."""
+"""Flat optimizers beside schedulers, scalers, clipping and changes to parameters, as torch's."""
 
 import copy
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from ddp_from_scratch import SGD, Reducer
-from tests.support.sgd_pair import MOMENTUM, Net, Pair, inputs
+from ddp_from_scratch import SGD, AdamW, Reducer
+from tests.support.optimizer_pair import Net, Pair, each_kind, inputs
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -20,19 +20,21 @@ pytestmark = pytest.mark.usefixtures("alone")
         lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),  # momentum, too
     ],
 )
-def test_schedulers(make):
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_schedulers(make, options):
+    pair = Pair(**options)
     schedulers = [make(optimizer) for _, optimizer in pair.both]
     for x in inputs(6):
         pair.step(x)
         pair.check()
         for scheduler in schedulers:
             scheduler.step()
-    assert pair.our_sgd.param_groups[0]["lr"] != 0.05
+    assert pair.our_optimizer.param_groups[0]["lr"] != 0.05
 
 
-def test_grad_scaler_skips_the_same_step():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_grad_scaler_skips_the_same_step(options):
+    pair = Pair(**options)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in "12"]
     for step, x in enumerate(inputs(6)):
         before = pair.ours.p5.detach().clone()
@@ -46,8 +48,9 @@ def test_grad_scaler_skips_the_same_step():
     assert scalers[0].state_dict() == scalers[1].state_dict()
 
 
-def test_clipping():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_clipping(options):
+    pair = Pair(**options)
     for x in inputs(4):
         pair.backward(x)
         norms = [clip_grad_norm_(model.parameters(), 0.1) for model, _ in pair.both]
@@ -57,8 +60,9 @@ def test_clipping():
         pair.check()
 
 
-def test_closure():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_closure(options):
+    pair = Pair(**options)
     for x in inputs(3):
         losses = []
         for model, optimizer in pair.both:
@@ -74,8 +78,9 @@ def test_closure():
         pair.check()
 
 
-def test_model_loaded_in_the_course():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_model_loaded_in_the_course(options):
+    pair = Pair(**options)
     pair.train(2)
     saved = copy.deepcopy(pair.ours.state_dict())
     pair.train(2)
@@ -84,8 +89,9 @@ def test_model_loaded_in_the_course():
     pair.train(2)
 
 
-def test_parameter_without_a_gradient_stays():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_parameter_without_a_gradient_stays(options):
+    pair = Pair(**options)
     for step, x in enumerate(inputs(5)):
         pair.backward(x)
         if step != 2:  # the first steps, too, so that only some members have momentum
@@ -98,8 +104,9 @@ def test_parameter_without_a_gradient_stays():
         assert torch.equal(before, pair.ours.p1) == (step != 2)
 
 
-def test_data_that_was_replaced_is_stepped_where_it_lies():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_data_that_was_replaced_is_stepped_where_it_lies(options):
+    pair = Pair(**options)
     pair.train(2)
     before = [model.p5.data for model, _ in pair.both]
     elsewhere = [model.p5.detach().clone() for model, _ in pair.both]
@@ -112,8 +119,9 @@ def test_data_that_was_replaced_is_stepped_where_it_lies():
     pair.train(2)
 
 
-def test_gradient_that_was_replaced():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_gradient_that_was_replaced(options):
+    pair = Pair(**options)
     for x in inputs(3):
         pair.backward(x)
         for model, optimizer in pair.both:
@@ -122,13 +130,14 @@ def test_gradient_that_was_replaced():
         pair.check()
 
 
-def test_parameters_in_shared_memory_stay_shared():
+@each_kind
+def test_parameters_in_shared_memory_stay_shared(options):
     def make() -> nn.Module:
         model = Net()
         model.p6 = nn.Parameter(model.p5.data[:17])
         return model
 
-    pair = Pair(make, **MOMENTUM)
+    pair = Pair(make, **options)
     pair.train()
     assert pair.ours.p6.data_ptr() == pair.ours.p5.data_ptr()
 
@@ -149,8 +158,9 @@ def test_autograd_notices_that_parameters_changed():
         reducer.remove()
 
 
-def test_a_reducer_taken_off():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_a_reducer_taken_off(options):
+    pair = Pair(**options)
     pair.train(2)
     pair.reducer.remove()
     pair.train(2)
@@ -171,9 +181,13 @@ def test_values_out_of_range_are_refused_as_by_torch(options):
     assert str(ours.value) == str(theirs.value)
 
 
-def test_a_reducer_that_does_not_fit_is_refused():
+@pytest.mark.parametrize("name", ["foreach", "fused", "capturable", "differentiable"])
+def test_settings_that_choose_a_kernel_are_refused(name):
     model = Net()
-    with pytest.raises(ValueError, match="with gradient_as_bucket_view=True"):
-        SGD(model.parameters(), reducer=Reducer(model))
+    with pytest.raises(TypeError, match=f"AdamW takes no {name}: it has one kernel"):
+        AdamW(model.parameters(), reducer=Reducer(model), **{name: True})
+
+
+def test_a_reducer_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="none of params is one of the reducer's"):
-        SGD(Net().parameters(), reducer=Reducer(model, gradient_as_bucket_view=True))
+        SGD(Net().parameters(), reducer=Reducer(Net()))

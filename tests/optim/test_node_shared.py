@@ -1,6 +1,7 @@
-"""One copy of the parameters for all ranks of a machine: the same numbers, and no copy more."""
+"""One copy of parameters and state for a machine: the same numbers, and no copy more."""
 
 import copy
+import itertools
 import time
 import warnings
 from datetime import timedelta
@@ -16,14 +17,25 @@ from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
 from ddp_from_scratch.node import windows
 from ddp_from_scratch.node.staging import share_of
+from tests.support.optimizer_pair import torchs
+from tests.support.tiers import slow
 
 SETTINGS = (
-    {"lr": 0.01},
-    {"lr": 0.01, "momentum": 0.9},
-    {"lr": 0.01, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
-    {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-    {"lr": 0.01, "maximize": True},
+    ("SGD", {"lr": 0.01}),
+    ("SGD", {"lr": 0.01, "momentum": 0.9}),
+    ("SGD", {"lr": 0.01, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("SGD", {"lr": 0.01, "maximize": True}),
+    ("AdamW", {"lr": 1e-3}),
+    ("AdamW", {"lr": 1e-3, "betas": (0.8, 0.9), "weight_decay": 0.1, "amsgrad": True}),
+    ("Adam", {"lr": 1e-3, "weight_decay": 0.1, "maximize": True}),
 )
+BOTH = (("SGD", {"lr": 0.01, "momentum": 0.9}), ("AdamW", {"lr": 1e-3, "weight_decay": 0.1}))
+each_kind = pytest.mark.parametrize(("kind", "settings"), BOTH, ids=["SGD", "AdamW"])
+
+
+def node_shared(kind):
+    return getattr(ddp, f"NodeShared{kind}")
 
 
 class Net(nn.Module):
@@ -79,31 +91,30 @@ def train(world, optimizer_class, settings, two_calls):
     return model, optimizer
 
 
-def as_flat_sgd(world):
-    for settings in SETTINGS:
-        for two_calls in (False, True):
-            expected, flat = train(world, ddp.SGD, settings, two_calls)
-            model, shared = train(world, ddp.NodeSharedSGD, settings, two_calls)
-            exact = world.world_size & (world.world_size - 1) == 0
-            near = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-6}
-            torch.testing.assert_close(model.state_dict(), expected.state_dict(), **near)
-            torch.testing.assert_close(shared.state_dict(), flat.state_dict(), **near)
+def as_flat(world):
+    # Each way with each class, but not with each of its settings.
+    for (kind, settings), two_calls in zip(SETTINGS, itertools.cycle((False, True))):
+        expected, flat = train(world, getattr(ddp, kind), settings, two_calls)
+        model, shared = train(world, node_shared(kind), settings, two_calls)
+        exact = world.world_size & (world.world_size - 1) == 0
+        near = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(model.state_dict(), expected.state_dict(), **near)
+        torch.testing.assert_close(shared.state_dict(), flat.state_dict(), **near)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_numbers_are_those_of_flat_sgd(ranks, size):
-    ranks("mpi", size)(as_flat_sgd)
+@pytest.mark.parametrize("size", [slow(2), 3, 4])
+def test_the_numbers_are_those_of_the_flat_optimizer(ranks, size):
+    ranks("mpi", size)(as_flat)
 
 
-def one_copy(world):
-    model, _, optimizer = made(ddp.NodeSharedSGD, {"lr": 0.01, "momentum": 0.9})
-    model.other.requires_grad_(False)
-    model, _, optimizer = made(ddp.NodeSharedSGD, {"lr": 0.01, "momentum": 0.9})
+def one_copy(world, kind, settings):
+    model, _, optimizer = made(node_shared(kind), settings)
     loss = loss_of(model, world, 0) + loss_of(model, world, 0, branch=True)
     optimizer.backward_and_step(loss)
     assert all(parameter.grad is None for parameter in model.parameters())
-    momentum = optimizer.state[model.wide.weight]["momentum_buffer"]
-    for tensor, value in ((model.wide.weight, 7.0), (momentum, 8.0)):
+    state = dict(optimizer.state[model.wide.weight])
+    state.pop("step", None)  # each rank's own
+    for value, tensor in enumerate((model.wide.weight, *state.values()), 7):
         dist.barrier()
         if world.rank == world.world_size - 1:
             with torch.no_grad():
@@ -119,33 +130,48 @@ def one_copy(world):
     assert model.wide.weight.eq(7.0).all()
 
 
-def test_all_ranks_have_the_same_memory(ranks):
-    ranks("mpi", 3)(one_copy)
+@each_kind
+def test_all_ranks_have_the_same_memory(ranks, kind, settings):
+    ranks("mpi", 3)(one_copy, kind, settings)
 
 
-def resumed(world):
-    settings = {"lr": 0.01, "momentum": 0.9}
-    model, _, optimizer = made(ddp.NodeSharedSGD, settings, find_unused_parameters=True)
-    states = {}
-    for step in range(4):
-        optimizer.zero_grad()
-        optimizer.backward_and_step(loss_of(model, world, step))
-        if step == 1:
-            states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    again, _, other = made(ddp.NodeSharedSGD, settings, find_unused_parameters=True)
-    other.backward_and_step(loss_of(again, world, 9))  # moved already when the states are loaded
-    again.load_state_dict(states[0])
-    other.load_state_dict(states[1])
-    dist.barrier()
-    for step in (2, 3):
-        other.backward_and_step(loss_of(again, world, step))
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
-    )
+def resumed(world, kind, settings):
+    """With torch's optimizer for the steps between: the same as without."""
+
+    def torch_optimizer(groups, *, reducer, **settings):
+        return torchs(kind)(groups, **settings)
+
+    def trained(optimizer_class, states, steps):
+        model, _, optimizer = made(optimizer_class, settings, find_unused_parameters=True)
+        in_one = hasattr(optimizer, "backward_and_step")
+        if in_one:
+            optimizer.backward_and_step(loss_of(model, world, 9))  # moves the parameters
+            dist.barrier()
+        if states is not None:
+            model.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
+        dist.barrier()
+        for step in steps:
+            optimizer.zero_grad()
+            loss = loss_of(model, world, step)
+            if in_one:
+                optimizer.backward_and_step(loss)
+            else:
+                loss.backward()
+                optimizer.step()
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    begun = trained(node_shared(kind), None, range(2))
+    expected = trained(node_shared(kind), begun, range(2, 6))
+    half = trained(torch_optimizer, begun, range(2, 4))
+    found = trained(node_shared(kind), half, range(4, 6))
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(found[1]["state"], expected[1]["state"], rtol=0, atol=0)
 
 
-def test_states_are_saved_and_loaded_as_usual(ranks):
-    ranks("mpi", 2)(resumed)
+@each_kind
+def test_states_go_both_ways(ranks, kind, settings):
+    ranks("mpi", 2)(resumed, kind, settings)
 
 
 def misused(world):
@@ -169,6 +195,38 @@ def misused(world):
     optimizer.param_groups[0]["lr"] = 0.1 * (world.rank + 1)
     with pytest.raises(RuntimeError, match=r"different operations.*step with lr=0\.1 .*lr=0\.2"):
         optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+
+
+def other_settings(world, changed):
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = nn.Linear(3, 3)
+    ddp.broadcast_parameters(model, process_group=group)
+    reducer = ddp.Reducer(model, group)
+    optimizer = ddp.NodeSharedAdamW(model.parameters(), torch.tensor(1e-3), reducer=reducer)
+    optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+    if world.rank:
+        optimizer.param_groups[0].update(changed)
+        if "step" in changed:
+            optimizer.state[model.weight]["step"] += 1
+    with pytest.raises(RuntimeError, match=r"different operations.*step with lr"):
+        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lr": 0.00100001},
+        {"betas": (0.9, 0.9)},
+        {"eps": 1e-6},
+        {"maximize": True},
+        {"weight_decay": 0.0},
+        {"decoupled_weight_decay": False},
+        {"step": 1},
+    ],
+    ids=str,
+)
+def test_ranks_that_step_otherwise_are_named(ranks, changed):
+    ranks("mpi", 2)(other_settings, changed)
 
 
 def test_what_would_go_wrong_is_named(ranks):

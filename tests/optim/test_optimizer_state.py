@@ -1,4 +1,4 @@
-"""State of ddp.SGD: saved, loaded, copied and handed over."""
+"""State of flat optimizers: saved, loaded, copied and handed over."""
 
 import copy
 import io
@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_from_scratch import SGD
-from tests.support.sgd_pair import MOMENTUM, Pair, assert_same, each_option, inputs
+from tests.support.optimizer_pair import (
+    Pair,
+    assert_same,
+    each_kind,
+    each_option,
+    inputs,
+    ours,
+    torchs,
+)
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -25,7 +32,7 @@ def saved_and_loaded(state: Any) -> Any:
 def test_state_goes_both_ways(options, how):
     pair = Pair(**options)
     pair.train(3)
-    ours, theirs = pair.our_sgd.state_dict(), pair.their_sgd.state_dict()
+    ours, theirs = pair.our_optimizer.state_dict(), pair.their_optimizer.state_dict()
     assert ours["state"].keys() == theirs["state"].keys()
     assert [group.keys() for group in ours["param_groups"]] == [
         group.keys() for group in theirs["param_groups"]
@@ -42,18 +49,21 @@ def test_state_goes_both_ways(options, how):
     assert_same(pair.ours, other.ours)
 
 
-def test_copied_state_stays():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_copied_state_stays(options):
+    pair = Pair(**options)
     pair.train(2)
-    state = copy.deepcopy(pair.our_sgd.state_dict())["state"]
-    before = {index: entry["momentum_buffer"].clone() for index, entry in state.items()}
+    state = copy.deepcopy(pair.our_optimizer.state_dict())["state"]
+    before = copy.deepcopy(state)
     pair.train(2)
     for index, entry in state.items():
-        assert torch.equal(entry["momentum_buffer"], before[index])
+        for key, value in entry.items():
+            assert torch.equal(value, before[index][key]), key
 
 
-def test_a_file_is_no_larger_for_it():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_a_file_is_no_larger_for_it(options):
+    pair = Pair(**options)
     pair.train(2)
     sizes = []
     for model, optimizer in pair.both:
@@ -63,26 +73,28 @@ def test_a_file_is_no_larger_for_it():
     assert sizes[0] <= sizes[1]
 
 
-def test_a_copy_steps_its_own_parameters():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_a_copy_steps_its_own_parameters(options):
+    pair = Pair(**options)
     pair.train(2)
     before = copy.deepcopy(pair.ours)
-    model, optimizer = copy.deepcopy((pair.ours, pair.our_sgd))
+    model, optimizer = copy.deepcopy((pair.ours, pair.our_optimizer))
     for x in inputs(2):
         optimizer.zero_grad()
         model(x).backward()
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"a copy of a ddp\.SGD has no Reducer"):
+    with pytest.raises(RuntimeError, match=r"a copy of a ddp\.\w+ has no Reducer"):
         optimizer.backward_and_step(model(0.5))
     assert_same(pair.ours, before)
     pair.train(2)
     assert_same(pair.ours, model)
 
 
-def test_the_hand_over_to_a_second_optimizer():
-    pair = Pair(**MOMENTUM)
+@each_kind
+def test_the_hand_over_to_a_second_optimizer(options):
+    pair = Pair(**options)
     pair.train(2)
-    options = {"lr": 0.01, "momentum": 0.5}
-    pair.our_sgd = SGD(pair.ours.parameters(), reducer=pair.reducer, **options)
-    pair.their_sgd = torch.optim.SGD(pair.theirs.parameters(), foreach=False, **options)
+    mine, other = ours(pair.kind), torchs(pair.kind)
+    pair.our_optimizer = mine(pair.ours.parameters(), lr=0.01, reducer=pair.reducer)
+    pair.their_optimizer = other(pair.theirs.parameters(), lr=0.01)
     pair.train(2)

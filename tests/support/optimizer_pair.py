@@ -1,13 +1,14 @@
-"""The library's SGD and torch's, on equal models with equal gradients."""
+"""The library's optimizers and torch's, on equal models with equal gradients."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ddp_from_scratch import SGD, Reducer
+import ddp_from_scratch as ddp
 
 SEVERAL = 5e-4  # MiB: a few buckets
 
@@ -44,6 +45,17 @@ def inputs(count: int) -> list[float]:
     return [0.3 + 0.1 * (step % 3) for step in range(count)]
 
 
+def ours(kind: str) -> Callable[..., Any]:
+    """The library's optimizer."""
+    return getattr(ddp, kind)  # type: ignore[no-any-return]
+
+
+def torchs(kind: str) -> Callable[..., Any]:
+    """torch's optimizer, with the settings that have the library's bits."""
+    settings = {"foreach": False} if kind == "SGD" else {"fused": True}
+    return partial(getattr(torch.optim, kind), **settings)
+
+
 class Pair:
     """The library's optimizer and torch's, on equal models with equal gradients."""
 
@@ -52,19 +64,21 @@ class Pair:
         make: Callable[[], nn.Module] = Net,
         groups: Callable[[nn.Module], Any] = nn.Module.parameters,
         cap: float = SEVERAL,
+        kind: str = "SGD",
         **options: Any,
     ):
         self.ours, self.theirs = make(), make()
-        self.reducer = Reducer(self.ours, bucket_cap_mb=cap, gradient_as_bucket_view=True)
-        # A Reducer too, so that packing and averaging are the same.
-        Reducer(self.theirs, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+        self.reducer = ddp.Reducer(self.ours, bucket_cap_mb=cap)
         options.setdefault("lr", 0.05)
-        self.our_sgd = SGD(groups(self.ours), reducer=self.reducer, **options)
-        self.their_sgd = torch.optim.SGD(groups(self.theirs), foreach=False, **options)
+        self.kind, self.options = kind, options
+        self.our_optimizer = ours(kind)(groups(self.ours), reducer=self.reducer, **options)
+        # A Reducer too, so that packing and averaging are the same.
+        ddp.Reducer(self.theirs, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+        self.their_optimizer = torchs(kind)(groups(self.theirs), **options)
 
     @property
-    def both(self) -> tuple[tuple[nn.Module, torch.optim.SGD], ...]:
-        return (self.ours, self.our_sgd), (self.theirs, self.their_sgd)
+    def both(self) -> tuple[tuple[nn.Module, torch.optim.Optimizer], ...]:
+        return (self.ours, self.our_optimizer), (self.theirs, self.their_optimizer)
 
     def backward(self, x: float, set_to_none: bool = True) -> None:
         for model, optimizer in self.both:
@@ -81,7 +95,7 @@ class Pair:
         for (name, p), q in zip(
             self.ours.named_parameters(), self.theirs.parameters(), strict=True
         ):
-            mine, other = self.our_sgd.state.get(p, {}), self.their_sgd.state.get(q, {})
+            mine, other = self.our_optimizer.state.get(p, {}), self.their_optimizer.state.get(q, {})
             assert mine.keys() == other.keys(), name
             for key in mine:
                 assert torch.equal(mine[key], other[key]), f"{name}, {key}"
@@ -106,6 +120,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nesterov": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
     "maximize": {"momentum": 0.8, "maximize": True, "weight_decay": 0.01},
     "tensor lr": {"lr": torch.tensor(0.03), "momentum": 0.9},
+    "AdamW": {"kind": "AdamW"},
+    "AdamW, amsgrad": {"kind": "AdamW", "amsgrad": True, "weight_decay": 0.1, "maximize": True},
+    "AdamW, other betas": {
+        "kind": "AdamW",
+        "betas": (0.7, 0.9),
+        "eps": 1e-3,
+        "lr": torch.tensor(1e-2),
+    },
+    "Adam": {"kind": "Adam", "weight_decay": 0.1},
 }
 
 
@@ -113,3 +136,7 @@ each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.k
 
 
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
+ADAMW = {"kind": "AdamW", "weight_decay": 0.1}
+
+
+each_kind = pytest.mark.parametrize("options", [MOMENTUM, ADAMW], ids=["SGD", "AdamW"])

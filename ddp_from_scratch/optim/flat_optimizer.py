@@ -1,0 +1,247 @@
+"""Optimizers on the Reducer's flat buckets, one call for each bucket instead of one per parameter.
+
+A bucket's gradients lie in one flat tensor already. Here its parameters and their state do, too, at
+the same offsets:
+
+    gradients       |<- fc2.bias ->|<------ fc2.weight ------>|    `bucket.py`: `.grad` is a window
+    parameters      |<- fc2.bias ->|<------ fc2.weight ------>|    `flat_params.py`: so is `.data`,
+    momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    and each tensor of the state
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Container, Iterable
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
+from ddp_from_scratch.buckets.memory import in_huge_pages
+from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.optim.flat_params import FlatParams, make_flat_params, overlapping
+from ddp_from_scratch.optim.update_rules import UpdateRule
+from ddp_from_scratch.reducer.reducer import Reducer
+
+
+def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method of torch's optimizers so that a call does not import torch._dynamo."""
+
+    # The import takes a second. torch wraps the method so that torch.compile does not trace it, and
+    # nothing traces before that import.
+    @wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        imported = "torch._dynamo" in sys.modules
+        return (method if imported else inspect.unwrap(method))(*args, **options)
+
+    return call
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """One of torch's optimizers, with one flat call per bucket and torch's bits.
+
+    A subclass names torch's class, too, as its second base.
+
+    State, parameter groups and `state_dict()` are those of torch's class, and either one loads the
+    other's. Learning-rate schedulers, GradScaler, gradient clipping and step hooks work as with
+    torch's.
+
+    The phases of a step:
+
+    1. arrange: if the Reducer has laid its buckets out again, or a parameter group has changed, the
+       parameters are moved into flat tensors, neighbours of one group together: a *run*.
+    2. step the members of each run, neighbours with one flat call.
+    3. one by one, with the same bits: members that are not in place (`.grad` is not the bucket's
+       window, `.data` was replaced), and at the end parameters in no bucket and those that cannot
+       move, such as 16-bit floats on a CPU.
+
+    Parameters move in the first step, and rarely later. A view of a parameter that was made before
+    does not follow it; `state_dict()`, `load_state_dict()` and deep copies are not affected.
+
+    A copy of the optimizer (deep or pickled) has no Reducer and steps one by one.
+
+    Args:
+        params: parameters, named parameters or groups, as every optimizer takes them. Some may not
+            be the Reducer's. Neighbours of one group are stepped together, so groups that alternate
+            from one parameter to the next (weights and biases, say) leave little of the gain.
+        args, settings: as torch's class takes them, without those that choose a kernel.
+        reducer: averages the gradients. From now on it keeps them in its buckets, as with
+            `gradient_as_bucket_view=True`.
+
+    Raises:
+        TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,
+            `differentiable`).
+        ValueError: a value out of its range, as torch's class; none of the Reducer's parameters is
+            among `params`.
+        RuntimeError: see `Reducer.keep_bucket_views`.
+    """
+
+    _rule: ClassVar[UpdateRule]
+
+    def __init__(
+        self, params: Iterable[Any], *args: Any, reducer: Reducer, **settings: Any
+    ) -> None:
+        for name in ("foreach", "fused", "capturable", "differentiable"):
+            if name in settings:
+                raise TypeError(f"{type(self).__name__} takes no {name}: it has one kernel")
+        super().__init__(params, *args, **settings)
+        # Saved in the groups: torch's class, where it loads them, goes on with the same bits.
+        for group in (self.defaults, *self.param_groups):
+            group["fused"] = self._rule.fused
+        # None in a copy of the optimizer.
+        self._reducer: Reducer | None = reducer
+        if not any(group is not None for b in reducer.flat_buckets for group in self._groups_of(b)):
+            raise ValueError("none of params is one of the reducer's parameters")
+        reducer.keep_bucket_views()
+
+    add_param_group = _without_dynamo(torch.optim.Optimizer.add_param_group)
+    zero_grad = _without_dynamo(torch.optim.Optimizer.zero_grad)
+    state_dict = _without_dynamo(torch.optim.Optimizer.state_dict)
+    load_state_dict = _without_dynamo(torch.optim.Optimizer.load_state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_reducer", None)  # in a copy
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all parameters with their `.grad`.
+
+        Args:
+            closure: computes the loss and its gradients first; as in torch's class.
+
+        Returns:
+            The result of `closure`, or None.
+
+        Raises:
+            RuntimeError: gradients are not averaged yet (from the Reducer).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._arrange()
+        # That closure has stepped the runs itself, in the course of backward.
+        if not isinstance(closure, _BackwardAndStep):
+            for bucket in self._runs:
+                self._step_bucket(bucket)
+        for parameter, group in self._alone:
+            self._step_alone(parameter, self.param_groups[group])
+        return loss
+
+    def backward_and_step(self, loss: torch.Tensor) -> None:
+        """Runs `loss.backward()` and `step()` in one: steps a bucket as soon as it has landed.
+
+        The first buckets are stepped while the last are under way. The result is that of the two
+        calls, bit for bit. It is a call of its own, since nothing can be done between backward and
+        step here: clipping by the global norm and GradScaler look at every gradient before the
+        first parameter changes, so they need the two calls.
+
+        Raises:
+            RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
+                `no_sync()`. Nothing was stepped then. Also after an earlier part of the loss went
+                backward outside of `no_sync()`.
+        """
+        if self._reducer is None:
+            name = type(self).__name__
+            raise RuntimeError(f"a copy of a ddp.{name} has no Reducer: call backward() and step()")
+        self._arrange()
+        backward = _BackwardAndStep(loss, self._reducer, self._runs, self._step_bucket)
+        # Through step(), so that hooks and schedulers see one step.
+        self.step(backward)
+
+    # 1. arrange ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _arrange(self) -> None:
+        """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
+        buckets = () if self._reducer is None else self._reducer.flat_buckets
+        groups = [[id(p) for p in group["params"]] for group in self.param_groups]
+        if (buckets, groups) == self.__dict__.get("_arranged_for"):
+            return
+        # Also parameters in no bucket: one of these may share its memory with one that would move.
+        shared = overlapping([p for group in self.param_groups for p in group["params"]])
+        self._runs: dict[GradientBucket, list[FlatParams]] = {
+            b: make_flat_params(b, self._groups_of(b), shared, self._allocate) for b in buckets
+        }
+        moved = {id(p) for runs in self._runs.values() for run in runs for p in run.parameters}
+        self._alone = [
+            (parameter, index)
+            for index, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if id(parameter) not in moved
+        ]
+        self._arranged_for = (buckets, groups)
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Allocates memory for flat parameters or their state."""
+        return in_huge_pages(torch.empty_like(like))
+
+    def _groups_of(self, bucket: Bucket) -> list[int | None]:
+        """Returns the index of each member's parameter group; None for a parameter of no group."""
+        group_of = {
+            id(parameter): index
+            for index, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+        }
+        return [group_of.get(id(parameter)) for parameter in bucket.parameters()]
+
+    # 2. step each run ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _step_bucket(self, bucket: GradientBucket) -> None:
+        for run in self._runs[bucket]:
+            group = self.param_groups[run.group]
+            members = run.in_place()
+            stretches = run.gather(members, self.state, self._rule, group)
+            run.update(stretches, self._rule, group, 0, run.gradient)
+            run.count(stretches)
+            # Autograd counts changes of a parameter, not of the memory that it lies in.
+            increment_version([run.parameters[index] for index in members])
+            for index in set(range(len(run.parameters))).difference(members):
+                self._step_alone(run.parameters[index], group)
+
+    # 3. one by one ------------------------------------------------------------------------------
+
+    def _step_alone(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        if parameter.grad is not None:
+            state = self.state[parameter] if self._rule.state_names(group) else {}
+            self._rule.step(parameter, parameter.grad, state, group)
+
+
+class _BackwardAndStep(Observer):
+    """The closure of `backward_and_step`: steps each bucket in the course of `backward()`."""
+
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        reducer: Reducer,
+        flat_buckets: Container[GradientBucket],
+        step: Callable[[GradientBucket], None],
+    ) -> None:
+        self._loss, self._reducer, self._step = loss, reducer, step
+        self._flat_buckets = flat_buckets
+        self._stepped = 0
+
+    def __call__(self) -> torch.Tensor:
+        self._reducer.add_observer(self)
+        try:
+            self._loss.backward()
+        finally:
+            # Also after an error: a later backward() must not step.
+            self._reducer.remove_observer(self)
+        if not self._stepped:
+            self._reducer.checks.check_complete()
+            raise RuntimeError(
+                "nothing was averaged, so nothing was stepped: backward_and_step() is inside "
+                "no_sync(), or the loss depends on none of the Reducer's parameters"
+            )
+        return self._loss
+
+    def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
+        """Steps the runs of the bucket. All other parameters are stepped later, one by one."""
+        if takes_part and bucket in self._flat_buckets:
+            self._step(bucket)
+            self._stepped += 1

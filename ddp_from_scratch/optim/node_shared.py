@@ -1,0 +1,234 @@
+r"""Optimizers with one copy of parameters and state for all ranks of a machine.
+
+With an ordinary optimizer every rank of a machine ends a step with the same average, takes the same
+step, and has the same parameters. Here the ranks share one copy of the parameters and of the
+optimizer's state in memory, and each steps its share of them for all:
+
+    gradients    rank 0   |  a0  |  b0  |        rank 1   |  a1  |  b1  |
+                             \______\__________________/______/
+    parameters            |  a - lr (a0 + a1) / 2  |  b - lr (b0 + b1) / 2  |
+                             rank 0's share           rank 1's share
+
+A chunk of the average exists only in the cache of the rank that steps with it. With several
+machines, each share is averaged with the ranks that have the same share on the others.
+"""
+
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
+from ddp_from_scratch.buckets.memory import lies_at
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
+from ddp_from_scratch.optim.adam import Adam, AdamW
+from ddp_from_scratch.optim.flat_optimizer import FlatOptimizer
+from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
+from ddp_from_scratch.optim.sgd import SGD
+from ddp_from_scratch.optim.update_rules import UpdateRule
+from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.sync.check_sync import check_sync
+
+
+class NodeSharedOptimizer(FlatOptimizer):
+    """A flat optimizer with one copy of parameters and state for all ranks of a machine.
+
+    A subclass names the flat optimizer, too, as its second base. The parameters are that one's: to
+    the last bit if the world size is a power of two, else to rounding. `backward_and_step` is the
+    fast way: no gradient is averaged in `.grad`, which is None afterwards (except sparse ones).
+    `backward()` and `step()` work, too: between them `.grad` holds averages, to be clipped or
+    unscaled.
+
+    A step begins when all ranks have ended their backward pass, and returns when all shares are
+    stepped. So no forward or backward pass sees a parameter half written. A write to a parameter by
+    hand changes it for every rank of the machine: let all ranks write alike, or one of them, with a
+    barrier (`dist.barrier()`) before and after.
+
+    The first step compares the parameters over all ranks, and moves them into shared memory.
+
+    Args:
+        params, args, settings, reducer: see `FlatOptimizer`. The reducer's process group must be of
+            the mpi backend. Its parameters must all be among `params`, float32 or float64 on the
+            CPU, no two of them in the same memory.
+
+    Raises:
+        TypeError, ValueError: see `FlatOptimizer`; or these conditions are not met.
+        RuntimeError: from a step: `.data` of a parameter was replaced, a comm hook is registered
+            (`backward_and_step`), the ranks step with different settings or parameters, or the step
+            is inside `join()`.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], *args: Any, reducer: Reducer, **settings: Any
+    ) -> None:
+        super().__init__(params, *args, reducer=reducer, **settings)
+        self._group = _shared_memory_group(reducer, type(self).__name__)
+        self._check_movable(reducer.flat_buckets)
+        if not all(self._group.is_shared(bucket.buffer()) for bucket in reducer.flat_buckets):
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} needs gradients in memory that the machine's ranks share, and there was "
+                f"none: the Reducer's warning says why; ddp.{name.removeprefix('NodeShared')} does "
+                f"without"
+            )
+        self._check_groups()
+        # `_moved`: tensors have moved since the last step; the next one frees the memory that they
+        # left.
+        self._checked = self._moved = False
+
+    def backward_and_step(self, loss: torch.Tensor) -> None:
+        """Runs `loss.backward()` and `step()` in one, without averages in `.grad`.
+
+        Raises: see `FlatOptimizer`, and if a comm hook is registered.
+        """
+        if self._reducer is None:
+            # Raises: a copy of the optimizer has no Reducer.
+            super().backward_and_step(loss)
+            return
+        self._check_groups()
+        self._arrange()
+        # The ranks read each other's local gradients in shared memory, so buckets send nothing.
+        with self._reducer.comm.keeping_local():
+            super().backward_and_step(loss)
+        for runs in self._runs.values():
+            for run in runs:
+                for parameter in run.parameters:
+                    # Local gradients, which look like averages but are none.
+                    parameter.grad = None
+
+    def _arrange(self) -> None:
+        if self._reducer is not None and not self._checked:
+            # The parameters of all ranks become one: a difference would go unnoticed.
+            ours = {id(p) for b in self._reducer.flat_buckets for p in b.parameters()}
+            module = self._reducer.module
+            others = [n for n, p in module.named_parameters() if id(p) not in ours]
+            check_sync(module, self._reducer.process_group, ignore=others)
+            self._checked = True
+        super()._arrange()
+        # Their gradients are never averaged in `.grad`, so they must not be stepped one by one.
+        alone = {id(parameter) for parameter, _ in self._alone}
+        for bucket in () if self._reducer is None else self._reducer.flat_buckets:
+            for parameter in bucket.parameters():
+                if id(parameter) in alone:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(parameter.shape)} cannot be moved into "
+                        f"shared memory any longer: its .data was replaced after "
+                        f"{type(self).__name__} was made"
+                    )
+
+    def _check_groups(self) -> None:
+        buckets = () if self._reducer is None else self._reducer.flat_buckets
+        if any(group is None for bucket in buckets for group in self._groups_of(bucket)):
+            raise ValueError(
+                "params must hold all of the reducer's parameters: the gradient of another one "
+                "would not be averaged"
+            )
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        self._moved = True
+        return self._group.empty_for_all(like.numel(), like.dtype)
+
+    @torch.no_grad()
+    def _step_bucket(self, bucket: GradientBucket) -> None:
+        if self._reducer is not None and self._reducer.joining:
+            raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
+        for run in self._runs[bucket]:
+            if not run.gradient.numel():
+                continue
+            group = self.param_groups[run.group]
+            stretches = run.gather(_members(run), self.state, self._rule, group)
+            receive = partial(run.update, stretches, self._rule, group)
+            # In `step` the gradients are averages already; averaging equal values changes nothing.
+            self._group.reduce_to_owners(
+                run.gradient, dist.ReduceOp.AVG, receive, _label(stretches, self._rule, group)
+            )
+            run.count(stretches)
+            # Autograd cannot see writes to the flat tensor, nor those of other ranks.
+            increment_version(run.parameters)
+        if bucket.index() == len(self._runs) - 1:
+            # After this barrier parameters are whole again and no rank reads another's gradients.
+            # If tensors have moved, the memory that they left is freed as well.
+            end = self._group.free_unused if self._moved else self._group.barrier().wait
+            self._moved = False
+            end()
+
+    def _check_movable(self, buckets: Sequence[Bucket]) -> None:
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters()]
+        shared = overlapping(parameters)
+        for bucket in buckets:
+            for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
+                if id(parameter) in shared or not can_move(parameter, view):
+                    raise ValueError(
+                        f"{type(self).__name__} needs parameters of float32 or float64, each in "
+                        f"memory of its own: it cannot move one of shape "
+                        f"{tuple(parameter.shape)}, {parameter.dtype}"
+                    )
+
+
+class NodeSharedSGD(NodeSharedOptimizer, SGD):
+    """`ddp.SGD` with one copy of parameters and momentum for all ranks of a machine.
+
+    The arguments are those of `ddp.SGD`. See `NodeSharedOptimizer` for what the reducer must be,
+    errors, and what a step does.
+    """
+
+
+class NodeSharedAdam(NodeSharedOptimizer, Adam):
+    """`ddp.Adam` with one copy of parameters and both moments for all ranks of a machine.
+
+    The arguments are those of `ddp.Adam`. See `NodeSharedOptimizer` for what the reducer must be,
+    errors, and what a step does.
+    """
+
+
+class NodeSharedAdamW(NodeSharedOptimizer, AdamW):
+    """`ddp.AdamW` with one copy of parameters and both moments for all ranks of a machine.
+
+    The arguments are those of `ddp.AdamW`. See `NodeSharedOptimizer` for what the reducer must be,
+    errors, and what a step does.
+    """
+
+
+def _shared_memory_group(reducer: Reducer, name: str) -> SharedMemoryGroup:
+    """Returns the group in whose memory the reducer's buckets lie."""
+    group = reducer.comm.group()
+    if not isinstance(group, SharedMemoryGroup):
+        raise ValueError(
+            f"{name} needs ranks that share memory: a process group of the mpi backend, or of gloo "
+            f"with several ranks on a machine and a Reducer with shared_memory=True"
+        )
+    return group
+
+
+def _members(run: FlatParams) -> list[int]:
+    """Returns the members that have gradients, each of which is then in its bucket."""
+    members = run.in_place()
+    if len(members) == len(run.parameters):
+        return members
+    members.clear()
+    for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
+        if not lies_at(parameter, place):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} does not lie in shared memory any "
+                f"longer: its .data was replaced after the first step"
+            )
+        if parameter.grad is not None:
+            # The buckets were laid out again, or the program has set another `.grad`.
+            if not lies_at(parameter.grad, run.gradients[index]):
+                run.gradients[index].copy_(parameter.grad)
+            members.append(index)
+    return members
+
+
+def _label(stretches: Sequence[Stretch], rule: UpdateRule, group: dict[str, Any]) -> str:
+    # The ranks compare this text: all must step alike, since each steps its share for all.
+    values = ((name, group[name]) for name in rule.settings if group[name])
+    # A tensor would be printed with four digits alone.
+    exact = ((name, value.item() if torch.is_tensor(value) else value) for name, value in values)
+    settings = ", ".join(f"{name}={value}" for name, value in exact)
+    return f"step with {settings} of parts {zlib.crc32(repr(stretches).encode()):08x}"

@@ -1,0 +1,207 @@
+"""Arithmetic of torch's optimizers: one step on tensors, with torch's fused kernels and its bits.
+
+A kernel takes a tensor in vectors, and its threads divide the tensor at cache lines. So a tensor
+may be cut at every cache line, and the bits stay the same. Only the elements at its end that fill
+no vector may be rounded otherwise than the same elements elsewhere.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+
+from ddp_from_scratch.buckets.memory import dense_strides
+
+# Bytes. A multiple of the vectors of every CPU that torch has kernels for.
+CACHE_LINE = 64
+
+Group = dict[str, Any]
+# A parameter, its gradient, and its state in the order of `state_names`, without "step".
+Tensors = Sequence[torch.Tensor]
+
+
+class UpdateRule(ABC):
+    """One step of one of torch's optimizers.
+
+    `age` is the number of steps that a state has seen before this one, as its "step" counts them.
+    For a state without "step" it is 0 if there are no values yet, else 1.
+
+    Attributes:
+        settings: the keys of a parameter group that a step depends on.
+        fused: the `fused` of torch's class with the same bits.
+    """
+
+    settings: tuple[str, ...]
+    fused: bool | None
+
+    @abstractmethod
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """Returns the keys of a parameter's state. All but "step" have the parameter's shape."""
+
+    @abstractmethod
+    def update(self, tensors: Tensors, age: int, group: Group) -> None:
+        """Steps a parameter: changes it and its state, but not its gradient."""
+
+    @abstractmethod
+    def update_flat(self, tensors: Tensors, age: int, group: Group) -> None:
+        """Steps a part of flat parameters, contiguous, from the beginning of a cache line on."""
+
+    def step(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: Group
+    ) -> None:
+        """Steps one parameter by itself; makes its state in the first step, as torch does."""
+        names = self.state_names(group)
+        age = int(all(state.get(name) is not None for name in names))
+        like = gradient if gradient.is_sparse else parameter
+        for name in names:
+            if state.get(name) is None:
+                state[name] = torch.tensor(0.0) if name == "step" else torch.zeros_like(like)
+        if "step" in names:
+            age = int(state["step"])
+        values = (state[name] for name in names if name != "step")
+        self.update([parameter, gradient, *values], age, group)
+        if "step" in names:
+            state["step"] += 1
+
+
+class SGDRule(UpdateRule):
+    """torch.optim.SGD with the bits of `foreach=False`, which are those of `foreach=True`.
+
+    torch's `fused=True` has them, too, but for the momentum of a parameter's last elements (at most
+    7 in float32, 3 in float64), which it rounds once less. Here these take the operations of
+    `foreach=False`, and all others the fused kernel.
+    """
+
+    settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    fused = None
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """Returns "momentum_buffer", but nothing without momentum."""
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def update(self, tensors: Tensors, age: int, group: Group) -> None:
+        """Runs torch's operations in the order of `foreach=False`."""
+        parameter, gradient, *state = tensors
+        if group["maximize"]:
+            gradient = -gradient
+        if group["weight_decay"] != 0:
+            gradient = gradient.add(parameter, alpha=float(group["weight_decay"]))
+        for momentum in state:
+            if age == 0:
+                # Undampened.
+                momentum.copy_(gradient)
+            else:
+                momentum.mul_(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
+            if group["nesterov"]:
+                gradient = gradient.add(momentum, alpha=group["momentum"])
+            else:
+                gradient = momentum
+        parameter.add_(gradient, alpha=-float(group["lr"]))
+
+    def update_flat(self, tensors: Tensors, age: int, group: Group) -> None:
+        """Runs torch's fused kernel up to the last cache line, and `update` on the rest."""
+        parameter = tensors[0]
+        numel, fused = parameter.numel(), 0
+        if has_exact_kernel(parameter.dtype, parameter.device.type):
+            fused = numel - numel % (CACHE_LINE // parameter.itemsize)
+            _fused_sgd([tensor[:fused] for tensor in tensors], age, group)
+        if fused < numel:
+            self.update([tensor[fused:] for tensor in tensors], age, group)
+
+
+class AdamRule(UpdateRule):
+    """torch.optim.Adam and AdamW with the bits of `fused=True`."""
+
+    settings = (
+        *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
+        "decoupled_weight_decay",
+    )
+    fused = True
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """Returns "step" and the moments."""
+        largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+        return ("step", "exp_avg", "exp_avg_sq", *largest)
+
+    def update(self, tensors: Tensors, age: int, group: Group) -> None:
+        """Runs `update_flat`, whatever the strides.
+
+        Raises:
+            RuntimeError: the gradient is sparse.
+        """
+        if tensors[1].is_sparse:
+            raise RuntimeError(
+                "Adam does not support sparse gradients, please consider SparseAdam instead"
+            )
+        # The kernel goes through memory from begin to end.
+        strides = dense_strides(tensors[0])
+        in_order = all(tensor.stride() == strides for tensor in tensors)
+        dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
+        self.update_flat(dense, age, group)
+        for tensor, stepped in zip(tensors, dense, strict=True):
+            if stepped is not tensor:
+                tensor.copy_(stepped)
+
+    def update_flat(self, tensors: Tensors, age: int, group: Group) -> None:
+        """Runs torch's fused kernel."""
+        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        parameter, gradient, first, second, *largest = tensors
+        beta1, beta2 = group["betas"]
+        kernel(
+            [parameter],
+            [gradient],
+            [first],
+            [second],
+            largest,
+            # Filled there: a copy would let the host wait for a GPU.
+            [torch.full((), age + 1.0, device=parameter.device)],
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+        )
+
+
+SGD_RULE, ADAM_RULE = SGDRule(), AdamRule()
+
+
+def _fused_sgd(tensors: Tensors, age: int, group: Group) -> None:
+    parameter, gradient, *momentum = tensors
+    torch._fused_sgd_(
+        [parameter],
+        [gradient],
+        momentum,
+        weight_decay=float(group["weight_decay"]),
+        momentum=group["momentum"],
+        lr=float(group["lr"]),
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        is_first_step=age == 0,
+    )
+
+
+@cache
+def has_exact_kernel(dtype: torch.dtype, device: str) -> bool:
+    """True if torch's fused SGD has the bits of its separate operations here. Tried once."""
+    # The compiler chose which product and sum are rounded as one: a matter of the build of torch.
+    if not dtype.is_floating_point or device not in ("cpu", "cuda"):
+        return False
+    numbers = torch.linspace(-1.7, 1.3, 512, dtype=dtype, device=device)
+    start = [numbers, numbers.flip(0).sin(), numbers.cos()]
+    switches = product((0.0, 0.9), (0.0, 0.3), (0.0, 0.01), (False, True), (False, True), (0, 1))
+    for momentum, dampening, decay, nesterov, maximize, age in switches:
+        group = {"lr": 0.03, "momentum": momentum, "dampening": dampening}
+        group |= {"weight_decay": decay, "nesterov": nesterov, "maximize": maximize}
+        one, other = ([tensor.clone() for tensor in start[: 2 + (momentum > 0)]] for _ in range(2))
+        _fused_sgd(one, age, group)
+        SGD_RULE.update(other, age, group)
+        if not all(map(torch.equal, one, other)):
+            return False
+    return True

@@ -1,0 +1,189 @@
+"""The arithmetic of one step: by hand, and beside torch's optimizers for every size and cut."""
+
+import os
+import subprocess
+import sys
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_from_scratch.optim.update_rules import (
+    ADAM_RULE,
+    CACHE_LINE,
+    SGD_RULE,
+    UpdateRule,
+    has_exact_kernel,
+)
+from tests.support.optimizer_pair import torchs
+from tests.support.tiers import slow
+
+SIZES = [*range(1, 40), 63, 64, 65, 1023, 4097, 100_003]
+
+
+def step(rule: UpdateRule, tensors: list[torch.Tensor], age: int, **group: Any) -> list[float]:
+    rule.update(tensors, age, group)
+    return [tensor.item() for tensor in tensors]
+
+
+def test_one_step_of_sgd_by_hand():
+    """lr 0.5, decay 0.5, momentum 0.5: d = g + p / 2, m = m / 2 + d, p = p - m / 2."""
+    tensors = [torch.tensor([4.0]), torch.tensor([2.0]), torch.zeros(1)]
+    group = {"lr": 0.5, "momentum": 0.5, "dampening": 0.0, "weight_decay": 0.5}
+    group |= {"nesterov": False, "maximize": False}
+    assert step(SGD_RULE, tensors, 0, **group) == [2.0, 2.0, 4.0]
+    assert step(SGD_RULE, tensors, 1, **group) == [-0.5, 2.0, 5.0]
+
+
+@pytest.mark.parametrize(("decoupled", "expected"), [(True, [5.0, 2.0, 1.0, 1.0]), (False, None)])
+def test_one_step_of_adam_by_hand(decoupled, expected):
+    """lr 1, betas 1/2 and 3/4, decay 1/4; corrected moments are g and g squared.
+
+    AdamW: p = 8 - 8 / 4 - 1. Adam: g = 2 + 8 / 4 = 4 first, p = 8 - 1.
+    """
+    tensors = [torch.tensor([x]) for x in (8.0, 2.0, 0.0, 0.0)]
+    group = {"lr": 1.0, "betas": (0.5, 0.75), "eps": 0.0, "weight_decay": 0.25, "amsgrad": False}
+    group |= {"maximize": False, "decoupled_weight_decay": decoupled}
+    found = step(ADAM_RULE, tensors, 0, **group)
+    assert found == pytest.approx(expected or [7.0, 2.0, 2.0, 4.0], abs=1e-6)
+
+
+# Of both classes, with every setting on and off that changes what is computed.
+SGD = [
+    {"momentum": m, "dampening": d, "weight_decay": w, "nesterov": n, "maximize": x}
+    for m, d, w, n, x in product((0, 0.9), (0, 0.3), (0, 0.01), (False, True), (False, True))
+    if (m or not d) and not (n and (d or not m))
+]
+ADAM = [
+    {"weight_decay": w, "amsgrad": a, "maximize": x}
+    for w, a, x in product((0.0, 0.01), (False, True), (False, True))
+]
+KINDS = {"SGD": (SGD_RULE, SGD), "Adam": (ADAM_RULE, ADAM), "AdamW": (ADAM_RULE, ADAM)}
+
+
+def check_steps(kind: str, settings: dict[str, Any], dtype: torch.dtype, cut: bool) -> None:
+    """Two steps of parameters of every size, whole or cut at a cache line, beside torch's."""
+    rule = KINDS[kind][0]
+    torch.manual_seed(0)
+    for size in SIZES:
+        parameter = torch.nn.Parameter(torch.randn(size, dtype=dtype))
+        optimizer = torchs(kind)([parameter], lr=0.03, **settings)
+        ours = parameter.detach().clone()
+        group = optimizer.param_groups[0]
+        names = [name for name in rule.state_names(group) if name != "step"]
+        state = [torch.zeros(size, dtype=dtype) for _ in names]
+        line = CACHE_LINE // dtype.itemsize
+        middle = size // 2 // line * line if cut else 0
+        for age in range(2):
+            parameter.grad = torch.randn(size, dtype=dtype)
+            for part in (slice(middle), slice(middle, None)):
+                tensors = [t[part] for t in (ours, parameter.grad, *state)]
+                if tensors[0].numel():
+                    rule.update_flat(tensors, age, group)
+            optimizer.step()
+            where = f"{kind} {settings}, {size} of {dtype}, step {age}"
+            assert ours.equal(parameter.detach()), where
+            for name, value in zip(names, state, strict=True):
+                assert value.equal(optimizer.state[parameter][name]), f"{name}: {where}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(kind, settings) for kind, (_, all_settings) in KINDS.items() for settings in all_settings],
+    ids=str,
+)
+def test_bits_are_those_of_torch_for_every_size(kind, settings, dtype, cut, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_steps(kind, settings, dtype, cut)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("capability", [slow("default"), "avx2", slow("avx512")])
+def test_bits_are_those_of_torch_whatever_the_vectors(capability):
+    """In a process of its own: torch chooses its kernels once."""
+    code = "from tests.optim.test_update_rules import check_all; check_all()"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def check_all() -> None:
+    for kind, (_, all_settings) in KINDS.items():
+        for settings, cut in product(all_settings, (False, True)):
+            check_steps(kind, settings, torch.float32, cut)
+
+
+@pytest.mark.parametrize(("dtype", "vector"), [(torch.float32, 8), (torch.float64, 4)], ids=str)
+def test_torchs_ways_differ_in_the_momentum_of_the_last_elements(dtype, vector):
+    """`SGDRule` says so. `foreach` never does, `fused=True` where no vector is filled."""
+    torch.manual_seed(0)
+    for settings, size in product(SGD, SIZES):
+        start, gradients = torch.randn(size, dtype=dtype), torch.randn(2, size, dtype=dtype)
+        found = []
+        for way in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+            parameter = torch.nn.Parameter(start.clone())
+            optimizer = torch.optim.SGD([parameter], lr=0.03, **settings, **way)
+            for gradient in gradients:
+                parameter.grad = gradient.clone()
+                optimizer.step()
+            found.append(parameter.detach())
+        assert found[0].equal(found[1]), f"{settings}, {size}"
+        whole = size - size % vector if settings["momentum"] else size
+        assert found[0][:whole].equal(found[2][:whole]), f"{settings}, {size}"
+
+
+def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
+    """torch's fused SGD is made to round otherwise."""
+    original = torch._fused_sgd_
+
+    def other(parameters: list[torch.Tensor], *arguments: Any, **settings: Any) -> None:
+        original(parameters, *arguments, **settings)
+        parameters[0].mul_(1 + 1e-6)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", other)
+    has_exact_kernel.cache_clear()
+    try:
+        check_steps("SGD", SGD[-1], torch.float32, cut=False)
+        assert not has_exact_kernel(torch.float32, "cpu")
+    finally:
+        has_exact_kernel.cache_clear()
+
+
+def test_no_kernel_for_what_moves_no_run():
+    assert has_exact_kernel(torch.float32, "cpu")
+    assert not has_exact_kernel(torch.complex64, "cpu")
+    assert not has_exact_kernel(torch.float32, "meta")
+
+
+@pytest.mark.parametrize("layout", ["transposed", "with holes"])
+def test_adam_steps_a_parameter_whatever_its_strides(layout):
+    torch.manual_seed(0)
+    whole = torch.randn(6, 10)
+    values = whole.t() if layout == "transposed" else whole[:, :7]
+    gradient = torch.randn(values.shape)
+    parameter = torch.nn.Parameter(values.clone(memory_format=torch.contiguous_format))
+    parameter.grad = gradient.clone()
+    optimizer = torchs("AdamW")([parameter])
+    state: dict[str, Any] = {}
+    for _ in range(2):
+        optimizer.step()
+        ADAM_RULE.step(values, gradient, state, optimizer.param_groups[0])
+    torch.testing.assert_close(values, parameter.detach())
+    assert state["step"] == 2
+
+
+def test_adam_refuses_sparse_gradients():
+    parameter = torch.zeros(4, 2)
+    gradient = torch.ones(4, 2).to_sparse()
+    group = torchs("AdamW")([torch.nn.Parameter(parameter)]).param_groups[0]
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        ADAM_RULE.step(parameter, gradient, {}, group)
