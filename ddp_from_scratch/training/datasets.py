@@ -79,8 +79,6 @@ class Noise(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         """Image `index`, normalised from uniform in [0, 1), and its random label."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"index must be in [0, {len(self)}), got {index}")
         # A new one for each image, which so does not depend on those read before it.
         generator = torch.Generator().manual_seed(self._offset + index)
         image = torch.rand((3, 32, 32), generator=generator)

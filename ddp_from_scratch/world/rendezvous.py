@@ -38,14 +38,14 @@ def meet(timeout: timedelta) -> "tuple[Placement, dist.Store | None]":
         return placement, _file_store(os.environ[RENDEZVOUS_FILE], placement.world_size)
     if placement.launcher == "torchrun":
         return placement, _torchrun_store(placement, timeout)
-    if placement.launcher == "srun" and placement.one_machine:
+    # srun's, on one machine.
+    if placement.one_machine:
         return placement, _file_store(str(_slurm_file()), placement.world_size)
-    if placement.launcher == "srun":
-        # On several, the first one, and a port that another job or step there seldom has.
-        nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", ""))
-        job, step = (environment.number(os.environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
-        os.environ.setdefault("MASTER_ADDR", environment.slurm_first_host(nodes))
-        os.environ.setdefault("MASTER_PORT", str(20000 + (31 * job + step) % 20000))
+    # On several, the first one, and a port that another job or step there seldom has.
+    nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", ""))
+    job, step = (environment.number(os.environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
+    os.environ.setdefault("MASTER_ADDR", environment.slurm_first_host(nodes))
+    os.environ.setdefault("MASTER_PORT", str(20000 + (31 * job + step) % 20000))
     return placement, None
 
 
