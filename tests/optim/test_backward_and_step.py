@@ -23,6 +23,7 @@ from tests.support.optimizer_pair import (
     ours,
     torchs,
 )
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -155,8 +156,9 @@ def test_as_torch_bit_for_bit_on_ranks(crew, kind, in_one):
 
 @pytest.mark.parametrize("kind", OF_KIND)
 @pytest.mark.parametrize("in_one", [False, True], ids=["step", "backward and step"])
-def test_one_copy_for_a_machine_has_torchs_bits(ranks, kind, in_one):
-    ranks("mpi", 2)(beside_torch, kind, "NodeShared", in_one)
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_one_copy_for_a_machine_has_torchs_bits(ranks, backend, kind, in_one):
+    ranks(backend, 2)(beside_torch, kind, "NodeShared", in_one)
 
 
 def steps_in_flight(world):

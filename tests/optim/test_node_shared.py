@@ -15,7 +15,7 @@ import ddp_from_scratch as ddp
 from ddp_from_scratch import mpi
 from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
-from ddp_from_scratch.node import windows
+from ddp_from_scratch.node import shared_memory_beside, windows
 from ddp_from_scratch.node.staging import share_of
 from tests.support.optimizer_pair import torchs
 from tests.support.tiers import slow
@@ -32,6 +32,10 @@ SETTINGS = (
 )
 BOTH = (("SGD", {"lr": 0.01, "momentum": 0.9}), ("AdamW", {"lr": 1e-3, "weight_decay": 0.1}))
 each_kind = pytest.mark.parametrize(("kind", "settings"), BOTH, ids=["SGD", "AdamW"])
+
+
+# Without MPI and with it.
+each_backend = pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 
 
 def node_shared(kind):
@@ -103,8 +107,9 @@ def as_flat(world):
 
 
 @pytest.mark.parametrize("size", [slow(2), 3, 4])
-def test_the_numbers_are_those_of_the_flat_optimizer(ranks, size):
-    ranks("mpi", size)(as_flat)
+@each_backend
+def test_the_numbers_are_those_of_the_flat_optimizer(ranks, backend, size):
+    ranks(backend, size)(as_flat)
 
 
 def one_copy(world, kind, settings):
@@ -131,8 +136,9 @@ def one_copy(world, kind, settings):
 
 
 @each_kind
-def test_all_ranks_have_the_same_memory(ranks, kind, settings):
-    ranks("mpi", 3)(one_copy, kind, settings)
+@each_backend
+def test_all_ranks_have_the_same_memory(ranks, backend, kind, settings):
+    ranks(backend, 3)(one_copy, kind, settings)
 
 
 def resumed(world, kind, settings):
@@ -170,8 +176,9 @@ def resumed(world, kind, settings):
 
 
 @each_kind
-def test_states_go_both_ways(ranks, kind, settings):
-    ranks("mpi", 2)(resumed, kind, settings)
+@each_backend
+def test_states_go_both_ways(ranks, backend, kind, settings):
+    ranks(backend, 2)(resumed, kind, settings)
 
 
 def misused(world):
@@ -225,12 +232,14 @@ def other_settings(world, changed):
     ],
     ids=str,
 )
-def test_ranks_that_step_otherwise_are_named(ranks, changed):
-    ranks("mpi", 2)(other_settings, changed)
+@each_backend
+def test_ranks_that_step_otherwise_are_named(ranks, backend, changed):
+    ranks(backend, 2)(other_settings, changed)
 
 
-def test_what_would_go_wrong_is_named(ranks):
-    ranks("mpi", 2)(misused)
+@each_backend
+def test_what_would_go_wrong_is_named(ranks, backend):
+    ranks(backend, 2)(misused)
 
 
 def replaced(world):
@@ -286,8 +295,9 @@ def some_parameters(world):
     assert not model[0].weight.equal(before)
 
 
-def test_which_parameters(ranks):
-    ranks("mpi", 2)(some_parameters)
+@each_backend
+def test_which_parameters(ranks, backend):
+    ranks(backend, 2)(some_parameters)
 
 
 def memory_after(world):
@@ -299,17 +309,20 @@ def memory_after(world):
     for _ in range(4):
         optimizer.zero_grad()
         optimizer.backward_and_step(model(torch.ones(1, 512)).sum())
-    windows = group._windows._memories
+    windows = shared_memory_beside(group)._windows._memories
     # For each of four runs one of parameters and one of momentum, and one for all gradients.
     assert len(windows) == 9
     weight = model[0].weight.detach()
     expected = weight.clone() * world.world_size
-    dist.all_reduce(weight, group=group)  # there is one of it, not one of each rank
+    dist.all_reduce(
+        weight, group=shared_memory_beside(group)
+    )  # there is one of it, not one of each rank
     assert weight.equal(expected)
 
 
-def test_memory_that_was_moved_from_is_given_back(ranks):
-    ranks("mpi", 2)(memory_after)
+@each_backend
+def test_memory_that_was_moved_from_is_given_back(ranks, backend):
+    ranks(backend, 2)(memory_after)
 
 
 def a_slow_owner(world):
@@ -336,8 +349,9 @@ def a_slow_owner(world):
     del group.reduce_to_owners
 
 
-def test_a_step_returns_when_all_shares_are_written(ranks):
-    ranks("mpi", 2)(a_slow_owner)
+@each_backend
+def test_a_step_returns_when_all_shares_are_written(ranks, backend):
+    ranks(backend, 2)(a_slow_owner)
 
 
 def no_room(*_):
@@ -364,20 +378,24 @@ def without_room(world):
         ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
 
 
-def test_where_there_is_no_room_in_shared_memory(ranks):
-    ranks("mpi", 2)(without_room)
+@each_backend
+def test_where_there_is_no_room_in_shared_memory(ranks, backend):
+    ranks(backend, 2)(without_room)
 
 
-def test_no_rank_can_be_missing(ranks):
-    ranks("mpi", 2)(without_a_rank)
+@each_backend
+def test_no_rank_can_be_missing(ranks, backend):
+    ranks(backend, 2)(without_a_rank)
 
 
-def test_a_parameter_that_was_replaced_is_named(ranks):
-    ranks("mpi", 2)(replaced)
+@each_backend
+def test_a_parameter_that_was_replaced_is_named(ranks, backend):
+    ranks(backend, 2)(replaced)
 
 
-def test_a_parameter_that_cannot_move_any_longer_is_not_stepped_alone(ranks):
-    ranks("mpi", 2)(transposed)
+@each_backend
+def test_a_parameter_that_cannot_move_any_longer_is_not_stepped_alone(ranks, backend):
+    ranks(backend, 2)(transposed)
 
 
 def refused(world):
@@ -387,19 +405,20 @@ def refused(world):
         ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
 
 
-def test_parameters_that_cannot_move_are_refused(ranks):
-    ranks("mpi", 2)(refused)
+@each_backend
+def test_parameters_that_cannot_move_are_refused(ranks, backend):
+    ranks(backend, 2)(refused)
 
 
-def without_mpi(world):
+def without_shared_memory(world):
     model = nn.Linear(3, 3)
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
-    with pytest.raises(ValueError, match="needs a process group of the mpi backend"):
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True, shared_memory=False)
+    with pytest.raises(ValueError, match="NodeSharedSGD needs ranks that share memory: a process"):
         ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
 
 
-def test_other_backends_are_refused(ranks):
-    ranks("gloo", 2)(without_mpi)
+def test_a_group_without_shared_memory_is_refused(ranks):
+    ranks("gloo", 2)(without_shared_memory)
 
 
 def shares_over_machines(world, sizes):
