@@ -67,7 +67,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         batched_grad_copy: without effect. A bucket's gradients are always copied in one call,
             except large ones on a CPU, each of which is divided while it is copied.
         lazy_bucket_allocation: only False: buckets keep their memory (`arguments.NOT_LAZY`).
-        check_every, stall_after, shared_memory: not torch's; as `Reducer`.
+        check_every, stall_after, shared_memory, fuse_wgrad: not torch's; as `Reducer`.
 
     Attributes:
         module: the wrapped module.
@@ -104,6 +104,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         check_every: int | None = None,
         stall_after: float | None = None,
         shared_memory: bool = True,
+        fuse_wgrad: bool = False,
     ) -> None:
         # Not torch's DDP's own __init__, which would make its C++ reducer.
         torch.nn.Module.__init__(self)
@@ -146,6 +147,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             "check_every": check_every,
             "stall_after": stall_after,
             "shared_memory": shared_memory,
+            "fuse_wgrad": fuse_wgrad,
         }
         if init_sync:
             # `forward_sync_buffers` is for forward passes alone: construction still sends buffers.
