@@ -70,10 +70,9 @@ class Packing:
         ]
 
     def claim(self, index: int) -> torch.Tensor | None:
-        """Returns the window for a gradient that is about to be computed; None if it holds one."""
+        """Returns the window for a missing gradient; None if one has been accumulated before."""
         position = self._position[index]
-        taken = index in self._packed or self._parameters[position].grad is not None
-        return None if taken else self.views[position]
+        return self.views[position] if self._parameters[position].grad is None else None
 
     def pack_one(self, index: int, scale: float) -> None:
         """Copies the gradient of parameter `index` in, times `scale`. Adds it if one is there."""

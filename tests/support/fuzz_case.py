@@ -215,7 +215,7 @@ class Layer(nn.Module):
 
 
 class LinearLayer(nn.Module):
-    """As `Layer`, with a weight that `fuse_wgrad` takes, and that is used twice."""
+    """As `Layer`, with a weight that `fuse_wgrad` takes, and gradients from there alone."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class LinearLayer(nn.Module):
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         weight = self.linear.weight
         h = self.linear(h.to(weight.dtype))
-        return torch.tanh(h) @ weight + h @ weight.detach()
+        return torch.tanh(h) @ weight.detach()
 
 
 class First(nn.Module):
