@@ -170,6 +170,29 @@ def test_gradients_of_gradients():
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_of_accumulated_gradients():
+    model = Net()
+    theirs = copy.deepcopy(model)
+    reducer = ddp.Reducer(model, fuse_wgrad=True)
+    for net in (model, theirs):
+        with reducer.no_sync():
+            net(X).pow(2).sum().backward(create_graph=True)
+            net.first.weight.grad.pow(2).sum().backward()
+    torch.testing.assert_close(model.second.weight.grad, theirs.second.weight.grad)
+
+
+def test_a_gradient_that_is_ready_or_under_way_is_not_overwritten():
+    model = Net()
+    reducer = ddp.Reducer(model, fuse_wgrad=True)
+    ((second, *_),) = (bucket.layout.members for bucket in reducer.flat_buckets)
+    windows = []
+    model.first.weight.register_hook(lambda _: windows.append(reducer._claim(second)))
+    assert reducer._claim(second) is not None
+    model(X).sum().backward()
+    assert windows == [None]
+
+
 def test_transforms_of_torch_func():
     model = Net()
     ddp.Reducer(model, fuse_wgrad=True)
