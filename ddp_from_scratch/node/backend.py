@@ -49,7 +49,8 @@ def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the group through which the ranks of `group` reduce CPU tensors.
 
     A node group of the same ranks, opened at the first call and closed with `group`, if that is a
-    gloo group and two of its ranks share a machine's memory; else `group` itself. Collective.
+    gloo group and two of its ranks share a machine's memory, or if it has one rank; else `group`
+    itself. Collective.
     """
     if not _is_gloo(group):
         return group
@@ -65,7 +66,6 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
     return (
         semaphore.AVAILABLE
         and not isinstance(group, SharedMemoryGroup)
-        and group.size() > 1
         and _CPU in group._device_types
         and group._get_backend(_CPU).name() == "gloo"
     )
@@ -80,7 +80,7 @@ def _open_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
         use_local_synchronization=True,
     )
     assert isinstance(opened, ProcessGroupNode), "this rank is in the group"
-    if not opened.shares_memory:
+    if not opened.shares_memory and group.size() > 1:
         dist.destroy_process_group(opened)
         return group
     weakref.finalize(group, _close, weakref.ref(opened))

@@ -58,7 +58,7 @@ class CommState:
         """The way between ranks: "shared memory", or the name of the backend that sends."""
         group = self.group()
         shared = isinstance(group, SharedMemoryGroup) and group.shares_memory
-        return "shared memory" if shared else str(dist.get_backend(group))
+        return "shared memory" if shared else dist.get_backend(self._process_group)
 
     def set_overlap(self, overlap: bool) -> None:
         """Launches buckets during backward from now on, or at its end."""

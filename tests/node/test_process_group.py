@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import Reducer
+from ddp_from_scratch import NodeSharedSGD, Reducer
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import ProcessGroupNode, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
@@ -188,12 +188,32 @@ def test_a_group_beside_is_opened_once_and_closed_with_its_gloo_group(ranks):
 
 def one_rank_alone(world):
     groups = [dist.new_group([rank]) for rank in range(world.world_size)]
-    alone = groups[world.rank]
-    assert shared_memory_beside(alone) is alone
+    model = torch.nn.Linear(2, 2)
+    reducer = Reducer(model, groups[world.rank])
+    optimizer = NodeSharedSGD(model.parameters(), lr=1.0, reducer=reducer)
+    before = model.bias.clone()
+    optimizer.backward_and_step(model(torch.ones(1, 2)).sum())
+    assert torch.equal(model.bias, before - 1)
+    assert "by gloo" in repr(reducer)
 
 
-def test_a_group_of_one_rank_stays_with_gloo(ranks):
+def test_a_group_of_one_rank_shares_with_nobody_and_steps_alike(ranks):
     ranks("gloo", 2)(one_rank_alone)
+
+
+def one_rank_to_a_machine(world):
+    """The ranks' networks seem to differ, as those of two machines do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "ddp_from_scratch.node.backend.StoreCommunicator",
+            lambda *arguments: StoreCommunicator(*arguments, machine=str(world.rank)),
+        )
+        group = dist.new_group(list(range(world.world_size)))
+        assert shared_memory_beside(group) is group
+
+
+def test_one_rank_to_a_machine_stays_with_gloo(ranks):
+    ranks("gloo", 2)(one_rank_to_a_machine)
 
 
 def transports(world):
