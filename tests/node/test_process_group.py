@@ -138,6 +138,13 @@ def over_machines(world, sizes):
             tensor = all_reduce_in(group, values[world.rank].bfloat16(), op)
             # A machine's sum is rounded, too, before it crosses.
             torch.testing.assert_close(tensor, reduced(values).bfloat16(), rtol=2**-7, atol=0)
+    for numel in (9, STAGED_FROM):
+        # 257 in bfloat16 is 256: each machine's sum is rounded once, and nothing else.
+        tensor = torch.full((numel,), 257.0)
+        group.sum_compressed(tensor, torch.bfloat16).wait()
+        staged = numel > 9
+        sums = [257.0 * size for size in sizes] if staged else [257.0] * n
+        assert tensor.eq(torch.tensor(sums).bfloat16().sum().float()).all(), numel
     flags = all_reduce_in(group, torch.tensor([world.rank == 0, False]))
     assert flags.tolist() == [True, False]
     group.shutdown()
