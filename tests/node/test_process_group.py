@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import NodeSharedSGD, Reducer
 from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.group import gloo_beside
 from ddp_from_scratch.node import ProcessGroupNode, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
@@ -173,8 +174,6 @@ def beside(world):
     group = dist.new_group(list(range(world.world_size)))
     ours = shared_memory_beside(group)
     assert shared_memory_beside(group) is ours
-    assert dist.get_backend(ours) == "node"
-    assert dist.get_process_group_ranks(ours) == list(range(world.world_size))
     assert shared_memory_beside(ours) is ours
     tensor = torch.tensor([world.rank + 1.0])
     dist.all_reduce(tensor, group=ours)
@@ -238,6 +237,22 @@ def test_repr_names_the_transport(ranks, backend):
     for first, second in ranks(backend, 2)(transports):
         assert "by shared memory" in first
         assert ("by gloo" if backend == "gloo" else "by shared memory") in second
+
+
+def groups_of_some(world):
+    """torch names the groups that come later by a count that all ranks must agree on."""
+    some = dist.new_group([0, 1])
+    if world.rank < 2:
+        shared_memory_beside(some)
+        gloo_beside(some)
+    every = dist.new_group(list(range(world.world_size)))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=every)
+    return tensor.item()
+
+
+def test_a_group_beside_some_ranks_group_does_not_disturb_later_groups(ranks):
+    assert ranks("gloo", 3)(groups_of_some) == [3.0] * 3
 
 
 # Failures ----------------------------------------------------------------------------------------
@@ -306,7 +321,9 @@ def memory_of_many_steps(world):
     # What the last one had is given back when the next is made.
     Reducer(model).remove()
     gc.collect()
-    assert (mapped(), descriptors()) == before
+    # Memory of earlier tests may have gone meanwhile.
+    assert mapped() <= before[0]
+    assert descriptors() <= before[1]
 
 
 def test_no_memory_or_descriptor_is_left_by_reducers(ranks):
