@@ -1,11 +1,13 @@
-"""Checks a process group before anything is sent through it."""
+"""Checks a process group before anything is sent through it, and opens others beside it."""
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.nn import functional
 
 _NOT_A_MEMBER = "this rank is not a member of the process group"
@@ -83,9 +85,31 @@ def takes_cpu_tensors(process_group: dist.ProcessGroup | None) -> bool:
 
 def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Opens a gloo group with the same ranks and timeout. Collective."""
-    group = check_group(process_group)
-    timeout = group._get_backend(group._device_types[0]).options._timeout
+    return open_beside(check_group(process_group), "gloo")
+
+
+# Of each group, the groups that were opened beside it so far: the same number on all its ranks.
+_opened_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+
+def open_beside(group: dist.ProcessGroup, backend: str, options: Any = None) -> dist.ProcessGroup:
+    """Opens a group of this backend with the same ranks and timeout. Collective."""
+    # Not by `dist.new_group`, which names groups by their number on this rank. Where ranks are in
+    # different groups, these differ, and the ranks would wait for each other under two names; or
+    # they would differ from now on, for the program's next `new_group`.
+    number = _opened_beside[group] = _opened_beside.get(group, 0) + 1
     ranks = dist.get_process_group_ranks(group)
-    return check_group(
-        dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+    opened, _ = c10d._new_process_group_helper(
+        group.size(),
+        group.rank(),
+        ranks,
+        backend,
+        c10d._get_default_store(),
+        c10d.GroupName(f"{backend} {number} beside {c10d._get_process_group_name(group)}"),
+        backend_options=options,
+        timeout=group._get_backend(group._device_types[0]).options._timeout,
+        device_id=c10d._get_default_group().bound_device_id,
     )
+    assert isinstance(opened, dist.ProcessGroup), "this rank is in the group"
+    c10d._world.pg_group_ranks[opened] = {rank: index for index, rank in enumerate(ranks)}
+    return opened

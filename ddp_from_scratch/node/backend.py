@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.group import open_beside
 from ddp_from_scratch.node import semaphore
 from ddp_from_scratch.node.process_group import ProcessGroupNode
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
@@ -72,13 +73,7 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def _open_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    opened = dist.new_group(
-        dist.get_process_group_ranks(group),
-        group._get_backend(_CPU).options._timeout,
-        backend=ProcessGroupNode.backend,
-        pg_options=weakref.ref(group),
-        use_local_synchronization=True,
-    )
+    opened = open_beside(group, ProcessGroupNode.backend, weakref.ref(group))
     assert isinstance(opened, ProcessGroupNode), "this rank is in the group"
     if not opened.shares_memory:
         dist.destroy_process_group(opened)

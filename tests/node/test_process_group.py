@@ -196,6 +196,26 @@ def test_a_group_of_one_rank_stays_with_gloo(ranks):
     ranks("gloo", 2)(one_rank_alone)
 
 
+def in_part_of_the_ranks(world):
+    r = world.rank
+    dist.new_group([0])
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    if r < 2:
+        tensor = torch.tensor([r + 1.0])
+        dist.all_reduce(tensor, group=shared_memory_beside(groups[0]))
+        assert tensor.item() == 3.0
+    # The names of groups that come later are the same on all ranks.
+    for group in (dist.group.WORLD, dist.new_group(), *groups):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=shared_memory_beside(group))
+            assert tensor.item() == group.size()
+
+
+def test_ranks_may_be_in_different_groups(ranks):
+    ranks("gloo", 3)(in_part_of_the_ranks)
+
+
 def transports(world):
     model = torch.nn.Linear(2, 2)
     shown = []
