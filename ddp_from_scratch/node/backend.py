@@ -78,7 +78,9 @@ def _open_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if not opened.shares_memory:
         dist.destroy_process_group(opened)
         return group
-    weakref.finalize(group, _close, weakref.ref(opened))
+    closing = weakref.finalize(group, _close, weakref.ref(opened))
+    # Closing waits for what is under way: a rank that has failed would wait for the others.
+    closing.atexit = False
     return opened
 
 

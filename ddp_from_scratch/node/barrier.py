@@ -49,7 +49,8 @@ class CheckedBarrier:
     def __init__(self, nodes: Nodes, progress: Progress = lambda: math.inf) -> None:
         self._nodes, self.progress = nodes, progress
         self.rank, self.size = nodes.node.rank, nodes.node.size
-        came = nodes.node.allgather((nodes.node.world_rank, os.getpid()))
+        self._process = os.getpid()
+        came = nodes.node.allgather((nodes.node.world_rank, self._process))
         self._ranks = [rank for rank, _ in came]
         self._processes = ProcessWatch([pid for _, pid in came])
         self._memory = memory = BarrierMemory(nodes.node, nodes.count)
@@ -140,8 +141,9 @@ class CheckedBarrier:
         return self._failure
 
     def leave(self) -> None:
-        """Publishes that this rank will not come again."""
-        self._memory.left[self.rank][0] = 1
+        """Publishes that this rank will not come again. A no-op in a child that it has forked."""
+        if os.getpid() == self._process:
+            self._memory.left[self.rank][0] = 1
 
     def free(self) -> None:
         """Gives this rank's memory back."""
@@ -212,7 +214,6 @@ class CheckedBarrier:
         )
 
 
-_rank_process = os.getpid()
 _open: "weakref.WeakSet[CheckedBarrier]" = weakref.WeakSet()
 
 
@@ -223,6 +224,5 @@ def _leave() -> None:
     After the threads that still run operations (worker.py, which registers later): they come to
     meetings of this rank.
     """
-    if os.getpid() == _rank_process:  # and not a child that it forked
-        for barrier in list(_open):
-            barrier.leave()
+    for barrier in list(_open):
+        barrier.leave()

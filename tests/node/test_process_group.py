@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import time
 import weakref
 from datetime import timedelta
 
@@ -265,6 +266,50 @@ def test_a_killed_rank_is_noticed_long_before_the_timeout(tmp_path):
         assert zero.wait() == 3, zero.text
         assert "all_reduce number 2 on rank 0" in zero.out
         assert "rank 1 ended without coming to it" in zero.out
+
+
+FAILED = """
+import sys, time
+import torch, torch.distributed as dist
+from ddp_from_scratch.node import shared_memory_beside
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]),
+                        world_size=2)
+group = shared_memory_beside(dist.group.WORLD)
+print("met", flush=True)
+if sys.argv[1] == "0":
+    time.sleep(100)
+dist.all_reduce(torch.ones(3), group=group, async_op=True)
+raise ValueError
+"""
+
+
+def test_a_rank_that_fails_ends_though_another_does_not_come(tmp_path):
+    command = (sys.executable, "-c", FAILED)
+    zero, one = (Run(*command, rank, str(tmp_path / "met")) for rank in "01")
+    with zero, one:
+        zero.wait_for("met")
+        assert one.wait(30.0) == 1, one.text
+        assert "ValueError" in one.err
+
+
+def a_child_that_ends(world):
+    group = dist.new_group([0, 1])
+    ours = shared_memory_beside(group)
+    if world.rank == 1:
+        child = os.fork()
+        if child == 0:
+            ours.shutdown()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(0.7)  # in which rank 0 looks for ranks that have left
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=ours)
+    assert tensor.tolist() == [2.0] * 3
+    dist.destroy_process_group(group)
+
+
+def test_a_forked_child_that_closes_its_groups_is_not_taken_for_the_rank(ranks):
+    ranks("gloo", 2)(a_child_that_ends)
 
 
 def late_for_the_setup(world):
