@@ -1,5 +1,6 @@
 """The node backend: shared memory within a machine and gloo for the rest, with no MPI."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -266,6 +267,43 @@ def test_a_killed_rank_is_noticed_long_before_the_timeout(tmp_path):
         assert zero.wait() == 3, zero.text
         assert "all_reduce number 2 on rank 0" in zero.out
         assert "rank 1 ended without coming to it" in zero.out
+
+
+KILLED_ASLEEP = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import ddp_from_scratch.node
+rank = int(sys.argv[1])
+dist.init_process_group("node", init_method="file://" + sys.argv[2], rank=rank, world_size=5)
+processes = [None] * 5
+dist.all_gather_object(processes, os.getpid())
+tensor = torch.ones(3)
+if rank == 4:
+    # Rank 0 comes, sleeps in the first round, and is killed before the second.
+    memory = dist.group.WORLD.checked_barrier._memory
+    while memory.come[0][0] < 1:
+        os.sched_yield()
+    os.kill(processes[0], signal.SIGKILL)
+try:
+    for _ in range(2):
+        dist.all_reduce(tensor)
+except RuntimeError as error:
+    print(error, flush=True)
+    os._exit(3)
+"""
+
+
+def test_a_rank_killed_asleep_in_a_barrier_is_noticed_by_all(tmp_path):
+    with contextlib.ExitStack() as stack:
+        command = (sys.executable, "-c", KILLED_ASLEEP)
+        runs = [
+            stack.enter_context(Run(*command, str(rank), str(tmp_path / "met")))
+            for rank in range(5)
+        ]
+        for run in runs[1:]:
+            # The group's timeout is half an hour.
+            assert run.wait() == 3, run.text
+            assert "ended without coming to it" in run.out
 
 
 FAILED = """
