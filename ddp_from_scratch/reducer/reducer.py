@@ -133,7 +133,7 @@ class Reducer:
         on_cpu = all(parameter.device.type == "cpu" for parameter in trainable.values())
         self.comm = CommState(process_group, overlap, shared_memory and on_cpu)
         self._buckets = BucketList(
-            module, trainable, process_group, caps, gradient_as_bucket_view, self.comm.group()
+            module, trainable, process_group, caps, gradient_as_bucket_view, self._memory_of()
         )
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
@@ -179,6 +179,10 @@ class Reducer:
             self._compare_ranks(check_every)
         called = self._on_gradient, self._before_forward, self._after_forward, self._before_step
         self._hooks = Hooks(module, parameters, *called)
+
+    def _memory_of(self) -> dist.ProcessGroup | None:
+        """The group that may offer the buckets' memory. Collective where `CommState.group` is."""
+        return self.comm.group()
 
     def __repr__(self) -> str:
         return f"Reducer({self.stats()})"
