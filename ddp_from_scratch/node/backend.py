@@ -75,5 +75,6 @@ def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     if not opened.shares_memory and group.size() > 1:
         opened.shutdown()
         return None
-    weakref.finalize(group, opened.shutdown)
+    # Not at exit: closing waits for what is under way, and other ranks may wait for this one.
+    weakref.finalize(group, opened.shutdown).atexit = False
     return opened

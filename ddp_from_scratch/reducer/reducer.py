@@ -136,9 +136,8 @@ class Reducer:
         check_group(process_group)
         on_cpu = all(parameter.device.type == "cpu" for parameter in trainable.values())
         self.comm = CommState(process_group, overlap, shared_memory and on_cpu)
-        as_view = gradient_as_bucket_view or fuse_wgrad
-        group = self.comm.group()
-        self._buckets = BucketList(module, trainable, process_group, caps, as_view, group)
+        as_view, memory_of = gradient_as_bucket_view or fuse_wgrad, self._memory_of()
+        self._buckets = BucketList(module, trainable, process_group, caps, as_view, memory_of)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
         self.sync, self.joining, self.iteration = True, False, 0
@@ -187,6 +186,10 @@ class Reducer:
             self._fused = FusedWgrad(module, index_of, self._claim)
         called = self._on_gradient, self._before_forward, self._after_forward, self._before_step
         self._hooks = Hooks(module, parameters, *called)
+
+    def _memory_of(self) -> dist.ProcessGroup | None:
+        """The group that may offer the buckets' memory. Collective where `CommState.group` is."""
+        return self.comm.group()
 
     def __repr__(self) -> str:
         return f"Reducer({self.stats()})"

@@ -1,9 +1,11 @@
 """The node backend: shared memory within a machine and gloo for the rest, with no MPI."""
 
+import contextlib
 import gc
 import os
 import signal
 import sys
+import time
 import weakref
 from datetime import timedelta
 
@@ -222,6 +224,26 @@ def test_one_rank_to_a_machine_stays_with_gloo(ranks):
     ranks("gloo", 2)(one_rank_to_a_machine)
 
 
+def in_part_of_the_ranks(world):
+    r = world.rank
+    dist.new_group([0])
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    if r < 2:
+        tensor = torch.tensor([r + 1.0])
+        dist.all_reduce(tensor, group=shared_memory_beside(groups[0]))
+        assert tensor.item() == 3.0
+    # The names of groups that come later are the same on all ranks.
+    for group in (dist.group.WORLD, dist.new_group(), *groups):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=shared_memory_beside(group))
+            assert tensor.item() == group.size()
+
+
+def test_ranks_may_be_in_different_groups(ranks):
+    ranks("gloo", 3)(in_part_of_the_ranks)
+
+
 def transports(world):
     model = torch.nn.Linear(2, 2)
     shown = []
@@ -287,6 +309,87 @@ def test_a_killed_rank_is_noticed_long_before_the_timeout(tmp_path):
         assert zero.wait() == 3, zero.text
         assert "all_reduce number 2 on rank 0" in zero.out
         assert "rank 1 ended without coming to it" in zero.out
+
+
+KILLED_ASLEEP = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import ddp_from_scratch.node
+rank = int(sys.argv[1])
+dist.init_process_group("node", init_method="file://" + sys.argv[2], rank=rank, world_size=5)
+processes = [None] * 5
+dist.all_gather_object(processes, os.getpid())
+tensor = torch.ones(3)
+if rank == 4:
+    # Rank 0 comes, sleeps in the first round, and is killed before the second.
+    memory = dist.group.WORLD.checked_barrier._memory
+    while memory.come[0][0] < 1:
+        os.sched_yield()
+    os.kill(processes[0], signal.SIGKILL)
+try:
+    for _ in range(2):
+        dist.all_reduce(tensor)
+except RuntimeError as error:
+    print(error, flush=True)
+    os._exit(3)
+"""
+
+
+def test_a_rank_killed_asleep_in_a_barrier_is_noticed_by_all(tmp_path):
+    with contextlib.ExitStack() as stack:
+        command = (sys.executable, "-c", KILLED_ASLEEP)
+        runs = [
+            stack.enter_context(Run(*command, str(rank), str(tmp_path / "met")))
+            for rank in range(5)
+        ]
+        for run in runs[1:]:
+            # The group's timeout is half an hour.
+            assert run.wait() == 3, run.text
+            assert "ended without coming to it" in run.out
+
+
+FAILED = """
+import sys, time
+import torch, torch.distributed as dist
+from ddp_from_scratch.node import shared_memory_beside
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]),
+                        world_size=2)
+group = shared_memory_beside(dist.group.WORLD)
+print("met", flush=True)
+if sys.argv[1] == "0":
+    time.sleep(100)
+dist.all_reduce(torch.ones(3), group=group, async_op=True)
+raise ValueError
+"""
+
+
+def test_a_rank_that_fails_ends_though_another_does_not_come(tmp_path):
+    command = (sys.executable, "-c", FAILED)
+    zero, one = (Run(*command, rank, str(tmp_path / "met")) for rank in "01")
+    with zero, one:
+        zero.wait_for("met")
+        assert one.wait(30.0) == 1, one.text
+        assert "ValueError" in one.err
+
+
+def a_child_that_ends(world):
+    group = dist.new_group([0, 1])
+    ours = shared_memory_beside(group)
+    if world.rank == 1:
+        child = os.fork()
+        if child == 0:
+            ours.shutdown()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(0.7)  # in which rank 0 looks for ranks that have left
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=ours)
+    assert tensor.tolist() == [2.0] * 3
+    dist.destroy_process_group(group)
+
+
+def test_a_forked_child_that_closes_its_groups_is_not_taken_for_the_rank(ranks):
+    ranks("gloo", 2)(a_child_that_ends)
 
 
 def late_for_the_setup(world):
