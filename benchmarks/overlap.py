@@ -34,38 +34,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness.contenders import (
+from benchmarks.harness.launch import Duration, add_common_options, backend_of_job
+from benchmarks.harness.report import draw_lines
+from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, process_group
+from ddp_from_scratch.bench.contenders import (
     NO_COMMUNICATION,
     TORCH_BEST,
-    WORKLOADS,
     ContenderSpec,
+    Optimizers,
     Training,
-    Workload,
     alone,
     contenders,
-    foreach_sgd,
     reducer,
     torch_ddp,
     two_calls,
 )
-from benchmarks.harness.launch import (
-    Duration,
-    add_common_options,
-    backend_of_job,
-    check_memory,
-    start,
-)
-from benchmarks.harness.report import draw_lines, write
-from benchmarks.harness.text_table import text_table
-from benchmarks.harness.timing import (
-    Interval,
-    Samples,
-    check_equal,
-    interleave,
-    median_interval,
-    rounds_for,
-)
-from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, process_group
+from ddp_from_scratch.bench.launch import check_memory, start
+from ddp_from_scratch.bench.result_file import write
+from ddp_from_scratch.bench.samples import Interval, Samples, median_interval
+from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for
+from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.world.process_group import World
@@ -106,7 +95,7 @@ def main() -> int:
         return 0
     for backend in options.backend:
         for model in options.model:
-            check_memory(model, 2 + 3 * len(options.cap), options.nproc)
+            check_memory(WORKLOADS[model], 2 + 3 * len(options.cap), options.nproc)
         if code := start("benchmarks.overlap", backend, options.nproc, *sys.argv[1:]):
             return code
     return 0
@@ -161,10 +150,12 @@ def settle(workload: Workload, device: torch.device) -> dict[str, Any]:
     """The Reducer's arguments that "auto" settles on, trained by itself."""
     found: list[Reducer] = []
 
-    def prepare(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
+    def prepare(
+        model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
+    ) -> Training:
         broadcast_parameters(model, process_group=group)
         found.append(Reducer(model, group, bucket_cap_mb=AUTO, **VIEWS))
-        return two_calls(model, foreach_sgd(model))
+        return two_calls(model, optimizers.fused(model))
 
     (training,) = contenders(workload, device, [ContenderSpec(AUTO, prepare)], keep_start=False)
     while found[0].bucket_cap_mb is None:  # alike on all ranks, which settle together

@@ -1,0 +1,334 @@
+"""Contenders: ways to keep a model in step over ranks, each a function that takes a training step.
+
+A line of `CONTENDERS` adds one.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_from_scratch.bench.workloads import Workload
+from ddp_from_scratch.optim.adam import AdamW
+from ddp_from_scratch.optim.flat_optimizer import FlatOptimizer
+from ddp_from_scratch.optim.node_shared import NodeSharedAdamW, NodeSharedSGD
+from ddp_from_scratch.optim.sgd import SGD
+from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.sync.broadcast import broadcast_parameters
+
+Step = Callable[[], None]
+
+NO_COMMUNICATION = "no communication"
+TORCH = "torch DDP"
+# Ratios are to the fastest of these that there are.
+REFERENCES = tuple(
+    f"{TORCH}, {what}" for what in ("default", "views", "batched copies", "tapering buckets")
+)
+BACKENDS = ("gloo", "mpi", "nccl")
+SHARING = ("gloo", "mpi")  # backends on which a machine's ranks share memory
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """torch's optimizer and this library's two of the same kind.
+
+    Attributes:
+        name: torch's class, as it is called in the names of contenders.
+        plain, flat, shared: torch's class, and this library's.
+        settings: of all of them.
+    """
+
+    name: str
+    plain: type[torch.optim.SGD] | type[torch.optim.AdamW]
+    flat: type[FlatOptimizer]
+    shared: type[FlatOptimizer]
+    settings: Mapping[str, Any]
+
+    def fused(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Torch's in its fastest form; its default is another one on a CPU."""
+        return self.plain(model.parameters(), **self.settings, fused=True)
+
+
+OPTIMIZERS = {
+    "sgd": Optimizers("SGD", torch.optim.SGD, SGD, NodeSharedSGD, {"lr": 1e-3, "momentum": 0.9}),
+    "adamw": Optimizers("AdamW", torch.optim.AdamW, AdamW, NodeSharedAdamW, {"lr": 1e-4}),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model made ready to take steps.
+
+    Attributes:
+        forward: the module to call.
+        zero_grad: comes before it.
+        update: backward and the optimizer's step, given the loss.
+    """
+
+    forward: nn.Module
+    zero_grad: Callable[[], None]
+    update: Callable[[torch.Tensor], None]
+
+
+Prepare = Callable[[nn.Module, dist.ProcessGroup | None, Optimizers], Training]
+
+
+@dataclass(frozen=True)
+class ContenderSpec:
+    """A way to keep models in step, to be made into a `Contender` on each rank.
+
+    Attributes:
+        name: for the table.
+        prepare: makes a model ready, given the process group (None means all ranks).
+        backends: of the groups that it works on.
+        optimizers: those it is measured with, of `OPTIMIZERS`.
+        rung: a step on the way to another contender, measured only if it is asked for.
+        group: the backend of the group that it gets; None means the job's own group.
+    """
+
+    name: str
+    prepare: Prepare
+    backends: tuple[str, ...] = BACKENDS
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    rung: bool = False
+    group: str | None = None
+
+
+@dataclass
+class Contender:
+    """A way to keep models in step, at work on its own copy of the model.
+
+    Attributes:
+        name: for the table.
+        model: the user's module, without a wrapper.
+        step: takes one training step.
+        start: the parameters before the first step, if they are known.
+    """
+
+    name: str
+    model: nn.Module
+    step: Step
+    start: Sequence[torch.Tensor] = field(default=(), repr=False)
+
+
+def two_calls(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Training:
+    """`loss.backward()`, then `optimizer.step()`."""
+
+    def update(loss: torch.Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+
+    return Training(forward, optimizer.zero_grad, update)
+
+
+def alone(model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers) -> Training:
+    """No communication at all: every other contender adds to that."""
+    return two_calls(model, optimizers.fused(model))
+
+
+def torch_ddp(tapering: bool = False, **settings: Any) -> Prepare:
+    """A `DistributedDataParallel` of torch's with these arguments, and torch's optimizer.
+
+    Args:
+        tapering: buckets that get smaller toward the end of backward, where nothing hides them.
+        settings: of torch's class.
+    """
+
+    def prepare(
+        model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
+    ) -> Training:
+        caps: dict[str, Any] = {"bucket_cap_mb_list": tapering_caps(model)} if tapering else {}
+        wrapped = DistributedDataParallel(model, process_group=group, **settings, **caps)
+        return two_calls(wrapped, optimizers.fused(model))
+
+    return prepare
+
+
+def tapering_caps(model: nn.Module) -> list[int]:
+    """Sizes of buckets in MiB: three quarters of the gradients in three, the rest in smaller."""
+    size = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    return [max(1, round(size * part)) for part in (1 / 4, 1 / 4, 1 / 4, 1 / 8, 1 / 16, 1 / 16)]
+
+
+def torch_zero(
+    model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
+) -> Training:
+    """Torch's DDP at its best, and torch's optimizer whose state is divided among the ranks."""
+    wrapped = DistributedDataParallel(model, process_group=group, **TORCH_BEST)
+    settings: dict[str, Any] = {**optimizers.settings, "fused": True, "process_group": group}
+    sharded = ZeroRedundancyOptimizer(
+        model.parameters(), optimizers.plain, parameters_as_bucket_view=True, **settings
+    )
+    return two_calls(wrapped, sharded)
+
+
+def reducer(**settings: Any) -> Prepare:
+    """A `Reducer` with these arguments, and torch's optimizer."""
+
+    def prepare(
+        model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
+    ) -> Training:
+        # Torch's DDP does so when it is made.
+        broadcast_parameters(model, process_group=group)
+        # Held by the model's own hook for as long as the model lives.
+        Reducer(model, group, **settings)
+        return two_calls(model, optimizers.fused(model))
+
+    return prepare
+
+
+def flat(at_once: bool = False, shared: bool = False, **settings: Any) -> Prepare:
+    """A `Reducer` with these arguments, and this library's optimizer.
+
+    Args:
+        at_once: `backward_and_step()` in place of the two calls.
+        shared: one copy of parameters and state for a machine.
+        settings: of the Reducer.
+    """
+
+    def prepare(
+        model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
+    ) -> Training:
+        broadcast_parameters(model, process_group=group)
+        averaging = Reducer(model, group, **settings)
+        kind = optimizers.shared if shared else optimizers.flat
+        stepper = kind(model.parameters(), reducer=averaging, **optimizers.settings)
+        if at_once:
+            return Training(model, stepper.zero_grad, stepper.backward_and_step)
+        return two_calls(model, stepper)
+
+    return prepare
+
+
+# What this version of torch has: 2.11 has neither the last two nor the new name of
+# `broadcast_buffers`, of which later ones warn.
+_OF_TORCH = set(inspect.signature(DistributedDataParallel).parameters)
+_SYNC_BUFFERS = max({"forward_sync_buffers", "broadcast_buffers"} & _OF_TORCH)
+
+# As a Reducer: buffers stay where they are.
+TORCH_BEST: dict[str, Any] = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: False}
+
+_VIEWS: dict[str, Any] = {"gradient_as_bucket_view": True}
+_FLAT_BUCKET: dict[str, Any] = {"bucket_cap_mb": float("inf"), "overlap": False}
+_TORCHS = ("gloo", "nccl")
+
+CONTENDERS = [
+    ContenderSpec(NO_COMMUNICATION, alone),
+    # As most programs use it, and with what may be its best for a model. Ratios are to the fastest.
+    ContenderSpec(f"{TORCH}, default", torch_ddp(), _TORCHS),
+    # On this library's own backends as well: "node" is shared memory beside gloo.
+    ContenderSpec(f"{TORCH}, views", torch_ddp(**TORCH_BEST), (*BACKENDS, "node")),
+    *[
+        ContenderSpec(f"{TORCH}, {what}", torch_ddp(**TORCH_BEST, **settings), _TORCHS)
+        for what, option, settings in (
+            ("batched copies", "batched_grad_copy", {"batched_grad_copy": True}),
+            ("tapering buckets", "bucket_cap_mb_list", {"tapering": True}),
+        )
+        if option in _OF_TORCH
+    ],
+    ContenderSpec(f"{TORCH}, ZeroRedundancyOptimizer", torch_zero, _TORCHS, ("adamw",)),
+    # The ladder: each rung adds one idea to the one before.
+    ContenderSpec(
+        "Reducer, one all-reduce per parameter",
+        reducer(bucket_cap_mb=0, overlap=False),
+        rung=True,
+    ),
+    ContenderSpec("Reducer, one flat bucket", reducer(**_FLAT_BUCKET), rung=True),
+    ContenderSpec("Reducer, buckets at the end", reducer(overlap=False), rung=True),
+    ContenderSpec("Reducer, no shared memory", reducer(shared_memory=False), ("gloo",)),
+    ContenderSpec("Reducer", reducer()),
+    ContenderSpec("Reducer, views", reducer(**_VIEWS)),
+    # This library's optimizer may be faster than torch's, and a shared one steps a part: rows from
+    # here on may be below no communication. Rows above have torch's, as torch's DDP has.
+    ContenderSpec("ddp.SGD", flat()),
+    ContenderSpec("ddp.SGD, one flat bucket", flat(**_FLAT_BUCKET)),
+    ContenderSpec("ddp.SGD, backward_and_step", flat(at_once=True), rung=True),
+    ContenderSpec("NodeSharedSGD", flat(at_once=True, shared=True), SHARING),
+]
+
+
+def rows(
+    backends: Sequence[str], optimizer: str = "sgd", chosen: Sequence[str] | None = None
+) -> list[ContenderSpec]:
+    """Rows of a table of these backends: each contender on each of them, named after both.
+
+    torch's DDP on gloo, the reference, is always there where the backends are the processor's.
+
+    Args:
+        backends: "nccl", or some of the others.
+        optimizer: of `OPTIMIZERS`.
+        chosen: by their names in `CONTENDERS`, beside the references; None means all but rungs.
+    """
+    reference = "nccl" if "nccl" in backends else "gloo"
+    found = []
+    for spec in CONTENDERS:
+        if optimizer not in spec.optimizers:
+            continue
+        if spec.name == NO_COMMUNICATION:
+            found.append(spec)
+            continue
+        wanted = not spec.rung if chosen is None else spec.name in chosen
+        on = [*backends, *(["node"] if "gloo" in backends else [])] if wanted else []
+        if spec.name.startswith(TORCH):
+            on = list(dict.fromkeys([reference, *on]))
+        found += [_row(spec, group, optimizer) for group in on if group in spec.backends]
+    return found
+
+
+def _row(spec: ContenderSpec, group: str, optimizer: str) -> ContenderSpec:
+    what, comma, variant = spec.name.replace("SGD", OPTIMIZERS[optimizer].name).partition(", ")
+    return replace(spec, name=f"{what} on {group}{comma}{variant}", group=group)
+
+
+def contenders(
+    workload: Workload,
+    device: torch.device,
+    specs: Sequence[ContenderSpec],
+    groups: Mapping[str, dist.ProcessGroup] | None = None,
+    optimizer: str = "sgd",
+    keep_start: bool = True,
+) -> list[Contender]:
+    """Every contender, each with the same parameters and, on this rank, the same batch.
+
+    Args:
+        workload: to train.
+        device: to train on.
+        specs: of the contenders.
+        groups: process groups of all ranks by backend, beside the job's own.
+        optimizer: of `OPTIMIZERS`.
+        keep_start: keep a copy of the parameters as they were, for `check_equal`.
+    """
+    # One batch for all: loading data is not what is compared. The caller seeds it by rank.
+    batch = _moved(workload.batch(), device)
+    start: list[torch.Tensor] = []
+
+    def contender(spec: ContenderSpec) -> Contender:
+        torch.manual_seed(0)  # the same model for all contenders, on all ranks
+        model = workload.model().to(device)
+        if keep_start and not start:
+            start.extend(parameter.detach().clone() for parameter in model.parameters())
+        group = (groups or {}).get(spec.group or "")
+        training = spec.prepare(model, group, OPTIMIZERS[optimizer])
+
+        def step() -> None:
+            training.zero_grad()
+            training.update(workload.loss(training.forward, batch))
+
+        return Contender(spec.name, model, step, start)
+
+    return [contender(spec) for spec in specs]
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors, in whatever tuples, lists and dicts, on the device."""
+    if isinstance(batch, dict):
+        return {key: _moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_moved(value, device) for value in batch]
+    return batch.to(device) if isinstance(batch, torch.Tensor) else batch

@@ -1,0 +1,86 @@
+"""Notices a machine that is not quiet: times measured on it are no verdict."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.bench.samples import Samples, median_interval
+
+MOST_WALL = 1.3  # wall time of a step as a multiple of its CPU time
+MOST_OTHERS = 0.1  # part of the processors' time that others take
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class CpuUse:
+    """CPU time that others take on this rank's processors, from when this is made."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._busy, self._own = busy_seconds(), time.process_time()
+
+    def others(self) -> float | None:
+        """The part of the processors' time that went to other processes. Collective.
+
+        None where the system does not say, or the ranks are on several machines.
+        """
+        own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
+        dist.all_reduce(own)
+        busy = busy_seconds()
+        if busy is None or self._busy is None:
+            return None
+        cores = len(os.sched_getaffinity(0))
+        took = (time.perf_counter() - self._began) * cores
+        return max(0.0, busy - self._busy - own.item()) / took
+
+
+def busy_seconds() -> float | None:
+    """Seconds in which the processors that this process may use have computed; None: unknown."""
+    try:
+        return parse_busy(Path("/proc/stat").read_text(), os.sched_getaffinity(0)) / _TICKS
+    except (OSError, ValueError):
+        return None
+
+
+def parse_busy(text: str, processors: set[int]) -> int:
+    """Ticks of these processors in user, nice, system and stolen time, from /proc/stat.
+
+    Raises:
+        ValueError: it is not the kernel's.
+    """
+    ticks = 0
+    for line in text.splitlines():
+        name, *columns = line.split()
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in processors:
+            # Not interrupts: those of gloo's sockets belong to no process.
+            user, nice, system, *_ = map(int, columns)
+            ticks += user + nice + system + int(columns[7])
+    return ticks
+
+
+def disturbance(alone: Samples | None, others: float | None, ranks: int, cores: int) -> str | None:
+    """The sign that something else ran meanwhile, for people; None: the machine was quiet.
+
+    Args:
+        alone: the steps without communication, if there were any.
+        others: see `CpuUse.others`.
+        ranks: on this machine.
+        cores: that they may use.
+    """
+    if alone is not None and alone.cpu_milliseconds:
+        # Without communication a step computes all the time, and ranks that share cores take turns.
+        turns = max(1.0, ranks / cores)
+        pairs = zip(alone.milliseconds, alone.cpu_milliseconds, strict=True)
+        wall, _, _ = median_interval(torch.tensor([w / (c * turns) for w, c in pairs]).numpy())
+        if wall > MOST_WALL:
+            expected = "its CPU time" if turns == 1 else f"{turns:g} x its CPU time"
+            return f"a step without communication takes {wall:.2f} x {expected}"
+    # On a machine with more cores than ranks, others may compute without disturbing anyone. With
+    # fewer, each of many ranks loses little by one more process, so its own times do not show it.
+    crowded = alone is None or ranks > cores
+    if crowded and others is not None and others > MOST_OTHERS:
+        return f"other processes took {100 * others:.0f} % of the processors' time"
+    return None
