@@ -1,13 +1,14 @@
 """Notices a machine that is not quiet: times measured on it are no verdict."""
 
 import os
+import statistics
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.bench.samples import Samples, median_interval
+from ddp_from_scratch.bench.samples import Samples
 
 MOST_WALL = 1.3  # wall time of a step as a multiple of its CPU time
 MOST_OTHERS = 0.1  # part of the processors' time that others take
@@ -70,17 +71,14 @@ def disturbance(alone: Samples | None, others: float | None, ranks: int, cores: 
         ranks: on this machine.
         cores: that they may use.
     """
-    if alone is not None and alone.cpu_milliseconds:
-        # Without communication a step computes all the time, and ranks that share cores take turns.
-        turns = max(1.0, ranks / cores)
+    if alone is not None and alone.cpu_milliseconds and ranks <= cores:
+        # Without communication a step computes all the time. Others may use cores that no rank
+        # needs.
         pairs = zip(alone.milliseconds, alone.cpu_milliseconds, strict=True)
-        wall, _, _ = median_interval(torch.tensor([w / (c * turns) for w, c in pairs]).numpy())
-        if wall > MOST_WALL:
-            expected = "its CPU time" if turns == 1 else f"{turns:g} x its CPU time"
-            return f"a step without communication takes {wall:.2f} x {expected}"
-    # On a machine with more cores than ranks, others may compute without disturbing anyone. With
-    # fewer, each of many ranks loses little by one more process, so its own times do not show it.
-    crowded = alone is None or ranks > cores
-    if crowded and others is not None and others > MOST_OTHERS:
+        ratio = statistics.median(wall / cpu for wall, cpu in pairs)
+        if ratio > MOST_WALL:
+            return f"a step without communication takes {ratio:.2f} x its CPU time"
+    elif others is not None and others > MOST_OTHERS:
+        # Ranks that share cores wait for their turns in any case, so their times do not show it.
         return f"other processes took {100 * others:.0f} % of the processors' time"
     return None
