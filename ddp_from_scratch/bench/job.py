@@ -1,7 +1,6 @@
 """Jobs: what one group of ranks measures, and the part of a rank."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,7 @@ def measure(job: Job) -> dict[str, Any] | None:
         content = content_of(job.title(of), [asdict(s) for s in samples], settings)
         if world.device.type == "cpu" and world.world_size == world.local_world_size:
             alone = next((s for s in samples if s.name == NO_COMMUNICATION), None)
-            cores = len(os.sched_getaffinity(0))
+            cores = len(use.processors)
             content["disturbed"] = disturbance(alone, others, world.world_size, cores)
         return content | {"left_out": left_out}
 

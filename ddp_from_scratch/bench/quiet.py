@@ -17,31 +17,37 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class CpuUse:
-    """CPU time that others take on this rank's processors, from when this is made."""
+    """CPU time that others take on the ranks' processors, from when this is made. Collective.
+
+    Attributes:
+        processors: that any rank may use. A launcher may have bound each rank to its own.
+    """
 
     def __init__(self) -> None:
+        everyone: list[set[int]] = [set() for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, os.sched_getaffinity(0))
+        self.processors = set().union(*everyone)
         self._began = time.perf_counter()
-        self._busy, self._own = busy_seconds(), time.process_time()
+        self._busy, self._own = busy_seconds(self.processors), time.process_time()
 
     def others(self) -> float | None:
         """The part of the processors' time that went to other processes. Collective.
 
-        None where the system does not say, or the ranks are on several machines.
+        None where the system does not say. The ranks must be on one machine.
         """
         own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
         dist.all_reduce(own)
-        busy = busy_seconds()
+        busy = busy_seconds(self.processors)
         if busy is None or self._busy is None:
             return None
-        cores = len(os.sched_getaffinity(0))
-        took = (time.perf_counter() - self._began) * cores
+        took = (time.perf_counter() - self._began) * len(self.processors)
         return max(0.0, busy - self._busy - own.item()) / took
 
 
-def busy_seconds() -> float | None:
-    """Seconds in which the processors that this process may use have computed; None: unknown."""
+def busy_seconds(processors: set[int]) -> float | None:
+    """Seconds in which these processors have computed; None: unknown."""
     try:
-        return parse_busy(Path("/proc/stat").read_text(), os.sched_getaffinity(0)) / _TICKS
+        return parse_busy(Path("/proc/stat").read_text(), processors) / _TICKS
     except (OSError, ValueError):
         return None
 

@@ -7,7 +7,7 @@ from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH
 from ddp_from_scratch.bench.samples import Interval, Samples
 from ddp_from_scratch.bench.text_table import text_table
 
-# A step that is longer than one without communication by less is called compute.
+# Up to this multiple of a step without communication a step is called compute.
 _NOTHING = 1.05
 
 
@@ -142,10 +142,10 @@ def _rest(run: Run, best: Samples) -> str:
     ratio = run.ratio(best, run.alone)
     if ratio is None or run.alone is None:
         return ""
-    middle, low, high = ratio
+    middle, _, high = ratio
     if high < 1:
         return f"; that is {middle:.2f} x a step without communication"
-    if low <= _NOTHING:
+    if middle <= _NOTHING:
         return "; the rest is compute"
     computing = run.alone.quartiles[1]
     return f"; of its {best.quartiles[1]:.1f} ms {computing:.1f} are compute"

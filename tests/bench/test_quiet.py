@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ddp_from_scratch.bench.quiet import busy_seconds, disturbance, parse_busy
+from ddp_from_scratch.bench.quiet import CpuUse, busy_seconds, disturbance, parse_busy
 from ddp_from_scratch.bench.samples import Samples
 
 # user nice system idle iowait irq softirq steal guest guest_nice
@@ -30,9 +30,20 @@ def test_ticks_of_the_processors_that_may_be_used():
 def test_this_machine_says_how_busy_it_is():
     if not os.path.exists("/proc/stat"):
         pytest.skip("no /proc/stat")
-    before = busy_seconds()
+    before = busy_seconds(os.sched_getaffinity(0))
     assert sum(range(3_000_000)) > 0
-    assert busy_seconds() >= before > 0
+    assert busy_seconds(os.sched_getaffinity(0)) >= before > 0
+
+
+def processors(world):
+    use = CpuUse()
+    others = use.others()
+    assert others is None or 0 <= others
+    return use.processors
+
+
+def test_ranks_may_be_bound_to_processors_of_their_own(ranks):
+    assert ranks("gloo", 2)(processors) == [os.sched_getaffinity(0)] * 2
 
 
 @pytest.mark.parametrize(
