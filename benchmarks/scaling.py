@@ -46,8 +46,9 @@ from benchmarks.harness.costs import Shape, oversubscribed
 from benchmarks.harness.launch import add_results_option, backend_of_job
 from benchmarks.harness.report import draw_lines
 from ddp_from_scratch import UsageError, mpi, process_group
-from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, OPTIMIZERS, Contender
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
 from ddp_from_scratch.bench.launch import start
+from ddp_from_scratch.bench.prepare import OPTIMIZERS
 from ddp_from_scratch.bench.result_file import on_terminal, write
 from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.bench.timing import check_equal, interleave

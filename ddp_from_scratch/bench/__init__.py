@@ -4,7 +4,8 @@
 
     samples.py       arithmetic of timed steps: ratios with intervals
     workloads.py     models to train: built in, torchvision's, or the user's own
-    contenders.py    ways to keep a model in step, torch's and this library's
+    prepare.py       makes a model ready for steps, with torch's classes or this library's
+    contenders.py    ways to keep a model in step, the rows of the table
     timing.py        interleaved steps; the slowest rank counts
     quiet.py         notices a machine that does something else meanwhile
     verdict.py       the table of ratios, and the sentence under it

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from ddp_from_scratch.bench.contenders import (
     NO_COMMUNICATION,
-    OPTIMIZERS,
     Contender,
     ContenderSpec,
     contenders,
     rows,
 )
+from ddp_from_scratch.bench.prepare import OPTIMIZERS
 from ddp_from_scratch.bench.quiet import CpuUse, disturbance
 from ddp_from_scratch.bench.result_file import content_of
 from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for

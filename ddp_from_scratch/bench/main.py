@@ -45,9 +45,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
+from ddp_from_scratch.bench.contenders import CONTENDERS
 from ddp_from_scratch.bench.job import Job, measure
 from ddp_from_scratch.bench.launch import check_memory, default_ranks
+from ddp_from_scratch.bench.prepare import OPTIMIZERS
 from ddp_from_scratch.bench.result_file import compact_json, save
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.verdict import Run, table, verdict, ways_table

@@ -5,7 +5,7 @@ import torch
 
 from ddp_from_scratch import node
 from ddp_from_scratch.bench import contenders as c
-from ddp_from_scratch.bench import timing
+from ddp_from_scratch.bench import prepare, timing
 from ddp_from_scratch.bench.workloads import Transformer, Workload, text_batch
 from tests.support.tiers import slow
 
@@ -51,8 +51,8 @@ def test_on_mpi_alone_and_nccl_the_reference_is_there():
 
 def test_buckets_get_smaller_toward_the_end():
     model = torch.nn.Linear(4096, 1024, bias=False)  # 16 MiB
-    assert c.tapering_caps(model) == [4, 4, 4, 2, 1, 1]
-    assert c.tapering_caps(torch.nn.Linear(1, 1)) == [1] * 6
+    assert prepare.tapering_caps(model) == [4, 4, 4, 2, 1, 1]
+    assert prepare.tapering_caps(torch.nn.Linear(1, 1)) == [1] * 6
 
 
 def train_all(world, optimizer):
@@ -83,17 +83,17 @@ def test_every_contender_trains_to_the_same_parameters(ranks, backend, optimizer
 
 def diverging(world):
     def wrong(model, group, optimizers):
-        training = c.reducer()(model, group, optimizers)
-        return c.Training(
+        training = prepare.reducer()(model, group, optimizers)
+        return prepare.Training(
             training.forward, training.zero_grad, lambda loss: training.update(2 * loss)
         )
 
     references = [s for s in c.CONTENDERS if s.name in c.REFERENCES]
-    for prepare, error in {
-        c.alone: "not the same on all",
+    for way, error in {
+        prepare.alone: "not the same on all",
         wrong: "x and torch DDP, default have",
     }.items():
-        chosen = [*references, c.ContenderSpec("x", prepare)]
+        chosen = [*references, c.ContenderSpec("x", way)]
         torch.manual_seed(world.rank)
         compared = c.contenders(TINY, world.device, chosen)
         timing.interleave(compared, range(1), world.device)

@@ -50,11 +50,16 @@ def test_overlap_of_each_cap():
         "at its end, 25 MB": 14.0,
         "torch DDP, 25 MB": 16.0,
     }
-    assert {s.name for s in overlap.specs([1.0, 25.0])} == times.keys()
+    assert {s.name for s in overlap.specs([1.0, 25.0], "mpi")} == times.keys()
+    plain = {"by gloo at its end, 1 MB": 16.0, "by gloo at its end, 25 MB": 16.0}
+    assert {s.name for s in overlap.specs([1.0, 25.0], "gloo")} == (times | plain).keys()
     samples = [Samples(name, [time] * 4) for name, time in times.items()]
     small, large = overlap.overlaps(samples, [1.0, 25.0])
     assert (small.exposed, small.hidden[0], small.torch_hidden[0]) == (2.0, 0.5, 0.25)
     assert (large.exposed, large.hidden[0], large.torch_hidden[0]) == (1.0, 0.75, -0.5)
+    on_gloo = samples + [Samples(name, [time] * 4) for name, time in plain.items()]
+    small, large = overlap.overlaps(on_gloo, [1.0, 25.0])
+    assert (small.hidden[0], small.torch_hidden[0], large.torch_hidden[0]) == (0.5, 0.5, 0.0)
     rows = overlap.table([small, large], samples[0]).splitlines()[2:4]
     assert ["12.0 *" in rows[0], "13.0 *" in rows[0], "11.0 *" in rows[1], "16.0 *" in rows[1]] == [
         False,
@@ -110,7 +115,8 @@ def test_memory_of_this_process_grows_with_what_it_allocates():
         pytest.skip("no /proc/self/smaps_rollup")
     with memory.Watch(torch.device("cpu")) as watch:
         before = watch.peak()
-        kept = torch.ones(2**22)
+        # More than glibc ever takes from memory that was freed.
+        kept = torch.ones(2**24)
         after = watch.peak()
     size = kept.nbytes
     for growth in (after.private - before.private, after.node - before.node):
