@@ -136,6 +136,7 @@ def rows(
         wanted = not spec.rung if chosen is None else spec.name in chosen
         on = [*backends, *(["node"] if "gloo" in backends else [])] if wanted else []
         if spec.name.startswith(TORCH):
+            # Whoever chooses contenders, the rival keeps its best setting.
             on = list(dict.fromkeys([reference, *on]))
         found += [_row(spec, group, optimizer) for group in on if group in spec.backends]
     return found

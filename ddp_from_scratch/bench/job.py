@@ -103,6 +103,7 @@ def measure(job: Job) -> dict[str, Any] | None:
     with process_group(job.backend) as world:
         groups = _groups(job, world)
         torch.manual_seed(world.rank)
+        # Batches differ over ranks, as in training; `contenders` seeds the models.
         compared, left_out = _make(job, of, world, groups)
         rounds = rounds_for(job.seconds, job.rounds, world.device, job.title(of))
         use = CpuUse()
@@ -132,6 +133,7 @@ def measure(job: Job) -> dict[str, Any] | None:
 def _groups(job: Job, world: World) -> dict[str, dist.ProcessGroup]:
     """Groups of all ranks, of the backends of the job's rows, beside the job's own."""
     groups: dict[str, dist.ProcessGroup] = {}
+    # Sorted: making a group is collective, so all ranks make them in one order.
     for backend in sorted({spec.group for spec in job.rows if spec.group} - {world.backend}):
         if backend == "node":
             # Here and not above: it registers the backend, which others do without.
@@ -153,6 +155,7 @@ def _make(
         try:
             made += contenders(of, world.device, [spec], groups, job.optimizer, not made)
         except (TypeError, ValueError) as error:
+            # On all ranks alike, since they have the same model: none waits for another.
             left_out[spec.name] = str(error)
         torch.set_rng_state(state)
     # One start is enough for all.

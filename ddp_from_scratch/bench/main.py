@@ -86,6 +86,7 @@ def main(
     if environment.launcher() != "none":
         return under_launcher(options)
     try:
+        # All jobs first: a mistake in the last one is reported before the first runs.
         for job in jobs(options):
             runs = compare(job, options)
             if draw is not None:
@@ -256,5 +257,6 @@ def under_launcher(options: argparse.Namespace) -> int:
     )
     content = measure(job)
     if content is not None:
+        # Through JSON, as the contents that ranks hand to their parent.
         report(job, json.loads(compact_json(content)), options.results)
     return 0

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_from_scratch.optim.adam import AdamW
@@ -107,6 +106,7 @@ def torch_ddp(tapering: bool = False, **settings: Any) -> Prepare:
 
 def tapering_caps(model: nn.Module) -> list[int]:
     """Sizes of buckets in MiB: three quarters of the gradients in three, the rest in smaller."""
+    # The last all-reduce begins when backward has ended, so nothing hides its time.
     size = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
     return [max(1, round(size * part)) for part in (1 / 4, 1 / 4, 1 / 4, 1 / 8, 1 / 16, 1 / 16)]
 
@@ -115,6 +115,9 @@ def torch_zero(
     model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
 ) -> Training:
     """Torch's DDP at its best, and torch's optimizer whose state is divided among the ranks."""
+    # Here and not above: some versions of torch compile parts of that package as they import it.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     wrapped = DistributedDataParallel(model, process_group=group, **TORCH_BEST)
     settings: dict[str, Any] = {**optimizers.settings, "fused": True, "process_group": group}
     sharded = ZeroRedundancyOptimizer(

@@ -89,6 +89,7 @@ def ways_table(runs: Mapping[str, Run]) -> str:
     rows = []
     for s in next(iter(runs.values())).samples:
         row = [s.name]
+        # A contender that one way has left out still has its row.
         for run in runs.values():
             own = next((o for o in run.samples if o.name == s.name), None)
             for other in (run.torch_ddp, run.alone):

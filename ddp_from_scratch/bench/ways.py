@@ -61,6 +61,7 @@ def alone(job: Job) -> Content:
         alone_on = "nccl" if "nccl" in job.backends else "gloo"
         own = "mpi" if spec.group == "mpi" else alone_on
         contents.append(interleaved(replace(job, only=spec.name, seconds=seconds, own=own)))
+    # The machine's description and the title are the same in all.
     merged = contents[0]
     for other in contents[1:]:
         merged["samples"] += other["samples"]
