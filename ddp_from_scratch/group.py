@@ -1,6 +1,8 @@
 """Checks a process group before anything is sent through it."""
 
+import uuid
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
@@ -81,11 +83,35 @@ def takes_cpu_tensors(process_group: dist.ProcessGroup | None) -> bool:
     return any(device.type == "cpu" for device in check_group(process_group)._device_types)
 
 
+def store_beside(group: dist.ProcessGroup) -> dist.Store:
+    """Returns a new part of the store through which the group has met. Collective."""
+    # Not `dist.new_group`: torch counts its calls to name groups, on every rank of the job, of
+    # which only those of this group come here.
+    part = [uuid.uuid4().hex]
+    first = dist.get_process_group_ranks(group)[0]
+    dist.broadcast_object_list(part, first, group)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return dist.PrefixStore(part[0], store)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Returns the time that a collective of the group may take."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def open_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Opens a gloo group that torch.distributed does not list. Collective."""
+    store = dist.PrefixStore("gloo", store)
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
+
+
 def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Opens a gloo group with the same ranks and timeout. Collective."""
     group = check_group(process_group)
-    timeout = group._get_backend(group._device_types[0]).options._timeout
-    ranks = dist.get_process_group_ranks(group)
-    return check_group(
-        dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
-    )
+    return open_gloo(store_beside(group), group.rank(), group.size(), timeout_of(group))

@@ -17,7 +17,7 @@ ROOMS = {
     "errors": set(),
     "group": set(),
     "launch": {"errors"},
-    "node": {"errors"},
+    "node": {"errors", "group"},
     "autograd": set(),
     "buckets": {"group"},
     "comm_hooks": {"buckets", "group", "node"},

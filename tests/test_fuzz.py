@@ -79,6 +79,15 @@ TOGETHER = {
         gradient_as_bucket_view=True,
         flat=True,
     ),
+    "a weight gradient in its bucket, and another one of the same weight": Case(
+        **TWO,
+        operations=(
+            *(both(0, 1), Backward(no_sync=True), both(0, 1), Backward(), Step(), Zero()),
+            *(both(0, 1), Backward(keep=True), Backward(), Step()),
+        ),
+        checkpoint="not reentrant",
+        fuse_wgrad=True,
+    ),
     "a second Reducer, and a parameter that it never saw": Case(
         **TWO,
         operations=(both(0, 1), Backward(no_sync=True), Again(), both(1), Backward(), Step()),

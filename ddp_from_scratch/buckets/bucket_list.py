@@ -24,7 +24,7 @@ class BucketList:
         trainable: the parameters, by name.
         caps: see `assign_buckets`.
         gradient_as_bucket_view: see `Bucket`.
-        memory_of: the group whose backend may offer the memory (`allocate`).
+        memory_of: the group whose backend may offer the memory (`allocate`); None means none.
 
     Attributes:
         names, parameters: an index into these stands for a parameter everywhere.
@@ -41,7 +41,7 @@ class BucketList:
         process_group: dist.ProcessGroup | None,
         caps: Sequence[int],
         gradient_as_bucket_view: bool,
-        memory_of: dist.ProcessGroup,
+        memory_of: dist.ProcessGroup | None,
     ) -> None:
         sparse = sparse_parameters(module)
         # Sparse gradients last: so the indices below `_in_flat` are those of flat buckets.

@@ -18,12 +18,12 @@ _HUGE_PAGE = 2**21  # bytes
 _libc = ctypes.CDLL(None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
-def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> Memory:
+def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> Memory:
     """Allocates zeros for the gradients of all parameters, enough for any layout.
 
     Uses the memory that the group's backend offers, if any. The node and the mpi backend offer
     memory that the ranks of a machine share, and reduce in place there; the call is then
-    collective.
+    collective. Without a group this rank allocates alone.
     """
     numel: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
@@ -34,10 +34,10 @@ def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGrou
 
 
 def _zeros(
-    numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup
+    numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     # CPU alone: nccl offers memory, too, but its effect here has not been measured.
-    if device.type == "cpu":
+    if device.type == "cpu" and process_group is not None:
         backend = process_group._get_backend(device)
         if backend.supports_tensor_alloc(device):
             return backend.allocate_tensor(numel, dtype=dtype, device=device).zero_()

@@ -69,6 +69,11 @@ class Packing:
             )
         ]
 
+    def claim(self, index: int) -> torch.Tensor | None:
+        """Returns the window for a missing gradient; None if one has been accumulated before."""
+        position = self._position[index]
+        return self.views[position] if self._parameters[position].grad is None else None
+
     def pack_one(self, index: int, scale: float) -> None:
         """Copies the gradient of parameter `index` in, times `scale`. Adds it if one is there."""
         position = self._position[index]

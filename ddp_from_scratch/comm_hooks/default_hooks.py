@@ -85,7 +85,8 @@ def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Bucket) 
     """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
 
     The division comes before the cast, in the bucket's own precision. So the sent values are as
-    large as the average, and rounded once. Values below 6e-8 become 0.
+    large as the average, and rounded once. Values below 6e-8 become 0. In shared memory only what
+    crosses between machines is rounded: a machine's sum.
 
     Follows: torch's `fp16_compress_hook`, which casts first and then divides.
     """
@@ -107,6 +108,10 @@ def _sum_in(dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket:
     # A bucket of 16-bit gradients would not get smaller.
     if buffer.element_size() <= dtype.itemsize:
         return _sum(process_group, bucket)
+    group = process_group or dist.group.WORLD
+    if isinstance(group, SharedMemoryGroup):
+        # Nothing is sent within a machine, so nothing is rounded there.
+        return group.sum_compressed(buffer, dtype).get_future()
     compressed = bucket.scratch(buffer.shape, dtype)
     compressed.copy_(buffer)
     return _all_reduce(compressed, process_group)

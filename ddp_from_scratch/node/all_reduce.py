@@ -25,6 +25,7 @@ import torch
 
 from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.node.barrier import CheckedBarrier
+from ddp_from_scratch.node.communicator import Communicator
 from ddp_from_scratch.node.reduction import CHUNK, Reduction
 from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS, Stage, share_of
 from ddp_from_scratch.node.topology import Nodes
@@ -76,19 +77,27 @@ class AllReduce:
             self._stage.fill(tensor)
         return place
 
-    def __call__(self, tensor: torch.Tensor, reduction: Reduction) -> list[torch.Tensor]:
-        """Replaces `tensor` by the reduction of everybody's, after they have met for it."""
+    def __call__(
+        self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
+        """Replaces `tensor` by the reduction of everybody's, after they have met for it.
+
+        Args:
+            tensor: dense, on a CPU.
+            reduction: of its dtype.
+            crossing: the dtype in which a sum goes from machine to machine; None means its own.
+        """
         if buffers := self._eager(tensor.shape, tensor.dtype):
             self._reduce_eager(tensor, reduction, buffers[self._barrier.parity])
         # All ranks of a machine take the same branch: `same_place` is the same on all of them.
         elif self._barrier.same_place and self._windows.place(tensor):
-            self._reduce(self._own_shares(tensor), reduction, everywhere=True)
+            self._reduce(self._own_shares(tensor), reduction, crossing, everywhere=True)
             self._barrier.wait()  # no rank reads before all shares are reduced
         elif self._is_staged(tensor) and (stage := self._get_stage()):
-            self._reduce_staged(tensor, reduction, stage)
+            self._reduce_staged(tensor, reduction, crossing, stage)
         else:
             dense = tensor.contiguous()
-            self._nodes.everyone.all_reduce(dense.view(-1), reduction)
+            _cross(self._nodes.everyone, dense.view(-1), reduction, crossing)
             if dense is not tensor:
                 tensor.copy_(dense)
         return [tensor]
@@ -155,13 +164,19 @@ class AllReduce:
             scratch = self._scratch(reduction)[: tensor.numel()].view(tensor.shape)
             tensor.copy_(reduction.fold(buffers, scratch))
 
-    def _reduce_staged(self, tensor: torch.Tensor, reduction: Reduction, stage: Stage) -> None:
+    def _reduce_staged(
+        self,
+        tensor: torch.Tensor,
+        reduction: Reduction,
+        crossing: torch.dtype | None,
+        stage: Stage,
+    ) -> None:
         # Not by `prepare` where the stage is new, or where tensors lay in windows on some ranks.
         if not stage.filled or not self._barrier.same_place:
             stage.fill(tensor)
             self._barrier.wait()
         for piece in stage.pieces():
-            self._reduce(piece.shares, reduction, everywhere=False)
+            self._reduce(piece.shares, reduction, crossing, everywhere=False)
         reduced = stage.take()
         if reduced is not tensor:
             tensor.copy_(reduced)
@@ -171,7 +186,12 @@ class AllReduce:
         return [part[begin:end] for part in self._windows.by_rank(tensor)]
 
     def _reduce(
-        self, shares: list[torch.Tensor], reduction: Reduction, *, everywhere: bool
+        self,
+        shares: list[torch.Tensor],
+        reduction: Reduction,
+        crossing: torch.dtype | None,
+        *,
+        everywhere: bool,
     ) -> None:
         """Replaces the first rank's share, or everybody's, by the reduction over all machines."""
         wide = shares[0].dtype == reduction.dtype
@@ -189,7 +209,7 @@ class AllReduce:
             return
         # A rank past the owners has empty shares, and peers that do not call this either.
         if shares[0].numel():
-            self._nodes.peers.all_reduce(shares[0], across)
+            _cross(self._nodes.peers, shares[0], across, crossing)
         for share in shares[1:] if everywhere else ():
             share.copy_(shares[0])
 
@@ -226,6 +246,21 @@ class AllReduce:
         if reduction.dtype not in self._scratches:
             self._scratches[reduction.dtype] = torch.empty(CHUNK, dtype=reduction.dtype)
         return self._scratches[reduction.dtype]
+
+
+def _cross(
+    communicator: Communicator,
+    flat: torch.Tensor,
+    reduction: Reduction,
+    crossing: torch.dtype | None,
+) -> None:
+    """All-reduces by messages, in the dtype `crossing` where that is smaller. Of sums alone."""
+    if crossing is None or crossing.itemsize >= flat.itemsize:
+        communicator.all_reduce(flat, reduction)
+    else:
+        compressed = flat.to(crossing)
+        communicator.all_reduce(compressed, Reduction.of(reduction.op, crossing, 1))
+        flat.copy_(compressed)
 
 
 def _chunks(shares: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:

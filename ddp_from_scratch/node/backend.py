@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.group import open_gloo, store_beside, timeout_of
 from ddp_from_scratch.node import semaphore
 from ddp_from_scratch.node.process_group import ProcessGroupNode
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
-from ddp_from_scratch.node.store_communicator import StoreCommunicator, open_gloo
+from ddp_from_scratch.node.store_communicator import StoreCommunicator
 
 _CPU = torch.device("cpu")
 
@@ -28,19 +29,17 @@ def register() -> None:
     )
 
 
-def _create(options: Any, beside: "weakref.ref[dist.ProcessGroup] | None") -> ProcessGroupNode:
-    """torch.distributed's factory; `beside` is a gloo group of the same ranks, if there is one."""
+def _create(options: Any, unused: object) -> ProcessGroupNode:
+    """Makes torch.distributed's default group, or one of `new_group`'s (members only)."""
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    if beside is None:
-        own = open_gloo(options.store, rank, size, timeout)
+    gloo = open_gloo(options.store, rank, size, timeout)
     store = dist.PrefixStore("node", options.store)
-    communicator = StoreCommunicator(store, rank, ranks, timeout)
-    return ProcessGroupNode(communicator, timeout, beside or (lambda: own))
+    return ProcessGroupNode(StoreCommunicator(store, rank, ranks, timeout), timeout, lambda: gloo)
 
 
-# For each gloo group the group that reduces in its place: itself, where no memory can be shared.
-_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]" = (
+# For each gloo group the group that reduces in its place; None where no memory can be shared.
+_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupNode | None]" = (
     weakref.WeakKeyDictionary()
 )
 
@@ -49,46 +48,33 @@ def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the group through which the ranks of `group` reduce CPU tensors.
 
     A node group of the same ranks, opened at the first call and closed with `group`, if that is a
-    gloo group and two of its ranks share a machine's memory; else `group` itself. Collective.
+    gloo group and two of its ranks share a machine's memory, or if it has one rank; else `group`
+    itself. torch.distributed does not list it. Collective.
     """
     if not _is_gloo(group):
         return group
-    found = _beside.get(group)
-    reducing = None if found is None else found()
-    if reducing is None:
-        reducing = _open_beside(group)
-        _beside[group] = weakref.ref(reducing)
-    return reducing
+    if group not in _beside:
+        _beside[group] = _open_beside(group)
+    return _beside[group] or group
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     return (
         semaphore.AVAILABLE
         and not isinstance(group, SharedMemoryGroup)
-        and group.size() > 1
         and _CPU in group._device_types
         and group._get_backend(_CPU).name() == "gloo"
     )
 
 
-def _open_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    opened = dist.new_group(
-        dist.get_process_group_ranks(group),
-        group._get_backend(_CPU).options._timeout,
-        backend=ProcessGroupNode.backend,
-        pg_options=weakref.ref(group),
-        use_local_synchronization=True,
-    )
-    assert isinstance(opened, ProcessGroupNode), "this rank is in the group"
-    if not opened.shares_memory:
-        dist.destroy_process_group(opened)
-        return group
-    weakref.finalize(group, _close, weakref.ref(opened))
+def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
+    timeout, ranks = timeout_of(group), dist.get_process_group_ranks(group)
+    communicator = StoreCommunicator(store_beside(group), group.rank(), ranks, timeout)
+    # A reference to gloo's group would keep its threads.
+    opened = ProcessGroupNode(communicator, timeout, weakref.ref(group))
+    if not opened.shares_memory and group.size() > 1:
+        opened.shutdown()
+        return None
+    # Not at exit: closing waits for what is under way, and other ranks may wait for this one.
+    weakref.finalize(group, opened.shutdown).atexit = False
     return opened
-
-
-def _close(group: "weakref.ref[dist.ProcessGroup]") -> None:
-    opened = group()
-    # torch knows it no more if the program has closed all groups at once.
-    if opened is not None and opened in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(opened)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import fingerprint
-from ddp_from_scratch.node.barrier_memory import BarrierMemory
+from ddp_from_scratch.node.barrier_memory import BarrierMemory, Counters
 from ddp_from_scratch.node.dissemination import DisseminationBarrier
 from ddp_from_scratch.node.fingerprint import name_ranks
 from ddp_from_scratch.node.process_watch import ProcessWatch
@@ -49,7 +49,8 @@ class CheckedBarrier:
     def __init__(self, nodes: Nodes, progress: Progress = lambda: math.inf) -> None:
         self._nodes, self.progress = nodes, progress
         self.rank, self.size = nodes.node.rank, nodes.node.size
-        came = nodes.node.allgather((nodes.node.world_rank, os.getpid()))
+        self._process = os.getpid()
+        came = nodes.node.allgather((nodes.node.world_rank, self._process))
         self._ranks = [rank for rank, _ in came]
         self._processes = ProcessWatch([pid for _, pid in came])
         self._memory = memory = BarrierMemory(nodes.node, nodes.count)
@@ -75,7 +76,7 @@ class CheckedBarrier:
     @property
     def missing(self) -> list[int]:
         """Ranks of this machine that have not come to the last meeting."""
-        return self._behind(self._met_at)
+        return self._behind(self._memory.come, self._met_at)
 
     @property
     def missing_names(self) -> str:
@@ -84,12 +85,12 @@ class CheckedBarrier:
         # This machine's first rank may be behind only because it waits for another machine.
         if self._nodes.count > 1:
             return "ranks on other machines"
-        return name_ranks(self._behind(self._waits)) or "a rank that has stopped"
+        return name_ranks(self._behind(self._memory.come, self._waits)) or "a rank that has stopped"
 
-    def _behind(self, wait: int) -> list[int]:
-        """Ranks of this machine that have not come to the wait of this number."""
-        come = zip(self._ranks, self._memory.come, strict=True)
-        return [rank for rank, number in come if number[0] < wait]
+    def _behind(self, numbers: Counters, wait: int) -> list[int]:
+        """Ranks of this machine whose number is less than this wait's."""
+        pairs = zip(self._ranks, numbers, strict=True)
+        return [rank for rank, number in pairs if number[0] < wait]
 
     def meet(self, operation: str, place: str, timeout: float) -> None:
         """Returns when every rank of the group has come.
@@ -125,6 +126,7 @@ class CheckedBarrier:
         self._memory.come[self.rank][0] = self._waits
         self.progress()
         self._semaphores.wait(self._next_check, self._check_in_vain)
+        self._memory.passed[self.rank][0] = self._waits
         # All have come, but one of them may have timed out just before the last did.
         self._check_given_up()
 
@@ -140,8 +142,9 @@ class CheckedBarrier:
         return self._failure
 
     def leave(self) -> None:
-        """Publishes that this rank will not come again."""
-        self._memory.left[self.rank][0] = 1
+        """Publishes that this rank will not come again. A no-op in a child that it has forked."""
+        if os.getpid() == self._process:
+            self._memory.left[self.rank][0] = 1
 
     def free(self) -> None:
         """Gives this rank's memory back."""
@@ -188,9 +191,13 @@ class CheckedBarrier:
 
     def _check_in_vain(self) -> None:
         left = {rank for rank, left in zip(self._ranks, self._memory.left, strict=True) if left[0]}
-        left |= {self._ranks[index] for index in self._processes.ended()}
-        if gone := sorted(left.intersection(self._behind(self._waits))):
-            raise self._give_up(f"{name_ranks(gone)} ended without coming to it")
+        gone = left.intersection(self._behind(self._memory.come, self._waits))
+        # One that was killed after it came may have slept, with others still to be woken by it. One
+        # that has left goes on with what it came to.
+        killed = {self._ranks[index] for index in self._processes.ended()}
+        gone |= killed.intersection(self._behind(self._memory.passed, self._waits))
+        if gone:
+            raise self._give_up(f"{name_ranks(sorted(gone))} ended without coming to it")
         if time.monotonic() > self._deadline:
             raise self._time_out()
         # Not while a rank is missing: the deadline then names it, which says more.
@@ -212,7 +219,6 @@ class CheckedBarrier:
         )
 
 
-_rank_process = os.getpid()
 _open: "weakref.WeakSet[CheckedBarrier]" = weakref.WeakSet()
 
 
@@ -223,6 +229,5 @@ def _leave() -> None:
     After the threads that still run operations (worker.py, which registers later): they come to
     meetings of this rank.
     """
-    if os.getpid() == _rank_process:  # and not a child that it forked
-        for barrier in list(_open):
-            barrier.leave()
+    for barrier in list(_open):
+        barrier.leave()

@@ -1,5 +1,8 @@
 """Shared memory of a `CheckedBarrier`, by field."""
 
+from typing import Any, TypeAlias
+
+import numpy as np
 import torch
 
 from ddp_from_scratch.node import dissemination, fingerprint
@@ -11,10 +14,14 @@ from ddp_from_scratch.node.shared_memory import SharedMemory
 EAGER_NBYTES = 256 * 1024
 
 
+# A number of each rank, in its segment; an array of one element.
+Counters: TypeAlias = "list[np.ndarray[Any, np.dtype[np.int64]]]"
+
+
 class BarrierMemory:
     """One segment for each rank of the machine.
 
-        semaphores | come | left | gave up | fingerprints 0, 1 | heard 0, 1 | eager 0, 1
+        semaphores | come | passed | left | gave up | fingerprints 0, 1 | heard 0, 1 | eager 0, 1
 
     Fingerprints, heard and eager buffers are double, for even and odd meetings: a fast rank brings
     its next ones while a slow one still reads these. (It cannot bring the ones after that, which
@@ -25,6 +32,7 @@ class BarrierMemory:
     Attributes:
         addresses: of the semaphores.
         come: number of waits that the rank has come to.
+        passed: number of waits that the rank has passed: others need nothing more of it there.
         left: 1 once its program has ended: nobody need wait for it until the timeout.
         gave_up: * number of a meeting that a rank no longer waits for: none may go on alone then.
         fingerprints: a pair: the operation that the rank has come for.
@@ -44,10 +52,11 @@ class BarrierMemory:
         segments[node.rank][:eager_at].zero_()
         self.addresses = self._memory.addresses
         # Views that are made once: making one takes longer than a meeting.
-        counters = [segment[counters_at:][:24].view(torch.int64).numpy() for segment in segments]
-        self.come = [counter[0:1] for counter in counters]
-        self.left = [counter[1:2] for counter in counters]
-        self.gave_up = counters[0][2:3]
+        counters = [segment[counters_at:][:32].view(torch.int64).numpy() for segment in segments]
+        self.come: Counters = [counter[0:1] for counter in counters]
+        self.passed: Counters = [counter[1:2] for counter in counters]
+        self.left = [counter[2:3] for counter in counters]
+        self.gave_up = counters[0][3:4]
         self.fingerprints = [_pair(s, fingerprints_at, fingerprint.NBYTES) for s in segments]
         self.heard = _pair(segments[0], heard_at, heard_nbytes)
         self.eager = [segment[eager_at:].view(2, self.eager_nbytes) for segment in segments]

@@ -123,6 +123,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         operations = [self._all_reduce(tensor, op) for tensor in tensors]
         return self._submit("all_reduce", tensors, opts, *operations)
 
+    def sum_compressed(self, tensor: torch.Tensor, dtype: torch.dtype) -> dist.Work:
+        """Sums as `allreduce` does, but in `dtype` from machine to machine. Collective."""
+        operation = self._all_reduce(tensor, dist.ReduceOp.SUM, dtype)
+        return self._submit("all_reduce", [tensor], None, operation)
+
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
 
@@ -130,12 +135,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         # To meet is all it does.
         return self._submit("barrier", [], opts, Operation("barrier", list))
 
-    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Operation:
+    def _all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp, crossing: torch.dtype | None = None
+    ) -> Operation:
         check_memory(self.backend, "all_reduce", tensor)
         fingerprint, reduction = self._named_reduction(tensor.numel(), tensor.dtype, op)
         return Operation(
             fingerprint,
-            partial(self._reduce, tensor, reduction),
+            partial(self._reduce, tensor, reduction, crossing),
             partial(self._reduce.prepare, tensor),
         )
 

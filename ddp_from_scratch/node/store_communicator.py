@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.group import open_gloo
 from ddp_from_scratch.node.fingerprint import name_ranks
 from ddp_from_scratch.node.reduction import CHUNK, Reduction
 from ddp_from_scratch.node.staging import share_of
@@ -30,17 +31,6 @@ def this_machine() -> str:
     if not boot.exists():
         return f"process {os.getpid()}"  # not Linux: nothing is shared
     return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-
-
-def open_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group that torch.distributed does not list. Collective."""
-    store = dist.PrefixStore("gloo", store)
-    group = dist.ProcessGroup(store, rank, size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    group._register_backend(torch.device("cpu"), kind, backend)
-    return group
 
 
 @dataclass

@@ -29,6 +29,7 @@ class CommState:
         several_at_once: True if several buckets may be under way at a time.
         args: the arguments of this average's launches; None until `agree_args`.
         weight: the weight of this rank in the next average; None means 1.
+        transport: the way between ranks: "shared memory", or the name of the backend that sends.
     """
 
     def __init__(
@@ -45,20 +46,20 @@ class CommState:
         self.args: LaunchArgs | None = None
         self.weight: GradientWeight | None = None
         self._process_group = process_group
+        # Noted by `group`, which may be collective where a look at the transport must not be.
+        self.transport = str(dist.get_backend(check_group(process_group)))
         # A gloo group to agree on weights, if the group takes no CPU tensors. Opened when needed.
         self._cpu_group: dist.ProcessGroup | None = None
 
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective where `shared_memory_beside` is."""
         group = check_group(self._process_group)
-        return shared_memory_beside(group) if self._shared_memory else group
-
-    @property
-    def transport(self) -> str:
-        """The way between ranks: "shared memory", or the name of the backend that sends."""
-        group = self.group()
+        if self._shared_memory:
+            group = shared_memory_beside(group)
         shared = isinstance(group, SharedMemoryGroup) and group.shares_memory
-        return "shared memory" if shared else str(dist.get_backend(group))
+        if shared:
+            self.transport = "shared memory"
+        return group
 
     def set_overlap(self, overlap: bool) -> None:
         """Launches buckets during backward from now on, or at its end."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.autograd.backward_pass import BackwardPass
+from ddp_from_scratch.autograd.fused_wgrad import FusedWgrad
 from ddp_from_scratch.autograd.hooks import Hooks
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.bucket_list import BucketList
@@ -77,6 +78,8 @@ class Reducer:
         shared_memory: on a gloo group, reduce in memory that the ranks of a machine share, and send
             between machines alone, where two of them share a machine (Linux). Sums are then taken
             in the order of ranks: with more than 2 ranks their last bits are not gloo's.
+        fuse_wgrad: compute the gradients of large linear layers into their buckets, without a copy
+            (`FusedWgrad`). Implies `gradient_as_bucket_view`.
         ignore: names of parameters and buffers that are not synchronised.
         check_every: run `check_sync` in every so many averages, also for the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:
@@ -123,6 +126,7 @@ class Reducer:
         check_every: int | None = None,
         stall_after: float | None = None,
         shared_memory: bool = True,
+        fuse_wgrad: bool = False,
         ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
     ) -> None:
@@ -132,9 +136,8 @@ class Reducer:
         check_group(process_group)
         on_cpu = all(parameter.device.type == "cpu" for parameter in trainable.values())
         self.comm = CommState(process_group, overlap, shared_memory and on_cpu)
-        self._buckets = BucketList(
-            module, trainable, process_group, caps, gradient_as_bucket_view, self.comm.group()
-        )
+        as_view, memory_of = gradient_as_bucket_view or fuse_wgrad, self._memory_of()
+        self._buckets = BucketList(module, trainable, process_group, caps, as_view, memory_of)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
         self.sync, self.joining, self.iteration = True, False, 0
@@ -177,8 +180,16 @@ class Reducer:
         self._drift: DriftCheck | None = None
         if check_every is not None:
             self._compare_ranks(check_every)
+        self._fused: FusedWgrad | None = None
+        if fuse_wgrad:
+            index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+            self._fused = FusedWgrad(module, index_of, self._claim)
         called = self._on_gradient, self._before_forward, self._after_forward, self._before_step
         self._hooks = Hooks(module, parameters, *called)
+
+    def _memory_of(self) -> dist.ProcessGroup | None:
+        """The group that may offer the buckets' memory. Collective where `CommState.group` is."""
+        return self.comm.group()
 
     def __repr__(self) -> str:
         return f"Reducer({self.stats()})"
@@ -319,6 +330,8 @@ class Reducer:
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
         self._hooks.remove()
+        if self._fused is not None:
+            self._fused.remove()
         self._pass.stop()
 
     # Ready --------------------------------------------------------------------------------------
@@ -329,6 +342,8 @@ class Reducer:
         if gradient is None:
             # Autograd calls the hook also for an undefined gradient.
             return
+        if self._fused is not None:
+            self._fused.on_gradient(index)
         with self._lock:
             bucket = self._buckets.bucket_of[index]
             filling = bucket.state is BucketState.FILLING
@@ -352,6 +367,12 @@ class Reducer:
                 bucket.early.pack_one(index, self._launch_args().scale)
             if bucket.mark_ready(index) and self._may_launch_early():
                 self._launch_full_buckets()
+
+    def _claim(self, index: int) -> torch.Tensor | None:
+        """Returns the window of a gradient that backward may compute there; see `FusedWgrad`."""
+        bucket = self._buckets.bucket_of[index]
+        may_write = bucket.state is BucketState.FILLING and index in bucket.missing
+        return bucket.early.claim(index) if may_write and bucket.early is not None else None
 
     def _on_enter(self, unreached: set[int]) -> None:
         """Marks unreached parameters unused, as a backward pass enters the graph of an output."""
@@ -478,6 +499,8 @@ class Reducer:
         self._pass.on_forward(outputs)
 
     def _before_forward(self) -> None:
+        if self._fused is not None:
+            self._fused.before_forward()
         self.checks.before_forward()
         self.checks.note_writes()
 

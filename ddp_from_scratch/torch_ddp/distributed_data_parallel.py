@@ -30,7 +30,7 @@ from ddp_from_scratch.torch_ddp.delayed_reduction import DelayedReduction
 from ddp_from_scratch.torch_ddp.inputs import moved
 from ddp_from_scratch.torch_ddp.logging_data import wrapper_data
 from ddp_from_scratch.torch_ddp.nominal_subclass import derives_in_name_alone
-from ddp_from_scratch.torch_ddp.private_api import TorchInternals, WrappedReducer
+from ddp_from_scratch.torch_ddp.private_api import CopiedReducer, TorchInternals, WrappedReducer
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]
@@ -67,7 +67,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         batched_grad_copy: without effect. A bucket's gradients are always copied in one call,
             except large ones on a CPU, each of which is divided while it is copied.
         lazy_bucket_allocation: only False: buckets keep their memory (`arguments.NOT_LAZY`).
-        check_every, stall_after, shared_memory: not torch's; as `Reducer`.
+        check_every, stall_after, shared_memory, fuse_wgrad: not torch's; as `Reducer`.
 
     Attributes:
         module: the wrapped module.
@@ -104,6 +104,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         check_every: int | None = None,
         stall_after: float | None = None,
         shared_memory: bool = True,
+        fuse_wgrad: bool = False,
     ) -> None:
         # Not torch's DDP's own __init__, which would make its C++ reducer.
         torch.nn.Module.__init__(self)
@@ -146,6 +147,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             "check_every": check_every,
             "stall_after": stall_after,
             "shared_memory": shared_memory,
+            "fuse_wgrad": fuse_wgrad,
         }
         if init_sync:
             # `forward_sync_buffers` is for forward passes alone: construction still sends buffers.
@@ -164,11 +166,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             members = [parameter for _, parameter in delayed]
             self.delayed = DelayedReduction(members, param_to_hook_all_reduce, self._group)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
-        self._build()
+        self._build(WrappedReducer)
 
-    def _build(self, buffer_hook: BufferHook | None = None) -> None:
+    def _build(self, kind: type[WrappedReducer], buffer_hook: BufferHook | None = None) -> None:
         """Makes the parts that know the process group. A copy of this module makes its own."""
-        self.reducer = WrappedReducer(
+        self.reducer = kind(
             self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
         )
         # When the wrapper goes, its hooks go too: the module may live on, or be wrapped again. So
@@ -327,7 +329,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         torch.nn.Module.__setstate__(self, state)
         self.process_group = arguments.chosen_group(None, None)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
-        self._build(buffer_hook)
+        self._build(CopiedReducer, buffer_hook)
 
 
 derives_in_name_alone(torch.nn.parallel.DistributedDataParallel, DistributedDataParallel)

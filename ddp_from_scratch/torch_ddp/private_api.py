@@ -31,6 +31,13 @@ class WrappedReducer(Reducer):
         return False
 
 
+class CopiedReducer(WrappedReducer):
+    """The Reducer of a copy, which one rank may make alone."""
+
+    def _memory_of(self) -> None:
+        """Returns None: sharing memory takes all ranks. They meet when the copy first averages."""
+
+
 class TorchInternals:
     """The part of `DistributedDataParallel` that torch does not document."""
 
@@ -41,7 +48,7 @@ class TorchInternals:
     _comm_hook: tuple[Any, CommHook] | None
     _builtin_hook: str | None
     _finalizer: Callable[[], Any]
-    _build: Callable[[BufferHook | None], None]
+    _build: Callable[[type[WrappedReducer], BufferHook | None], None]
     register_comm_hook: Callable[[Any, CommHook], None]
 
     @property
@@ -104,7 +111,7 @@ class TorchInternals:
             self._settings["overlap"] = self.reducer.overlap
         # Removes the old Reducer's hooks: each gradient is to be averaged once.
         self._finalizer()
-        self._build(self.reducer.buffer_sync.hook)
+        self._build(WrappedReducer, self.reducer.buffer_sync.hook)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
             # The hooks of `comm_hooks` have the process group as their state.

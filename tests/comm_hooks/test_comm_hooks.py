@@ -96,10 +96,24 @@ def bytes_sent(world, name, dtype):
     return sent
 
 
-def test_compression_halves_the_bytes_and_never_adds_any(pair):
+def test_compression_halves_the_bytes_and_never_adds_any(ranks):
     for name in ("fp16", "bf16"):
         for dtype, size in ((torch.float32, 2), (torch.float64, 2), (torch.float16, 2)):
-            assert pair(bytes_sent, name, dtype) == [[size]] * 2
+            assert ranks("gloo", 2)(bytes_sent, name, dtype) == [[size]] * 2
+
+
+def compressed_here(world, name):
+    """This rank's gradients, and their average, of numbers that 16 bits cannot hold."""
+    module = nn.Linear(300, 1, bias=False)
+    Reducer(module).register_comm_hook(None, OURS[name])
+    x = torch.full((1, 300), 1 + (world.rank + 1) * 2**-20)
+    module(x).backward()
+    return module.weight.grad.unique().item()
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_nothing_is_compressed_within_a_machine(pair, name):
+    assert pair(compressed_here, name) == [1 + 1.5 * 2**-20] * 2
 
 
 def several_averages_at_once(world):

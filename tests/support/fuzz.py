@@ -220,6 +220,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         batch_norm=batch_norm,
         optimizer=draw(st.sampled_from(["SGD", "SGD", "AdamW"])),
         flat=draw(st.booleans()),
+        fuse_wgrad=draw(st.booleans()),
         momentum=momentum,
         writes=None if batch_norm else draw(st.sampled_from([None] * 8 + ["own", "alike"])),
         broadcast_buffers=draw(st.booleans()),

@@ -127,6 +127,7 @@ class Case:
         broadcast_buffers: of a bare Reducer.
         optimizer: "SGD" or "AdamW".
         flat: this library's optimizer in place of torch's.
+        fuse_wgrad: the option; layers are `nn.Linear`.
     """
 
     world_size: int
@@ -146,6 +147,7 @@ class Case:
     batch_norm: bool = False
     optimizer: str = "SGD"
     flat: bool = False
+    fuse_wgrad: bool = False
     momentum: float = 0.0
     writes: str | None = None
     broadcast_buffers: bool = False
@@ -178,6 +180,7 @@ class Case:
                 ("batch_norm", False),
                 ("optimizer", "SGD"),
                 ("flat", False),
+                ("fuse_wgrad", False),
                 ("momentum", 0.0),
                 ("writes", None),
                 ("broadcast_buffers", False),
@@ -211,6 +214,20 @@ class Layer(nn.Module):
         return h + torch.tanh(h @ self.weight.T) @ self.weight
 
 
+class LinearLayer(nn.Module):
+    """As `Layer`, with a weight that `fuse_wgrad` takes, and gradients from there alone."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.linear.weight = weight
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        weight = self.linear.weight
+        h = self.linear(h.to(weight.dtype))
+        return torch.tanh(h) @ weight.detach()
+
+
 class First(nn.Module):
     """What comes before all branches of a case with batch norm."""
 
@@ -241,7 +258,8 @@ class Net(nn.Module):
             for p in case.parameters
         ]
         self.branches = nn.ModuleList(
-            nn.ModuleList(Layer(weights[i]) for i in branch) for branch in case.branches
+            nn.ModuleList((LinearLayer if case.fuse_wgrad else Layer)(weights[i]) for i in branch)
+            for branch in case.branches
         )
         self.weights = nn.ParameterList(weights)
         self.checkpoint = case.checkpoint

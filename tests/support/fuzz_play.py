@@ -50,6 +50,7 @@ def _with_ours(
         "gradient_as_bucket_view": case.gradient_as_bucket_view,
         "find_unused_parameters": case.find_unused_parameters,
         "static_graph": case.static_graph,
+        "fuse_wgrad": case.fuse_wgrad,
     }
     if case.batch_norm:
         ddp.convert_sync_batchnorm(model)

@@ -250,10 +250,12 @@ def serve(backend: str, address: str, log: str | None = None) -> None:
     import torch
 
     import ddp_from_scratch as ddp
+    from ddp_from_scratch.autograd import fused_wgrad
     from ddp_from_scratch.buckets import packing
 
     torch.set_num_threads(1)
-    packing._SMALL = 0  # tests' gradients are packed as large ones are
+    # Tests' layers are treated as large ones are.
+    packing._SMALL = fused_wgrad._WORTH = 0
     opened = _node_group() if backend == "node" else ddp.process_group(backend, timeout=LIMIT_S)
     with opened as world:
         connection = Client(address, "AF_UNIX")

@@ -29,6 +29,26 @@ def test_copies_average_on_their_own(pair, how):
     pair(copies, how)
 
 
+def copy_on_one_rank(world):
+    model = Ours(Terms(1, 2), find_unused_parameters=True)
+    model(own(world), (0,)).backward()
+    other = None
+    if world.rank == 0:
+        other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        other.eval()(own(world), (0,))
+        repr(other.reducer)
+    dist.barrier()
+    # The others make theirs later; together they average.
+    other = other or copy.deepcopy(model)
+    other.zero_grad()
+    other.train()(own(world), (0,)).backward()
+    assert other.module.p0.grad.tolist() == [mean(world)]
+
+
+def test_a_copy_needs_no_other_rank(pair):
+    pair(copy_on_one_rank)
+
+
 def copy_in_a_group(world):
     group = dist.new_group()
     model = Ours(Terms(1, 2), process_group=group)
