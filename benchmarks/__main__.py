@@ -89,7 +89,8 @@ _GPU_MODELS = ("gpt2",) if torch.cuda.is_available() else ()
 # The most different ones: much to send, more to compute, many layers, many small ones.
 _MODELS = ("mlp64", "resnet18", "transformer", "layers500", *_GPU_MODELS)
 # Without settings that are rarely the fastest: alone, each takes seconds to start.
-_FEW = ("--contender", "torch DDP, views", "Reducer, views", "ddp.SGD", "NodeSharedSGD")
+_OURS = ("Reducer, views", "ddp.SGD", "ddp.SGD, fuse_wgrad", "NodeSharedSGD")
+_FEW = ("--contender", "torch DDP, views", *_OURS, "NodeSharedSGD, fuse_wgrad")
 _WAYS = ("--way", "interleaved", "kept", "alone")
 _QUICK = ("--seconds", "3")
 _FULL = ("--seconds", "60")
