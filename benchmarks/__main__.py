@@ -1,7 +1,7 @@
 """python -m benchmarks: runs the benchmarks one after another, and prints a summary.
 
 Examples:
-    python -m benchmarks                  15 seconds for a model and backend (make bench)
+    python -m benchmarks                  about 10 minutes on 2 cores (make bench)
     python -m benchmarks --quick          two models, 3 seconds each; the numbers are rough
     python -m benchmarks --full           every model, backend and number of ranks, a minute each
     python -m benchmarks overlap memory   only these
@@ -29,12 +29,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+import torch
+
 from benchmarks.harness import network
-from benchmarks.harness.launch import default_ranks
-from benchmarks.harness.machine import describe
 from benchmarks.harness.report import RESULTS
 from benchmarks.summary import summarise
 from ddp_from_scratch import UsageError
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
+from ddp_from_scratch.bench.launch import default_ranks
+from ddp_from_scratch.bench.machine import describe
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 STOPPED = (130, 143)
@@ -81,19 +84,44 @@ class Benchmark:
     obstacle: Callable[[], str | None] = no_obstacle
 
 
-# Saturated cores: twice as many ranks as a machine with 2 cores has.
-_CROWDED = ("--backend", "mpi", "--nproc", "4", "--model", "mlp")
+_ALL_MODELS = ("mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500")
+_GPU_MODELS = ("gpt2",) if torch.cuda.is_available() else ()
+# The most different ones: much to send, more to compute, many layers, many small ones.
+_MODELS = ("mlp64", "resnet18", "transformer", "layers500", *_GPU_MODELS)
+# Without settings that are rarely the fastest: alone, each takes seconds to start.
+_OURS = ("Reducer, views", "ddp.SGD", "ddp.SGD, fuse_wgrad", "NodeSharedSGD")
+_FEW = ("--contender", "torch DDP, views", *_OURS, "NodeSharedSGD, fuse_wgrad")
+_WAYS = ("--way", "interleaved", "kept", "alone")
+_QUICK = ("--seconds", "3")
+_FULL = ("--seconds", "60")
+
 # A rank on each host: two on each are more than the cores of a small machine can do.
 _TWO_HOSTS = ("--backend", "gloo", "--ranks", "2")
 
-# The most different models of the targets: much to send, many layers, many small ones.
-_MODELS = ("--model", "mlp", "resnet18", "transformer", "layers500")
-
 SET = [
-    Benchmark("step_time", _MODELS),
-    Benchmark("step_time", _CROWDED, quick=None, full=None, obstacle=needs_mpirun),
+    Benchmark(
+        "step_time",
+        ("--model", "mlp", *_WAYS, *_FEW, "--seconds", "20"),
+        ("--model", "mlp", "resnet18", *_QUICK),
+        ("--model", *_ALL_MODELS, *_GPU_MODELS, *_WAYS, *_FULL),
+    ),
+    Benchmark("step_time", ("--model", *_MODELS, "--seconds", "20"), None, None),
+    # Saturated cores: twice as many ranks as a machine with 2 cores has.
+    Benchmark(
+        "step_time",
+        ("--model", "mlp", "--nproc", "4", *_FEW, "--seconds", "20"),
+        None,
+        ("--model", "mlp", "resnet18", "--nproc", "4", *_FULL),
+        needs_two_ranks,
+    ),
+    Benchmark(
+        "step_time",
+        ("--model", "mlp", "--optimizer", "adamw", "--seconds", "20"),
+        None,
+        ("--model", "mlp", "transformer", "--optimizer", "adamw", *_FULL),
+    ),
     Benchmark("overlap", ("--model", "mlp"), obstacle=needs_two_ranks),
-    Benchmark("memory", ("--model", "mlp")),
+    Benchmark("memory", ("--model", "mlp", "--contender", NO_COMMUNICATION, *_FEW[1:])),
     Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=needs_two_hosts),
     Benchmark("breakdown", None, None, obstacle=needs_mpirun),
     Benchmark("allreduce", None, None, ("--nproc", "2", "4"), needs_mpirun),

@@ -38,27 +38,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.contenders import (
+from benchmarks.harness.launch import ON_CPU, Duration, add_common_options, backend_of_job
+from benchmarks.harness.report import draw_parts
+from ddp_from_scratch import SGD, UsageError, process_group
+from ddp_from_scratch.bench.contenders import (
     CONTENDERS,
     NO_COMMUNICATION,
     REFERENCES,
-    WORKLOADS,
     Contender,
     ContenderSpec,
     contenders,
 )
-from benchmarks.harness.launch import (
-    ON_CPU,
-    Duration,
-    add_common_options,
-    backend_of_job,
-    check_memory,
-    start,
-)
-from benchmarks.harness.report import draw_parts, write
-from benchmarks.harness.text_table import text_table
-from benchmarks.harness.timing import WARM_UP, Samples, check_equal, interleave, rounds_for
-from ddp_from_scratch import SGD, UsageError, process_group
+from ddp_from_scratch.bench.launch import check_memory, start
+from ddp_from_scratch.bench.result_file import write
+from ddp_from_scratch.bench.samples import Samples
+from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.timing import WARM_UP, check_equal, interleave, rounds_for
+from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.packing import Packing
 from ddp_from_scratch.launch import environment
@@ -72,10 +68,10 @@ DURATION = Duration(usual=10.0, full=30.0)
 # The floor, and torch's DDP at its best.
 ALWAYS = (NO_COMMUNICATION, REFERENCES[1])
 DEFAULT_CONTENDERS = (
-    "buckets, overlapped, views",
+    "Reducer, views",
     "ddp.SGD",
     "ddp.SGD, one flat bucket",
-    "NodeSharedSGD, backward_and_step",
+    "NodeSharedSGD",
 )
 PARTS = ("forward", "backward", "packing", "averaging", "waiting", "optimizer")
 OTHERS = "others"
@@ -149,11 +145,10 @@ class StepClock:
             (Packing, "unpack", "packing"),
             (Bucket, "wait", "waiting"),
             (Reduction, "fold", "averaging"),
+            # NodeSharedSGD, which alone calls these, meets the other ranks there.
+            (SharedMemoryGroup, "reduce_to_owners", "waiting"),
+            (SharedMemoryGroup, "free_unused", "waiting"),
         ]
-        # Of the job's own class: NodeSharedSGD, which alone calls these, meets the others there.
-        group = type(dist.group.WORLD)
-        if issubclass(group, SharedMemoryGroup):
-            watched += [(group, "reduce_to_owners", "waiting"), (group, "free_unused", "waiting")]
         with ExitStack() as patches:
             for owner, name, part in watched:
                 call = self._as_part(getattr(owner, name), part)
@@ -175,7 +170,7 @@ def main() -> int:
         return 0
     for backend in options.backend:
         for model in options.model:
-            check_memory(model, len(chosen(options, backend)), options.nproc)
+            check_memory(WORKLOADS[model], len(chosen(options, backend)), options.nproc)
         models = ["--model", *options.model]
         if code := start("benchmarks.breakdown", backend, options.nproc, *sys.argv[1:], *models):
             return code
@@ -198,7 +193,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--contender",
         nargs="+",
-        choices=[s.name for s in CONTENDERS if not s.on_gloo and s.name not in ALWAYS],
+        choices=[s.name for s in CONTENDERS if "sgd" in s.optimizers and s.name not in ALWAYS],
         default=DEFAULT_CONTENDERS,
         metavar="NAME",
         help=f"beside {' and '.join(ALWAYS)}, by the names of benchmarks.step_time (default: "

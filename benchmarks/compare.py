@@ -2,7 +2,7 @@
 
 Examples:
     python -m benchmarks.compare OLD.json NEW.json
-    python -m benchmarks.compare OLD.json NEW.json --reference "torch DDP, views"
+    python -m benchmarks.compare OLD.json NEW.json --reference "torch DDP on gloo, views"
 
 Times do not travel from one machine to another, nor from a busy hour to a quiet one. So each
 contender's ratio to a reference that ran in the same rounds is compared: a step without
@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.text_table import text_table
 from ddp_from_scratch import UsageError
+from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 # In order of preference: a step without communication depends on nothing that is compared.
-REFERENCES = ("no communication", "torch DDP, views", "torch DDP, default")
+REFERENCES = ("no communication", "torch DDP on gloo, views", "torch DDP on nccl, views")
 _DRAWS = 10_000
 
 

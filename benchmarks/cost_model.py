@@ -57,9 +57,10 @@ from benchmarks.harness.costs import (
     tree,
 )
 from benchmarks.harness.launch import add_results_option
-from benchmarks.harness.report import draw_lines, write
-from benchmarks.harness.text_table import text_table
+from benchmarks.harness.report import draw_lines
 from ddp_from_scratch import UsageError
+from ddp_from_scratch.bench.result_file import write
+from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 RANKS = [2**k for k in range(3, 13)]

@@ -31,25 +31,21 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness.contenders import CONTENDERS, NO_COMMUNICATION, REFERENCES, contenders
-from benchmarks.harness.launch import add_common_options, default_ranks, start
-from benchmarks.harness.report import draw_bars, on_terminal, write
-from benchmarks.harness.text_table import text_table
-from benchmarks.harness.timing import check_distance
-from benchmarks.harness.workloads import WORKLOADS
+from benchmarks.harness.launch import add_common_options
+from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import UsageError, check_sync, process_group
+from ddp_from_scratch.bench.contenders import CONTENDERS, NO_COMMUNICATION, REFERENCES, contenders
+from ddp_from_scratch.bench.launch import default_ranks, start
+from ddp_from_scratch.bench.result_file import on_terminal, write
+from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.timing import check_distance
+from ddp_from_scratch.bench.verdict import kind as kind_of
+from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 MODELS = ("mlp", "resnet18")
-QUICK = (NO_COMMUNICATION, REFERENCES[1], "buckets, overlapped, views")
-# Their peaks are the default's, or higher.
-LADDER = (
-    "one all-reduce per parameter",
-    "one flat bucket",
-    "buckets",
-    "ddp.SGD, one flat bucket",
-)
+QUICK = (NO_COMMUNICATION, REFERENCES[1], "Reducer, views")
 # Buckets are laid out anew in the first steps, which belong to the peak alone.
 STEPS, STEADY = 6, 3
 # Short beside a step, so that peaks within backward are seen.
@@ -98,13 +94,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add_common_options(parser, MODELS)
     parser.add_argument("--nproc", type=int, default=default_ranks(), help="default: 2")
-    names = [s.name for s in CONTENDERS]
+    names = [s.name for s in CONTENDERS if "sgd" in s.optimizers]
     parser.add_argument(
         "--contender",
         nargs="+",
         choices=names,
         metavar="NAME",
-        help="default: all but the first rungs, which take no less than the last",
+        help="default: all but rungs, which take no less than the others",
     )
     sweep = parser.add_mutually_exclusive_group()
     sweep.add_argument("--quick", action="store_true", help="mlp on gloo, three contenders")
@@ -119,9 +115,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if options.full and options.model == list(MODELS):
         options.model = [name for name in WORKLOADS if name not in ("mlp64", "gpt2")]
     if options.contender is None:
-        options.contender = list(QUICK) if options.quick else names
-        if not options.full:
-            options.contender = [name for name in options.contender if name not in LADDER]
+        rungs = [] if options.full else [s.name for s in CONTENDERS if s.rung]
+        options.contender = [n for n in (QUICK if options.quick else names) if n not in rungs]
     return options
 
 
@@ -134,11 +129,7 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     Raises:
         RuntimeError: two contenders have trained to different parameters.
     """
-    chosen = [
-        s.name
-        for s in CONTENDERS
-        if s.name in options.contender and backend in s.backends and not s.on_gloo
-    ]
+    chosen = [s.name for s in CONTENDERS if s.name in options.contender and backend in s.backends]
     title = f"{WORKLOADS[model].name}; {backend}, {options.nproc} ranks"
     samples = []
     torch.manual_seed(0)
@@ -167,14 +158,17 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     settings = {"benchmark": "memory", "model": model, "backend": backend, "nproc": options.nproc}
     file = f"memory-{model}-{backend}-{options.nproc}"
     write(file, title, samples, settings=settings, folder=options.results)
-    panels: dict[str, dict[str, tuple[float, float, float]]] = {"peak of a rank": {}}
-    panels["peak of the node"] = {}
-    for sample in samples:
-        for panel, kind in zip(panels.values(), ("private", "node"), strict=True):
-            value = growth(sample, kind) / 1e6
-            panel[sample["name"]] = (value, value, value)
+    panels = {
+        "peak of a rank": [_bar(sample, "private") for sample in samples],
+        "peak of the node": [_bar(sample, "node") for sample in samples],
+    }
     draw_bars(file, title, "MB", panels, folder=options.results)
     return 0
+
+
+def _bar(sample: dict[str, Any], memory: str) -> Bar:
+    value = growth(sample, memory) / 1e6
+    return Bar(sample["name"], (value, value, value), kind_of(sample["name"]), f"{value:,.0f}")
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -15,8 +15,8 @@ buffers sent, so that they differ in nothing else. With `alone` a step without c
 
 each the median over rounds, the share with a 95 % bootstrap interval. It is negative where
 overlapping costs more than it hides: backward and communication want the same cores. torch's DDP
-has no way to launch at the end, and is taken by the communication of the Reducer with the same
-buckets. The best cap is the one with the shortest step.
+has no way to launch at the end, and is taken by the communication of a Reducer with the same
+buckets, on gloo one without shared memory. The best cap is the one with the shortest step.
 
 Below the table: the cap that bucket_cap_mb="auto" settles on in a training of its own beforehand
 (it times whole steps, which here are those of all the others, too), timed in the same rounds.
@@ -34,38 +34,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness.contenders import (
-    NO_COMMUNICATION,
+from benchmarks.harness.launch import Duration, add_common_options, backend_of_job
+from benchmarks.harness.report import draw_lines
+from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, process_group
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, ContenderSpec, contenders
+from ddp_from_scratch.bench.launch import check_memory, start
+from ddp_from_scratch.bench.prepare import (
     TORCH_BEST,
-    WORKLOADS,
-    ContenderSpec,
+    Optimizers,
     Training,
-    Workload,
     alone,
-    contenders,
-    foreach_sgd,
     reducer,
     torch_ddp,
     two_calls,
 )
-from benchmarks.harness.launch import (
-    Duration,
-    add_common_options,
-    backend_of_job,
-    check_memory,
-    start,
-)
-from benchmarks.harness.report import draw_lines, write
-from benchmarks.harness.text_table import text_table
-from benchmarks.harness.timing import (
-    Interval,
-    Samples,
-    check_equal,
-    interleave,
-    median_interval,
-    rounds_for,
-)
-from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, process_group
+from ddp_from_scratch.bench.result_file import write
+from ddp_from_scratch.bench.samples import Interval, Samples, median_interval
+from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for
+from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.world.process_group import World
@@ -74,6 +61,7 @@ MODELS = ("mlp", "resnet18")
 DURATION = Duration(usual=12.0, full=60.0)
 CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
 DURING, AT_END, TORCH = "during backward", "at its end", "torch DDP"
+BY_GLOO = "by gloo at its end"
 AUTO = "auto"
 VIEWS = {"gradient_as_bucket_view": True}
 
@@ -106,7 +94,7 @@ def main() -> int:
         return 0
     for backend in options.backend:
         for model in options.model:
-            check_memory(model, 2 + 3 * len(options.cap), options.nproc)
+            check_memory(WORKLOADS[model], 2 + 4 * len(options.cap), options.nproc)
         if code := start("benchmarks.overlap", backend, options.nproc, *sys.argv[1:]):
             return code
     return 0
@@ -143,8 +131,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def specs(caps: list[float]) -> list[ContenderSpec]:
-    """A step without communication, and three ways for each cap."""
+def specs(caps: list[float], backend: str) -> list[ContenderSpec]:
+    """A step without communication, and three or four ways for each cap."""
     # Hidden is what the same buckets cost at the end of backward and do not cost during it, so each
     # cap needs both.
     found = [ContenderSpec(NO_COMMUNICATION, alone)]
@@ -154,6 +142,10 @@ def specs(caps: list[float]) -> list[ContenderSpec]:
             ContenderSpec(_name(AT_END, cap), reducer(bucket_cap_mb=cap, overlap=False, **VIEWS)),
             ContenderSpec(_name(TORCH, cap), torch_ddp(bucket_cap_mb=cap, **TORCH_BEST)),
         ]
+        if backend == "gloo":
+            # torch's DDP does without shared memory, so its communication is another.
+            plain = reducer(bucket_cap_mb=cap, overlap=False, shared_memory=False, **VIEWS)
+            found.append(ContenderSpec(_name(BY_GLOO, cap), plain))
     return found
 
 
@@ -161,10 +153,12 @@ def settle(workload: Workload, device: torch.device) -> dict[str, Any]:
     """The Reducer's arguments that "auto" settles on, trained by itself."""
     found: list[Reducer] = []
 
-    def prepare(model: nn.Module, group: dist.ProcessGroup | None) -> Training:
+    def prepare(
+        model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
+    ) -> Training:
         broadcast_parameters(model, process_group=group)
         found.append(Reducer(model, group, bucket_cap_mb=AUTO, **VIEWS))
-        return two_calls(model, foreach_sgd(model))
+        return two_calls(model, optimizers.fused(model))
 
     (training,) = contenders(workload, device, [ContenderSpec(AUTO, prepare)], keep_start=False)
     while found[0].bucket_cap_mb is None:  # alike on all ranks, which settle together
@@ -189,7 +183,7 @@ def measure(options: argparse.Namespace) -> None:
             chosen = settle(workload, world.device)
             gc.collect()
             auto = ContenderSpec(AUTO, reducer(**chosen, **VIEWS))
-            compared = contenders(workload, world.device, [*specs(options.cap), auto])
+            compared = contenders(workload, world.device, [*specs(options.cap, backend), auto])
             title = f"{workload.name}; {backend}, {world.world_size} ranks"
             rounds = rounds_for(options.seconds, options.rounds, world.device, title)
             samples = interleave(compared, rounds, world.device)
@@ -244,7 +238,9 @@ def overlaps(samples: list[Samples], caps: list[float]) -> list[Overlap]:
     bare = by_name[NO_COMMUNICATION]
     found = []
     for cap in caps:
-        communication = by_name[_name(AT_END, cap)] - bare
+        at_end = by_name[_name(AT_END, cap)]
+        communication = at_end - bare
+        of_torch = by_name.get(_name(BY_GLOO, cap), at_end) - bare
         ours, theirs = by_name[_name(DURING, cap)], by_name[_name(TORCH, cap)]
         found.append(
             Overlap(
@@ -254,7 +250,7 @@ def overlaps(samples: list[Samples], caps: list[float]) -> list[Overlap]:
                 hidden_share(ours - bare, communication),
                 float(np.median(theirs)),
                 float(np.median(theirs - bare)),
-                hidden_share(theirs - bare, communication),
+                hidden_share(theirs - bare, of_torch),
             )
         )
     return found

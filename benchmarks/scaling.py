@@ -42,13 +42,16 @@ from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks import cost_model
-from benchmarks.harness.contenders import NO_COMMUNICATION, Contender
 from benchmarks.harness.costs import Shape, oversubscribed
-from benchmarks.harness.launch import add_results_option, backend_of_job, start
-from benchmarks.harness.report import draw_lines, on_terminal, write
-from benchmarks.harness.text_table import text_table
-from benchmarks.harness.timing import check_equal, interleave
+from benchmarks.harness.launch import add_results_option, backend_of_job
+from benchmarks.harness.report import draw_lines
 from ddp_from_scratch import UsageError, mpi, process_group
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
+from ddp_from_scratch.bench.launch import start
+from ddp_from_scratch.bench.prepare import OPTIMIZERS
+from ddp_from_scratch.bench.result_file import on_terminal, write
+from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.timing import check_equal, interleave
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
@@ -247,7 +250,7 @@ def contender(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str)
     elif kind == "averaged":
         ddp.broadcast_parameters(model)
         ddp.Reducer(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+    optimizer = OPTIMIZERS["sgd"].fused(model)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import memory, overlap
-from benchmarks.harness.contenders import GLOO_REFERENCES, NO_COMMUNICATION, REFERENCES
-from benchmarks.harness.text_table import text_table
-from benchmarks.harness.timing import Samples
 from benchmarks.harness.wire_contenders import BF16, POWER_SGD, REDUCER, SGD, TORCH
 from benchmarks.harness.wire_meter import Result, with_computing
-from benchmarks.harness.workloads import WORKLOADS
-from benchmarks.step_time import reference
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, REFERENCES
+from ddp_from_scratch.bench.samples import Samples
+from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.verdict import Run, fastest
+from ddp_from_scratch.bench.workloads import WORKLOADS
 
 Content = Mapping[str, Any]  # of a file
 
@@ -33,31 +33,44 @@ def summarise(folder: Path, since: float) -> str:
 
 
 def step_times(contents: Sequence[Content]) -> str:
-    """A row for each model on each backend: the fastest Reducer, and of each SGD here."""
-    rows = []
+    """A row for each model, backend and way: this library's fastest contender of each kind."""
+    rows, notes = [], []
     for content in contents:
         samples = [Samples(**sample) for sample in content["samples"]]
-        bases = (*REFERENCES, *GLOO_REFERENCES, NO_COMMUNICATION)
-        ours = [s.name for s in samples if s.name not in bases]
-        flat = reference(samples, tuple(n for n in ours if n.startswith("ddp.SGD")))
-        shared = reference(samples, tuple(n for n in ours if n.startswith("NodeSharedSGD")))
-        others = tuple(n for n in ours if not n.startswith(("ddp.SGD", "NodeSharedSGD")))
-        averaged = reference(samples, others)
-        torch_ddp = reference(samples, REFERENCES)
-        # In a gloo job torch's DDP on gloo is torch's DDP.
-        on_gloo = torch_ddp if content["settings"]["backend"] == "gloo" else None
-        on_gloo = on_gloo or reference(samples, GLOO_REFERENCES)
-        alone = reference(samples, (NO_COMMUNICATION,))
-        row = [_place(content), _median(alone), _median(torch_ddp)]
-        row += [_ratio(averaged, torch_ddp), _ratio(averaged, alone)]
-        row += [_ratio(flat, torch_ddp), _ratio(flat, on_gloo), _ratio(flat, alone)]
-        row += [_ratio(shared, on_gloo), _ratio(shared, alone)]
-        rows.append(row)
-    headers = ["a training step", "no comm., ms", "torch DDP, ms", "Reducer / torch"]
-    headers += ["/ no comm.", "ddp.SGD / torch", "/ it on gloo", "/ no comm."]
-    headers += ["NodeSharedSGD / torch on gloo", "/ no comm."]
-    note = "the fastest setting of each; a Reducer with torch's SGD, torch's DDP with the same"
-    return f"{text_table(headers, rows)}\n{note}"
+        settings = content["settings"]
+        run = Run(samples, settings["way"] != "alone", content.get("disturbed"))
+        for backend in settings["backend"].split():
+            row = [f"{_model(content)}; {backend}, {settings['nproc']} ranks, {settings['way']}"]
+            row += [_median(run.alone), _median(run.torch_ddp)]
+            for what in ("Reducer", "ddp.", "NodeShared"):
+                own = (s for s in run.ours if s.name.startswith(what) and _is_on(s.name, backend))
+                best = fastest(own)
+                row += [_ratio_in(run, best, run.torch_ddp), _ratio_in(run, best, run.alone)]
+            # A ratio that something else has moved is no result.
+            rows.append([*row[:1], *("?" for _ in row[1:])] if run.disturbed else row)
+        if run.disturbed:
+            notes.append(f"no verdict, {content['title']}: {run.disturbed}")
+    headers = ["a training step", "no comm., ms", "torch DDP, ms"]
+    for what in ("Reducer", "ddp.SGD", "NodeSharedSGD"):
+        headers += [f"{what} / torch", "/ no comm."]
+    notes.append("the fastest setting of each, torch's DDP on gloo (nccl); AdamW where it says so")
+    return "\n".join([text_table(headers, rows), *notes])
+
+
+def _ratio_in(run: Run, one: Samples | None, other: Samples | None) -> str:
+    ratio = None if one is None else run.ratio(one, other)
+    return "-" if ratio is None else f"{ratio[0]:.2f}"
+
+
+def _is_on(name: str, backend: str) -> bool:
+    return name.partition(", ")[0].endswith(f" on {backend}")
+
+
+def _model(content: Content) -> str:
+    # The title begins with the workload's name.
+    name: str = content["title"].partition("; ")[0]
+    optimizer = content["settings"]["optimizer"]
+    return name if optimizer == "sgd" else f"{name}, {optimizer}"
 
 
 def overlaps(contents: Sequence[Content]) -> str:

@@ -43,11 +43,8 @@ from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks.harness import network
-from benchmarks.harness.contenders import NO_COMMUNICATION, WORKLOADS, Contender
 from benchmarks.harness.launch import add_results_option, backend_of_job
-from benchmarks.harness.report import draw_lines, on_terminal, write
-from benchmarks.harness.text_table import text_table
-from benchmarks.harness.timing import WARM_UP, Samples, interleave
+from benchmarks.harness.report import draw_lines
 from benchmarks.harness.wire_contenders import (
     BF16,
     POWER_SGD,
@@ -67,6 +64,12 @@ from benchmarks.harness.wire_meter import (
     with_computing,
 )
 from ddp_from_scratch import UsageError, process_group
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
+from ddp_from_scratch.bench.result_file import on_terminal, write
+from ddp_from_scratch.bench.samples import Samples
+from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.timing import WARM_UP, interleave
+from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from benchmarks.harness.launch import add_results_option
-from benchmarks.harness.report import on_terminal, write
-from benchmarks.harness.text_table import text_table
 from ddp_from_scratch import UsageError, process_group
+from ddp_from_scratch.bench.result_file import on_terminal, write
+from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.launch.supervisor import start_mpirun

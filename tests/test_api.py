@@ -28,6 +28,7 @@ ROOMS = {
     "optim": {"buckets", "node", "reducer", "sync"},
     "torch_ddp": {"buckets", "comm_hooks", "group", "reducer", "sync"},
     "world": {"errors", "launch", "mpi"},
+    "bench": {"errors", "launch", "node", "optim", "reducer", "sync", "world"},
     "training": {"buckets", "comm_hooks", "errors", "launch", "optim", "reducer", "sync", "world"},
 }
 

@@ -2,18 +2,15 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness.machine import available_memory
 from benchmarks.harness.report import RESULTS
-from benchmarks.harness.workloads import WORKLOADS
-from ddp_from_scratch import UsageError, start_ranks
-from ddp_from_scratch.launch.supervisor import start_mpirun
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.bench.workloads import WORKLOADS
 
 ON_CPU = ("gloo", "mpi")
 
@@ -110,11 +107,6 @@ class Duration:
             raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
 
 
-def default_ranks() -> int:
-    """Two, or one where there is a single GPU."""
-    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
-
-
 def backend_of_job(options: argparse.Namespace) -> str:
     """In a rank: the one backend that it was started for.
 
@@ -125,43 +117,3 @@ def backend_of_job(options: argparse.Namespace) -> str:
         raise UsageError(f"under a launcher --backend takes one, got {' '.join(options.backend)}")
     backend: str = options.backend[0]
     return backend
-
-
-def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
-    """Runs `python -m module` on every rank of a job, and waits for it.
-
-    Args:
-        module: the benchmark.
-        backend: of the job.
-        nproc: number of ranks. Every rank gets this and the backend as its last options.
-        arguments: other options.
-
-    Returns:
-        The exit code of the first rank that failed, or 0.
-    """
-    rank = [sys.executable, "-m", module, *map(str, arguments)]
-    # Last: of an option that is there twice the last counts.
-    rank += ["--backend", backend, "--nproc", str(nproc)]
-    # Ranks of MPI come from its own launcher.
-    if backend == "mpi":
-        return start_mpirun(nproc, rank)
-    return start_ranks(rank, (nproc,))
-
-
-def check_memory(model: str, copies: int, nproc: int) -> None:
-    """Refuses copies that would not fit into memory, before a rank is started.
-
-    A copy of a model is taken for four times its parameters: these, momentum, gradients, buckets.
-
-    Raises:
-        UsageError: it does not fit into what is available.
-    """
-    # All contenders of a model are in memory at once, since they take turns.
-    needed = 4 * WORKLOADS[model].parameter_bytes * copies * nproc
-    available = available_memory()
-    if available is not None and needed > available and not torch.cuda.is_available():
-        raise UsageError(
-            f"{copies} copies of {model} on {nproc} ranks need about {needed / 2**30:.0f} GiB, and "
-            f"{available / 2**30:.0f} GiB are available: choose fewer with --contender, --model or "
-            f"--nproc"
-        )

@@ -1,14 +1,10 @@
-"""Report of a benchmark: a JSON file with every sample, and a picture."""
+"""Pictures of a benchmark."""
 
-import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from benchmarks.harness.machine import describe
 
 try:
     import matplotlib
@@ -18,63 +14,13 @@ else:
     matplotlib.use("Agg")  # before pyplot, which looks for a screen otherwise
     from matplotlib import pyplot
 
+    pyplot.style.use(Path(__file__).with_name("pictures.mplstyle"))
+
 RESULTS = Path(__file__).parents[1] / "results"
+# Told apart also by who sees no red or green, and in print.
+COLOURS = {"torch": "#d55e00", "reference": "#9a9a9a", "ours": "#0072b2"}
+_LEGEND = ("torch", "no communication", "this library")
 _NO_PICTURE = "not drawn: there is no matplotlib"
-
-
-def write(
-    name: str,
-    title: str,
-    samples: Any,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    folder: Path | None = None,
-) -> None:
-    """Writes every sample, and the machine, to a JSON file: a list of numbers is one line of it.
-
-    Args:
-        name: of the file.
-        title: for people.
-        samples: for `compare.py` a list of dicts with `name` and
-            `milliseconds`, the contenders' samples of the same rounds.
-        settings: of the measurement. `compare.py` compares files with equal ones.
-        folder: where to; None means `RESULTS`.
-    """
-    folder = folder or RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    # Every sample and not the medians alone: `compare.py` takes ratios round by round.
-    content = {
-        "title": title,
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "settings": dict(settings or {}),
-        "machine": describe(),
-        "samples": samples,
-    }
-    path = folder / f"{name}.json"
-    path.write_text(compact_json(content) + "\n")
-    print(f"written to {os.path.relpath(path)}", flush=True)
-
-
-def compact_json(value: Any, indent: str = "") -> str:
-    """JSON with a line for each key, and a list of numbers on one line; floats of 6 digits."""
-    inner = indent + " "
-    if isinstance(value, Mapping):
-        entries = [f"{json.dumps(str(k))}: {compact_json(v, inner)}" for k, v in value.items()]
-        opening, closing = "{}"
-    elif isinstance(value, list | tuple) and any(isinstance(entry, Mapping) for entry in value):
-        entries = [compact_json(entry, inner) for entry in value]
-        opening, closing = "[]"
-    else:
-        return json.dumps(_rounded(value))
-    separator = f",\n{inner}"
-    return f"{opening}\n{inner}{separator.join(entries)}\n{indent}{closing}"
-
-
-def _rounded(value: Any) -> Any:
-    # 6 digits of a time are far below the noise of any measurement, and a third of the file.
-    if isinstance(value, list | tuple):
-        return [_rounded(entry) for entry in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def draw_lines(
@@ -103,7 +49,7 @@ def draw_lines(
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
         return
-    figure, plot = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, plot = pyplot.subplots(figsize=(8, 5))
     for number, (label, points) in enumerate(lines.items()):
         style = "-" if number < 10 else "--"  # there are ten colours
         plot.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=label)
@@ -115,16 +61,32 @@ def draw_lines(
         plot.set_xticks([], minor=True)
     if stars:
         plot.plot(*zip(*stars, strict=True), "k*", markersize=9, zorder=3, label="best")
-    plot.grid(alpha=0.3)
     plot.legend()
     _save(name, figure, folder)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a picture.
+
+    Attributes:
+        name: beside it.
+        quartiles: low, middle, high. The bar ends at the middle.
+        kind: "reference", "torch" or "ours", which chooses its colour.
+        label: written at its end.
+    """
+
+    name: str
+    quartiles: tuple[float, float, float]
+    kind: str
+    label: str = ""
 
 
 def draw_bars(
     name: str,
     title: str,
     label: str,
-    panels: Mapping[str, Mapping[str, tuple[float, float, float]]],
+    panels: Mapping[str, Sequence[Bar]],
     *,
     folder: Path | None = None,
 ) -> None:
@@ -134,7 +96,7 @@ def draw_bars(
         name: of the file.
         title: above all panels.
         label: of the bars' axis.
-        panels: by title, and in it by contender: low, middle, high. The bar ends at the middle.
+        panels: bars by the title of their panel.
         folder: where to; None means `RESULTS`.
     """
     if pyplot is None:
@@ -143,26 +105,38 @@ def draw_bars(
     rows = [len(bars) for bars in panels.values()]
     figure, plots = pyplot.subplots(
         len(panels),
-        figsize=(8, 1.0 + 0.25 * sum(rows) + 0.6 * len(rows)),
+        figsize=(8, 1.4 + 0.25 * sum(rows) + 0.6 * len(rows)),
         height_ratios=rows,
         squeeze=False,
-        layout="constrained",
     )
     for plot, (panel, bars) in zip(plots.flat, panels.items(), strict=True):
-        places = range(len(bars))
-        middles = [middle for _, middle, _ in bars.values()]
-        errors = [
-            [middle - low for low, middle, _ in bars.values()],
-            [high - middle for _, middle, high in bars.values()],
-        ]
-        plot.barh(places, middles, xerr=errors, color="#4c72b0", error_kw={"linewidth": 0.8})
-        plot.set_yticks(places, list(bars), fontsize=8)
-        plot.invert_yaxis()
-        plot.set_title(panel, fontsize=9)
-        plot.grid(axis="x", alpha=0.3)
+        _draw_panel(plot, panel, bars)
     plots.flat[-1].set_xlabel(label)
     figure.suptitle(title)
+    # The three colours, once for all panels.
+    patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    figure.legend(patches, _LEGEND, loc="outside lower center", ncols=3)
     _save(name, figure, folder)
+
+
+def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
+    middles = [bar.quartiles[1] for bar in bars]
+    errors = [
+        [bar.quartiles[1] - bar.quartiles[0] for bar in bars],
+        [bar.quartiles[2] - bar.quartiles[1] for bar in bars],
+    ]
+    places = range(len(bars))
+    colours = [COLOURS[bar.kind] for bar in bars]
+    plot.barh(places, middles, xerr=errors, color=colours, error_kw={"linewidth": 0.8})
+    most = max(bar.quartiles[2] for bar in bars)
+    for place, bar in enumerate(bars):
+        # Behind the line of the quartiles, which would cross it.
+        plot.text(bar.quartiles[2] + 0.01 * most, place, bar.label, va="center", fontsize=8)
+    plot.set_xlim(0, 1.1 * most)
+    plot.set_yticks(places, [bar.name for bar in bars], fontsize=8)
+    plot.invert_yaxis()
+    plot.set_title(title)
+    plot.grid(axis="y", visible=False)
 
 
 def draw_parts(
@@ -185,7 +159,7 @@ def draw_parts(
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
         return
-    figure, plot = pyplot.subplots(figsize=(8, 1.5 + 0.4 * len(bars)), layout="constrained")
+    figure, plot = pyplot.subplots(figsize=(8, 1.5 + 0.4 * len(bars)))
     ends = [0.0] * len(bars)
     for part in next(iter(bars.values())):
         widths = [parts[part] for parts in bars.values()]
@@ -194,7 +168,7 @@ def draw_parts(
     plot.set_yticks(range(len(bars)), list(bars), fontsize=8)
     plot.invert_yaxis()
     plot.set(xlabel=label, title=title)
-    plot.grid(axis="x", alpha=0.3)
+    plot.grid(axis="y", visible=False)
     figure.legend(loc="outside lower center", ncols=6, fontsize=8)
     _save(name, figure, folder)
 
@@ -207,8 +181,3 @@ def _save(name: str, figure: Any, folder: Path | None) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
     print(f"drawn to {os.path.relpath(path)}", flush=True)
-
-
-def on_terminal() -> bool:
-    """True where standard error is a terminal; under mpirun only once the group is open."""
-    return sys.stderr.isatty()

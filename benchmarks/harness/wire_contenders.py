@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_from_scratch as ddp
-from benchmarks.harness.contenders import NO_COMMUNICATION, TORCH_BEST, Contender
-from benchmarks.harness.timing import WARM_UP, check_distance
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
+from ddp_from_scratch.bench.prepare import TORCH_BEST
+from ddp_from_scratch.bench.timing import WARM_UP, check_distance
 
 TORCH, REDUCER, SGD = "torch DDP, views", "Reducer, views", "Reducer and ddp.SGD"
 BF16, POWER_SGD = "Reducer, bf16", "Reducer, PowerSGD rank 4"
@@ -46,14 +47,14 @@ def contenders(
         return DistributedDataParallel(trained, **TORCH_BEST, **settings)  # type: ignore[arg-type]
 
     def bare(trained: nn.Module) -> Training:
-        return trained, foreach_sgd(trained)
+        return trained, fused_sgd(trained)
 
     def torch_ddp(trained: nn.Module, cap: float | None = None) -> Training:
-        return wrapped(trained, bucket_cap_mb=cap), foreach_sgd(trained)
+        return wrapped(trained, bucket_cap_mb=cap), fused_sgd(trained)
 
     def reducer(trained: nn.Module, cap: float | None = None) -> Training:
         reduced(trained, cap)
-        return trained, foreach_sgd(trained)
+        return trained, fused_sgd(trained)
 
     def flat_sgd(trained: nn.Module, cap: float | None = None) -> Training:
         averaging = reduced(trained, cap)
@@ -62,11 +63,11 @@ def contenders(
 
     def bf16(trained: nn.Module, cap: float | None = None) -> Training:
         reduced(trained, cap).register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
-        return trained, foreach_sgd(trained)
+        return trained, fused_sgd(trained)
 
     def power_sgd(trained: nn.Module) -> Training:
         reduced(trained).register_comm_hook(powers, ddp.power_sgd.power_sgd_hook)
-        return trained, foreach_sgd(trained)
+        return trained, fused_sgd(trained)
 
     def torch_power_sgd(trained: nn.Module) -> Training:
         # One bucket: see the docstring of two_hosts.py.
@@ -75,7 +76,7 @@ def contenders(
             None, matrix_approximation_rank=4, start_powerSGD_iter=powers.start
         )
         called.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return called, foreach_sgd(trained)
+        return called, fused_sgd(trained)
 
     ways: dict[str, Callable[[nn.Module], Training]] = {
         NO_COMMUNICATION: bare,
@@ -95,8 +96,8 @@ def contenders(
     return [_contender(name, model, prepare, batch) for name, prepare in ways.items()]
 
 
-def foreach_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), _LR, _MOMENTUM, foreach=True)
+def fused_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), _LR, _MOMENTUM, fused=True)
 
 
 def _contender(

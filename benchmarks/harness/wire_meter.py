@@ -8,8 +8,8 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.harness import network
-from benchmarks.harness.contenders import NO_COMMUNICATION, Contender
-from benchmarks.harness.timing import WARM_UP
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
+from ddp_from_scratch.bench.timing import WARM_UP
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import compare, memory, overlap, step_time
-from benchmarks.harness import report
-from benchmarks.harness.contenders import NO_COMMUNICATION, REFERENCES
-from benchmarks.harness.timing import Samples
+from benchmarks import compare, memory, overlap
 from ddp_from_scratch import UsageError
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
+from ddp_from_scratch.bench.result_file import write
+from ddp_from_scratch.bench.samples import Samples
 from tests.support.ranks import MPIRUN, ROOT
 
 NOISE = np.random.default_rng(3)
@@ -31,30 +31,6 @@ def run(*command, code=0):
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
-
-
-def test_a_ratio_is_taken_pair_by_pair():
-    other = Samples("b", [1.0, 10.0, 100.0])  # a machine that gets slower
-    assert Samples("a", [2.0, 20.0, 200.0]).ratio_to(other) == (2.0, 2.0, 2.0)
-    middle, low, high = Samples("a", [1.0, 20.0, 300.0]).ratio_to(other)
-    assert (middle, low, high) == (2.0, 1.0, 3.0)
-    assert Samples("a", [2.0, 11.0, 101.0]).minus(other) == (1.0, 1.0, 1.0)
-
-
-def test_the_table_compares_with_the_faster_of_torchs_settings():
-    samples = [
-        Samples(NO_COMMUNICATION, [10.0] * 3),
-        Samples(REFERENCES[0], [40.0] * 3),
-        Samples(REFERENCES[1], [20.0] * 3),
-        Samples("ours", [15.0] * 3, [7.0] * 3),
-    ]
-    lines = step_time.table([s for s in samples if not s.cpu_milliseconds]).splitlines()
-    assert "/ it on gloo" not in lines[0]  # nothing ran on gloo beside
-    lines = step_time.table([*samples[:3], Samples("ours", [15.0] * 3)]).splitlines()
-    assert lines[-1].split("  ")[0] == "ours"
-    assert "0.75 (0.75 to 0.75)" in lines[-1]
-    assert "1.50 (1.50 to 1.50)" in lines[-1]
-    assert lines[-1].endswith(" 5.0")  # exposed
 
 
 def test_hidden_share():
@@ -74,11 +50,16 @@ def test_overlap_of_each_cap():
         "at its end, 25 MB": 14.0,
         "torch DDP, 25 MB": 16.0,
     }
-    assert {s.name for s in overlap.specs([1.0, 25.0])} == times.keys()
+    assert {s.name for s in overlap.specs([1.0, 25.0], "mpi")} == times.keys()
+    plain = {"by gloo at its end, 1 MB": 16.0, "by gloo at its end, 25 MB": 16.0}
+    assert {s.name for s in overlap.specs([1.0, 25.0], "gloo")} == (times | plain).keys()
     samples = [Samples(name, [time] * 4) for name, time in times.items()]
     small, large = overlap.overlaps(samples, [1.0, 25.0])
     assert (small.exposed, small.hidden[0], small.torch_hidden[0]) == (2.0, 0.5, 0.25)
     assert (large.exposed, large.hidden[0], large.torch_hidden[0]) == (1.0, 0.75, -0.5)
+    on_gloo = samples + [Samples(name, [time] * 4) for name, time in plain.items()]
+    small, large = overlap.overlaps(on_gloo, [1.0, 25.0])
+    assert (small.hidden[0], small.torch_hidden[0], large.torch_hidden[0]) == (0.5, 0.5, 0.0)
     rows = overlap.table([small, large], samples[0]).splitlines()[2:4]
     assert ["12.0 *" in rows[0], "13.0 *" in rows[0], "11.0 *" in rows[1], "16.0 *" in rows[1]] == [
         False,
@@ -134,7 +115,8 @@ def test_memory_of_this_process_grows_with_what_it_allocates():
         pytest.skip("no /proc/self/smaps_rollup")
     with memory.Watch(torch.device("cpu")) as watch:
         before = watch.peak()
-        kept = torch.ones(2**22)
+        # More than glibc ever takes from memory that was freed.
+        kept = torch.ones(2**24)
         after = watch.peak()
     size = kept.nbytes
     for growth in (after.private - before.private, after.node - before.node):
@@ -215,7 +197,7 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path):
 def test_a_file_has_a_line_for_each_list_of_samples_and_can_be_compared(tmp_path):
     samples = [{"name": name, "milliseconds": [1 / 3, 2e-7, 3, 123456.7]} for name in "ab"]
     settings = {"benchmark": "step_time", "caps": [1.0, 4.0], "chosen": None}
-    report.write("name", "title", samples, settings=settings, folder=tmp_path)
+    write("name", "title", samples, settings=settings, folder=tmp_path)
     path = tmp_path / "name.json"
     content = json.loads(path.read_text())
     assert content["settings"] == settings

@@ -14,13 +14,14 @@ import pytest
 
 from benchmarks import __main__ as run_set
 from benchmarks import allreduce, scaling, two_hosts
-from benchmarks.harness import launch, network
-from benchmarks.harness.contenders import NO_COMMUNICATION, Contender
+from benchmarks.harness import network
 from benchmarks.harness.costs import Shape
 from benchmarks.harness.report import RESULTS, pyplot
 from benchmarks.harness.wire_contenders import BF16, POWER_SGD, REDUCER, SGD, TORCH
 from benchmarks.harness.wire_meter import Meter, Result, check_crossed, limit_ms, with_computing
 from ddp_from_scratch import UsageError
+from ddp_from_scratch.bench import launch
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
 from tests.support.failing_run import Run
 from tests.support.ranks import ROOT
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks import start_time
-from benchmarks.harness.timing import Samples
+from ddp_from_scratch.bench.samples import Samples
 from tests.support.ranks import ROOT
 
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,56 +9,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness.contenders import NO_COMMUNICATION, Contender
-from benchmarks.harness.report import on_terminal
-from ddp_from_scratch import check_sync
-
-Interval = tuple[float, float, float]  # an estimate, and the ends of its 95 % interval
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
+from ddp_from_scratch.bench.result_file import on_terminal
+from ddp_from_scratch.bench.samples import Samples
+from ddp_from_scratch.sync.check_sync import check_sync
 
 # Also where a step is so slow that the time is over before.
 FEWEST_ROUNDS = 5
 WARM_UP = 3  # rounds that are not counted
-
-
-@dataclass(frozen=True)
-class Samples:
-    """One contender's steps, round by round; of the slowest rank in each.
-
-    Attributes:
-        name: the contender's.
-        milliseconds: from the ranks' meeting before the step to its end.
-        cpu_milliseconds: of all threads of the rank's process, until the step's last call
-            returned: with a GPU what it costs to drive it.
-    """
-
-    name: str
-    milliseconds: list[float]
-    cpu_milliseconds: list[float] = field(default_factory=list)
-
-    @property
-    def quartiles(self) -> tuple[float, float, float]:
-        """The 25th, 50th and 75th percentile."""
-        low, median, high = np.percentile(self.milliseconds, [25, 50, 75])
-        return float(low), float(median), float(high)
-
-    def ratio_to(self, other: "Samples") -> Interval:
-        """Median of the ratios round by round, with its 95 % bootstrap interval."""
-        # Round by round, and the median of that: what slows the machine for a while slows both
-        # steps of a round, and cancels out.
-        return median_interval(np.array(self.milliseconds) / np.array(other.milliseconds))
-
-    def minus(self, other: "Samples") -> Interval:
-        """Median of the differences round by round in ms, with its 95 % bootstrap interval."""
-        return median_interval(np.array(self.milliseconds) - np.array(other.milliseconds))
-
-
-def median_interval(values: np.ndarray) -> Interval:
-    """The median, and the 2.5th and 97.5th percentile of 2000 bootstrap medians."""
-    # The bootstrap assumes no shape of the noise. A fixed seed: a file gives the same interval
-    # again.
-    drawn = np.random.default_rng(0).choice(values, (2000, len(values)))
-    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    return float(np.median(values)), float(low), float(high)
 
 
 def interleave(
@@ -77,15 +34,17 @@ def interleave(
         device: synchronized at both ends of a step.
     """
     order = np.random.default_rng(0)  # the same on every rank
-    for _ in range(WARM_UP):
+    for turn in range(WARM_UP):
         for contender in contenders:
+            _seed(turn)
             contender.step()
     times: list[list[float]] = [[] for _ in contenders]
     cpu_times: list[list[float]] = [[] for _ in contenders]
     # Times stay on their rank until the end: sending them in between would disturb the next step.
-    for _ in rounds:
+    for turn in rounds:
         # A new order each round: no contender always comes after the same one.
         for index in order.permutation(len(contenders)):
+            _seed(WARM_UP + turn)
             dist.barrier()  # all begin together; each ends by itself
             _synchronize(device)
             began, cpu_began = time.perf_counter(), time.process_time()
@@ -104,6 +63,11 @@ def interleave(
         Samples(c.name, milliseconds, cpu)
         for c, milliseconds, cpu in zip(contenders, *slowest.tolist(), strict=True)
     ]
+
+
+def _seed(turn: int) -> None:
+    """Lets dropout draw the same numbers for all contenders of a round, others on each rank."""
+    torch.manual_seed(turn * dist.get_world_size() + dist.get_rank())
 
 
 def rounds_for(
@@ -137,7 +101,8 @@ def _rounds(
             break
         yield turn
         turn += 1
-        bar.update((turn if count else min(round(time.perf_counter() - began), bar.total)) - bar.n)
+        done = turn if count else min(round(time.perf_counter() - began), round(seconds or 0.0))
+        bar.update(done - bar.n)
     bar.close()
 
 
@@ -153,8 +118,8 @@ def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> Non
     """
     # Without communication ranks diverge, as they must.
     synchronised = [c for c in contenders if c.name != NO_COMMUNICATION]
-    first = synchronised[0]
     for contender in synchronised:
+        first = synchronised[0]
         check_sync(contender.model)
         if contender.start:
             names = (contender.name, first.name)

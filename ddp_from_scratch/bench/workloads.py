@@ -1,11 +1,26 @@
 """Workloads: models to train, each with the batch of one rank."""
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
-import torchvision
 from torch import nn
+from torch.nn.functional import cross_entropy
+
+from ddp_from_scratch.errors import UsageError, one_line
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def classification_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Cross entropy of the model's logits; `batch` holds inputs and labels."""
+    inputs, labels = batch
+    return cross_entropy(model(inputs), labels)
 
 
 @dataclass(frozen=True)
@@ -15,18 +30,101 @@ class Workload:
     Attributes:
         name: for the table.
         model: makes the model, random with torch's generator.
-        batch: makes inputs and labels. The model's output has a row of logits for each label.
+        batch: makes the batch, which `loss` takes.
+        loss: of a model, or of its wrapper, and a batch. By default the batch is inputs and
+            labels, and the model's output has a row of logits for each label.
+        known_bytes: of all parameters; None finds out.
     """
 
     name: str
     model: Callable[[], nn.Module]
-    batch: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    batch: Callable[[], Any]
+    loss: Loss = classification_loss
+    known_bytes: int | None = None
 
     @property
     def parameter_bytes(self) -> int:
         """Of all parameters, which is also the size of all gradients; none of them is made."""
+        if self.known_bytes is not None:
+            return self.known_bytes
         with torch.device("meta"):
-            return sum(parameter.nbytes for parameter in self.model().parameters())
+            return _bytes_of(self.model())
+
+
+def workload(name: str) -> Workload:
+    """The workload of a name: one of `WORKLOADS`, a model of torchvision, or "file.py:function".
+
+    The function returns a module and a batch, optionally a loss.
+
+    Raises:
+        UsageError: there is none, or the function failed or returned something else.
+    """
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    file, colon, function = name.rpartition(":")
+    return _of_file(Path(file), function) if colon else _of_torchvision(name)
+
+
+def _of_file(path: Path, function: str) -> Workload:
+    try:
+        make = getattr(_import(path), function)
+    except (OSError, SyntaxError, ImportError, AttributeError) as error:
+        raise UsageError(f"cannot take {function} from {path}: {one_line(error)}") from error
+    made = make()
+    if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
+        raise UsageError(
+            f"{path}:{function} must return a module and a batch, optionally a loss, got "
+            f"{type(made).__name__}"
+        )
+    size = _bytes_of(made[0])
+    name = f"{path.name}:{function}, {size / 2**20:.0f} MB"
+    loss = made[2] if len(made) == 3 else classification_loss
+    return Workload(name, lambda: make()[0], lambda: make()[1], loss, size)
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    # As for a script: it may import its neighbours.
+    sys.path.insert(0, str(path.parent))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _of_torchvision(name: str) -> Workload:
+    torchvision = _torchvision()
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise UsageError(
+            f"there is no model {name!r}: --model takes {', '.join(WORKLOADS)}, a classifier of "
+            f"torchvision (resnet34, vit_b_16, ...) or FILE.py:FUNCTION"
+        )
+    # Two return more than logits otherwise.
+    plain = {"aux_logits": False, "init_weights": True} if name in _WITH_AUXILIARIES else {}
+    made = Workload(
+        name,
+        lambda: _torchvision().models.get_model(name, weights=None, num_classes=1000, **plain),
+        lambda: _images(4, 224),
+    )
+    size = made.parameter_bytes
+    title = f"{name}, {size / 2**20:.0f} MB, batch 4 at 224x224"
+    return Workload(title, made.model, made.batch, known_bytes=size)
+
+
+_WITH_AUXILIARIES = ("googlenet", "inception_v3")
+
+
+def _torchvision() -> Any:
+    # Here and not above: it takes a second, and most models do without.
+    import torchvision
+
+    return torchvision
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 class Transformer(nn.Module):
@@ -84,6 +182,7 @@ def _images(count: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def text_batch(count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens, and for each the next one as its label."""
     tokens = torch.randint(vocabulary, (count, length + 1))
     return tokens[:, :-1], tokens[:, 1:].flatten()
 
@@ -104,12 +203,12 @@ WORKLOADS = {
     # Small images: on a processor a step then takes a tenth of a second, and rounds are many.
     "resnet18": Workload(
         "ResNet-18, 45 MB, batch 8 at 64x64",
-        lambda: torchvision.models.resnet18(num_classes=1000),
+        lambda: _torchvision().models.resnet18(num_classes=1000),
         lambda: _images(8, 64),
     ),
     "resnet50": Workload(
         "ResNet-50, 97 MB, batch 4 at 64x64",
-        lambda: torchvision.models.resnet50(num_classes=1000),
+        lambda: _torchvision().models.resnet50(num_classes=1000),
         lambda: _images(4, 64),
     ),
     # A tied embedding gets its gradient from two places.

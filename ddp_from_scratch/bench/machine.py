@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
         "mpi4py": _version("mpi4py"),
         "mpi": _mpi_library(),
         # A number without its commit cannot be measured again.
-        "commit": _git("rev-parse", "--short", "HEAD"),
+        "commit": _commit(),
         "uncommitted_changes": uncommitted_changes(),
     }
 
@@ -38,8 +38,9 @@ def uncommitted_changes() -> bool | None:
 
     None where there is no repository.
     """
-    # From the repository's root, but for the results, which a run before this one may have changed.
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results")
+    # But for the results, which a run before this one may have changed.
+    others = (":/", ":(top,exclude)benchmarks/results")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *others)
     return None if changed is None else bool(changed)
 
 
@@ -74,6 +75,12 @@ def _mpi_library() -> str | None:
     """The MPI that this process runs on; importing mpi4py would start one."""
     mpi = sys.modules.get("mpi4py.MPI")
     return None if mpi is None else mpi.Get_library_version().partition("\0")[0].splitlines()[0]
+
+
+def _commit() -> str | None:
+    # An installed package may lie in a folder of another repository.
+    tracked = _git("ls-files", "--error-unmatch", __file__) is not None
+    return _git("rev-parse", "--short", "HEAD") if tracked else None
 
 
 def _git(*arguments: str) -> str | None:

@@ -1,0 +1,263 @@
+"""Times a training step: this library's ways beside torch's DistributedDataParallel.
+
+Examples:
+    {program}                                  an MLP, 2 ranks
+    {program} --model resnet50 --optimizer adamw --nproc 4
+    {program} --model my_file.py:make --backend gloo mpi
+
+Your own model is a function in a file, which returns a module and a batch, optionally a loss:
+
+    def make():
+        model = torch.nn.Linear(1000, 10)
+        batch = torch.randn(32, 1000), torch.randint(10, (32,))
+        return model, batch, lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+
+Without a loss it is that one. Random numbers differ over ranks in the batch, and not in the model.
+
+How to read the table:
+
+    no communication   each rank trains by itself: all that it computes in a step
+    torch DDP          torch's class in several settings; ratios are to the fastest on gloo
+    Reducer            this library's hooks, with torch's optimizer
+    ddp.SGD            this library's optimizer, on the Reducer's flat buckets
+    NodeSharedSGD      one copy of parameters and state for a machine, each rank steps its share
+    fuse_wgrad         gradients of linear layers computed in their buckets
+    on gloo, mpi, node the process group: node is shared memory beside gloo
+
+    ms, quartiles      the median step of the slowest rank, and the middle half
+    / torch DDP        the median of the ratios in each round, with its 95 % interval
+    / no comm.         the same; an optimizer that does less work may bring it below 1
+    CPU ms             computed by all threads of a rank
+
+torch's optimizers have fused=True, their fastest form. Contenders take turns in the same processes.
+--way adds two others: "kept", the same where glibc keeps freed memory, and "alone", processes for
+each contender, where a model pays for memory that it takes from the system anew in each step.
+
+Let nothing else run meanwhile: where something does, the table says so and there is no verdict.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ddp_from_scratch.bench.contenders import CONTENDERS
+from ddp_from_scratch.bench.job import Job, measure
+from ddp_from_scratch.bench.launch import check_memory, default_ranks
+from ddp_from_scratch.bench.prepare import OPTIMIZERS
+from ddp_from_scratch.bench.result_file import compact_json, save
+from ddp_from_scratch.bench.samples import Samples
+from ddp_from_scratch.bench.verdict import Run, table, verdict, ways_table
+from ddp_from_scratch.bench.ways import WAYS, Content, RanksFailed
+from ddp_from_scratch.bench.workloads import WORKLOADS, workload
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch import environment
+
+Draw = Callable[[Job, Mapping[str, Run], Path], None]
+
+
+def main(
+    arguments: list[str],
+    program: str = "python -m ddp_from_scratch.bench",
+    results: Path | None = None,
+    draw: Draw | None = None,
+) -> int:
+    """Runs the program.
+
+    Args:
+        arguments: of the command line.
+        program: its name, for --help.
+        results: the default of --results.
+        draw: makes pictures of a job's runs, which are keyed by the way of running.
+
+    Returns:
+        0, or the exit code of the first rank that failed.
+    """
+    options = parse(arguments, program, results)
+    if options.job is not None:
+        content = measure(Job.parse(options.job))
+        if content is not None:
+            options.into.write_text(compact_json(content))
+        return 0
+    if environment.launcher() != "none":
+        return under_launcher(options)
+    try:
+        # All jobs first: a mistake in the last one is reported before the first runs.
+        for job in jobs(options):
+            runs = compare(job, options)
+            if draw is not None:
+                draw(job, runs, options.results)
+    except RanksFailed as failure:
+        return failure.code
+    return 0
+
+
+def parse(arguments: list[str], program: str, results: Path | None = None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UsageError: a value is out of its range, or does not go with another one.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=(__doc__ or "").format(program=program),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["mlp"],
+        metavar="M",
+        help=f"{', '.join(WORKLOADS)}, any classifier of torchvision, or FILE.py:FUNCTION "
+        f"(default: mlp)",
+    )
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        choices=("gloo", "mpi", "nccl"),
+        default=default_backends(),
+        help=f"of one table (default here: {' '.join(default_backends())})",
+    )
+    ranks = default_ranks()
+    parser.add_argument(
+        "--nproc", type=int, nargs="+", default=[ranks], help=f"ranks (default: {ranks})"
+    )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
+    parser.add_argument(
+        "--way",
+        nargs="+",
+        choices=WAYS,
+        default=["interleaved"],
+        help="of running (default: interleaved)",
+    )
+    parser.add_argument(
+        "--contender",
+        nargs="+",
+        choices=[s.name for s in CONTENDERS[1:]],
+        metavar="NAME",
+        help="only these beside torch's DDP on gloo and no communication, of: "
+        + "; ".join(s.name for s in CONTENDERS[1:]),
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=15.0,
+        help='of steps for each table, after warm-up; "alone" takes 2 for each row at least '
+        "(default: 15)",
+    )
+    parser.add_argument("--rounds", type=int, help="steps of each contender, in place of --seconds")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=results,
+        metavar="FOLDER",
+        help=f"where JSON goes (default: {'nowhere' if results is None else results})",
+    )
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # where rank 0 puts its part
+    options = parser.parse_args(arguments)
+    if not 0 < options.seconds < math.inf:
+        raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
+    if options.rounds is not None and options.rounds < 2:
+        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+    if min(options.nproc) < 1:
+        raise UsageError(f"--nproc must be 1 or more, got {min(options.nproc)}")
+    if "nccl" in options.backend and len(set(options.backend)) > 1:
+        raise UsageError(f"--backend nccl has a table of its own, got {' '.join(options.backend)}")
+    return options
+
+
+def default_backends() -> list[str]:
+    """Nccl where there is a GPU, else gloo, and mpi where it can be started."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ["nccl"]
+    mpirun = shutil.which("mpirun") or (Path(sys.executable).parent / "mpirun").exists()
+    return ["gloo", "mpi"] if mpirun and importlib.util.find_spec("mpi4py") else ["gloo"]
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """A job for each table.
+
+    Raises:
+        UsageError: a model is unknown, or its contenders do not fit into memory.
+    """
+    found = []
+    for nproc in options.nproc:
+        for model in options.model:
+            job = Job(
+                model,
+                tuple(dict.fromkeys(options.backend)),
+                nproc,
+                options.optimizer,
+                None if options.contender is None else tuple(options.contender),
+                options.seconds,
+                options.rounds,
+            )
+            # Now, and not when the others are measured.
+            check_memory(workload(model), len(job.rows), nproc)
+            found.append(job)
+    return found
+
+
+def compare(job: Job, options: argparse.Namespace) -> dict[str, Run]:
+    """Runs a job in each way; prints its tables and verdicts, and writes its files."""
+    runs = {}
+    for way in options.way:
+        own = replace(job, way=way)
+        runs[way] = report(own, WAYS[way](own), options.results)
+    if len(runs) > 1:
+        print(f"\nall ways of running\n{ways_table(runs)}", flush=True)
+    return runs
+
+
+def report(job: Job, content: Content, results: Path | None) -> Run:
+    """Prints a content, and writes it where there is a folder for it."""
+    samples = [Samples(**sample) for sample in content["samples"]]
+    run = Run(samples, job.way != "alone", content.get("disturbed"))
+    print(f"\n{content['title']}; {described(job.way, run)}\n{table(run)}")
+    for name, reason in content["left_out"].items():
+        print(f"left out: {name}: {reason}")
+    print(verdict(run), flush=True)
+    if results is not None:
+        save(job.file_name, content, results)
+    return run
+
+
+def described(way: str, run: Run) -> str:
+    """The way of running, and the number of steps."""
+    counts = sorted({len(s.milliseconds) for s in run.samples})
+    steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"
+    ways = {
+        "interleaved": "taking turns",
+        "kept": "taking turns, freed memory kept",
+        "alone": "each in processes of its own",
+    }
+    return f"{ways[way]}, {steps} each"
+
+
+def under_launcher(options: argparse.Namespace) -> int:
+    """A rank's part where torchrun, srun or mpirun has started it: one table."""
+    if len(options.model) > 1 or options.way != ["interleaved"] or len(options.backend) > 1:
+        raise UsageError("under a launcher --model and --backend take one, and --way none")
+    nproc = environment.started() or 1
+    job = Job(
+        options.model[0],
+        tuple(options.backend),
+        nproc,
+        options.optimizer,
+        None if options.contender is None else tuple(options.contender),
+        options.seconds,
+        options.rounds,
+    )
+    content = measure(job)
+    if content is not None:
+        # Through JSON, as the contents that ranks hand to their parent.
+        report(job, json.loads(compact_json(content)), options.results)
+    return 0

@@ -1,0 +1,152 @@
+"""Tables of timed contenders, and the verdict in words under them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH
+from ddp_from_scratch.bench.samples import Interval, Samples
+from ddp_from_scratch.bench.text_table import text_table
+
+# Up to this multiple of a step without communication a step is called compute.
+_NOTHING = 1.05
+
+
+@dataclass(frozen=True)
+class Run:
+    """The contenders of a table, timed in one way.
+
+    Attributes:
+        samples: of each contender.
+        paired: the rounds are the same for all; otherwise each had processes of its own.
+        disturbed: the sign that the machine was not quiet, or None.
+    """
+
+    samples: Sequence[Samples]
+    paired: bool = True
+    disturbed: str | None = None
+
+    @property
+    def torch_ddp(self) -> Samples | None:
+        """Torch's DDP in its fastest setting, on gloo, or on nccl in a job of that."""
+        return fastest(s for s in self.samples if is_reference(s.name))
+
+    @property
+    def alone(self) -> Samples | None:
+        """The steps without communication."""
+        return next((s for s in self.samples if s.name == NO_COMMUNICATION), None)
+
+    @property
+    def ours(self) -> list[Samples]:
+        """This library's contenders."""
+        return [s for s in self.samples if kind(s.name) == "ours"]
+
+    def ratio(self, one: Samples, other: Samples | None) -> Interval | None:
+        """Of the times of two contenders; None where there is no other."""
+        if other is None:
+            return None
+        if one is other:
+            return 1.0, 1.0, 1.0
+        return one.ratio_to(other) if self.paired else one.unpaired_ratio_to(other)
+
+
+def fastest(samples: Iterable[Samples]) -> Samples | None:
+    """The one with the lowest median; None of none."""
+    return min(samples, key=lambda s: s.quartiles[1], default=None)
+
+
+def kind(name: str) -> str:
+    """Whose a contender is: "reference", "torch" or "ours"."""
+    if name == NO_COMMUNICATION:
+        return "reference"
+    return "torch" if name.startswith(TORCH) else "ours"
+
+
+def is_reference(name: str) -> bool:
+    """True for torch's DDP on a backend of torch's; the fastest setting is what ratios are to."""
+    what, _, group = name.partition(", ")[0].partition(" on ")
+    return what == TORCH and group in ("", "gloo", "nccl")
+
+
+def table(run: Run) -> str:
+    """Median, quartiles, and ratios to torch's DDP (its fastest setting) and no communication."""
+    compared = {"/ torch DDP": run.torch_ddp, "/ no comm.": run.alone}
+    ratios = {header: other for header, other in compared.items() if other is not None}
+    rows = []
+    for s in run.samples:
+        low, median, high = s.quartiles
+        row = [s.name, f"{median:.1f}", f"{low:.1f} to {high:.1f}"]
+        row += [_with_interval(run.ratio(s, other)) for other in ratios.values()]
+        if s.cpu_milliseconds:
+            row.append(f"{sorted(s.cpu_milliseconds)[len(s.cpu_milliseconds) // 2]:.1f}")
+        rows.append(row)
+    headers = ["", "ms", "quartiles", *ratios]
+    headers += ["CPU ms"] * (len(rows[0]) - len(headers))
+    return text_table(headers, rows)
+
+
+def ways_table(runs: Mapping[str, Run]) -> str:
+    """Both ratios of each contender in each way of running."""
+    rows = []
+    for s in next(iter(runs.values())).samples:
+        row = [s.name]
+        # A contender that one way has left out still has its row.
+        for run in runs.values():
+            own = next((o for o in run.samples if o.name == s.name), None)
+            for other in (run.torch_ddp, run.alone):
+                ratio = run.ratio(own, other) if own is not None else None
+                row.append("-" if ratio is None else f"{ratio[0]:.2f}")
+        rows.append(row)
+    headers = [f"{way}{base}" for way in runs for base in (" / torch DDP", " / no comm.")]
+    return text_table(["", *headers], rows)
+
+
+def _with_interval(ratio: Interval | None) -> str:
+    if ratio is None or ratio[1] == ratio[2] == 1:
+        return "-" if ratio is None else "1"
+    middle, low, high = ratio
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def verdict(run: Run) -> str:
+    """Sentences on this library's fastest contender on each backend; none on a busy machine."""
+    if run.disturbed is not None:
+        return f"no verdict: the machine was not quiet ({run.disturbed})"
+    torch_ddp, backends = run.torch_ddp, dict.fromkeys(_backend(s.name) for s in run.ours)
+    if torch_ddp is None or not backends:
+        return ""
+    sentences = []
+    for backend in backends:
+        best = fastest(s for s in run.ours if _backend(s.name) == backend)
+        if best is not None:
+            sentences.append(f"for this model: {_compared(run, best, torch_ddp)}")
+    return "\n".join(sentences)
+
+
+def _backend(name: str) -> str:
+    return name.partition(", ")[0].partition(" on ")[2]
+
+
+def _compared(run: Run, best: Samples, torch_ddp: Samples) -> str:
+    ratio = run.ratio(best, torch_ddp)
+    assert ratio is not None
+    middle, low, high = ratio
+    if low <= 1 <= high:
+        return f"no difference is shown between {best.name} and torch's DDP ({middle:.2f})"
+    one, other = (best.name, "torch's DDP") if high < 1 else ("torch's DDP", best.name)
+    factors = (1 / middle, 1 / high, 1 / low) if high < 1 else ratio
+    times, least, most = factors
+    text = f"{one} is {times:.2f} times as fast as {other} ({least:.2f} to {most:.2f})"
+    return text + (_rest(run, best) if high < 1 else "")
+
+
+def _rest(run: Run, best: Samples) -> str:
+    ratio = run.ratio(best, run.alone)
+    if ratio is None or run.alone is None:
+        return ""
+    middle, _, high = ratio
+    if high < 1:
+        return f"; that is {middle:.2f} x a step without communication"
+    if middle <= _NOTHING:
+        return "; the rest is compute"
+    computing = run.alone.quartiles[1]
+    return f"; of its {best.quartiles[1]:.1f} ms {computing:.1f} are compute"
