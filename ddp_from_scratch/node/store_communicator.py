@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node.fingerprint import name_ranks
+from ddp_from_scratch.node.process_watch import ProcessWatch
 from ddp_from_scratch.node.reduction import CHUNK, Reduction
 from ddp_from_scratch.node.staging import share_of
 
@@ -52,6 +54,7 @@ class StoreCommunicator:
         world_ranks: by rank, its number in the whole job.
         timeout: limit of each call.
         machine: ranks with the same one count as ranks of one machine.
+        processes: by world rank, those of this machine; known from `split_by_machine` on.
     """
 
     store: dist.Store
@@ -59,6 +62,7 @@ class StoreCommunicator:
     world_ranks: list[int]
     timeout: timedelta
     machine: str = field(default_factory=this_machine)
+    processes: ProcessWatch = field(default_factory=lambda: ProcessWatch([]))
     # Calls so far: ranks that are in the same call have the same.
     _calls: int = field(default=0, init=False)
 
@@ -75,29 +79,53 @@ class StoreCommunicator:
             return [value]
         self._calls += 1
         keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # as bytes
         try:
-            self.store.wait(keys, self.timeout)
-        except RuntimeError as error:
-            missing = [
-                world_rank
-                for world_rank, key in zip(self.world_ranks, keys, strict=True)
-                if not self.store.check([key])
-            ]
+            self.store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # bytes
+            self._await(keys)
+            return [pickle.loads(self.store.get(key)) for key in keys]
+        except dist.DistError as error:
+            # Most often rank 0 keeps the store: its connections end just before its process does.
+            time.sleep(0.1)
+            ended = name_ranks(self.processes.ended())
             raise CommunicationError(
-                f"the timeout of {self.timeout.total_seconds():g} s passed without "
-                f"{name_ranks(missing)}"
+                f"{ended or 'the process that keeps the store'} ended without coming to it"
             ) from error
-        return [pickle.loads(self.store.get(key)) for key in keys]
+
+    def _await(self, keys: list[str]) -> None:
+        """Returns when all ranks have set their keys."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        # Polled with growing pauses: the store's own wait sees no process that ends.
+        pause = 1e-4
+        while not self.store.check(keys):
+            expired, ended = time.monotonic() > deadline, self.processes.ended()
+            if expired or ended:
+                missing = [
+                    world_rank
+                    for world_rank, key in zip(self.world_ranks, keys, strict=True)
+                    if not self.store.check([key])
+                ]
+                if gone := [rank for rank in missing if rank in ended]:
+                    raise CommunicationError(f"{name_ranks(gone)} ended without coming to it")
+                if missing and expired:
+                    raise CommunicationError(
+                        f"the timeout of {self.timeout.total_seconds():g} s passed without "
+                        f"{name_ranks(missing)}"
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
 
     def split(self, color: int) -> "StoreCommunicator":
-        return self._split(color)
+        return self._part(color, self.allgather(color))
 
     def split_by_machine(self) -> "StoreCommunicator":
-        return self._split(self.machine)
+        found = self.allgather((self.machine, os.getpid()))
+        pids = [0] * (max(self.world_ranks) + 1)
+        for world_rank, (machine, pid) in zip(self.world_ranks, found, strict=True):
+            pids[world_rank] = pid if machine == self.machine else 0
+        self.processes = ProcessWatch(pids)
+        return self._part(self.machine, [machine for machine, _ in found])
 
-    def _split(self, color: object) -> "StoreCommunicator":
-        colors = self.allgather(color)
+    def _part(self, color: object, colors: list[Any]) -> "StoreCommunicator":
         members = [rank for rank, other in enumerate(colors) if other == color]
         return replace(
             self,
@@ -109,6 +137,7 @@ class StoreCommunicator:
 
     def free(self) -> None:
         self.__dict__.pop("_gloo", None)
+        self.processes = ProcessWatch([])  # closed with the last communicator that has it
 
     # Between machines ---------------------------------------------------------------------------
 

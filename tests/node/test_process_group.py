@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 import weakref
@@ -267,6 +268,42 @@ def test_a_killed_rank_is_noticed_long_before_the_timeout(tmp_path):
         assert zero.wait() == 3, zero.text
         assert "all_reduce number 2 on rank 0" in zero.out
         assert "rank 1 ended without coming to it" in zero.out
+
+
+KILLED_IN_SETUP = """
+import os, signal, sys
+from datetime import timedelta
+import torch.distributed as dist
+from ddp_from_scratch.node.store_communicator import StoreCommunicator
+rank, victim = int(sys.argv[1]), int(sys.argv[3])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 3, rank == 0)
+together = StoreCommunicator(store, rank, [0, 1, 2], timedelta(minutes=30)).split_by_machine()
+store.set(f"knows {rank}", "")
+if rank == victim:
+    store.wait([f"knows {other}" for other in range(3)])
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    together.allgather(None)
+except RuntimeError as error:
+    print(error, flush=True)
+    os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])  # rank 0 keeps the store
+def test_a_rank_killed_in_the_setup_is_noticed_long_before_the_timeout(victim):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    with contextlib.ExitStack() as stack:
+        command = (sys.executable, "-c", KILLED_IN_SETUP)
+        runs = [
+            stack.enter_context(Run(*command, str(rank), port, str(victim))) for rank in range(3)
+        ]
+        for rank, run in enumerate(runs):
+            if rank != victim:
+                assert run.wait() == 3, run.text
+                assert "ended without coming to it" in run.out
+        assert any(f"rank {victim} ended without coming to it" in run.out for run in runs)
 
 
 KILLED_ASLEEP = """
