@@ -424,3 +424,31 @@ def memory_of_many_steps(world):
 
 def test_no_memory_or_descriptor_is_left_by_reducers(ranks):
     ranks("gloo", 2)(memory_of_many_steps)
+
+
+REOPENED = """
+import sys
+import torch, torch.distributed as dist
+from ddp_from_scratch import Reducer
+model = torch.nn.Linear(2, 2)
+reducer = None
+for _ in range(3):
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], world_size=2,
+                            rank=int(sys.argv[1]))
+    reducer = reducer or Reducer(model)
+    model.zero_grad()
+    model(torch.full((1, 2), float(sys.argv[1]))).sum().backward()
+    assert model.weight.grad.eq(0.5).all()
+    dist.destroy_process_group()
+print(reducer)
+"""
+
+
+def test_a_reducer_outlives_default_groups_on_one_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    zero, one = (Run(sys.executable, "-c", REOPENED, rank, port) for rank in "01")
+    with zero, one:
+        for run in (zero, one):
+            assert run.wait() == 0, run.text
+            assert "by shared memory" in run.out
