@@ -136,8 +136,8 @@ class StoreCommunicator:
         )
 
     def free(self) -> None:
-        # A Reducer may keep a closed group. torch's store is a server on rank 0, with a port that the
-        # next default group may need.
+        # A Reducer may keep a closed group. torch's store is a server on rank 0, with a port that
+        # the next default group may need.
         for name in ("_gloo", "store"):
             self.__dict__.pop(name, None)
         self.processes = ProcessWatch([])  # closed with the last communicator that has it
