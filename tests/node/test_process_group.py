@@ -18,6 +18,7 @@ from ddp_from_scratch import Reducer
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import ProcessGroupNode, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
+from ddp_from_scratch.node.staging import PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
 from tests.mpi.test_collectives import all_reduce_every_dtype, all_reduce_operations
 from tests.mpi.test_meeting import fast_and_slow_ranks
@@ -141,6 +142,12 @@ def over_machines(world, sizes):
             tensor = all_reduce_in(group, values[world.rank].bfloat16(), op)
             # A machine's sum is rounded, too, before it crosses.
             torch.testing.assert_close(tensor, reduced(values).bfloat16(), rtol=2**-7, atol=0)
+    numel = PIECE_ACROSS  # several pieces
+    for outside in range(n):  # one rank has a tensor in no window: all go the same way
+        shared = group.empty(numel, torch.float32)
+        tensor = torch.empty(numel) if world.rank == outside else shared
+        tensor = all_reduce_in(group, tensor.fill_(world.rank + 1))
+        assert tensor.eq(n * (n + 1) / 2).all()
     flags = all_reduce_in(group, torch.tensor([world.rank == 0, False]))
     assert flags.tolist() == [True, False]
     group.shutdown()
@@ -274,6 +281,7 @@ KILLED_IN_SETUP = """
 import os, signal, sys
 from datetime import timedelta
 import torch.distributed as dist
+from ddp_from_scratch.node.staging import PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
 rank, victim = int(sys.argv[1]), int(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 3, rank == 0)
