@@ -90,7 +90,7 @@ def every_other_collective(world):
     dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == [1.0] * n
     dist.barrier()
-    dist.monitored_barrier()
+    dist.group.WORLD.monitored_barrier()
 
 
 def test_gloo_does_everything_else(crew):
@@ -435,12 +435,12 @@ def test_no_memory_or_descriptor_is_left_by_reducers(ranks):
 
 
 REOPENED = """
-import sys
+import os, sys, time
 import torch, torch.distributed as dist
 from ddp_from_scratch import Reducer
 model = torch.nn.Linear(2, 2)
 reducer = None
-for _ in range(3):
+for number in range(3):
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], world_size=2,
                             rank=int(sys.argv[1]))
     reducer = reducer or Reducer(model)
@@ -448,14 +448,19 @@ for _ in range(3):
     model(torch.full((1, 2), float(sys.argv[1]))).sum().backward()
     assert model.weight.grad.eq(0.5).all()
     dist.destroy_process_group()
+    closed = f"{sys.argv[3]}/{number}"
+    if sys.argv[1] == "0":
+        open(closed, "w").close()
+    while not os.path.exists(closed):  # or rank 1 would find the store that rank 0 closes
+        time.sleep(0.01)
 print(reducer)
 """
 
 
-def test_a_reducer_outlives_default_groups_on_one_port():
+def test_a_reducer_outlives_default_groups_on_one_port(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    zero, one = (Run(sys.executable, "-c", REOPENED, rank, port) for rank in "01")
+    zero, one = (Run(sys.executable, "-c", REOPENED, rank, port, str(tmp_path)) for rank in "01")
     with zero, one:
         for run in (zero, one):
             assert run.wait() == 0, run.text
