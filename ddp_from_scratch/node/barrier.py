@@ -40,8 +40,7 @@ class CheckedBarrier:
 
     Attributes:
         rank, size: this rank's place among those of its machine, and their number.
-        same_place: this machine's ranks, and the first of each other one, gave the same place at
-            the last meeting.
+        same_place: all ranks gave the same place at the last meeting; the same on all of them.
         eager, eager_nbytes: see `BarrierMemory`.
         progress: as given; other waits of the group call it, too.
     """
@@ -156,6 +155,9 @@ class CheckedBarrier:
         """Publishes on each machine the fingerprints of all machines' first ranks."""
         if self.rank == 0:
             own = self._memory.fingerprints[0][parity]
+            # Another machine hears of this one's other ranks by its first one's place alone.
+            if len({bytes(pair[parity]) for pair in self._memory.fingerprints}) > 1:
+                fingerprint.mark_place(own)
             arrived = self._nodes.peers.begin_allgather(own, self._memory.heard[parity])
             # Polled with growing pauses: between machines there is nothing to sleep on.
             pause = 1e-5

@@ -22,6 +22,11 @@ def encode(operation: str, place: str) -> bytes:
     return encoded
 
 
+def mark_place(encoded: memoryview) -> None:
+    """Replaces the place by one that no rank gives."""
+    encoded[bytes(encoded).index(b"\n") + 1] = ord("*")
+
+
 def operation_in(encoded: bytes) -> str:
     """The operation, without the place."""
     return encoded.partition(b"\n")[0].decode()

@@ -102,3 +102,4 @@ class ProcessGroupNode(SharedMemoryGroup):
         if self._worker.close(self._timeout.total_seconds()):
             self._free_memory()
             self._nodes.free()
+            self._nodes.everyone.free()

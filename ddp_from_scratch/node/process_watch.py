@@ -11,13 +11,13 @@ class ProcessWatch:
 
     Args:
         pids: of processes that run now. One that cannot be followed (an old kernel) never counts as
-            ended: its rank is then missed at the timeout.
+            ended: its rank is then missed at the timeout. 0 stands for none.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._index_of: dict[int, int] = {}
         for index, pid in enumerate(pids):
-            if pid != os.getpid() and hasattr(os, "pidfd_open"):
+            if pid not in (0, os.getpid()) and hasattr(os, "pidfd_open"):
                 with suppress(OSError):
                     self._index_of[os.pidfd_open(pid)] = index
 
@@ -32,3 +32,5 @@ class ProcessWatch:
         """Stops watching. Idempotent."""
         while self._index_of:
             os.close(self._index_of.popitem()[0])
+
+    __del__ = close

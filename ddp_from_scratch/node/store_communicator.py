@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.group import open_gloo
 from ddp_from_scratch.node.fingerprint import name_ranks
+from ddp_from_scratch.node.process_watch import ProcessWatch
 from ddp_from_scratch.node.reduction import CHUNK, Reduction
 from ddp_from_scratch.node.staging import share_of
 
@@ -42,6 +44,7 @@ class StoreCommunicator:
         world_ranks: by rank, its number in the whole job.
         timeout: limit of each call.
         machine: ranks with the same one count as ranks of one machine.
+        processes: by world rank, those of this machine; known from `split_by_machine` on.
     """
 
     store: dist.Store
@@ -49,6 +52,7 @@ class StoreCommunicator:
     world_ranks: list[int]
     timeout: timedelta
     machine: str = field(default_factory=this_machine)
+    processes: ProcessWatch = field(default_factory=lambda: ProcessWatch([]))
     # Calls so far: ranks that are in the same call have the same.
     _calls: int = field(default=0, init=False)
 
@@ -65,29 +69,53 @@ class StoreCommunicator:
             return [value]
         self._calls += 1
         keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # as bytes
         try:
-            self.store.wait(keys, self.timeout)
-        except RuntimeError as error:
-            missing = [
-                world_rank
-                for world_rank, key in zip(self.world_ranks, keys, strict=True)
-                if not self.store.check([key])
-            ]
+            self.store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # bytes
+            self._await(keys)
+            return [pickle.loads(self.store.get(key)) for key in keys]
+        except dist.DistError as error:
+            # Most often rank 0 keeps the store: its connections end just before its process does.
+            time.sleep(0.1)
+            ended = name_ranks(self.processes.ended())
             raise CommunicationError(
-                f"the timeout of {self.timeout.total_seconds():g} s passed without "
-                f"{name_ranks(missing)}"
+                f"{ended or 'the process that keeps the store'} ended without coming to it"
             ) from error
-        return [pickle.loads(self.store.get(key)) for key in keys]
+
+    def _await(self, keys: list[str]) -> None:
+        """Returns when all ranks have set their keys."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        # Polled with growing pauses: the store's own wait sees no process that ends.
+        pause = 1e-4
+        while not self.store.check(keys):
+            expired, ended = time.monotonic() > deadline, self.processes.ended()
+            if expired or ended:
+                missing = [
+                    world_rank
+                    for world_rank, key in zip(self.world_ranks, keys, strict=True)
+                    if not self.store.check([key])
+                ]
+                if gone := [rank for rank in missing if rank in ended]:
+                    raise CommunicationError(f"{name_ranks(gone)} ended without coming to it")
+                if missing and expired:
+                    raise CommunicationError(
+                        f"the timeout of {self.timeout.total_seconds():g} s passed without "
+                        f"{name_ranks(missing)}"
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
 
     def split(self, color: int) -> "StoreCommunicator":
-        return self._split(color)
+        return self._part(color, self.allgather(color))
 
     def split_by_machine(self) -> "StoreCommunicator":
-        return self._split(self.machine)
+        found = self.allgather((self.machine, os.getpid()))
+        pids = [0] * (max(self.world_ranks) + 1)
+        for world_rank, (machine, pid) in zip(self.world_ranks, found, strict=True):
+            pids[world_rank] = pid if machine == self.machine else 0
+        self.processes = ProcessWatch(pids)
+        return self._part(self.machine, [machine for machine, _ in found])
 
-    def _split(self, color: object) -> "StoreCommunicator":
-        colors = self.allgather(color)
+    def _part(self, color: object, colors: list[Any]) -> "StoreCommunicator":
         members = [rank for rank, other in enumerate(colors) if other == color]
         return replace(
             self,
@@ -98,7 +126,11 @@ class StoreCommunicator:
         )
 
     def free(self) -> None:
-        self.__dict__.pop("_gloo", None)
+        # A Reducer may keep a closed group. torch's store is a server on rank 0, with a port that
+        # the next default group may need.
+        for name in ("_gloo", "store"):
+            self.__dict__.pop(name, None)
+        self.processes = ProcessWatch([])  # closed with the last communicator that has it
 
     # Between machines ---------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 import weakref
@@ -18,6 +19,7 @@ from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.group import gloo_beside
 from ddp_from_scratch.node import ProcessGroupNode, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
+from ddp_from_scratch.node.staging import PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
 from tests.mpi.test_collectives import all_reduce_every_dtype, all_reduce_operations
 from tests.mpi.test_meeting import fast_and_slow_ranks
@@ -89,7 +91,7 @@ def every_other_collective(world):
     dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == [1.0] * n
     dist.barrier()
-    dist.monitored_barrier()
+    dist.group.WORLD.monitored_barrier()
 
 
 def test_gloo_does_everything_else(crew):
@@ -148,6 +150,12 @@ def over_machines(world, sizes):
         staged = numel > 9
         sums = [257.0 * size for size in sizes] if staged else [257.0] * n
         assert tensor.eq(torch.tensor(sums).bfloat16().sum().float()).all(), numel
+    numel = PIECE_ACROSS  # several pieces
+    for outside in range(n):  # one rank has a tensor in no window: all go the same way
+        shared = group.empty(numel, torch.float32)
+        tensor = torch.empty(numel) if world.rank == outside else shared
+        tensor = all_reduce_in(group, tensor.fill_(world.rank + 1))
+        assert tensor.eq(n * (n + 1) / 2).all()
     flags = all_reduce_in(group, torch.tensor([world.rank == 0, False]))
     assert flags.tolist() == [True, False]
     group.shutdown()
@@ -311,6 +319,43 @@ def test_a_killed_rank_is_noticed_long_before_the_timeout(tmp_path):
         assert "rank 1 ended without coming to it" in zero.out
 
 
+KILLED_IN_SETUP = """
+import os, signal, sys
+from datetime import timedelta
+import torch.distributed as dist
+from ddp_from_scratch.node.staging import PIECE_ACROSS
+from ddp_from_scratch.node.store_communicator import StoreCommunicator
+rank, victim = int(sys.argv[1]), int(sys.argv[3])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 3, rank == 0)
+together = StoreCommunicator(store, rank, [0, 1, 2], timedelta(minutes=30)).split_by_machine()
+store.set(f"knows {rank}", "")
+if rank == victim:
+    store.wait([f"knows {other}" for other in range(3)])
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    together.allgather(None)
+except RuntimeError as error:
+    print(error, flush=True)
+    os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])  # rank 0 keeps the store
+def test_a_rank_killed_in_the_setup_is_noticed_long_before_the_timeout(victim):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    with contextlib.ExitStack() as stack:
+        command = (sys.executable, "-c", KILLED_IN_SETUP)
+        runs = [
+            stack.enter_context(Run(*command, str(rank), port, str(victim))) for rank in range(3)
+        ]
+        for rank, run in enumerate(runs):
+            if rank != victim:
+                assert run.wait() == 3, run.text
+                assert "ended without coming to it" in run.out
+        assert any(f"rank {victim} ended without coming to it" in run.out for run in runs)
+
+
 KILLED_ASLEEP = """
 import os, signal, sys
 import torch, torch.distributed as dist
@@ -431,3 +476,36 @@ def memory_of_many_steps(world):
 
 def test_no_memory_or_descriptor_is_left_by_reducers(ranks):
     ranks("gloo", 2)(memory_of_many_steps)
+
+
+REOPENED = """
+import os, sys, time
+import torch, torch.distributed as dist
+from ddp_from_scratch import Reducer
+model = torch.nn.Linear(2, 2)
+reducer = None
+for number in range(3):
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], world_size=2,
+                            rank=int(sys.argv[1]))
+    reducer = reducer or Reducer(model)
+    model.zero_grad()
+    model(torch.full((1, 2), float(sys.argv[1]))).sum().backward()
+    assert model.weight.grad.eq(0.5).all()
+    dist.destroy_process_group()
+    closed = f"{sys.argv[3]}/{number}"
+    if sys.argv[1] == "0":
+        open(closed, "w").close()
+    while not os.path.exists(closed):  # or rank 1 would find the store that rank 0 closes
+        time.sleep(0.01)
+print(reducer)
+"""
+
+
+def test_a_reducer_outlives_default_groups_on_one_port(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    zero, one = (Run(sys.executable, "-c", REOPENED, rank, port, str(tmp_path)) for rank in "01")
+    with zero, one:
+        for run in (zero, one):
+            assert run.wait() == 0, run.text
+            assert "by shared memory" in run.out
