@@ -25,12 +25,14 @@ _WORTH = 2**16
 class FusedWgrad:
     """Linear layers whose backward passes write into the buckets.
 
-    Layers with a weight of at least 65,536 elements of which the Reducer has the gradient. Their
-    `forward` is replaced; copies of a layer have torch's. In these cases gradients are computed as
-    torch does, with the same numbers: parametrized weights, subclasses of `nn.Linear`, a layer with
-    a `forward` of its own; for a pass, hooks on the weight, autocast, torch.compile, torch.func,
-    `create_graph`, `torch.autograd.grad`; for a gradient, a second one of its parameter, or a
-    `.grad` that is there already.
+    Layers with a weight of at least 65,536 elements of which the Reducer has the gradient; of their
+    gradients those that are packed one by one (`Packing.one_by_one`). Their `forward` is replaced;
+    copies of a layer have torch's.
+
+    Elsewhere gradients are computed as torch does, with the same numbers: parametrized weights,
+    subclasses of `nn.Linear`, a layer with a `forward` of its own; for a pass, hooks on the weight,
+    autocast, torch.compile, torch.func, `create_graph`, `torch.autograd.grad`; for a gradient, a
+    second one of its parameter, or a `.grad` that is there already.
 
     Args:
         module: owner of the layers.

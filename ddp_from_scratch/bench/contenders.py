@@ -122,7 +122,7 @@ def rows(
 ) -> list[ContenderSpec]:
     """Rows of a table of these backends: each contender on each of them, named after both.
 
-    torch's DDP on gloo, the reference, is always there where the backends are the processor's.
+    On a CPU torch's DDP on gloo, the reference, is always included.
 
     Args:
         backends: "nccl", or some of the others.

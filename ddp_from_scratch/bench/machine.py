@@ -34,11 +34,11 @@ def describe() -> dict[str, Any]:
 
 
 def uncommitted_changes() -> bool | None:
-    """True where tracked files differ from the commit; files of benchmarks do not count.
+    """True where tracked files differ from the commit; result files do not count.
 
     None where there is no repository.
     """
-    # But for the results, which a run before this one may have changed.
+    # Without the results, which a run before this one may have changed.
     others = (":/", ":(top,exclude)benchmarks/results")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *others)
     return None if changed is None else bool(changed)

@@ -114,7 +114,7 @@ def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> Non
     how far training has moved them, where the start is known.
 
     Raises:
-        RuntimeError: it has not, so the times cannot be compared.
+        RuntimeError: parameters differ, so the times cannot be compared.
     """
     # Without communication ranks diverge, as they must.
     synchronised = [c for c in contenders if c.name != NO_COMMUNICATION]

@@ -50,8 +50,8 @@ def kept(job: Job) -> Content:
 def alone(job: Job) -> Content:
     """Each contender in processes of its own, one after the other.
 
-    A lone model gets the memory of each gradient from the system anew, step after step. Where
-    contenders take turns one leaves it to the next, so that they do not show that cost.
+    A lone model gets the memory of each gradient from the system anew, step after step. Contenders
+    that take turns use each other's freed memory, which hides that cost.
     """
     specs = job.rows
     seconds = max(_LEAST_S, job.seconds / len(specs))

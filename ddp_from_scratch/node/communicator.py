@@ -1,6 +1,6 @@
 """Messages that shared memory cannot replace: to set it up, and between machines.
 
-The engine imports no message-passing library; `mpi/communicator.py` implements this over mpi4py.
+Implemented by `store_communicator.py`, over torch's store and gloo, and `mpi/communicator.py`.
 """
 
 from collections.abc import Callable

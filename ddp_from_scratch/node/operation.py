@@ -31,7 +31,7 @@ def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, second
     """Prepares, meets and runs, one operation after another; `seconds` are for each to meet."""
     result: Result = []
     for operation in operations:
-        # Each prepared in its turn: the memory that it writes to is the one before's until then.
+        # Only when the one before has ended: both write to the same memory.
         place = operation.prepare()
         try:
             # The timeout begins here, not when the call was made: others may run before it.

@@ -76,7 +76,7 @@ class Reduction:
     def fold(self, tensors: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
         """Leaves the reduction of tensors of one shape in `scratch`, which is returned.
 
-        That is of the reduction's dtype, and may be the first tensor's own memory.
+        `scratch` has the reduction's dtype, and may be the first tensor's own memory.
         """
         # In the order of ranks, from the first on: sums of floats depend on it.
         wide = tensors

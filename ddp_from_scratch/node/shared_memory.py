@@ -1,7 +1,7 @@
 """Memory that the ranks of one machine share: a file without a name, in memory.
 
-A window of MPI's is a file in `/dev/shm` instead, which containers often keep at 64 MB; where one
-rank finds no room there, the others wait for it.
+MPI's windows are not used: they are files in `/dev/shm`, which containers often keep at 64 MB, and
+where one rank finds no room there, the others wait for it.
 """
 
 import mmap

@@ -19,7 +19,7 @@ class Nodes:
     Attributes:
         everyone: all ranks of the group.
         node: those of this machine, which share memory.
-        peers: the ranks in this one's place on every machine that has such a place.
+        peers: rank i of every machine that has one, where this is rank i of its own.
         count: number of machines.
     """
 

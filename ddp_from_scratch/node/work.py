@@ -18,7 +18,7 @@ class NodeWork(dist._Work):
     """`torch.distributed`'s Work of one call.
 
     Args:
-        name: names the call and the rank in error messages; called only for one.
+        name: names the call and the rank in error messages; called only when there is an error.
         timeout: the group's, in which the operation itself fails when a rank does not come.
         barrier: knows the missing ranks.
     """

@@ -53,8 +53,8 @@ class NodeSharedOptimizer(FlatOptimizer):
 
     Args:
         params, args, settings, reducer: see `FlatOptimizer`. The reducer's process group must be of
-            the mpi backend. Its parameters must all be among `params`, float32 or float64 on the
-            CPU, no two of them in the same memory.
+            mpi, or of gloo with shared memory. Its parameters must all be among `params`, float32 or
+            float64 on the CPU, no two of them in the same memory.
 
     Raises:
         TypeError, ValueError: see `FlatOptimizer`; or these conditions are not met.
