@@ -52,9 +52,9 @@ class NodeSharedOptimizer(FlatOptimizer):
     The first step compares the parameters over all ranks, and moves them into shared memory.
 
     Args:
-        params, args, settings, reducer: see `FlatOptimizer`. The reducer's process group must be of
-            mpi, or of gloo with shared memory. Its parameters must all be among `params`, float32 or
-            float64 on the CPU, no two of them in the same memory.
+        params, args, settings, reducer: see `FlatOptimizer`. The reducer's process group must be
+            of mpi, or of gloo with shared memory. Its parameters must all be among `params`, float32
+            or float64 on the CPU, no two of them in the same memory.
 
     Raises:
         TypeError, ValueError: see `FlatOptimizer`; or these conditions are not met.
