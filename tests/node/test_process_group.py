@@ -107,6 +107,23 @@ def test_an_operation_without_a_meaning_is_refused(crew):
     crew(what_cannot_be_summed)
 
 
+def in_inference_mode(world):
+    for numel in (3, 2**20):
+        for dtype in (torch.float32, torch.bfloat16):
+            for mode in (True, False, True):
+                for at_once in (True, False):
+                    with torch.inference_mode(mode):
+                        tensor = torch.ones(numel, dtype=dtype)
+                        work = dist.all_reduce(tensor, async_op=not at_once)
+                        at_once or work.wait()
+                        assert tensor.eq(world.world_size).all()
+
+
+@pytest.mark.parametrize("backend", ["node", "mpi"])
+def test_all_reduce_in_inference_mode_and_out(ranks, backend):
+    ranks(backend, 2)(in_inference_mode)
+
+
 # Several machines --------------------------------------------------------------------------------
 
 
