@@ -123,7 +123,11 @@ def _nameless_file(nbytes: int) -> int:
     if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         raise OSError("this machine has less memory")
     file = os.memfd_create("ddp")
-    os.ftruncate(file, nbytes)
+    try:
+        os.ftruncate(file, nbytes)
+    except OSError:
+        os.close(file)
+        raise
     return file
 
 

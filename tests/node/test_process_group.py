@@ -260,6 +260,22 @@ def test_repr_names_the_transport(ranks, backend):
         assert ("by gloo" if backend == "gloo" else "by shared memory") in second
 
 
+ELSEWHERE = """
+import ctypes, mmap, sys
+import torch
+del mmap.MADV_HUGEPAGE
+sys.platform, ctypes.CDLL, ctypes.PyDLL = "win32", None, None
+from ddp_from_scratch import Reducer
+from ddp_from_scratch.node import semaphore
+assert not semaphore.AVAILABLE
+"""
+
+
+def test_a_reducer_is_imported_where_there_is_no_shared_memory():
+    with Run(sys.executable, "-c", ELSEWHERE) as run:
+        assert run.wait() == 0, run.text
+
+
 # Failures ----------------------------------------------------------------------------------------
 
 KILLED = """
