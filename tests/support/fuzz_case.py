@@ -127,6 +127,8 @@ class Case:
         broadcast_buffers: of a bare Reducer.
         optimizer: "SGD" or "AdamW".
         flat: this library's optimizer in place of torch's.
+        node_shared: the one with a copy for all ranks, which are on one machine.
+        shared_memory: of the Reducer; gloo alone without.
     """
 
     world_size: int
@@ -146,6 +148,8 @@ class Case:
     batch_norm: bool = False
     optimizer: str = "SGD"
     flat: bool = False
+    node_shared: bool = False
+    shared_memory: bool = True
     momentum: float = 0.0
     writes: str | None = None
     broadcast_buffers: bool = False
@@ -178,6 +182,8 @@ class Case:
                 ("batch_norm", False),
                 ("optimizer", "SGD"),
                 ("flat", False),
+                ("node_shared", False),
+                ("shared_memory", True),
                 ("momentum", 0.0),
                 ("writes", None),
                 ("broadcast_buffers", False),

@@ -50,6 +50,7 @@ def _with_ours(
         "gradient_as_bucket_view": case.gradient_as_bucket_view,
         "find_unused_parameters": case.find_unused_parameters,
         "static_graph": case.static_graph,
+        "shared_memory": case.shared_memory,
     }
     if case.batch_norm:
         ddp.convert_sync_batchnorm(model)
@@ -84,7 +85,8 @@ def _with_ours(
 
     def optimizer(parameters: Any, **settings: Any) -> Any:
         if case.flat:
-            return getattr(ddp, case.optimizer)(parameters, reducer=reducers[-1], **settings)
+            name = "NodeShared" * case.node_shared + case.optimizer
+            return getattr(ddp, name)(parameters, reducer=reducers[-1], **settings)
         return TORCHS[case.optimizer](parameters, **settings)
 
     def again(player: Player) -> None:
