@@ -27,6 +27,7 @@ from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.node.barrier import CheckedBarrier
 from ddp_from_scratch.node.communicator import Communicator
 from ddp_from_scratch.node.reduction import CHUNK, Reduction
+from ddp_from_scratch.node.shared_memory import LASTING
 from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS, Stage, share_of
 from ddp_from_scratch.node.topology import Nodes
 from ddp_from_scratch.node.windows import Windows
@@ -127,6 +128,7 @@ class AllReduce:
 
     # Choosing the way ----------------------------------------------------------------------------
 
+    @LASTING
     def _make_eager(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         """By parity, each rank's buffer for a small tensor; none for a larger one."""
         nbytes = shape.numel() * dtype.itemsize
@@ -244,7 +246,8 @@ class AllReduce:
     def _scratch(self, reduction: Reduction) -> torch.Tensor:
         # One for all chunks: it stays in the cache from one to the next.
         if reduction.dtype not in self._scratches:
-            self._scratches[reduction.dtype] = torch.empty(CHUNK, dtype=reduction.dtype)
+            with torch.inference_mode(False):
+                self._scratches[reduction.dtype] = torch.empty(CHUNK, dtype=reduction.dtype)
         return self._scratches[reduction.dtype]
 
 

@@ -15,8 +15,9 @@ NBYTES = 64  # at least sizeof(sem_t), and a cache line: no two ranks write to t
 _SPIN = 50e-6
 
 # Without the interpreter's lock where a call may sleep, with it where it returns at once.
-_sleeping = ctypes.CDLL(None, use_errno=True)
-_at_once = ctypes.PyDLL(None)
+if AVAILABLE:  # the module is imported everywhere, and Windows has no library without a name
+    _sleeping = ctypes.CDLL(None, use_errno=True)
+    _at_once = ctypes.PyDLL(None)
 
 
 class _Timespec(ctypes.Structure):

@@ -16,6 +16,10 @@ import torch
 from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.node.communicator import Communicator
 
+# Tensors that outlive a call are made under it. The program may be in inference mode in that call,
+# and tensors that are made there cannot be written to elsewhere.
+LASTING = torch.inference_mode(False)
+
 
 class SharedMemory:
     """A segment for each rank of a node; every rank sees all of them.
@@ -35,6 +39,7 @@ class SharedMemory:
         segments: of each rank, as flat uint8 tensors; empty for one that was taken.
     """
 
+    @LASTING
     def __init__(self, node: Communicator, nbytes: int) -> None:
         sizes = node.allgather(nbytes)
         # Each on pages of its own: a page lies near the processor that first writes to it.
@@ -50,6 +55,7 @@ class SharedMemory:
         self._taken: weakref.ref[np.ndarray[Any, Any]] | None = None
         self.segments = [torch.from_numpy(array) for array in self._arrays]
 
+    @LASTING
     def take(self, rank: int) -> torch.Tensor:
         """A rank's segment, in use for as long as a tensor lies in it. Called once."""
         # The tensor alone owns the array from now on, and views of it own it, too: when the weak
@@ -117,7 +123,11 @@ def _nameless_file(nbytes: int) -> int:
     if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         raise OSError("this machine has less memory")
     file = os.memfd_create("ddp")
-    os.ftruncate(file, nbytes)
+    try:
+        os.ftruncate(file, nbytes)
+    except OSError:
+        os.close(file)
+        raise
     return file
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ddp_from_scratch.node.barrier import CheckedBarrier
 from ddp_from_scratch.node.communicator import Communicator
-from ddp_from_scratch.node.shared_memory import SharedMemory
+from ddp_from_scratch.node.shared_memory import LASTING, SharedMemory
 
 # Bytes of a piece. Those of a few ranks stay in the processor's cache from one step to the next.
 PIECE = 1024 * 1024
@@ -100,6 +100,7 @@ class Stage:
         parts = self._views(piece.numel(), piece.dtype, self._slot).parts
         parts[self._barrier.rank].copy_(piece)
 
+    @LASTING
     def _make_views(self, numel: int, dtype: torch.dtype, slot: int) -> StagedPiece:
         begin, nbytes = slot * self._piece, numel * dtype.itemsize
         parts = [s[begin : begin + nbytes].view(dtype) for s in self._memory.segments]

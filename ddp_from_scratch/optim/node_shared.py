@@ -52,8 +52,8 @@ class NodeSharedOptimizer(FlatOptimizer):
     The first step compares the parameters over all ranks, and moves them into shared memory.
 
     Args:
-        params, args, settings, reducer: see `FlatOptimizer`. The reducer's process group must be
-            of mpi, or of gloo with shared memory. Its parameters must all be among `params`, float32
+        params, args, settings, reducer: see `FlatOptimizer`. The reducer must be on mpi, or on
+            gloo with shared memory. Its parameters must all be among `params`, float32
             or float64 on the CPU, no two of them in the same memory.
 
     Raises:

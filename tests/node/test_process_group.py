@@ -108,6 +108,23 @@ def test_an_operation_without_a_meaning_is_refused(crew):
     crew(what_cannot_be_summed)
 
 
+def in_inference_mode(world):
+    for numel in (3, 2**20):
+        for dtype in (torch.float32, torch.bfloat16):
+            for mode in (True, False, True):
+                for at_once in (True, False):
+                    with torch.inference_mode(mode):
+                        tensor = torch.ones(numel, dtype=dtype)
+                        work = dist.all_reduce(tensor, async_op=not at_once)
+                        at_once or work.wait()
+                        assert tensor.eq(world.world_size).all()
+
+
+@pytest.mark.parametrize("backend", ["node", "mpi"])
+def test_all_reduce_in_inference_mode_and_out(ranks, backend):
+    ranks(backend, 2)(in_inference_mode)
+
+
 # Several machines --------------------------------------------------------------------------------
 
 
@@ -283,6 +300,22 @@ def groups_of_some(world):
 
 def test_a_group_beside_some_ranks_group_does_not_disturb_later_groups(ranks):
     assert ranks("gloo", 3)(groups_of_some) == [3.0] * 3
+
+
+ELSEWHERE = """
+import ctypes, mmap, sys
+import torch
+del mmap.MADV_HUGEPAGE
+sys.platform, ctypes.CDLL, ctypes.PyDLL = "win32", None, None
+from ddp_from_scratch import Reducer
+from ddp_from_scratch.node import semaphore
+assert not semaphore.AVAILABLE
+"""
+
+
+def test_a_reducer_is_imported_where_there_is_no_shared_memory():
+    with Run(sys.executable, "-c", ELSEWHERE) as run:
+        assert run.wait() == 0, run.text
 
 
 # Failures ----------------------------------------------------------------------------------------

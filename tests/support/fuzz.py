@@ -200,13 +200,17 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     again = [None, None, "not reentrant", *(["reentrant"] if regular else [])]
     view = draw(st.booleans())
     blocks = st.one_of(*(_block(use, regular, len(parameters), world_size)))
+    operations = tuple(
+        op for block in draw(st.lists(blocks, min_size=1, max_size=6)) for op in block
+    )
+    writes = None if batch_norm else draw(st.sampled_from([None] * 8 + ["own", "alike"]))
+    flat, shared_memory = draw(st.booleans()), draw(st.integers(0, 3)) > 0
+    alike = flat and shared_memory and regular and writes is None and "bfloat16" not in dtypes
     return Case(
         world_size=world_size,
         parameters=tuple(parameters),
         branches=tuple(tuple(branch) for branch in branches),
-        operations=tuple(
-            op for block in draw(st.lists(blocks, min_size=1, max_size=6)) for op in block
-        ),
+        operations=operations,
         buffers=not batch_norm and draw(st.booleans()),
         wrapped=draw(st.booleans()),
         bucket_cap_mb=draw(st.sampled_from(CAPS[1:4] if below else CAPS)),
@@ -219,13 +223,26 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         checkpoint=draw(st.sampled_from(again)),
         batch_norm=batch_norm,
         optimizer=draw(st.sampled_from(["SGD", "SGD", "AdamW"])),
-        flat=draw(st.booleans()),
         fuse_wgrad=draw(st.booleans()),
+        flat=flat,
+        node_shared=alike and _steps_with_averages(operations) and draw(st.booleans()),
+        shared_memory=shared_memory,
         momentum=momentum,
-        writes=None if batch_norm else draw(st.sampled_from([None] * 8 + ["own", "alike"])),
+        writes=writes,
         broadcast_buffers=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
+
+
+def _steps_with_averages(operations: tuple[Operation, ...]) -> bool:
+    """Whether one copy of the parameters is enough: all ranks always step alike, where it lies."""
+    local = False
+    for op in operations:
+        if isinstance(op, Join | Move | Freeze) or (local and isinstance(op, Step)):
+            return False
+        if isinstance(op, Backward | Zero):
+            local = isinstance(op, Backward) and op.no_sync
+    return True
 
 
 def _block(

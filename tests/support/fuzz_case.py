@@ -128,6 +128,8 @@ class Case:
         optimizer: "SGD" or "AdamW".
         flat: this library's optimizer in place of torch's.
         fuse_wgrad: the option; layers are `nn.Linear`.
+        node_shared: the one with a copy for all ranks, which are on one machine.
+        shared_memory: of the Reducer; gloo alone without.
     """
 
     world_size: int
@@ -148,6 +150,8 @@ class Case:
     optimizer: str = "SGD"
     flat: bool = False
     fuse_wgrad: bool = False
+    node_shared: bool = False
+    shared_memory: bool = True
     momentum: float = 0.0
     writes: str | None = None
     broadcast_buffers: bool = False
@@ -181,6 +185,8 @@ class Case:
                 ("optimizer", "SGD"),
                 ("flat", False),
                 ("fuse_wgrad", False),
+                ("node_shared", False),
+                ("shared_memory", True),
                 ("momentum", 0.0),
                 ("writes", None),
                 ("broadcast_buffers", False),

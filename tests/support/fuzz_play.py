@@ -51,6 +51,7 @@ def _with_ours(
         "find_unused_parameters": case.find_unused_parameters,
         "static_graph": case.static_graph,
         "fuse_wgrad": case.fuse_wgrad,
+        "shared_memory": case.shared_memory,
     }
     if case.batch_norm:
         ddp.convert_sync_batchnorm(model)
@@ -85,7 +86,8 @@ def _with_ours(
 
     def optimizer(parameters: Any, **settings: Any) -> Any:
         if case.flat:
-            return getattr(ddp, case.optimizer)(parameters, reducer=reducers[-1], **settings)
+            name = "NodeShared" * case.node_shared + case.optimizer
+            return getattr(ddp, name)(parameters, reducer=reducers[-1], **settings)
         return TORCHS[case.optimizer](parameters, **settings)
 
     def again(player: Player) -> None:
