@@ -114,4 +114,8 @@ def open_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> di
 def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Opens a gloo group with the same ranks and timeout. Collective."""
     group = check_group(process_group)
-    return open_gloo(store_beside(group), group.rank(), group.size(), timeout_of(group))
+    ranks = dist.get_process_group_ranks(group)
+    # Not by `store_beside`: it would send through the GPU that is current, perhaps one for all.
+    return check_group(
+        dist.new_group(ranks, timeout_of(group), backend="gloo", use_local_synchronization=True)
+    )

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from ddp_from_scratch import NodeSharedSGD, Reducer
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.group import gloo_beside
 from ddp_from_scratch.node import ProcessGroupNode, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
 from ddp_from_scratch.node.staging import PIECE_ACROSS
@@ -291,7 +290,6 @@ def groups_of_some(world):
     some = dist.new_group([0, 1])
     if world.rank < 2:
         shared_memory_beside(some)
-        gloo_beside(some)
     every = dist.new_group(list(range(world.world_size)))
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=every)
