@@ -28,7 +28,7 @@ test: .venv/installed ## run the tests of every module, in some minutes
 test-all: .venv/installed ## run all tests: torch's own, random programs, two hosts and more cases
 	.venv/bin/python -m pytest -m "" $(ARGS)
 
-bench: .venv/installed ## measure beside torch's DDP, in some 10 minutes; ARGS=--quick is rough
+bench: .venv/installed ## measure beside torch's DDP; ARGS=--quick is rough
 	.venv/bin/python -m benchmarks $(ARGS)
 
 lint: .venv/installed ## check style and types

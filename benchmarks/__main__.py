@@ -1,7 +1,7 @@
 """python -m benchmarks: runs the benchmarks one after another, and prints a summary.
 
 Examples:
-    python -m benchmarks                  about 10 minutes on 2 cores (make bench)
+    python -m benchmarks                  the whole set (make bench)
     python -m benchmarks --quick          two models, 3 seconds each; the numbers are rough
     python -m benchmarks --full           every model, backend and number of ranks, a minute each
     python -m benchmarks overlap memory   only these

@@ -10,13 +10,11 @@ Each rank sends 2 (n - 1) / n of its bytes, as in an all-reduce of MPI's. One ra
 everybody, in the order of ranks, and rounds once: all have the same bits.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from ddp_from_scratch.mpi.datatypes import operation_of, pieces, raw, values
 from ddp_from_scratch.mpi.runtime import MPI
-from ddp_from_scratch.node.reduction import CHUNK, Reduction
+from ddp_from_scratch.node.reduction import Reduction
 from ddp_from_scratch.node.staging import share_of
 
 # Bytes of all ranks' 16-bit floats up to which each rank gets them all and sums them by itself:
@@ -50,7 +48,7 @@ def _by_mpi(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reductio
 def _gathered(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduction) -> None:
     everybodys = flat.new_empty(communicator.size, flat.numel())
     communicator.Allgather(raw(flat), raw(everybodys))
-    _fold(everybodys.unbind(), flat, reduction)
+    reduction.fold_into(flat, everybodys.unbind())
 
 
 def _in_parts(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduction) -> None:
@@ -63,13 +61,5 @@ def _in_parts(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduct
     communicator.Alltoallv(
         [raw(flat)[0], nbytes, MPI.BYTE], [raw(everybodys)[0], [own.nbytes] * size, MPI.BYTE]
     )
-    _fold(everybodys.unbind(), own, reduction)
+    reduction.fold_into(own, everybodys.unbind())
     communicator.Allgatherv(MPI.IN_PLACE, [raw(flat)[0], nbytes, MPI.BYTE])
-
-
-def _fold(parts: Sequence[torch.Tensor], result: torch.Tensor, reduction: Reduction) -> None:
-    """The reduction of 16-bit parts, in their order; a chunk at a time, in the cache."""
-    scratch = torch.empty(min(CHUNK, result.numel()), dtype=reduction.dtype)
-    chunks = zip(*(part.split(CHUNK) for part in parts), strict=True)
-    for into, chunk in zip(result.split(CHUNK), chunks, strict=True):
-        into.copy_(reduction.fold(chunk, scratch[: into.numel()]))

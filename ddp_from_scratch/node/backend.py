@@ -1,8 +1,4 @@
-"""Backend registration: torch.distributed finds the node backend; a gloo group gets one beside it.
-
-import ddp_from_scratch.node
-torch.distributed.init_process_group("node")      # under torchrun, say
-"""
+"""Registers the node backend with torch.distributed; opens such a group beside a gloo group."""
 
 import weakref
 from typing import Any

@@ -96,6 +96,13 @@ class Reduction:
         self.divide(scratch)
         return scratch
 
+    def fold_into(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Replaces `result` by the reduction of parts of its dtype; a chunk at a time, in cache."""
+        scratch = torch.empty(min(CHUNK, result.numel()), dtype=self.dtype)
+        chunks = zip(*(part.split(CHUNK) for part in parts), strict=True)
+        for into, chunk in zip(result.split(CHUNK), chunks, strict=True):
+            into.copy_(self.fold(chunk, scratch[: into.numel()]))
+
     @property
     def undivided_op(self) -> dist.ReduceOp.RedOpType:
         """The operation that comes before the division, if there is one."""

@@ -17,7 +17,7 @@ from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.group import open_gloo
 from ddp_from_scratch.node.fingerprint import name_ranks
 from ddp_from_scratch.node.process_watch import ProcessWatch
-from ddp_from_scratch.node.reduction import CHUNK, Reduction
+from ddp_from_scratch.node.reduction import Reduction
 from ddp_from_scratch.node.staging import share_of
 
 # Dtypes in which gloo sums as torch does. Others cross as bytes and are reduced here: 16-bit floats
@@ -174,10 +174,7 @@ class StoreCommunicator:
         own = flat[begin:end]
         everybodys = own.new_empty(self.size, own.numel())
         self._exchange(flat, nbytes, everybodys, [own.nbytes] * self.size)
-        scratch = torch.empty(min(CHUNK, own.numel()), dtype=reduction.dtype)
-        chunks = zip(*(part.split(CHUNK) for part in everybodys.unbind()), strict=True)
-        for into, chunk in zip(own.split(CHUNK), chunks, strict=True):
-            into.copy_(reduction.fold(chunk, scratch[: into.numel()]))
+        reduction.fold_into(own, everybodys.unbind())
         self._exchange(own.repeat(self.size), [own.nbytes] * self.size, flat, nbytes)
 
     def _exchange(
