@@ -79,7 +79,7 @@ class Reducer:
             between machines alone, where two of them share a machine (Linux). Sums are then taken
             in the order of ranks: with more than 2 ranks their last bits are not gloo's.
         fuse_wgrad: compute the gradients of large linear layers into their buckets, without a copy
-            (`FusedWgrad`). Implies `gradient_as_bucket_view`.
+            (`FusedWgrad`). On a CPU alone. Implies `gradient_as_bucket_view`.
         ignore: names of parameters and buffers that are not synchronised.
         check_every: run `check_sync` in every so many averages, also for the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:
@@ -135,6 +135,8 @@ class Reducer:
         trainable = snapshot.trainable()
         check_group(process_group)
         on_cpu = all(parameter.device.type == "cpu" for parameter in trainable.values())
+        if fuse_wgrad and not on_cpu:
+            raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
         self.comm = CommState(process_group, overlap, shared_memory and on_cpu)
         as_view, memory_of = gradient_as_bucket_view or fuse_wgrad, self._memory_of()
         self._buckets = BucketList(module, trainable, process_group, caps, as_view, memory_of)

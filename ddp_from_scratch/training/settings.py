@@ -95,6 +95,10 @@ class Settings:
         self._require(
             "bucket_cap_mb", "0 or more, or auto", lambda value: value == AUTO or value >= 0
         )
+        if not self.shared_memory and self.backend != "gloo":
+            raise UsageError(
+                f"--no-shared-memory is for gloo, and the backend is {self.backend}: leave it out"
+            )
         if self.bucket_cap_mb == AUTO and self.deterministic:
             raise UsageError(
                 "--bucket-cap-mb auto goes by the clock, which --deterministic rules out: give a "

@@ -242,6 +242,11 @@ def test_copies_have_torchs_forward_and_remove_gives_it_back():
     assert not in_bucket(reducer, model.first.weight)
 
 
+def test_parameters_elsewhere_are_refused():
+    with pytest.raises(ValueError, match="fuse_wgrad needs all parameters on a CPU"):
+        ddp.Reducer(nn.Linear(3, 3, device="meta"), fuse_wgrad=True)
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(context, x):

@@ -130,7 +130,7 @@ def test_every_option_reaches_its_setting() -> None:
     arguments = (
         "--backend mpi --dataset fake --data-dir d --download --model mlp --epochs 3 "
         "--global-batch-size 64 --lr 0.5 --scale-lr --momentum 0.8 --weight-decay 0.01 "
-        "--bucket-cap-mb inf --no-overlap --no-shared-memory --accumulate 2 "
+        "--bucket-cap-mb inf --no-overlap --accumulate 2 "
         "--precision bf16 --seed 7 "
         "--compress powersgd --powersgd-rank 3 "
         "--sync-batch-norm --deterministic --no-stop-on-nan --workers 1 --threads 2 "
@@ -154,7 +154,6 @@ def test_every_option_reaches_its_setting() -> None:
         weight_decay=0.01,
         bucket_cap_mb=math.inf,
         overlap=False,
-        shared_memory=False,
         compress="powersgd",
         powersgd_rank=3,
         sync_batch_norm=True,
@@ -198,6 +197,12 @@ def test_test_takes_the_options_that_concern_it() -> None:
     assert (options.checkpoint, options.dataset) == (Path("x.pt"), "fake")
     assert (settings.batch_size, settings.precision, settings.quiet) == (5, "bf16", True)
     assert parse(["test", "--checkpoint", "x.pt"], ABOUT)[1].dataset is None  # the checkpoint's
+
+
+def test_shared_memory_is_switched_off_on_gloo_alone() -> None:
+    assert not parse(["--no-shared-memory"], ABOUT)[0].shared_memory
+    with pytest.raises(UsageError, match="--no-shared-memory is for gloo, and the backend is mpi"):
+        parse(["--no-shared-memory", "--backend", "mpi"], ABOUT)
 
 
 def test_help_lists_every_option() -> None:
