@@ -109,7 +109,7 @@ CONTENDERS = [
     ContenderSpec("ddp.SGD", flat()),
     ContenderSpec("ddp.SGD, one flat bucket", flat(**_FLAT_BUCKET)),
     ContenderSpec("ddp.SGD, backward_and_step", flat(at_once=True), rung=True),
-    ContenderSpec("ddp.SGD, fuse_wgrad", flat(fuse_wgrad=True)),
+    ContenderSpec("ddp.SGD, fuse_wgrad", flat(fuse_wgrad=True), SHARING),
     ContenderSpec("NodeSharedSGD", flat(at_once=True, shared=True), SHARING),
     ContenderSpec(
         "NodeSharedSGD, fuse_wgrad", flat(at_once=True, shared=True, fuse_wgrad=True), SHARING
