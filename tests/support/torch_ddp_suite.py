@@ -49,7 +49,7 @@ def _names_gpu(value: Any) -> bool:
     return type(value) is int
 
 
-def _constructor(class_: type) -> Callable[..., None]:
+def _constructor(class_: type, **ours: Any) -> Callable[..., None]:
     """The class's own, for modules that are on the CPU whatever `device_ids` says."""
     original = class_.__init__
 
@@ -58,7 +58,7 @@ def _constructor(class_: type) -> Callable[..., None]:
     ) -> None:
         if device_ids is not None and len(device_ids) > 1:
             options["device_ids"] = device_ids
-        original(self, module, **options)
+        original(self, module, **{**ours, **options})
 
     return construct
 
@@ -112,8 +112,11 @@ def _is_ours(base: type, name: str) -> bool:
     )
 
 
-def torch_test(world: Any, name: str, ours: bool) -> str:
-    """Runs one test on this rank; returns "passed", "skipped: why" or the traceback."""
+def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
+    """Runs one test on this rank; returns "passed", "skipped: why" or the traceback.
+
+    Modules are wrapped with `options` (such as `shared_memory=False`) where the test sets no other.
+    """
     suite = load()
     class_ = ddp.DistributedDataParallel if ours else torch.nn.parallel.DistributedDataParallel
 
@@ -133,7 +136,7 @@ def torch_test(world: Any, name: str, ours: bool) -> str:
     try:
         with (
             on_cpu(world.world_size),
-            patch.object(class_, "__init__", _constructor(class_)),
+            patch.object(class_, "__init__", _constructor(class_, **options)),
             patch.object(torch.nn.parallel, "DistributedDataParallel", class_),
             patch.object(suite, "DistributedDataParallel", class_),
             patch.object(suite, "HAS_TORCHVISION", False),  # ResNet-50 at 1000 x 1000 pixels
