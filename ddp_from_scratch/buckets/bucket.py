@@ -1,6 +1,6 @@
 """A flat buffer for the gradients of several parameters: pack, launch, wait, unpack."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -169,6 +169,11 @@ class Bucket:
         # Read once: `finish` in another thread may set it to None.
         future = self._future
         return future is None or future.done()
+
+    def when_landed(self, callback: Callable[[], None]) -> None:
+        """Calls back, in whatever thread, when the launched average is there or has failed."""
+        if self._future is not None:
+            self._future.then(lambda _: callback())
 
     def wait(self) -> None:
         """Waits for the average and leaves it in the buffer. A no-op if nothing was launched.

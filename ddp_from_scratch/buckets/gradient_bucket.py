@@ -88,6 +88,9 @@ class GradientBucket(Protocol):
     def launch(self, args: LaunchArgs) -> None:
         """Packs the gradients and starts the average; returns before it is there."""
 
+    def when_landed(self, callback: Callable[[], None]) -> None:
+        """Calls back, in whatever thread, when the launched average is there or has failed."""
+
     def wait(self) -> None:
         """Waits for the average, if launched. Idempotent."""
 

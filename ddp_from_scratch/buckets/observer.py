@@ -1,4 +1,4 @@
-"""The interface of observers: buffers, tuning, stall reports, drift checks, optimizers."""
+"""The interface of observers: buffers, tuning, stall reports, drift checks, timelines."""
 
 import torch
 
@@ -11,8 +11,17 @@ class Observer:
     A Reducer's list of observers is empty unless an option asks for one.
     """
 
+    def on_launch(self, bucket: GradientBucket) -> None:
+        """Called when a bucket is full and its turn has come, before it is packed."""
+
+    def on_launched(self, bucket: GradientBucket) -> None:
+        """Called when this rank has handed a bucket to the comm hook."""
+
     def on_all_launched(self) -> None:
         """Called when this rank has launched every bucket of this average."""
+
+    def on_wait(self, bucket: GradientBucket) -> None:
+        """Called before this rank waits for the average of a bucket."""
 
     def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
         """Called when the averages of this bucket are in `.grad`, if this rank takes part."""

@@ -8,7 +8,7 @@ cannot be all-reduced. Instead every rank gathers all rows, and adds up equal on
     rank 1   rows 1 3 5 9             1 3 5 9                    each row: sum / 2
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -132,6 +132,9 @@ class SparseBucket:
         """True if this bucket waits for no other rank, as far as is known before `wait`."""
         work = self._work
         return work is None or work.is_completed()
+
+    def when_landed(self, callback: Callable[[], None]) -> None:
+        """Does nothing: the rows are gathered in `wait`."""
 
     def wait(self) -> None:
         """Gathers the rows, if launched, and keeps the average. Idempotent.

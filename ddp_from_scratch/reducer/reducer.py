@@ -409,7 +409,11 @@ class Reducer:
             if not self.comm.several_at_once:
                 self._await_hook()
             if not (self._skip_unused and self._is_unused(bucket)):
+                for observer in self._observers:
+                    observer.on_launch(bucket)
                 bucket.launch(self._launch_args())
+                for observer in self._observers:
+                    observer.on_launched(bucket)
             self._next_bucket += 1
 
     def _launch_args(self) -> LaunchArgs:
@@ -462,6 +466,8 @@ class Reducer:
             observer.on_all_launched()
         used = None if self._pass.used is None else self._pass.used.agree()
         for bucket in self._buckets.all:
+            for observer in self._observers:
+                observer.on_wait(bucket)
             bucket.finish(used if takes_part else ())
             for observer in self._observers:
                 observer.on_finished(self.iteration, bucket, takes_part)

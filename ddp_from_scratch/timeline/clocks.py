@@ -1,0 +1,59 @@
+"""How far the clocks of a group's machines are apart.
+
+Ranks of one machine read one clock. Of every other machine the first rank plays ping with rank 0:
+
+    rank 0        t0 ------.             .------> t1
+                            \           /
+    other rank               '--> t ---'        t is taken to be (t0 + t1) / 2
+
+The quickest of several rounds counts: its error is at most half its way there and back. Follows
+Cristian, "Probabilistic clock synchronization" (1989).
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+_ROUNDS = 20
+
+
+def measure(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[float, float]]:
+    """Returns, for each rank, ms to add to its clock for rank 0's, and the error. Collective.
+
+    Args:
+        hosts: the machine of each rank.
+        group: takes CPU tensors.
+    """
+    firsts = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+    rank = dist.get_rank(group)
+    found = torch.zeros(len(hosts), 2, dtype=torch.float64)
+    for other in firsts[1:]:
+        if rank == 0:
+            found[other] = torch.tensor(_ask(other, group), dtype=torch.float64)
+        elif rank == other:
+            _answer(group)
+    dist.broadcast(found, dist.get_global_rank(group, 0), group)
+    return [tuple(found[hosts.index(host)].tolist()) for host in hosts]
+
+
+def _ask(other: int, group: dist.ProcessGroup) -> tuple[float, float]:
+    rounds = []
+    there, peer = torch.zeros(1, dtype=torch.float64), dist.get_global_rank(group, other)
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        dist.send(there, peer, group)
+        dist.recv(there, peer, group)
+        ended = time.perf_counter()
+        rounds.append((ended - began, (began + ended) / 2 - there.item()))
+    way, offset = min(rounds)
+    return offset * 1e3, way / 2 * 1e3
+
+
+def _answer(group: dist.ProcessGroup) -> None:
+    now, first = torch.zeros(1, dtype=torch.float64), dist.get_global_rank(group, 0)
+    for _ in range(_ROUNDS):
+        dist.recv(now, first, group)
+        now.fill_(time.perf_counter())
+        dist.send(now, first, group)

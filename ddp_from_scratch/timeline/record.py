@@ -1,0 +1,220 @@
+"""The record of some steps on all ranks, in milliseconds of one clock.
+
+    launched       the rank has sent its part of a bucket
+      |  waiting   until the last rank has launched it, too
+    met
+      |  moving    until the average has landed
+    landed
+      |  waited    for, by the main thread: exposed
+"""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_from_scratch.timeline.marks import Marks
+from ddp_from_scratch.timeline.recorder import StepMarks
+
+Span = tuple[float, float]  # begin and end
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket of a step on one rank, in ms.
+
+    Attributes:
+        pack: the copies into the buffer, and the call of the comm hook.
+        sent: from the launch to the average; None if it never landed or was skipped.
+        wait: the main thread did nothing else.
+        unpack: the copies into `.grad`.
+        met: when the last rank launched it.
+        last: that rank.
+    """
+
+    index: int
+    pack: Span
+    sent: Span
+    wait: Span
+    unpack: Span
+    met: float = 0.0
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One step on one rank, in ms.
+
+    Attributes:
+        forward, backward: each pass.
+        arrived: parameters, as their gradients were computed.
+        buckets: those that were launched.
+        optimizer: None if no optimizer stepped.
+        begin, end: of all of it.
+    """
+
+    rank: int
+    forward: tuple[Span, ...]
+    backward: tuple[Span, ...]
+    arrived: tuple[tuple[str, float], ...]
+    buckets: tuple[BucketTimes, ...]
+    optimizer: Span | None
+    begin: float
+    end: float
+
+    @property
+    def communication(self) -> float:
+        """Ms in which at least one bucket was under way."""
+        return _covered([bucket.sent for bucket in self.buckets])
+
+    @property
+    def exposed(self) -> float:
+        """Ms in which the main thread waited for buckets."""
+        return sum(end - begin for begin, end in (bucket.wait for bucket in self.buckets))
+
+    @property
+    def hidden(self) -> float:
+        """The share of the communication that hides behind other work, 0 to 1."""
+        whole = self.communication
+        return max(0.0, 1 - self.exposed / whole) if whole else 0.0
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step, which begins at 0 on the rank that begins first.
+
+    Attributes:
+        layout: the parameters of each bucket.
+    """
+
+    iteration: int
+    layout: tuple[tuple[str, ...], ...]
+    ranks: tuple[RankTimes, ...]
+
+    @property
+    def length(self) -> float:
+        """Ms until the last rank has ended it."""
+        return max(rank.end for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Steps of all ranks.
+
+    Attributes:
+        title: the model, the way between ranks, and their number.
+        nbytes: of each parameter's gradient, by name.
+        hosts: of each rank.
+        clock_error: ms by which the clocks of two hosts may still differ; 0 on one host.
+    """
+
+    title: str
+    nbytes: dict[str, int]
+    hosts: tuple[str, ...]
+    clock_error: float
+    steps: tuple[StepTimes, ...]
+
+    @property
+    def typical(self) -> StepTimes:
+        """The step of median length."""
+        return sorted(self.steps, key=lambda step: step.length)[len(self.steps) // 2]
+
+    def bucket_nbytes(self, step: StepTimes, index: int) -> int:
+        """Bytes of a bucket's gradients."""
+        return sum(self.nbytes[name] for name in step.layout[index])
+
+
+def host_name() -> str:
+    """Names the machine whose clock this process has: its name and the boot it is in."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"
+
+
+def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
+    """Reads the clock of all marks: times in ms, from wherever the rank's clock began."""
+
+    def ms(mark: object) -> float:
+        return marks.seconds(mark) * 1e3
+
+    def span(begin: object, end: object) -> Span:
+        return ms(begin), ms(end)
+
+    averaged = ms(step.averaged)
+    forward = tuple(map(span, step.forward[::2], step.forward[1::2]))
+    arrived = tuple((name, ms(mark)) for name, mark in step.arrived)
+    starts = [ms(mark) for mark in step.backward] or [at for _, at in arrived[:1]]
+    backward_end = ms(step.backward_end)
+    # A pass ends where the next forward pass begins, the last one where all buckets are launched.
+    ends = [next((f[0] for f in forward if f[0] > start), backward_end) for start in starts]
+    backward = tuple((start, max(start, end)) for start, end in zip(starts, ends, strict=True))
+    buckets = []
+    for found in sorted(step.buckets.values(), key=lambda bucket: bucket.index):
+        if found.launched is None or found.unpacked is None:
+            continue
+        waited = ms(found.waited)
+        # A sparse bucket, and one whose future is done at once, lands while it is waited for.
+        landed = waited if found.landed is None else ms(found.landed)
+        sent = (ms(found.launched), max(landed, ms(found.launched)))
+        pack, wait = span(found.pack, found.launched), span(found.wait, found.waited)
+        buckets.append(
+            BucketTimes(found.index, pack, sent, wait, (waited, ms(found.unpacked)))
+        )
+    optimizer = None
+    if len(step.optimizer) == 2:
+        begin, end = span(*step.optimizer)
+        # `backward_and_step` is called before its backward pass.
+        optimizer = max(begin, averaged), end
+    begin = min([*(f[0] for f in forward), *(b[0] for b in backward), averaged])
+    end = averaged if optimizer is None else max(averaged, optimizer[1])
+    return RankTimes(rank, forward, backward, arrived, tuple(buckets), optimizer, begin, end)
+
+
+def step_times(
+    iteration: int, layout: tuple[tuple[str, ...], ...], ranks: Sequence[RankTimes]
+) -> StepTimes:
+    """Joins one step of all ranks, whose times are on one clock; see `met` and `last`."""
+    sent: dict[int, list[tuple[float, int]]] = {}
+    for times in ranks:
+        for bucket in times.buckets:
+            sent.setdefault(bucket.index, []).append((bucket.sent[0], times.rank))
+    first = min(times.begin for times in ranks)
+    joined = []
+    for times in ranks:
+        buckets = []
+        for bucket in times.buckets:
+            met, last = max(sent[bucket.index])
+            # A clock that is a little off must not make a bucket land before it was sent.
+            buckets.append(replace(bucket, met=min(met, bucket.sent[1]), last=last))
+        joined.append(_moved(replace(times, buckets=tuple(buckets)), -first))
+    return StepTimes(iteration, layout, tuple(joined))
+
+
+def _moved(value: Any, by: float) -> Any:
+    """Adds `by` to every time in spans, tuples and the classes above."""
+    if isinstance(value, float):
+        return value + by
+    if isinstance(value, tuple):
+        return tuple(_moved(item, by) for item in value)
+    if isinstance(value, (RankTimes, BucketTimes)):
+        moved = {field.name: _moved(getattr(value, field.name), by) for field in fields(value)}
+        return replace(value, **moved)
+    return value
+
+
+def on_clock(times: RankTimes, offset: float) -> RankTimes:
+    """Returns the times on another clock, which shows `offset` ms more."""
+    moved: RankTimes = _moved(times, offset)
+    return moved
+
+
+def _covered(spans: Sequence[Span]) -> float:
+    """The length of the union of spans."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,200 @@
+"""Records the moments of training steps on one rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ddp_from_scratch.autograd.graph_walk import find_tensors
+from ddp_from_scratch.autograd.hooks import ModuleHook
+from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
+from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.timeline.marks import Marks
+
+Mark = Any  # see `Marks`
+
+
+@dataclass
+class BucketMarks:
+    """Moments of one bucket; None for what did not happen."""
+
+    index: int
+    pack: Mark = None
+    launched: Mark = None
+    landed: Mark = None
+    wait: Mark = None
+    waited: Mark = None
+    unpacked: Mark = None
+
+
+@dataclass
+class StepMarks:
+    """Moments of one step, from its first forward pass to the end of the optimizer's step.
+
+    Attributes:
+        iteration: the number of averages before this one.
+        layout: the parameters of each bucket, by name, in the order of launch.
+        forward: a begin and an end for each forward pass, in one list.
+        backward: the begin of each backward pass.
+        arrived: the parameters by index, as their gradients were computed.
+        backward_end: when all buckets were launched.
+        averaged: when every `.grad` was the average.
+        optimizer: begin and end.
+    """
+
+    iteration: int
+    layout: tuple[tuple[str, ...], ...]
+    forward: list[Mark] = field(default_factory=list)
+    backward: list[Mark] = field(default_factory=list)
+    arrived: list[tuple[str, Mark]] = field(default_factory=list)
+    buckets: dict[int, BucketMarks] = field(default_factory=dict)
+    backward_end: Mark = None
+    averaged: Mark = None
+    optimizer: list[Mark] = field(default_factory=list)
+
+
+class Recorder(Observer):
+    """Takes a mark at each event of the steps after the first `skip` averages.
+
+    An observer and hooks of its own: a Reducer without a recorder runs none of this.
+
+    Args:
+        reducer: of the module to watch.
+        marks: the clock.
+        skip: averages before the first recorded step.
+        at_average: called after each average with the number of averages so far.
+
+    Attributes:
+        steps: the recorded steps, the last of which may be under way.
+    """
+
+    def __init__(
+        self, reducer: Reducer, marks: Marks, skip: int, at_average: Callable[[int], None]
+    ) -> None:
+        self.steps: list[StepMarks] = []
+        self._reducer, self._take = reducer, marks.take
+        self._at_average = at_average
+        self._first = reducer.iteration + skip
+        module, ignore = reducer.module, reducer.ignore
+        parameters = {
+            name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignore
+        }
+        ours = {id(parameter) for parameter in parameters.values()}
+        # The nodes are kept: a hook lives as long as its node, which only its graphs hold.
+        self._nodes = [
+            (name, torch.autograd.graph.get_gradient_edge(p).node) for name, p in parameters.items()
+        ]
+        # Before the gradient is accumulated, so before the Reducer's own hook packs it.
+        self._handles = [
+            node.register_prehook(partial(self._on_gradient, name)) for name, node in self._nodes
+        ]
+        self._handles += [
+            module.register_forward_pre_hook(ModuleHook(lambda *_: self._before_forward())),
+            module.register_forward_hook(ModuleHook(lambda *a: self._after_forward(a[-1]))),
+            register_optimizer_step_post_hook(partial(self._after_step, ours)),
+        ]
+        reducer.add_observer(self)
+
+    def remove(self) -> None:
+        """Stops recording."""
+        self._reducer.remove_observer(self)
+        for handle in self._handles:
+            handle.remove()
+
+    # Around forward and backward ----------------------------------------------------------------
+
+    def _begin(self) -> StepMarks | None:
+        """Returns the step under way; begins one after an average. None before the first."""
+        iteration = self._reducer.iteration
+        if iteration < self._first:
+            return None
+        if not self.steps or self.steps[-1].averaged is not None:
+            self.steps.append(StepMarks(iteration, self._reducer.buckets))
+        return self.steps[-1]
+
+    def _before_forward(self) -> None:
+        # An evaluation between two steps is none of them.
+        if torch.is_grad_enabled() and (step := self._begin()) is not None:
+            step.forward.append(self._take())
+
+    def _after_forward(self, outputs: object) -> None:
+        step = self.steps[-1] if self.steps else None
+        if step is None or len(step.forward) % 2 == 0 or not torch.is_grad_enabled():
+            return
+        step.forward.append(self._take())
+        begins = len(step.backward)
+        for tensor in find_tensors(outputs):
+            if tensor.requires_grad:
+                # Autograd's first call in this pass, from whichever output it begins.
+                tensor.register_hook(partial(self._on_backward, step, begins))
+
+    def _on_backward(self, step: StepMarks, begins: int, gradient: torch.Tensor) -> None:
+        if len(step.backward) == begins:
+            step.backward.append(self._take())
+
+    def _on_gradient(self, name: str, gradients: Any) -> None:
+        if (step := self._begin()) is not None:
+            step.arrived.append((name, self._take()))
+
+    # Of the Reducer -----------------------------------------------------------------------------
+
+    def _of(self, bucket: GradientBucket) -> BucketMarks | None:
+        if (step := self._begin()) is None:
+            return None
+        return step.buckets.setdefault(bucket.index(), BucketMarks(bucket.index()))
+
+    def on_launch(self, bucket: GradientBucket) -> None:
+        """Marks that packing begins."""
+        if (found := self._of(bucket)) is not None:
+            found.pack = self._take()
+
+    def on_launched(self, bucket: GradientBucket) -> None:
+        """Marks the launch, and later the moment when the average is there."""
+        if (found := self._of(bucket)) is not None:
+            found.launched = self._take()
+            bucket.when_landed(partial(self._on_landed, found))
+
+    def _on_landed(self, found: BucketMarks) -> None:
+        found.landed = self._take()
+
+    def on_all_launched(self) -> None:
+        """Marks the end of the backward pass."""
+        if (step := self._begin()) is not None:
+            step.backward_end = self._take()
+
+    def on_wait(self, bucket: GradientBucket) -> None:
+        """Waits for the average itself, to tell waiting from unpacking."""
+        if (found := self._of(bucket)) is not None:
+            found.wait = self._take()
+            bucket.wait()
+            found.waited = self._take()
+
+    def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
+        """Marks that the averages are in `.grad`."""
+        if (found := self._of(bucket)) is not None:
+            found.unpacked = self._take()
+
+    def on_average(self, iteration: int, takes_part: bool) -> None:
+        """Marks the end of the average."""
+        if self.steps and self.steps[-1].iteration == iteration - 1:
+            self.steps[-1].averaged = self._take()
+        self._at_average(iteration)
+
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Marks that an optimizer begins to step."""
+        # Not `_begin`: `backward_and_step` comes here before its backward pass, others after it.
+        if self.steps and not self.steps[-1].optimizer:
+            self.steps[-1].optimizer.append(self._take())
+
+    def _after_step(
+        self, ours: set[int], optimizer: torch.optim.Optimizer, *arguments: Any
+    ) -> None:
+        step = self.steps[-1] if self.steps else None
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        # The last of several optimizers ends the step.
+        if step is not None and step.optimizer and any(id(p) in ours for p in parameters):
+            step.optimizer[1:] = [self._take()]

@@ -1,0 +1,178 @@
+"""`timeline`: records steps of a Reducer, and writes them in four forms."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.group import check_group, gloo_beside, on_gpu_of, takes_cpu_tensors
+from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.timeline import clocks, page, picture, trace
+from ddp_from_scratch.timeline.marks import marks_for
+from ddp_from_scratch.timeline.record import (
+    RankTimes,
+    Record,
+    host_name,
+    on_clock,
+    rank_times,
+    step_times,
+)
+from ddp_from_scratch.timeline.recorder import Recorder
+from ddp_from_scratch.timeline.text import as_text
+
+# Averages before the first recorded step: the first lays the buckets out anew, and allocates.
+SKIP = 3
+
+
+class Timeline:
+    """The record of some steps. Made, closed and finished on all ranks alike: collective.
+
+    Args:
+        reducer: its module's steps are recorded.
+        folder: rank 0 writes there, and makes it; None writes nothing.
+        steps: the number of steps.
+        skip: averages before the first.
+
+    Attributes:
+        record: the steps of all ranks, on every rank; None until they are complete.
+
+    Raises:
+        UsageError: `steps` is less than 1, `skip` negative, or the folder cannot be written to.
+    """
+
+    def __init__(
+        self, reducer: Reducer, folder: Path | str | None, steps: int = 5, skip: int = SKIP
+    ) -> None:
+        if steps < 1 or skip < 0:
+            raise UsageError(f"a timeline has 1 step or more after 0 or more, got {steps}, {skip}")
+        self.record: Record | None = None
+        self._reducer, self._steps = reducer, steps
+        self._folder = None if folder is None else Path(folder)
+        group = check_group(reducer.process_group)
+        self._group = group if takes_cpu_tensors(group) else gloo_beside(group)
+        self._rank = dist.get_rank(self._group)
+        if self._folder is not None and self._rank == 0:
+            _make(self._folder)
+        self._hosts: list[str] = _gather(host_name(), self._group)
+        self._clocks = clocks.measure(self._hosts, self._group)
+        self._marks = marks_for(reducer.device)
+        self._last = reducer.iteration + skip + steps
+        self._recorder = Recorder(reducer, self._marks, skip, self._at_average)
+        self._open = True
+
+    def _at_average(self, iteration: int) -> None:
+        # One average after the last step, whose end every rank has seen by then.
+        if iteration > self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the recording, gathers it and writes it. Collective; idempotent."""
+        if not self._open:
+            return
+        self.discard()
+        with on_gpu_of(self._reducer.module):
+            self.record = self._gathered()
+        if self.record is not None and self._folder is not None and self._rank == 0:
+            write(self.record, self._folder)
+
+    def discard(self) -> None:
+        """Ends the recording and drops it, on this rank alone. Idempotent."""
+        if self._open:
+            self._open = False
+            self._recorder.remove()
+
+    def _gathered(self) -> Record | None:
+        own = {
+            step.iteration: (step.layout, rank_times(self._rank, self._marks, step))
+            for step in self._recorder.steps[: self._steps]
+            if step.averaged is not None
+        }
+        before, after = self._clocks, clocks.measure(self._hosts, self._group)
+        ranks: list[dict[int, tuple[tuple[tuple[str, ...], ...], RankTimes]]]
+        ranks = _gather(own, self._group)
+        common = [number for number in sorted(own) if all(number in found for found in ranks)]
+        offsets = [(b[0] + a[0]) / 2 for b, a in zip(before, after, strict=True)]
+        steps = [
+            step_times(
+                number,
+                own[number][0],
+                [on_clock(found[number][1], by) for found, by in zip(ranks, offsets, strict=True)],
+            )
+            for number in common
+        ]
+        if not steps:
+            return None
+        # Half a way there and back, and what the clocks have drifted apart meanwhile.
+        error = max(
+            max(b[1], a[1]) + abs(a[0] - b[0]) / 2 for b, a in zip(before, after, strict=True)
+        )
+        reducer = self._reducer
+        sizes = {n: p.nbytes for n, p in reducer.module.named_parameters() if p.requires_grad}
+        title = (
+            f"{type(reducer.module).__name__}, {sum(sizes.values()) / 2**20:.3g} MiB of gradients, "
+            f"{len(ranks)} ranks by {reducer.stats().transport}"
+        )
+        return Record(title, sizes, tuple(self._hosts), error, tuple(steps))
+
+
+@contextmanager
+def timeline(
+    reducer: Reducer, folder: Path | str, steps: int = 5, skip: int = SKIP
+) -> Iterator[Timeline]:
+    """Records the steps inside the context and writes them to a folder. Collective.
+
+        with ddp.timeline(reducer, "timeline"):
+            for batch in batches:
+                ...
+
+    For each rank and step: forward, backward, each gradient as it arrives, and of each bucket the
+    packing, its way, the wait for it and the unpacking; the optimizer. As soon as the steps are
+    complete, or at the end of the context, rank 0 writes
+
+    - `timeline.txt`: one step, as text of 100 columns;
+    - `timeline.html`: a page that opens offline, with all steps;
+    - `timeline.png` and `.svg`, where matplotlib is installed;
+    - `trace.json`, for Perfetto and chrome://tracing.
+
+    Nothing is written if the context raises.
+
+    Args: see `Timeline`. Raises: see `Timeline`.
+    """
+    recorded = Timeline(reducer, folder, steps, skip)
+    try:
+        yield recorded
+    except BaseException:
+        recorded.discard()
+        raise
+    recorded.close()
+
+
+def write(record: Record, folder: Path) -> None:
+    """Writes all forms of a record.
+
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    try:
+        (folder / "timeline.txt").write_text(as_text(record, record.typical) + "\n")
+        (folder / "timeline.html").write_text(page.as_html(record))
+        (folder / "trace.json").write_text(trace.as_json(record))
+        picture.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
+    except OSError as error:
+        raise UsageError(f"the timeline cannot be written: {error}") from error
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the timeline's folder {folder} cannot be made: {error}") from error
+
+
+def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group)
+    return found
