@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.optim.adam import Adam, AdamW
     from ddp_from_scratch.optim.node_shared import NodeSharedAdam, NodeSharedAdamW, NodeSharedSGD
     from ddp_from_scratch.optim.sgd import SGD
+    from ddp_from_scratch.profiling.timeline import timeline
     from ddp_from_scratch.reducer.join import JoinableReducer, join
     from ddp_from_scratch.reducer.reducer import Reducer
     from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
@@ -55,6 +56,7 @@ __all__ = [
     "power_sgd",
     "process_group",
     "start_ranks",
+    "timeline",
 ]
 
 # Imported when first asked for (PEP 562): what starts ranks, or prints --help, needs no torch.
@@ -80,6 +82,7 @@ _MODULES = {
     "power_sgd": "comm_hooks",
     "process_group": "world.process_group",
     "start_ranks": "launch.supervisor",
+    "timeline": "profiling.timeline",
 }
 
 

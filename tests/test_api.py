@@ -27,9 +27,13 @@ ROOMS = {
     "reducer": {"autograd", "buckets", "checks", "comm_hooks", "group", "node", "sync"},
     "optim": {"buckets", "node", "reducer", "sync"},
     "torch_ddp": {"buckets", "comm_hooks", "group", "reducer", "sync"},
+    "profiling": {"autograd", "buckets", "errors", "group", "reducer"},
     "world": {"errors", "launch", "mpi"},
     "bench": {"errors", "launch", "node", "optim", "reducer", "sync", "world"},
-    "training": {"buckets", "comm_hooks", "errors", "launch", "optim", "reducer", "sync", "world"},
+    "training": {
+        *("buckets", "comm_hooks", "errors", "launch", "optim", "profiling", "reducer", "sync"),
+        "world",
+    },
 }
 
 
@@ -56,6 +60,7 @@ def test_public_names():
         "power_sgd",
         "process_group",
         "start_ranks",
+        "timeline",
     ]
 
 

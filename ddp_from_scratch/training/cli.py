@@ -15,6 +15,7 @@ from ddp_from_scratch.training.settings import (
     MODELS,
     POWERSGD_RANK,
     PRECISIONS,
+    TIMELINE_STEPS,
     Settings,
     option_of,
 )
@@ -221,6 +222,12 @@ def _kept(parser: Parser) -> None:
         metavar="auto|FILE",
     )
     add("--log-dir", "metrics.jsonl and TensorBoard events", **_FOLDER)
+    add(
+        "--timeline",
+        "record some steps of all ranks, print one, and write a page, a picture and a trace there",
+        **_FOLDER,
+    )
+    add("--timeline-steps", f"steps to record (default: {TIMELINE_STEPS})", **_COUNT)
     add("--checkpoint", "the file that test evaluates", type=Path, metavar="FILE")
     add("--quiet", "print the result alone", **_SWITCH)
 

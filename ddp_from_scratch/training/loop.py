@@ -18,7 +18,7 @@ from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.check_sync import check_sync
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from ddp_from_scratch.training import bucket_choice, checkpoint
+from ddp_from_scratch.training import bucket_choice, checkpoint, timeline_report
 from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import StopSignal, together
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy
@@ -121,6 +121,7 @@ class Trainer:
             weight_decay=settings.weight_decay,
             reducer=self.reducer,
         )
+        self.timeline = timeline_report.of_run(settings, self.reducer)
         # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
         # overflow on all, and all skip the same step.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
@@ -142,9 +143,11 @@ class Trainer:
                 stop.ask(self.losses.settled())
                 self._answer(stop)
                 if number:
+                    timeline_report.close(self.timeline, self.report)
                     self._report_stop(number)
                     return number
                 test_accuracy = self._end_epoch()
+        timeline_report.close(self.timeline, self.report)
         if test_accuracy is None:  # resumed after the last epoch
             test_accuracy = self._evaluate()
         self._report_end(test_accuracy, time.monotonic() - began)

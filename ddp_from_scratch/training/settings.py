@@ -16,6 +16,7 @@ MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
 POWERSGD_RANK = 2
+TIMELINE_STEPS = 5
 _MOST = 10**9
 _LARGEST = 1e30  # float32 ends at 3e38
 # Settings that may differ between ranks: they concern a rank's machine, or the output of rank 0.
@@ -70,6 +71,8 @@ class Settings:
     checkpoint_dir: Path | None = None
     resume: str | None = None
     log_dir: Path | None = None
+    timeline: Path | None = None
+    timeline_steps: int | None = None
     check_sync: int | None = None
     quiet: bool = False
 
@@ -83,6 +86,7 @@ class Settings:
         self._require("check_sync", "0 or more", lambda value: value >= 0)
         self._require("seed", "0 to 2**62 - 1", lambda value: 0 <= value < 2**62)
         self._require("powersgd_rank", "1 or more", lambda value: value >= 1)
+        self._require("timeline_steps", f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST)
         self._require(
             "lr", f"a positive number, at most {_LARGEST:g}", lambda value: 0 < value <= _LARGEST
         )
@@ -110,6 +114,8 @@ class Settings:
             object.__setattr__(self, "powersgd_rank", self.powersgd_rank or POWERSGD_RANK)
         elif self.powersgd_rank is not None:
             raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
+        if self.timeline_steps is not None and self.timeline is None:
+            raise UsageError("--timeline-steps is for --timeline, which is not given")
         if self.resume == "auto" and self.checkpoint_dir is None:
             raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
 
@@ -155,7 +161,8 @@ class Settings:
         # but whether there is one decides what all ranks do.
         if self.resume != "auto":
             values["resume"] = self.resume is not None
-        values["checkpoint_dir"] = self.checkpoint_dir is not None
+        for folder in ("checkpoint_dir", "timeline"):
+            values[folder] = values[folder] is not None
         return {
             option_of(name): _shown(value) for name, value in values.items() if name not in _OWN
         }
@@ -169,6 +176,7 @@ class Settings:
         # None of these changes a bit of a step.
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
         indifferent |= {"log_dir", "check_sync", "stall_after", "stop_on_nan", "quiet"}
+        indifferent |= {"timeline", "timeline_steps"}
         # With `scale_lr` the length of the run decides that of the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from statistics import mean
 
-from ddp_from_scratch.timeline.record import BucketTimes, RankTimes, Record, Span, StepTimes
+from ddp_from_scratch.profiling.record import BucketTimes, RankTimes, Record, Span, StepTimes
 
 WIDTH = 100
-_LABEL = 18
+_LABEL = 22
 _BARS = WIDTH - _LABEL - 2
 # Buckets with a line of their own; a rank may have hundreds.
 _MOST = 12
@@ -43,7 +43,7 @@ def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
 def summary(record: Record, step: StepTimes) -> list[str]:
     """Says what was hidden, what was exposed, and who was waited for."""
     lines = [_of_rank(rank, step) for rank in step.ranks]
-    buckets = [bucket for bucket in step.ranks[0].buckets]
+    buckets = step.ranks[0].buckets
     if len(step.ranks) > 1 and buckets:
         lasts = [bucket.last for bucket in buckets]
         latest = max(set(lasts), key=lasts.count)

@@ -1,18 +1,18 @@
 """`timeline`: records steps of a Reducer, and writes them in four forms."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.group import check_group, gloo_beside, on_gpu_of, takes_cpu_tensors
-from ddp_from_scratch.reducer.reducer import Reducer
-from ddp_from_scratch.timeline import clocks, page, picture, trace
-from ddp_from_scratch.timeline.marks import marks_for
-from ddp_from_scratch.timeline.record import (
+from ddp_from_scratch.profiling import clocks, page, picture, trace
+from ddp_from_scratch.profiling.marks import marks_for
+from ddp_from_scratch.profiling.record import (
     RankTimes,
     Record,
     host_name,
@@ -20,8 +20,9 @@ from ddp_from_scratch.timeline.record import (
     rank_times,
     step_times,
 )
-from ddp_from_scratch.timeline.recorder import Recorder
-from ddp_from_scratch.timeline.text import as_text
+from ddp_from_scratch.profiling.recorder import Recorder
+from ddp_from_scratch.profiling.text import as_text
+from ddp_from_scratch.reducer.reducer import Reducer
 
 # Averages before the first recorded step: the first lays the buckets out anew, and allocates.
 SKIP = 3
@@ -37,10 +38,12 @@ class Timeline:
         skip: averages before the first.
 
     Attributes:
+        folder: as given.
         record: the steps of all ranks, on every rank; None until they are complete.
 
     Raises:
-        UsageError: `steps` is less than 1, `skip` negative, or the folder cannot be written to.
+        UsageError: `steps` is less than 1, or `skip` negative; or, here and when the record is
+            written, on rank 0, the folder cannot be written to. The others raise a PeerError.
     """
 
     def __init__(
@@ -50,12 +53,12 @@ class Timeline:
             raise UsageError(f"a timeline has 1 step or more after 0 or more, got {steps}, {skip}")
         self.record: Record | None = None
         self._reducer, self._steps = reducer, steps
-        self._folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else Path(folder)
         group = check_group(reducer.process_group)
         self._group = group if takes_cpu_tensors(group) else gloo_beside(group)
         self._rank = dist.get_rank(self._group)
-        if self._folder is not None and self._rank == 0:
-            _make(self._folder)
+        if self.folder is not None:
+            self._on_rank_0(partial(_make, self.folder))
         self._hosts: list[str] = _gather(host_name(), self._group)
         self._clocks = clocks.measure(self._hosts, self._group)
         self._marks = marks_for(reducer.device)
@@ -75,8 +78,22 @@ class Timeline:
         self.discard()
         with on_gpu_of(self._reducer.module):
             self.record = self._gathered()
-        if self.record is not None and self._folder is not None and self._rank == 0:
-            write(self.record, self._folder)
+        if self.record is not None and self.folder is not None:
+            self._on_rank_0(partial(write, self.record, self.folder))
+
+    def _on_rank_0(self, write: Callable[[], None]) -> None:
+        """Writes on rank 0; where it cannot, the other ranks raise a PeerError. Collective."""
+        mine: OSError | None = None
+        if self._rank == 0:
+            try:
+                write()
+            except OSError as error:
+                mine = error
+        problem = _gather(
+            mine and f"cannot write the timeline to {self.folder}: {mine}", self._group
+        )[0]
+        if problem is not None:
+            raise (PeerError if mine is None else UsageError)(problem)
 
     def discard(self) -> None:
         """Ends the recording and drops it, on this rank alone. Idempotent."""
@@ -151,25 +168,15 @@ def timeline(
 
 
 def write(record: Record, folder: Path) -> None:
-    """Writes all forms of a record.
-
-    Raises:
-        UsageError: a file cannot be written.
-    """
-    try:
-        (folder / "timeline.txt").write_text(as_text(record, record.typical) + "\n")
-        (folder / "timeline.html").write_text(page.as_html(record))
-        (folder / "trace.json").write_text(trace.as_json(record))
-        picture.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
-    except OSError as error:
-        raise UsageError(f"the timeline cannot be written: {error}") from error
+    """Writes all forms of a record; a picture only where matplotlib is installed."""
+    (folder / "timeline.txt").write_text(as_text(record, record.typical) + "\n")
+    (folder / "timeline.html").write_text(page.as_html(record))
+    (folder / "trace.json").write_text(trace.as_json(record))
+    picture.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
 
 
 def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"the timeline's folder {folder} cannot be made: {error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.timeline.picture import COLOURS
-from ddp_from_scratch.timeline.record import Record, StepTimes
-from ddp_from_scratch.timeline.text import summary
+from ddp_from_scratch.profiling.picture import COLOURS
+from ddp_from_scratch.profiling.record import Record, StepTimes
+from ddp_from_scratch.profiling.text import summary
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 

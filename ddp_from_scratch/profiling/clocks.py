@@ -1,4 +1,4 @@
-"""How far the clocks of a group's machines are apart.
+r"""How far the clocks of a group's machines are apart.
 
 Ranks of one machine read one clock. Of every other machine the first rank plays ping with rank 0:
 

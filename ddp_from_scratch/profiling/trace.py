@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ddp_from_scratch.timeline.record import BucketTimes, RankTimes, Record, Span, StepTimes
+from ddp_from_scratch.profiling.record import BucketTimes, RankTimes, Record, Span, StepTimes
 
 _MAIN, _FIRST_BUCKET = 0, 1
 

@@ -1,11 +1,11 @@
 """The record of some steps on all ranks, in milliseconds of one clock.
 
-    launched       the rank has sent its part of a bucket
-      |  waiting   until the last rank has launched it, too
-    met
-      |  moving    until the average has landed
-    landed
-      |  waited    for, by the main thread: exposed
+launched       the rank has sent its part of a bucket
+  |  waiting   until the last rank has launched it, too
+met
+  |  moving    until the average has landed
+landed
+  |  waited    for, by the main thread: exposed
 """
 
 import socket
@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.timeline.marks import Marks
-from ddp_from_scratch.timeline.recorder import StepMarks
+from ddp_from_scratch.profiling.marks import Marks
+from ddp_from_scratch.profiling.recorder import StepMarks
 
 Span = tuple[float, float]  # begin and end
 
@@ -156,13 +156,11 @@ def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
         if found.launched is None or found.unpacked is None:
             continue
         waited = ms(found.waited)
-        # A sparse bucket, and one whose future is done at once, lands while it is waited for.
-        landed = waited if found.landed is None else ms(found.landed)
+        # A sparse bucket lands while it is waited for, and a thread that calls back may come late.
+        landed = waited if found.landed is None else min(ms(found.landed), waited)
         sent = (ms(found.launched), max(landed, ms(found.launched)))
         pack, wait = span(found.pack, found.launched), span(found.wait, found.waited)
-        buckets.append(
-            BucketTimes(found.index, pack, sent, wait, (waited, ms(found.unpacked)))
-        )
+        buckets.append(BucketTimes(found.index, pack, sent, wait, (waited, ms(found.unpacked))))
     optimizer = None
     if len(step.optimizer) == 2:
         begin, end = span(*step.optimizer)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ddp_from_scratch.timeline.record import RankTimes, Record, Span, StepTimes
+from ddp_from_scratch.profiling.record import RankTimes, Record, Span, StepTimes
 
 # Told apart also by who sees no red or green (Okabe and Ito 2008). The page has the same.
 COLOURS = {

@@ -12,8 +12,8 @@ from ddp_from_scratch.autograd.graph_walk import find_tensors
 from ddp_from_scratch.autograd.hooks import ModuleHook
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.profiling.marks import Marks
 from ddp_from_scratch.reducer.reducer import Reducer
-from ddp_from_scratch.timeline.marks import Marks
 
 Mark = Any  # see `Marks`
 
@@ -81,7 +81,9 @@ class Recorder(Observer):
         self._first = reducer.iteration + skip
         module, ignore = reducer.module, reducer.ignore
         parameters = {
-            name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignore
+            name: p
+            for name, p in module.named_parameters()
+            if p.requires_grad and name not in ignore
         }
         ours = {id(parameter) for parameter in parameters.values()}
         # The nodes are kept: a hook lives as long as its node, which only its graphs hold.

@@ -1,0 +1,33 @@
+"""The timeline of a run: `--timeline`."""
+
+import sys
+
+from ddp_from_scratch.profiling.text import as_text
+from ddp_from_scratch.profiling.timeline import SKIP, Timeline
+from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
+
+
+def of_run(settings: Settings, reducer: Reducer) -> Timeline | None:
+    """Begins the timeline that was asked for, if any. Collective."""
+    if settings.timeline is None:
+        return None
+    return Timeline(reducer, settings.timeline, settings.timeline_steps or TIMELINE_STEPS)
+
+
+def close(timeline: Timeline | None, report: Report) -> None:
+    """Writes what there is and prints a step. Collective.
+
+    Raises:
+        UsageError: see `Timeline`.
+    """
+    if timeline is None:
+        return
+    timeline.close()
+    if timeline.record is None:
+        report.warning(f"no timeline: it needs more than {SKIP} steps")
+        return
+    step = timeline.record.typical
+    report.line("\n" + as_text(timeline.record, step, colour=sys.stdout.isatty()) + "\n")
+    report.line(f"timeline {timeline.folder}: timeline.html, timeline.txt, trace.json")

@@ -1,0 +1,50 @@
+"""A record of one step of two ranks, with numbers that are easy to follow."""
+
+from dataclasses import replace
+
+from ddp_from_scratch.profiling.marks import HostMarks
+from ddp_from_scratch.profiling.record import Record, rank_times, step_times
+from ddp_from_scratch.profiling.recorder import BucketMarks, StepMarks
+
+LAYOUT = (("b",), ("a",))
+NBYTES = {"a": 2**21, "b": 2**20}
+
+
+def marks(late: float = 0.0) -> StepMarks:
+    """A step of 100 ms; gradients come `late` seconds later."""
+
+    def bucket(index: int, pack: float, landed: float, waited: float) -> BucketMarks:
+        times = pack, pack + 0.002, landed, 0.070 + late, waited, waited + 0.001
+        return BucketMarks(index, *times)
+
+    return StepMarks(
+        iteration=7,
+        layout=LAYOUT,
+        forward=[0.0, 0.030],
+        backward=[0.030],
+        arrived=[("b", 0.040 + late), ("a", 0.060 + late)],
+        buckets={
+            0: bucket(0, 0.040 + late, 0.064, 0.070 + late),
+            1: bucket(1, 0.060 + late, 0.080, 0.080),
+        },
+        backward_end=0.070 + late,
+        averaged=0.082,
+        optimizer=[0.085, 0.100],
+    )
+
+
+def record(late: float = 0.010) -> Record:
+    """Rank 1 launches each bucket `late` seconds after rank 0."""
+    ranks = [rank_times(r, HostMarks(), marks(late * r)) for r in range(2)]
+    steps = (step_times(7, LAYOUT, ranks),)
+    return Record("Net, 3 MiB of gradients, 2 ranks by gloo", NBYTES, ("host", "host"), 0.0, steps)
+
+
+def with_steps(*lengths: float) -> Record:
+    """The same record with steps of these lengths in ms."""
+    (step,) = record().steps
+    steps = [
+        replace(step, iteration=n, ranks=tuple(replace(r, end=length) for r in step.ranks))
+        for n, length in enumerate(lengths)
+    ]
+    return replace(record(), steps=tuple(steps))

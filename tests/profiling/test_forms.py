@@ -1,0 +1,134 @@
+"""The forms of a record: text, trace, picture, page."""
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from ddp_from_scratch.profiling.page import as_html
+from ddp_from_scratch.profiling.picture import COLOURS, draw
+from ddp_from_scratch.profiling.text import WIDTH, as_text
+from ddp_from_scratch.profiling.trace import as_json
+from tests.profiling.records import record, with_steps
+
+
+def test_text_of_a_step():
+    whole = record()
+    text = as_text(whole, whole.typical)
+    lines = text.splitlines()
+    assert lines[:3] == ["Net, 3 MiB of gradients, 2 ranks by gloo", "step 7: 100.0 ms", ""]
+    assert max(map(len, lines)) <= WIDTH
+    rank, first, second = (line.partition("|")[2] for line in lines[3:6])
+    assert re.fullmatch(r"F{22,24}B+p+B+p+B+u?!+u *O+\|", rank), rank
+    assert re.fullmatch(r" {30,32}p+-+=+ +u? *\|", first), first
+    assert re.fullmatch(r" {45,47}p+-+=+u? *\|", second), second
+    assert lines[3].startswith("rank 0")
+    assert lines[4].startswith("  bucket 0, 1 MiB")
+    assert lines[5].startswith("  bucket 1, 2 MiB")
+
+
+def test_text_says_what_is_exposed_and_who_came_last():
+    whole = record()
+    text = as_text(whole, whole.typical)
+    assert (
+        "rank 0: communication 38.0 ms, 74% hidden; exposed 10.0 ms, 10% of the step, 10.0 of it "
+        "for bucket 1" in text
+    )
+    assert "rank 1 launched 2 of 2 buckets last; the others had waited 10.0 ms for each" in text
+    assert "nothing can overlap" not in text
+    assert "clocks" not in text
+
+
+def test_text_of_one_bucket_says_that_nothing_can_overlap():
+    (step,) = record().steps
+    ranks = tuple(replace(rank, buckets=rank.buckets[:1]) for rank in step.ranks)
+    whole = replace(record(), steps=(replace(step, layout=(("a", "b"),), ranks=ranks),))
+    assert "1 bucket of 3 MiB: it is full when backward ends" in as_text(whole, whole.typical)
+
+
+def test_text_says_how_far_clocks_may_differ():
+    assert "may differ by 0.25 ms" in as_text(replace(record(), clock_error=0.25), record().typical)
+
+
+def test_text_has_colours_only_if_asked():
+    whole = record()
+    plain, coloured = (as_text(whole, whole.typical, colour=c) for c in (False, True))
+    assert "\033" not in plain
+    assert re.sub(r"\033\[\d+m", "", coloured) == plain != coloured
+
+
+def test_trace_has_every_event_in_microseconds():
+    whole = with_steps(100.0, 50.0)
+    events = json.loads(as_json(whole))["traceEvents"]
+    forward = [e for e in events if e["name"] == "forward" and e["pid"] == 1]
+    assert [e["dur"] for e in forward] == pytest.approx([30e3, 30e3])
+    assert forward[1]["ts"] > 100e3  # the second step behind the first
+    moves = next(e for e in events if e["name"] == "moves" and e["pid"] == 0)
+    assert moves["args"] == {"step": 0, "bytes": 2**20, "parameters": ["b"]}
+    assert {e["name"] for e in events if e["ph"] == "i"} == {"gradient of a", "gradient of b"}
+    rows = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert rows == {"compute", "bucket 0", "bucket 1"}
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_picture_is_drawn_into_the_formats_of_the_names(tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = tmp_path / "a.png", tmp_path / "a.svg"
+    assert draw(record(), record().typical, *paths)
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    svg = paths[1].read_text()
+    assert "bucket 1, 2 MiB" in svg
+    for colour in COLOURS.values():
+        assert colour in svg
+
+
+def test_without_matplotlib_nothing_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert not draw(record(), record().typical, tmp_path / "a.png")
+    assert not list(tmp_path.iterdir())
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.S)[1])
+
+
+def test_page_holds_the_record_and_loads_nothing():
+    page = as_html(with_steps(5.0, 90.0, 20.0))
+    data = data_of(page)
+    assert [step["iteration"] for step in data["steps"]] == [0, 1, 2]
+    assert data["typical"] == 2
+    assert not re.search(r"(src|href)=|@import|fetch\(", page)
+    assert re.findall(r"https?://\S+?(?=\")", page) == ["http://www.w3.org/2000/svg"]
+
+
+def test_page_is_not_ended_by_a_name():
+    name = "</script><b>"
+    (step,) = record().steps
+    whole = replace(record(), title=name, steps=(step,))
+    page = as_html(whole)
+    assert name not in page
+    assert data_of(page)["title"] == name
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_page_in_a_browser(tmp_path):
+    path = tmp_path / "timeline.html"
+    path.write_text(as_html(with_steps(100.0, 5.0, 100.0)))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,800"]
+    command += ["--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--dump-dom", path.as_uri()]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    view = found[found.index("<svg") : found.index("</svg>")]
+    for text in ("rank 0", "rank 1", "bucket 0, 1.00 MiB", "bucket 1, 2.00 MiB"):
+        assert f">{text}" in view
+    assert "waits for bucket 1: exposed\n10.0 ms" in view
+    assert "gradient of a\n2.00 MiB" in view
+    assert "launched last by rank 1" in view
+    assert ">0: 100.0 ms, exposed 10.0 ms (slowest)<" in found
+    assert ">1: 5.00 ms, exposed 10.0 ms<" in found
