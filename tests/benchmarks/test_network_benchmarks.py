@@ -332,8 +332,8 @@ def test_a_rank_that_fails_ends_all():
 
 def test_result_file_is_what_the_picture_reads(tmp_path):
     alone = asdict(Result(NO_COMMUNICATION, [1.0, 1.0], 0, [[9]], 1.0))
-    ours = asdict(Result(REDUCER, [1.0, 3.0], 8, [[9]], 1.5))
-    by_speed = {gbit: [alone, ours] for gbit in (0.1, 1.0)}
+    theirs, ours = (asdict(Result(n, [1.0, 3.0], 8, [[9]], 1.5)) for n in (TORCH, REDUCER))
+    by_speed = {gbit: [alone, theirs, ours] for gbit in (0.1, 1.0)}
     two_hosts.draw("mlp", "gloo", 2, by_speed, tmp_path)
     if pyplot is not None:
         assert (tmp_path / "two_hosts-mlp-gloo-2.png").stat().st_size > 0
