@@ -121,6 +121,7 @@ SET = [
         ("--model", "mlp", "transformer", "--optimizer", "adamw", *_FULL),
     ),
     Benchmark("overlap", ("--model", "mlp"), obstacle=needs_two_ranks),
+    Benchmark("ladder", (), None, (), obstacle=needs_two_ranks),
     Benchmark("memory", ("--model", "mlp", "--contender", NO_COMMUNICATION, *_FEW[1:])),
     Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=needs_two_hosts),
     Benchmark("breakdown", None, None, obstacle=needs_mpirun),

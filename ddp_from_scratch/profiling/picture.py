@@ -1,6 +1,8 @@
-"""A step as a picture, for documents."""
+"""Steps as a picture, for documents."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ddp_from_scratch.profiling.record import RankTimes, Record, Span, StepTimes
 
@@ -15,44 +17,69 @@ COLOURS = {
     "moves": "#009e73",
 }
 
+# A label, and spans of a kind in ms.
+Row = tuple[str, Sequence[tuple[str, Span]]]
+
 
 def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
-    """Draws one step into files of the formats that their names say.
+    """Draws one step of all ranks: a row for what a rank computes, one for each of its buckets.
 
     Returns:
         False if there is no matplotlib; nothing is drawn then.
+    """
+    rows: list[Row] = []
+    for rank in step.ranks:
+        rows.append((f"rank {rank.rank}", _compute(rank)))
+        for bucket in rank.buckets:
+            mib = record.bucket_nbytes(step, bucket.index) / 2**20
+            rows.append((f"bucket {bucket.index}, {mib:.3g} MiB", _sent(rank, bucket.index)))
+    title = f"{record.title}: step {step.iteration}, {step.length:.1f} ms"
+    return draw_panels({title: rows}, *paths)
+
+
+def draw_ladder(title: str, steps: Mapping[str, StepTimes], *paths: Path) -> bool:
+    """Draws rank 0's part of several steps, by their captions, on one scale.
+
+    Returns: see `draw`.
+    """
+    panels: dict[str, list[Row]] = {}
+    for caption, step in steps.items():
+        rank = step.ranks[0]
+        sent = [span for bucket in rank.buckets for span in _sent(rank, bucket.index)]
+        caption = f"{caption}: {step.length:.1f} ms, of which {rank.exposed:.1f} exposed"
+        panels[caption] = [("computes", _compute(rank)), ("gradients", sent)]
+    return draw_panels(panels, *paths, title=title)
+
+
+def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = "") -> bool:
+    """Draws rows under captions, on one scale of ms, into files of the formats of their names.
+
+    Returns: see `draw`.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    rows = sum(1 + len(rank.buckets) for rank in step.ranks)
-    figure = Figure(figsize=(12, 1.6 + 0.28 * rows))
+    counts = [len(rows) for rows in panels.values()]
+    figure = Figure(figsize=(12, 1.2 + 0.28 * sum(counts) + 0.45 * len(counts)))
     # Not pyplot: the program may draw with it, on a screen of its own.
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    labels: list[str] = []
-    for rank in step.ranks:
-        _draw_row(axes, len(labels), _compute(rank), 0.8)
-        labels.append(f"rank {rank.rank}")
-        for bucket in rank.buckets:
-            sent = (bucket.sent[0], bucket.met), (bucket.met, bucket.sent[1])
-            row = [("waits for a rank", sent[0]), ("moves", sent[1])]
-            _draw_row(axes, len(labels), row, 0.55)
-            mib = record.bucket_nbytes(step, bucket.index) / 2**20
-            labels.append(f"bucket {bucket.index}, {mib:.3g} MiB")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.set_xlim(0, step.length)
-    axes.set_xlabel("ms")
-    axes.set_title(f"{record.title}: step {step.iteration}, {step.length:.1f} ms", loc="left")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+    figure.set_layout_engine("constrained")
+    all_axes = figure.subplots(
+        len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": counts}
+    )[:, 0]
+    for axes, (caption, rows) in zip(all_axes, panels.items(), strict=True):
+        _draw_rows(axes, rows)
+        axes.set_title(caption, loc="left")
+        axes.tick_params(axis="x", labelbottom=axes is all_axes[-1])
+    ends = [span[1] for rows in panels.values() for _, spans in rows for _, span in spans]
+    all_axes[-1].set_xlim(0, max(ends))
+    all_axes[-1].set_xlabel("ms")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left")
     handles = [axes.barh(0, 0, color=colour, label=what) for what, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.set_layout_engine("constrained")
     for path in paths:
         figure.savefig(path, dpi=120)
     return True
@@ -69,8 +96,24 @@ def _compute(rank: RankTimes) -> list[tuple[str, Span]]:
     return spans
 
 
-def _draw_row(axes: object, row: int, spans: list[tuple[str, Span]], height: float) -> None:
-    for what, (begin, end) in spans:
-        axes.broken_barh(  # type: ignore[attr-defined]  # matplotlib may not be there
-            [(begin, end - begin)], (row - height / 2, height), color=COLOURS[what], linewidth=0
-        )
+def _sent(rank: RankTimes, index: int) -> list[tuple[str, Span]]:
+    found = []
+    for bucket in rank.buckets:
+        if bucket.index == index:
+            found.append(("waits for a rank", (bucket.sent[0], bucket.met)))
+            found.append(("moves", (bucket.met, bucket.sent[1])))
+    return found
+
+
+def _draw_rows(axes: Any, rows: Sequence[Row]) -> None:
+    for place, (label, spans) in enumerate(rows):
+        # A rank's own row stands out from those of what it sends.
+        height = 0.8 if label.startswith(("rank", "computes")) else 0.55
+        for what, (begin, end) in spans:
+            bar = [(begin, end - begin)], (place - height / 2, height)
+            axes.broken_barh(*bar, color=COLOURS[what], linewidth=0)
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)

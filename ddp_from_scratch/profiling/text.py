@@ -23,7 +23,6 @@ _KINDS = {
     "-": ("waits for a rank", 31),
     "=": ("moves", 32),
 }
-LEGEND = "  ".join(f"{symbol} {what}" for symbol, (what, _) in _KINDS.items())
 
 
 def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
@@ -36,8 +35,23 @@ def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
             lines.append(_line(label, _bucket(rank, bucket, step), step.length, colour))
         if len(rank.buckets) > _MOST:
             lines.append(f"  and {len(rank.buckets) - _MOST} more buckets")
-    lines += ["", LEGEND[: LEGEND.index("  .")], LEGEND[LEGEND.index("  .") + 2 :], ""]
+    lines += ["", legend(), ""]
     return "\n".join([*lines, *summary(record, step)])
+
+
+def two_lines(step: StepTimes, length: float, *, colour: bool = False) -> str:
+    """Draws rank 0's part of a step, all its buckets in one line; `length` ms fill the width."""
+    rank = step.ranks[0]
+    # Gradients arrive all the time, so one line of all buckets would hold nothing else.
+    sent = [s for b in rank.buckets for s in _bucket(rank, b, step) if s[0] in "-="]
+    computes = _line("computes", _compute(rank), length, colour)
+    return computes + "\n" + _line("gradients", sent, length, colour)
+
+
+def legend() -> str:
+    """Returns what the symbols stand for, in two lines."""
+    items = [f"{symbol} {what}" for symbol, (what, _) in _KINDS.items()]
+    return "  ".join(items[:6]) + "\n" + "  ".join(items[6:])
 
 
 def summary(record: Record, step: StepTimes) -> list[str]:

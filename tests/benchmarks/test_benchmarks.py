@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as run_set
-from benchmarks import breakdown, memory, overlap, scaling, summary, two_hosts
+from benchmarks import breakdown, ladder, memory, overlap, scaling, summary, two_hosts
 from benchmarks.harness.report import pyplot
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench import main
@@ -97,6 +97,19 @@ def test_the_parts_of_a_step_take_over_from_each_other(monkeypatch):
 def _enter(part):
     with part:
         pass
+
+
+@pytest.mark.slow
+def test_the_ladder_draws_every_rung(tmp_path):
+    options = ["--model", "layers500", "--steps", "2", "--results", str(tmp_path)]
+    done = run("-m", "benchmarks.ladder", *options)
+    content = json.loads((tmp_path / "ladder-layers500-gloo-2.json").read_text())
+    assert list(content["samples"]) == list(ladder.RUNGS)
+    buckets = {rung: len(step["layout"]) for rung, step in content["samples"].items()}
+    assert buckets["naive"] == 1000
+    assert buckets["flat"] == 1
+    for rung in ladder.RUNGS:
+        assert f"\n{rung}\ncomputes " in done.stdout
 
 
 @pytest.mark.slow

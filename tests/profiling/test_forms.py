@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from ddp_from_scratch.profiling.page import as_html
-from ddp_from_scratch.profiling.picture import COLOURS, draw
-from ddp_from_scratch.profiling.text import WIDTH, as_text
+from ddp_from_scratch.profiling.picture import COLOURS, draw, draw_ladder
+from ddp_from_scratch.profiling.text import WIDTH, as_text, legend, two_lines
 from ddp_from_scratch.profiling.trace import as_json
 from tests.profiling.records import record, with_steps
+from tests.support.ranks import ROOT
 
 
 def test_text_of_a_step():
@@ -28,6 +29,26 @@ def test_text_of_a_step():
     assert lines[3].startswith("rank 0")
     assert lines[4].startswith("  bucket 0, 1 MiB")
     assert lines[5].startswith("  bucket 1, 2 MiB")
+
+
+def test_the_guide_shows_this_step():
+    drawn = as_text(record(), record().typical).splitlines()[3:6]
+    assert "\n".join(drawn) in (ROOT / "docs" / "how-to" / "timeline.md").read_text()
+
+
+def test_two_lines_of_a_step_on_a_longer_scale():
+    computes, gradients = two_lines(record().typical, 200.0).splitlines()
+    assert len(computes) == len(gradients) == WIDTH
+    assert re.fullmatch(r"computes +\|F+B+p?B+p?B+!+u? *O+ {38}\|", computes), computes
+    assert re.fullmatch(r"gradients +\| +-+=+-*=* +\|", gradients), gradients
+
+
+def test_the_legend_has_every_symbol():
+    text = as_text(record(), record().typical)
+    symbols = re.findall(r"(?:^|  )(\S) [a-z]", legend(), re.MULTILINE)
+    bars = "".join(line.partition("|")[2] for line in text.splitlines())
+    assert set(bars) - set(" |") <= set(symbols)
+    assert len(symbols) == 9
 
 
 def test_text_says_what_is_exposed_and_who_came_last():
@@ -83,6 +104,16 @@ def test_picture_is_drawn_into_the_formats_of_the_names(tmp_path):
     assert "bucket 1, 2 MiB" in svg
     for colour in COLOURS.values():
         assert colour in svg
+
+
+def test_a_ladder_has_a_panel_for_each_step(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "a.svg"
+    assert draw_ladder("a model", {"naive": record().typical, "flat": record().typical}, path)
+    svg = path.read_text()
+    for text in ("a model", "naive: 100.0 ms, of which 10.0 exposed", "flat: 100.0 ms"):
+        assert text in svg
+    assert svg.count("computes") == 2
 
 
 def test_without_matplotlib_nothing_is_drawn(tmp_path, monkeypatch):

@@ -1,0 +1,155 @@
+"""python -m benchmarks.ladder: draws a step on each rung, from the naive loop to shared memory.
+
+Examples:
+    python -m benchmarks.ladder                        gloo, ResNet-18, two processes
+    python -m benchmarks.ladder --model transformer --nproc 4
+
+Each rung adds one idea to the one before:
+
+    naive           one all-reduce for each gradient, after backward
+    flat            all gradients in one buffer, one all-reduce
+    buckets         buffers of 25 MiB, one after another, still after backward
+    overlapped      each bucket is sent as soon as it is full, while backward goes on
+    shared memory   the same in memory that the ranks of a machine share, without messages
+
+For each the step of median length is drawn, rank 0's part: what it computes, and when gradients are
+on their way. "exposed" is the time in which it does nothing but wait for them. Every rung has
+gradients as views and torch's fused SGD. One rung runs after another: to compare their times take
+benchmarks.step_time, where contenders take turns.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.harness.launch import add_common_options, backend_of_job
+from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, process_group
+from ddp_from_scratch.bench.contenders import ContenderSpec, contenders
+from ddp_from_scratch.bench.launch import start
+from ddp_from_scratch.bench.prepare import Optimizers, Training, two_calls
+from ddp_from_scratch.bench.result_file import write
+from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.rank_process import run_to_exit
+from ddp_from_scratch.profiling.picture import draw_ladder
+from ddp_from_scratch.profiling.record import StepTimes
+from ddp_from_scratch.profiling.text import legend, two_lines
+from ddp_from_scratch.profiling.timeline import SKIP, Timeline
+
+RUNGS: dict[str, dict[str, Any]] = {
+    "naive": {"bucket_cap_mb": 0, "overlap": False, "shared_memory": False},
+    "flat": {"bucket_cap_mb": float("inf"), "overlap": False, "shared_memory": False},
+    "buckets": {"overlap": False, "shared_memory": False},
+    "overlapped": {"shared_memory": False},
+    "shared memory": {},
+}
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    if environment.launcher() != "none":
+        measure(options)
+        return 0
+    return start("benchmarks.ladder", "gloo", options.nproc, *sys.argv[1:])
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ladder",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # The rungs without shared memory are gloo's alone.
+    add_common_options(parser, ["resnet18"], ["gloo"])
+    parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
+    parser.add_argument("--steps", type=int, default=15, help="steps of a rung (default: 15)")
+    options = parser.parse_args(arguments)
+    if options.nproc < 2 or options.steps < 1:
+        raise UsageError(
+            f"--nproc must be 2 or more and --steps 1 or more, got {options.nproc}, {options.steps}"
+        )
+    return options
+
+
+def measure(options: argparse.Namespace) -> None:
+    """A rank's part: records every rung and, on rank 0, prints, writes and draws."""
+    backend_of_job(options)
+    torch.set_num_threads(1)
+    with process_group("gloo") as world:
+        for model in options.model:
+            workload = WORKLOADS[model]
+            torch.manual_seed(world.rank)
+            steps = {
+                rung: typical_step(workload, world.device, settings, options.steps)
+                for rung, settings in RUNGS.items()
+            }
+            if world.rank == 0:
+                title = f"{workload.name}; gloo, {world.world_size} ranks"
+                report(options, model, title, steps)
+
+
+def typical_step(
+    workload: Workload, device: torch.device, settings: Mapping[str, Any], count: int
+) -> StepTimes:
+    """The step of median length of a Reducer with these settings. Collective."""
+    made: list[Reducer] = []
+
+    def prepare(
+        model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
+    ) -> Training:
+        broadcast_parameters(model, process_group=group)
+        made.append(Reducer(model, group, gradient_as_bucket_view=True, **settings))
+        return two_calls(model, optimizers.fused(model))
+
+    (contender,) = contenders(workload, device, [ContenderSpec("", prepare)], keep_start=False)
+    timeline = Timeline(made[0], None, steps=count)
+    for _ in range(SKIP + count + 1):
+        dist.barrier()  # a step begins on all ranks at once
+        contender.step()
+    timeline.close()
+    made[0].remove()
+    gc.collect()  # hooks make cycles of model and Reducer
+    assert timeline.record is not None, "as many steps as that were taken"
+    return timeline.record.typical
+
+
+def report(
+    options: argparse.Namespace, model: str, title: str, steps: Mapping[str, StepTimes]
+) -> None:
+    """Prints, writes and draws the steps of all rungs."""
+    longest = max(step.length for step in steps.values())
+    print(f"\n{title}: rank 0's part of a step, {longest:.0f} ms wide")
+    for rung, step in steps.items():
+        print(f"\n{rung}")
+        print(two_lines(step, longest, colour=sys.stdout.isatty()))
+    print(f"\n{legend()}\n")
+    rows = [
+        [rung, f"{step.length:.1f}", f"{first.communication:.1f}", f"{first.exposed:.1f}"]
+        for rung, step in steps.items()
+        for first in step.ranks[:1]
+    ]
+    print(text_table(["", "ms", "communication", "exposed"], rows), flush=True)
+    name = f"ladder-{model}-gloo-{options.nproc}"
+    settings = {"benchmark": "ladder", "model": model, "nproc": options.nproc}
+    samples = {rung: asdict(step) for rung, step in steps.items()}
+    write(name, title, samples, settings=settings, folder=options.results)
+    path = options.results / f"{name}.png"
+    drawn = draw_ladder(f"{title}: rank 0's part of a step", steps, path)
+    print(f"drawn to {path}" if drawn else "not drawn: there is no matplotlib", flush=True)
+
+
+if __name__ == "__main__":
+    run_to_exit(main)
