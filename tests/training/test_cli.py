@@ -74,6 +74,8 @@ def error_of(*arguments: str) -> str:
         ("--threads 100000", "--threads must be 1 to 1,024, got 100000"),
         ("--check-sync -1", "--check-sync must be 0 or more, got -1"),
         ("--powersgd-rank 2", "--powersgd-rank is for --compress powersgd, which is not given"),
+        ("--timeline-steps 2", "--timeline-steps is for --timeline, which is not given"),
+        ("--timeline t --timeline-steps 0", "--timeline-steps must be 1 to 1,000,000,000, got 0"),
         (
             "--compress fp16 --powersgd-rank 2",
             "--powersgd-rank is for --compress powersgd, which is not given",

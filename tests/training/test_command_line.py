@@ -76,6 +76,24 @@ def test_without_a_launcher(trained: tuple[Run, Result, Path]) -> None:
     assert "\033" not in run.out
 
 
+@pytest.mark.parametrize("backend", [slow("gloo"), "mpi"])
+def test_a_timeline_is_printed_and_written(
+    backend: str, trained: tuple[Run, Result, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "timeline"
+    options = ["--backend", backend, "--timeline", folder, "--timeline-steps", "2"]
+    with run_py(*ONE_EPOCH, *options) as run:
+        assert result_of(run) == trained[1]  # the same bits
+        assert "\033" not in run.out
+        for rank in range(2):
+            assert re.search(rf"^rank {rank} +\|.*F.*B.*O.*\|$", run.out, re.MULTILINE)
+        assert "1 bucket of 0.147 MiB: it is full when backward ends" in run.out
+        assert f"timeline {folder}: timeline.html, timeline.txt, trace.json\n" in run.out
+        assert (folder / "timeline.txt").read_text() in run.out
+    files = {"timeline.html", "timeline.txt", "trace.json"}
+    assert files <= {path.name for path in folder.iterdir()}
+
+
 def test_a_saved_model_has_the_accuracy_that_training_printed(
     trained: tuple[Run, Result, Path],
 ) -> None:
@@ -346,6 +364,15 @@ def test_nccl_without_a_gpu() -> None:
 def test_what_cannot_be_had(arguments: str, told: list[str]) -> None:
     with run_py(*arguments.split(), "--nproc", 1) as run:
         assert_one_line(run, *told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_timeline_that_cannot_be_written(backend: str) -> None:
+    with run_py("--timeline", "/etc/hostname/t", "--backend", backend) as run:
+        assert_one_line(
+            run, "cannot write the timeline to /etc/hostname/t", alone=backend == "gloo"
+        )
 
 
 @pytest.mark.parametrize(
