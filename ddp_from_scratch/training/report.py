@@ -1,5 +1,6 @@
 """Output of a run: a progress bar and lines, from rank 0 alone."""
 
+import os
 import sys
 from collections.abc import Iterable
 
@@ -9,7 +10,11 @@ from ddp_from_scratch.launch import output
 
 
 class Report:
-    """A progress bar on a terminal, plain lines elsewhere; from the one rank that `speaks`."""
+    """A progress bar on a terminal, plain lines elsewhere; from the one rank that `speaks`.
+
+    Attributes:
+        colours: True where a person looks at standard output.
+    """
 
     def __init__(self, *, speaks: bool, quiet: bool) -> None:
         self._speaks = speaks
@@ -17,6 +22,9 @@ class Report:
         # On standard error, so that the output of a run can be piped. Under mpirun, too: standard
         # error, a pipe there, has become the terminal that a person watches (`write_to_terminal`).
         self._bar = self._verbose and sys.stderr.isatty()
+        # Both: mpirun gives every rank a terminal of its own as standard output.
+        terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        self.colours = terminal and "NO_COLOR" not in os.environ
 
     def progress(self, steps: range, title: str) -> Iterable[int]:
         """Passes `steps` through, and shows how far they are on a terminal."""

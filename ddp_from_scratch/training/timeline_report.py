@@ -1,7 +1,5 @@
 """The timeline of a run: `--timeline`."""
 
-import sys
-
 from ddp_from_scratch.profiling.text import as_text
 from ddp_from_scratch.profiling.timeline import SKIP, Timeline
 from ddp_from_scratch.reducer.reducer import Reducer
@@ -29,5 +27,5 @@ def close(timeline: Timeline | None, report: Report) -> None:
         report.warning(f"no timeline: it needs more than {SKIP} steps")
         return
     step = timeline.record.typical
-    report.line("\n" + as_text(timeline.record, step, colour=sys.stdout.isatty()) + "\n")
+    report.line("\n" + as_text(timeline.record, step, colour=report.colours) + "\n")
     report.line(f"timeline {timeline.folder}: timeline.html, timeline.txt, trace.json")
