@@ -31,6 +31,7 @@ from ddp_from_scratch.checks.stall_watch import Progress, StallWatch
 from ddp_from_scratch.group import check_group
 from ddp_from_scratch.reducer.bucket_tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.reducer.comm_state import CommState
+from ddp_from_scratch.reducer.profiler_ranges import ProfilerRanges, profiling
 from ddp_from_scratch.reducer.stats import ReducerStats
 from ddp_from_scratch.sync.buffer_sync import BufferSync
 from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck
@@ -182,6 +183,8 @@ class Reducer:
         self._drift: DriftCheck | None = None
         if check_every is not None:
             self._compare_ranks(check_every)
+        # None unless torch.profiler records.
+        self._ranges: ProfilerRanges | None = None
         self._fused: FusedWgrad | None = None
         if fuse_wgrad:
             index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -509,12 +512,24 @@ class Reducer:
     def _before_forward(self) -> None:
         if self._fused is not None:
             self._fused.before_forward()
+        if profiling() != (self._ranges is not None):
+            self._show_profiler(profiling())
         self.checks.before_forward()
         self.checks.note_writes()
 
     def _after_forward(self, outputs: object) -> None:
         self.checks.after_forward(compared=self.iteration == 0 or self._drift is not None)
         self._pass.on_forward(outputs)
+
+    def _show_profiler(self, recording: bool) -> None:
+        """Shows torch.profiler the buckets, or ends that."""
+        if self._ranges is not None:
+            self.remove_observer(self._ranges)
+        self._ranges = None
+        if recording:
+            names = zip(self._buckets.parameters, self._buckets.names, strict=True)
+            self._ranges = ProfilerRanges({id(parameter): name for parameter, name in names})
+            self.add_observer(self._ranges)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.checks.check_complete()
