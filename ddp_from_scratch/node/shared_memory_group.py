@@ -113,6 +113,31 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    # Splitting: `dist.split_group` ---------------------------------------------------------------
+
+    supports_splitting = True
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> SharedMemoryGroup | None:
+        """A group of some of this one's ranks; None on the others, which need not call it."""
+        if self.rank() not in ranks:
+            return None
+        part = self._part(ranks, timeout or self._timeout, group_name or "")
+        part.setGroupName(group_name or "")
+        part.setGroupDesc(group_desc or "")
+        return part
+
+    def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> SharedMemoryGroup:
+        """A group of `ranks`, which are places in this one. Only they call it."""
+        raise NotImplementedError
+
     def install_store(self) -> None:
         """Lets torch know the group's store, where it may not have noted one yet. Idempotent."""
 
@@ -138,7 +163,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, crossing: torch.dtype | None = None
     ) -> Operation:
-        check_memory(self.backend, "all_reduce", tensor)
+        check_memory(self.backend, "all_reduce", written=[tensor])
         fingerprint, reduction = self._named_reduction(tensor.numel(), tensor.dtype, op)
         return Operation(
             fingerprint,
@@ -236,6 +261,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._sequence += 1
         name = partial(_name_call, kind, self._sequence, self._nodes.everyone.world_rank, tensors)
         run = partial(run_in_turn, operations, self.checked_barrier, self._timeout.total_seconds())
+        if torch.is_inference_mode_enabled() or any(map(torch.Tensor.is_inference, tensors)):
+            run = torch.inference_mode()(run)  # such tensors may be written to there alone
         # A caller that waits at once (`async_op=False`) may run them itself, which saves the way to
         # the thread and back. Not across machines: a machine that is gone may be waited for as long
         # as TCP does, and only a caller that waits for the thread can leave.

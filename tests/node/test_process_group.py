@@ -13,14 +13,16 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
 
-from ddp_from_scratch import NodeSharedSGD, Reducer
+from ddp_from_scratch import DistributedDataParallel, NodeSharedSGD, Reducer
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import ProcessGroupNode, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
 from ddp_from_scratch.node.staging import PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
 from tests.mpi.test_collectives import all_reduce_every_dtype, all_reduce_operations
+from tests.mpi.test_groups import a_group_that_is_split
 from tests.mpi.test_meeting import fast_and_slow_ranks
 from tests.mpi.test_several_machines import REDUCED_SIXTEEN_BITS, machines
 from tests.mpi.test_windows import OPERATIONS, SIZES, check_all_reduce
@@ -107,6 +109,36 @@ def test_an_operation_without_a_meaning_is_refused(crew):
     crew(what_cannot_be_summed)
 
 
+def expanded(world):
+    for size in (8, 500_000):
+        one = torch.ones(1).expand(size)
+        for at_once in (True, False):
+            with pytest.raises(RuntimeError, match=r"one place in memory .*expand\(\): call c"):
+                dist.all_reduce(one, async_op=not at_once)
+        tensor = torch.ones(2, size).t()  # not dense, but each element has a place of its own
+        dist.all_reduce(tensor)
+        assert tensor.eq(world.world_size).all()
+
+
+def test_an_expanded_tensor_is_refused_and_the_group_goes_on(crew):
+    crew(expanded)
+
+
+def made_in_inference_mode(world):
+    for size in (8, 500_000):
+        with torch.inference_mode():
+            tensor = torch.ones(size)
+        for at_once in (True, False):
+            work = dist.all_reduce(tensor, async_op=not at_once)
+            at_once or work.wait()
+        assert tensor.eq(world.world_size**2).all()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "node", "mpi"])
+def test_a_tensor_of_inference_mode_is_reduced_outside(ranks, backend):
+    ranks(backend, 2)(made_in_inference_mode)
+
+
 def in_inference_mode(world):
     for numel in (3, 2**20):
         for dtype in (torch.float32, torch.bfloat16):
@@ -191,6 +223,59 @@ def over_machines(world, sizes):
 @pytest.mark.parametrize("sizes", [(2, 1), slow((2, 2)), slow((1, 1)), slow((1, 3))])
 def test_several_machines(ranks, sizes):
     ranks("gloo", sum(sizes))(over_machines, sizes)
+
+
+# Parts of a group --------------------------------------------------------------------------------
+
+
+def a_mesh(world):
+    # Here, since it takes a second, which no other test needs.
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, world.world_size), mesh_dim_names=("outer", "inner"))
+    for name, ranks in (("outer", [world.rank]), ("inner", [*range(world.world_size)])):
+        group = mesh.get_group(name)
+        assert dist.get_process_group_ranks(group) == ranks
+        tensor = funcol.all_reduce(torch.tensor([world.rank]), "sum", mesh[name])
+        assert tensor.tolist() == [sum(ranks)]
+    whole = distribute_tensor(torch.arange(4.0), mesh["inner"], [Shard(0)])
+    assert whole.sum().full_tensor().item() == 6.0
+    model = torch.nn.Linear(1, 1, bias=False)
+    wrapped = DistributedDataParallel(model, device_mesh=mesh["inner"])
+    wrapped(torch.full((1, 1), 2.0 * world.rank)).backward()
+    assert model.weight.grad.item() == world.world_size - 1
+
+
+@pytest.mark.parametrize("backend", ["node", "mpi"])
+def test_a_device_mesh(ranks, backend):
+    ranks(backend, 2)(a_mesh)
+
+
+def parts_of_parts(world):
+    n, r = world.world_size, world.rank
+    turned = dist.split_group(split_ranks=[list(range(n))[::-1]])
+    assert dist.get_group_rank(turned, r) == n - 1 - r
+    part = dist.split_group(turned, [[0, n - 1], *([i] for i in range(1, n - 1))])
+    tensor = torch.tensor([r + 1])
+    dist.all_reduce(tensor, group=part)
+    assert tensor.item() == (n + 1 if r in (0, n - 1) else r + 1)
+    first = torch.tensor([r])
+    dist.broadcast(first, group=turned, group_src=0)  # by gloo on node
+    assert first.item() == n - 1
+    reducer = Reducer(torch.nn.Linear(2, 2), turned)
+    assert "by shared memory" in repr(reducer)
+    reducer.remove()
+    dist.destroy_process_group(part)
+    with pytest.raises(TypeError, match="does not support shrinking"):
+        dist.shrink_group([0] if r else [1], turned)
+
+
+@pytest.mark.parametrize("backend", ["node", "mpi", slow("gloo")])
+def test_a_group_is_split_as_gloos_is(ranks, backend):
+    if torch.__version__ < "2.15":
+        pytest.skip("this torch splits groups only where there is a GPU")
+    for called in (a_group_that_is_split, parts_of_parts):
+        ranks(backend, 3)(called)
 
 
 # Beside a gloo group -----------------------------------------------------------------------------
