@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
+import mmap
 import os
+import resource
 import signal
 import socket
 import sys
@@ -17,7 +19,7 @@ from torch.distributed import _functional_collectives as funcol
 
 from ddp_from_scratch import DistributedDataParallel, NodeSharedSGD, Reducer
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.node import ProcessGroupNode, shared_memory_beside
+from ddp_from_scratch.node import ProcessGroupNode, shared_memory, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
 from ddp_from_scratch.node.staging import PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
@@ -331,6 +333,57 @@ def one_rank_to_a_machine(world):
 
 def test_one_rank_to_a_machine_stays_with_gloo(ranks):
     ranks("gloo", 2)(one_rank_to_a_machine)
+
+
+def limited(call):
+    def of_a_page(*arguments):
+        if arguments[-1] > mmap.PAGESIZE:
+            raise OSError("no room")
+        return call(*arguments)
+
+    return of_a_page
+
+
+def with_little_room(world, where):
+    """A page can be shared, and no more: nor the memory of a barrier."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank in where:
+            for name in ("_nameless_file", "_map_file"):
+                patch.setattr(shared_memory, name, limited(getattr(shared_memory, name)))
+        patch.setattr("warnings.warn", lambda text, **_: told.append(text))
+        group = dist.new_group()
+        model = torch.nn.Linear(3, 3)
+        reducer = Reducer(model, group)
+    assert [text.endswith("no room") for text in told] == [True] * (world.rank == 0)
+    assert f"by {world.backend})" in repr(reducer)
+    model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
+    assert model.weight.grad.eq(1.5).all()
+
+
+@pytest.mark.parametrize("where", [(0,), (1,), slow((0, 1))], ids=str)
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_without_room_for_a_barrier_all_ranks_send_messages(ranks, backend, where):
+    ranks(backend, 2)(with_little_room, where)
+
+
+def with_small_files_alone(world):
+    """Memory of ranks counts as a file."""
+    group, limits = dist.new_group(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, limits[1]))
+    try:
+        with (
+            pytest.warns(UserWarning, match="File too large")
+            if world.rank == 0
+            else contextlib.nullcontext()
+        ):
+            assert shared_memory_beside(group) is group
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_limit_of_file_sizes_is_named(ranks):
+    ranks("gloo", 2)(with_small_files_alone)
 
 
 def in_part_of_the_ranks(world):
