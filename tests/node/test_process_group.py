@@ -562,6 +562,41 @@ def test_a_rank_killed_asleep_in_a_barrier_is_noticed_by_all(tmp_path):
             assert "ended without coming to it" in run.out
 
 
+KILLED_FIRST = """
+import os, select, signal, sys
+import torch, torch.distributed as dist
+import ddp_from_scratch.node
+rank = int(sys.argv[1])
+dist.init_process_group("node", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
+processes = [None] * 3
+dist.all_gather_object(processes, os.getpid())
+zero = os.pidfd_open(processes[0])
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    select.select([zero], [], [])  # readable once that has ended
+try:
+    dist.all_reduce(tensor)
+except RuntimeError as error:
+    print(error, flush=True)
+    os._exit(3)
+"""
+
+
+def test_a_late_rank_names_the_killed_one_and_not_those_that_have_gone_for_it(tmp_path):
+    with contextlib.ExitStack() as stack:
+        command = (sys.executable, "-c", KILLED_FIRST)
+        runs = [
+            stack.enter_context(Run(*command, str(rank), str(tmp_path / "met")))
+            for rank in range(3)
+        ]
+        for run in runs[:2]:
+            assert run.wait() == 3, run.text
+            assert "failed: rank 2 ended without coming to it" in run.out
+
+
 FAILED = """
 import sys, time
 import torch, torch.distributed as dist
