@@ -48,8 +48,6 @@ class CommState:
         self._process_group = process_group
         # Noted by `group`, which may be collective where a look at the transport must not be.
         self.transport = str(dist.get_backend(check_group(process_group)))
-        # A gloo group to agree on weights, if the group takes no CPU tensors. Opened when needed.
-        self._cpu_group: dist.ProcessGroup | None = None
 
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective where `shared_memory_beside` is."""
@@ -82,9 +80,8 @@ class CommState:
         Raises:
             ValueError: `amount` is negative or not finite.
         """
-        if self._cpu_group is None and not takes_cpu_tensors(self._process_group):
-            self._cpu_group = gloo_beside(self._process_group)
-        return GradientWeight(amount, self._cpu_group or self.group())
+        on_cpu = takes_cpu_tensors(self._process_group)
+        return GradientWeight(amount, self.group() if on_cpu else gloo_beside(self._process_group))
 
     def set_weight(self, weight: GradientWeight | None) -> None:
         """Sets the factor of this rank's gradients in the next average; None means 1."""
