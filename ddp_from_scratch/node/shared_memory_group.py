@@ -68,6 +68,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.checked_barrier = CheckedBarrier(self._nodes, progress)
         self._windows = Windows(self._nodes.node)
         self._reduce = AllReduce(self._nodes, self.checked_barrier, self._windows)
+        # For `average_on_machine`.
+        self._reduce_here = self._reduce
+        if self.machines > 1:
+            self._reduce_here = AllReduce(self._nodes.here, self.checked_barrier, self._windows)
         # Finding both takes as long as summing a small tensor: those last used are kept.
         self._named_reduction = lru_cache(maxsize=256)(self._make_named_reduction)
         self._timeout = timeout
@@ -78,6 +82,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def shares_memory(self) -> bool:
         """True where two ranks of the group share a machine's memory, on whatever machine."""
         return bool(self._reduce.shares_memory)
+
+    @property
+    def machines(self) -> int:
+        """Number of machines; ranks that share no memory count as one each."""
+        return self._nodes.count
 
     @property
     def divides_first(self) -> bool:
@@ -152,6 +161,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Sums as `allreduce` does, but in `dtype` from machine to machine. Collective."""
         operation = self._all_reduce(tensor, dist.ReduceOp.SUM, dtype)
         return self._submit("all_reduce", [tensor], None, operation)
+
+    def average_on_machine(self, tensor: torch.Tensor) -> dist.Work:
+        """Averages over the ranks of this machine alone. Collective: on all machines."""
+        check_memory(self.backend, "average_on_machine", written=[tensor])
+        operation = Operation(f"average_on_machine of {size_of(tensor)}", lambda: [tensor])
+        if (size := self._nodes.node.size) > 1:
+            reduction = Reduction.of(dist.ReduceOp.AVG, tensor.dtype, size)
+            operation.run = partial(self._reduce_here, tensor, reduction)
+            operation.prepare = partial(self._reduce_here.prepare, tensor)
+        return self._submit("average_on_machine", [tensor], None, operation)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
@@ -272,6 +291,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _free_memory(self) -> None:
         self._reduce.free()
+        self._reduce_here.free()  # the same on one machine: freed twice does no harm
         self._windows.free_unused()
         self.checked_barrier.free()
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
-from ddp_from_scratch import DistributedDataParallel, NodeSharedSGD, Reducer
+from ddp_from_scratch import DistributedDataParallel, NodeSharedSGD, Reducer, comm_hooks
+from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import ProcessGroupNode, shared_memory, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
@@ -421,6 +422,33 @@ def test_repr_names_the_transport(ranks, backend):
     for first, second in ranks(backend, 2)(transports):
         assert "by shared memory" in first
         assert ("by gloo" if backend == "gloo" else "by shared memory") in second
+
+
+def by_its_own_group(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+
+def transport_of_hooks(world):
+    own = dist.new_group()
+    reducer, elsewhere = Reducer(torch.nn.Linear(2, 2)), Reducer(torch.nn.Linear(2, 2), own)
+    shown = []
+    for hook, states in (
+        (by_its_own_group, [None]),
+        (comm_hooks.bf16_compress_hook, [None, dist.group.WORLD, own]),
+        (comm_hooks.power_sgd.power_sgd_hook, map(PowerSGDState, [1, 1], [0, 0], [None, own])),
+    ):
+        for state in states:
+            reducer.register_comm_hook(state, hook)
+            shown.append("by shared memory" in repr(reducer))
+    elsewhere.register_comm_hook(None, comm_hooks.average)
+    return [*shown, "by shared memory" in repr(elsewhere)]
+
+
+def test_a_hook_that_sends_through_gloo_is_not_shown_as_shared_memory(ranks):
+    # Of the user's own; for this Reducer's group, twice, and for another; the same of PowerSGD's.
+    shown = [False, True, True, False, True, False, False]
+    assert ranks("gloo", 2)(transport_of_hooks) == [shown] * 2
+    assert ranks("mpi", 2)(transport_of_hooks) == [[True] * 7] * 2
 
 
 def groups_of_some(world):
