@@ -148,7 +148,6 @@ class Reducer:
         self._pass = BackwardPass(
             parameters,
             self._buckets.names,
-            process_group,
             find_unused=find_unused_parameters,
             static_graph=static_graph,
             skip_unused=skip_unused,
@@ -467,7 +466,7 @@ class Reducer:
         """Waits for each bucket in order and unpacks it, but not on a rank that takes no part."""
         for observer in self._observers:
             observer.on_all_launched()
-        used = None if self._pass.used is None else self._pass.used.agree()
+        used = None if self._pass.used is None else self._pass.used.agree(self.comm.group())
         for bucket in self._buckets.all:
             for observer in self._observers:
                 observer.on_wait(bucket)
