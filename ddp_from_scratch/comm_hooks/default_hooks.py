@@ -143,8 +143,11 @@ _ONE_COLLECTIVE = frozenset(
 
 
 def may_overlap(hook: CommHook) -> bool:
-    """True if several buckets may be under way with this hook at a time."""
-    return hook in _ONE_COLLECTIVE
+    """True if several buckets may be under way with this hook at a time.
+
+    So it is for the hooks above, and for one that says of itself: `hook.one_collective = True`.
+    """
+    return hook in _ONE_COLLECTIVE or getattr(hook, "one_collective", False) is True
 
 
 def is_ours(hook: CommHook) -> bool:

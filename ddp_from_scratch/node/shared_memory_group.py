@@ -287,6 +287,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         # as TCP does, and only a caller that waits for the thread can leave.
         at_once = self._nodes.count == 1 and not getattr(opts, "asyncOp", True)
         work = NodeWork(name, self._timeout, self.checked_barrier)
+        if torch.autograd.profiler._is_profiler_enabled:
+            at_once = False  # a range is asynchronous if it ends in another thread
+            _show_profiler(f"{self.backend}:{kind}", tensors, work)
         return self._worker.submit(work, run, at_once)
 
     def _free_memory(self) -> None:
@@ -294,6 +297,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._reduce_here.free()  # the same on one machine: freed twice does no harm
         self._windows.free_unused()
         self.checked_barrier.free()
+
+
+def _show_profiler(name: str, tensors: Tensors, work: NodeWork) -> None:
+    """Opens an asynchronous range of torch.profiler, as torch's own backends do."""
+    with torch.profiler.record_function(name, str([list(t.shape) for t in tensors])) as of_call:
+        of_call._call_end_callbacks_on_future(work.get_future())
 
 
 def _name_call(kind: str, sequence: int, rank: int, tensors: Tensors) -> str:

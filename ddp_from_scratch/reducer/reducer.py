@@ -284,7 +284,7 @@ class Reducer:
         """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
 
         With a hook that may start a second collective (PowerSGD, or one of your own), one bucket
-        is under way at a time.
+        is under way at a time. `hook.one_collective = True` declares that yours starts one alone.
 
         Raises:
             RuntimeError: a backward pass is under way, or see `BucketTuning.check_hook`.

@@ -29,7 +29,7 @@ from ddp_from_scratch.buckets.bucket_list import make_buckets
 from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.comm_hooks import default_hooks as our_hooks
-from tests.support.terms import Terms
+from tests.support.terms import Terms, assert_grads, mean, own
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 OURS = {
@@ -454,3 +454,38 @@ def test_a_third_is_not_rounded_to_16_bits(monkeypatch, dtype, ranks, sent):
         lambda tensor, group, op=dist.ReduceOp.SUM: (tensor.item(), op),
     )
     assert our_hooks._average_by_backend(None, bucket) == sent
+
+
+def declared(world, one_collective):
+    """Both buckets are launched before the first lands, if the hook says that it may be so."""
+    model = Terms(1, 1)
+    reducer = Reducer(model, bucket_cap_mb=0)
+    begun, under_way = [], []
+
+    def hook(state, bucket):
+        under_way.append([future.done() for future in begun])
+        buffer = bucket.buffer().div_(world.world_size)
+        future = dist.all_reduce(buffer, async_op=True).get_future()
+        landed = torch.futures.Future()
+        begun.append(landed)
+        if one_collective and len(begun) < 2:
+            # The first one's average is not there before the second is launched.
+            held.append((future, landed))
+        else:
+            for of, found in [*held, (future, landed)]:
+                of.wait()
+                found.set_result(of.value()[0])
+        return landed
+
+    held = []
+    if one_collective:
+        hook.one_collective = True
+    reducer.register_comm_hook(None, hook)
+    model(own(world)).backward()
+    assert_grads(model, mean(world))
+    assert under_way == ([[], [False]] if one_collective else [[], [True]])
+
+
+@pytest.mark.parametrize("one_collective", [True, False])
+def test_a_hook_may_declare_that_it_starts_one_collective(pair, one_collective):
+    pair(declared, one_collective)
