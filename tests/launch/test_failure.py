@@ -48,7 +48,7 @@ def assert_ends(run: Run) -> int:
         slow("mpirun", "gloo", "raise_before_backward"),
         ("mpirun", "mpi", "raise_in_backward"),
         slow("mpirun", "mpi", "kill"),
-        ("torchrun", "gloo", "raise_in_backward"),
+        slow("torchrun", "gloo", "raise_in_backward"),
         slow("torchrun", "gloo", "kill"),
     ],
 )
@@ -148,6 +148,7 @@ def test_other_signals_end_all_ranks(backend: str, number: int, tmp_path: Path) 
         assert list(tmp_path.glob("ddp-*")) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_mpirun_ends_all_ranks() -> None:
     with Run(*LAUNCHERS["mpirun"], *LONG, "--backend", "mpi") as run:
         run.wait_for("epoch ")

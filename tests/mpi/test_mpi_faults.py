@@ -29,7 +29,7 @@ def run(world_size, program, timeout=100.0):
     "ending",
     [
         slow(""),
-        "dist.destroy_process_group()",
+        slow("dist.destroy_process_group()"),
         slow("if rank: dist.destroy_process_group()"),
         "window = mpi.empty(100); dist.all_reduce(window)",
         slow("time.sleep(2 * rank)"),

@@ -263,6 +263,7 @@ def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch):
     checkpoint.load(old, CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount a small disk")
 def test_a_full_disk_ends_the_run_with_one_line_and_a_whole_checkpoint(tmp_path):
