@@ -7,7 +7,9 @@ Examples:
 
 One MPI job holds all contenders, which take turns: gloo (a group beside the mpi group), mpi with
 an ordinary tensor, mpi with a tensor from `mpi.empty`, and mpi4py's blocking Allreduce as it is, a
-megabyte at a time, and with the allocator told to keep its pages (glibc). "mpi, alone" is the same
+megabyte at a time, and with the allocator told to keep its pages (glibc). Where `deepspeed` can be
+imported and built (a C++ compiler and ninja), its all-reduce in shared memory is one of them:
+"DeepSpeed", whose ranks wait without giving up their cores. "mpi, alone" is the same
 call in a group of one rank, which meets no other: for small tensors the time of torch's and this
 library's Python. With a GPU for each rank nccl is measured, too. A turn is a single call from
 1 MB on, and up to 50 in a row below. Bus bandwidth is 2 (n - 1) / n x bytes / time, as in
@@ -29,6 +31,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from benchmarks.harness import deepspeed
 from benchmarks.harness.launch import add_results_option
 from benchmarks.harness.report import draw_lines
 from ddp_from_scratch import UsageError, process_group, start_ranks
@@ -76,6 +79,7 @@ def main() -> int:
         help="default: 4^4 to 4^13",
     )
     parser.add_argument("--quick", action="store_true", help="every other size, a third the rounds")
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # for ranks
     add_results_option(parser)
     options = parser.parse_args()
     if min(options.nproc) < 2 or min(options.bytes) < 8:
@@ -87,6 +91,10 @@ def main() -> int:
         rank = [sys.executable, "-m", "benchmarks.allreduce", "--nproc", str(count)]
         rank += ["--dtype", *options.dtype, "--bytes", *map(str, options.bytes)]
         rank += ["--quick"] * options.quick + ["--results", str(options.results)]
+        if reason := deepspeed.missing(count):
+            print(f"without {deepspeed.NAME}: {reason}", flush=True)
+        else:
+            rank.append("--deepspeed")
         if code := start_mpirun(count, rank):
             return code
         if torch.cuda.device_count() >= count and (code := start_ranks(rank, (count,))):
@@ -99,6 +107,7 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # a rank has one core, as in training
     backend = "mpi" if environment.launcher() == "mpirun" else "nccl"
     with process_group(backend) as world:
+        rival = deepspeed.SharedMemory() if options.deepspeed and backend == "mpi" else None
         for dtype in options.dtype:
             sizes = sorted(options.bytes)[:: 2 if options.quick else 1]
             watched = world.rank == 0 and on_terminal()
@@ -107,6 +116,8 @@ def measure(options: argparse.Namespace) -> None:
             times: dict[int, dict[str, list[float]]] = {}
             for nbytes in progress:
                 compared = make(nbytes, getattr(torch, dtype), world.device)
+                if rival is not None:
+                    compared |= contender_of(rival, nbytes, getattr(torch, dtype))
                 # Small calls are noisy and cheap: more rounds for them, many in a row.
                 rounds = max(5, min(200, 2**29 // nbytes)) // (3 if options.quick else 1)
                 calls = max(1, min(50, 2**20 // nbytes))
@@ -167,6 +178,15 @@ def contenders_on_cpu(
 
 
 _groups: dict[str, dist.ProcessGroup] = {}
+
+
+def contender_of(
+    rival: deepspeed.SharedMemory, nbytes: int, dtype: torch.dtype
+) -> dict[str, Contender]:
+    """DeepSpeed's all-reduce; empty where it has none of this dtype."""
+    tensor = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
+    call = Contender(lambda: rival.all_reduce(tensor))
+    return {deepspeed.NAME: call} if rival.has(dtype) else {}
 
 
 def contenders_on_gpu(

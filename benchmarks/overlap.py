@@ -27,6 +27,7 @@ import gc
 import sys
 from dataclasses import asdict, dataclass
 from operator import truediv
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.harness.launch import Duration, add_common_options, backend_of_job
-from benchmarks.harness.report import draw_lines
+from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, ContenderSpec, contenders
 from ddp_from_scratch.bench.launch import check_memory, start
@@ -61,6 +62,7 @@ MODELS = ("mlp", "resnet18")
 DURATION = Duration(usual=12.0, full=60.0)
 CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
 DURING, AT_END, TORCH = "during backward", "at its end", "torch DDP"
+PLAINLY = {DURING: "during backward", AT_END: "at backward's end"}
 BY_GLOO = "by gloo at its end"
 AUTO = "auto"
 VIEWS = {"gradient_as_bucket_view": True}
@@ -217,19 +219,40 @@ def report(
     }
     file = f"overlap-{model}-{world.backend}-{world.world_size}"
     write(file, title, [asdict(s) for s in samples], settings=settings, folder=options.results)
-    ours = [(o.cap, o.milliseconds) for o in found]
-    theirs = [(o.cap, o.torch_milliseconds) for o in found]
-    bare = [(o.cap, samples[0].quartiles[1]) for o in found]
-    draw_lines(
+    draw(file, title, samples, options.cap, options.results)
+
+
+def draw(file: str, title: str, samples: list[Samples], caps: list[float], folder: Path) -> None:
+    """The step by bucket size, with its ratio to that of torch's DDP with buckets of the size."""
+    draw_bars(
         file,
-        f"a step by bucket size: {title}",
-        ("bucket_cap_mb", "ms"),
-        {"Reducer": ours, TORCH: theirs, NO_COMMUNICATION: bare},
-        logarithmic=False,
-        ticks=options.cap,
-        stars=[min(points, key=lambda point: point[1]) for points in (ours, theirs)],
-        folder=options.results,
+        f"a training step by bucket size: {title}",
+        "ms per step, fused SGD; a bar ends at the median, its line spans the quartiles,\n"
+        "the number is the ratio to torch DDP with buckets of the same size",
+        {
+            "right of the mark: communication that does not hide behind backward": bars(
+                samples, caps
+            )
+        },
+        limit="the step without communication",
+        folder=folder,
     )
+
+
+def bars(samples: list[Samples], caps: list[float]) -> list[Bar]:
+    """A bar for each cap and way, from the mark of a step without communication on."""
+    by_name = {s.name: s for s in samples}
+    bare = by_name[NO_COMMUNICATION].quartiles
+    found = [Bar(NO_COMMUNICATION, bare, "reference")]
+    for cap in caps:
+        rival = by_name[_name(TORCH, cap)]
+        for way in (TORCH, AT_END, DURING):
+            s = by_name[_name(way, cap)]
+            whose = "torch" if way == TORCH else "ours"
+            name = f"{cap:g} MiB: torch DDP" if way == TORCH else f"Reducer, sends {PLAINLY[way]}"
+            ratio = f"{s.ratio_to(rival)[0]:.2f}"
+            found.append(Bar(name, s.quartiles, whose, ratio, bare[1], apart=way == TORCH))
+    return found
 
 
 def overlaps(samples: list[Samples], caps: list[float]) -> list[Overlap]:

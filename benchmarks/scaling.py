@@ -44,12 +44,13 @@ import ddp_from_scratch as ddp
 from benchmarks import cost_model
 from benchmarks.harness.costs import Shape, oversubscribed
 from benchmarks.harness.launch import add_results_option, backend_of_job
-from benchmarks.harness.report import draw_lines
+from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import UsageError, mpi, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
 from ddp_from_scratch.bench.launch import start
 from ddp_from_scratch.bench.prepare import OPTIMIZERS
 from ddp_from_scratch.bench.result_file import on_terminal, write
+from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.bench.timing import check_equal, interleave
 from ddp_from_scratch.launch import environment
@@ -57,6 +58,7 @@ from ddp_from_scratch.launch.rank_process import run_to_exit
 
 TORCH, REDUCER = "torch DDP, views", "Reducer"
 KINDS = {"alone": NO_COMMUNICATION, "torch": TORCH, "averaged": REDUCER}
+COLOUR_OF = {"alone": "reference", "torch": "torch", "averaged": "ours"}
 
 SIZES = [4**k for k in range(5, 13)]  # bytes of an all-reduce, 1 kB to 16 MB
 BASE = Shape(16, 512, 16)  # 4.2 M parameters, 17 MB
@@ -121,8 +123,7 @@ def file_name(backend: str, ranks: int) -> str:
 
 def shapes(ranks: int) -> list[Shape]:
     """Models to train with so many ranks; each once."""
-    strong = Shape(BASE.layers, BASE.width, max(1, WHOLE_BATCH // ranks))
-    return list(dict.fromkeys([*PARAMETERS, *LAYERS, *BATCHES, strong]))
+    return list(dict.fromkeys([*PARAMETERS, *LAYERS, *BATCHES, shape_at("strong", ranks)]))
 
 
 # A rank ---------------------------------------------------------------------------------------
@@ -270,41 +271,64 @@ def report(backend: str, runs: Sequence[dict[str, Any]], folder: Path) -> None:
     print(scaling_table(by_ranks), flush=True)
     print(f"\n{backend}: growth, by number of ranks: ms (alone, torch DDP, Reducer); memory")
     print(growth_table(by_ranks), flush=True)
-    lines: dict[str, list[tuple[float, float]]] = {}
+    draw_bars(
+        f"scaling-{backend}",
+        f"a training step by number of ranks: {BASE.layers} layers, {BASE.parameters / 1e6:.1f} M "
+        f"parameters; {backend}, {runs[0]['cores']} cores",
+        "ms per step, fused SGD; a bar ends at the median, its line spans the quartiles,\n"
+        "the number is the ratio to torch DDP with as many ranks",
+        {
+            f"weak scaling: every rank has a batch of {BASE.batch}": bars(by_ranks, "weak"),
+            f"strong scaling: all ranks share a batch of {WHOLE_BATCH}": bars(by_ranks, "strong"),
+        },
+        limit="ideal: no time lost but to missing cores",
+        folder=folder,
+    )
+
+
+def bars(by_ranks: dict[int, dict[str, Any]], scaling: str) -> list[Bar]:
+    """A bar for each number of ranks and way to train, with the mark of the ideal."""
+    found = []
     for ranks, run in by_ranks.items():
-        strong = Shape(BASE.layers, BASE.width, max(1, WHOLE_BATCH // ranks))
-        for name, shape in (("weak", BASE), ("strong", strong)):
-            for kind, who in KINDS.items():
-                label = f"{name}, {who}"
-                lines.setdefault(label, []).append((ranks, median(run, shape, kind)))
-    title = f"{backend}: {BASE.layers} layers, {BASE.parameters / 1e6:.1f} M parameters"
-    draw_lines(f"scaling-{backend}", title, ("ranks", "ms a step"), lines, folder=folder)
+        case = case_of(run, shape_at(scaling, ranks))
+        samples = {kind: Samples(name, case[kind]) for kind, name in KINDS.items()}
+        best = ideal(by_ranks, scaling, ranks)
+        for kind, s in samples.items():
+            first = kind == "alone"
+            name = f"{ranks} rank{'s' * (ranks > 1)}: {s.name}" if first else s.name
+            ratio = f"{s.ratio_to(samples['torch'])[0]:.2f}"
+            found.append(Bar(name, s.quartiles, COLOUR_OF[kind], ratio, best, apart=first))
+    return found
+
+
+def shape_at(scaling: str, ranks: int) -> Shape:
+    """The model and a rank's batch, in "weak" or "strong" scaling."""
+    batch = BASE.batch if scaling == "weak" else max(1, WHOLE_BATCH // ranks)
+    return Shape(BASE.layers, BASE.width, batch)
+
+
+def ideal(by_ranks: dict[int, dict[str, Any]], scaling: str, ranks: int) -> float:
+    """The step of the fewest ranks without communication, carried over to this number."""
+    fewest, cores = min(by_ranks), by_ranks[ranks]["cores"]
+    alone = median(by_ranks[fewest], shape_at(scaling, fewest), "alone")
+    # Ranks that share cores take turns: that is no loss to communication.
+    carried = alone * oversubscribed(ranks, cores) / oversubscribed(fewest, cores)
+    return carried * fewest / ranks if scaling == "strong" else carried
 
 
 def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
     """Weak and strong scaling, with the ideal of the fewest ranks' step alone."""
-    fewest = min(by_ranks)
     rows = []
-    for name in ("weak", "strong"):
+    for scaling in ("weak", "strong"):
         for ranks, run in by_ranks.items():
-            batch = BASE.batch if name == "weak" else max(1, WHOLE_BATCH // ranks)
-            shape = Shape(BASE.layers, BASE.width, batch)
-            first = BASE if name == "weak" else Shape(
-                BASE.layers, BASE.width, max(1, WHOLE_BATCH // fewest)
-            )  # fmt: skip
-            alone = median(by_ranks[fewest], first, "alone")
-            slower = oversubscribed(ranks, run["cores"])
-            # Ranks that share cores take turns: that is no loss to communication.
-            ideal = alone * slower / oversubscribed(fewest, run["cores"])
-            if name == "strong":
-                ideal *= fewest / ranks
+            shape = shape_at(scaling, ranks)
             times = [median(run, shape, kind) for kind in KINDS]
             rows.append(
                 [
-                    name,
+                    scaling,
                     str(ranks),
-                    str(batch),
-                    f"{ideal:.1f}",
+                    str(shape.batch),
+                    f"{ideal(by_ranks, scaling, ranks):.1f}",
                     *(f"{t:.1f}" for t in times),
                     f"{times[2] / times[0]:.2f}",
                     f"{times[2] / times[1]:.2f}",

@@ -37,18 +37,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks.harness import network
 from benchmarks.harness.launch import add_results_option, backend_of_job
-from benchmarks.harness.report import draw_lines
+from benchmarks.harness.report import Bar, draw_bars
 from benchmarks.harness.wire_contenders import (
     BF16,
     POWER_SGD,
-    REDUCER,
     TORCH,
     TORCH_POWER_SGD,
     check_alike,
@@ -69,6 +67,7 @@ from ddp_from_scratch.bench.result_file import on_terminal, write
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.bench.timing import WARM_UP, interleave
+from ddp_from_scratch.bench.verdict import kind
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
@@ -283,16 +282,35 @@ def draw(
     by_speed: dict[float, list[dict[str, Any]]],
     folder: Path,
 ) -> None:
-    """Milliseconds by the wire's speed, one line for each contender and one for the bound."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for gbit, samples in sorted(by_speed.items()):
-        for r in with_computing([Result(**sample) for sample in samples]):
-            lines.setdefault(r.name, []).append((gbit, float(np.median(r.milliseconds))))
-            if r.name == REDUCER and r.bound is not None:
-                lines.setdefault("bound, full precision", []).append((gbit, r.bound))
-    title = f"{model}, {backend}, {ranks} ranks on 2 hosts"
-    name = f"two_hosts-{model}-{backend}-{ranks}"
-    draw_lines(name, title, ("Gbit/s", "ms a step"), lines, folder=folder)
+    """The step of each contender, with a panel for each speed of the wire."""
+    missing = "; torch's PowerSGD needs gloo" if backend == "mpi" else ""
+    draw_bars(
+        f"two_hosts-{model}-{backend}-{ranks}",
+        f"a training step across a wire: {WORKLOADS[model].name}; {backend}, {ranks} ranks on "
+        f"2 hosts",
+        "ms per step, fused SGD; a bar ends at the median, its line spans the quartiles,\n"
+        f"the number is the ratio to torch DDP in full precision{missing}",
+        {
+            f"{gbit:g} Gbit/s": bars([Result(**sample) for sample in samples])
+            for gbit, samples in sorted(by_speed.items())
+        },
+        limit="least: computing and the wire",
+        folder=folder,
+    )
+
+
+def bars(results: list[Result]) -> list[Bar]:
+    """A bar for each contender, torch's before this library's, with its ratio to torch's DDP."""
+    samples = {r.name: Samples(r.name, r.milliseconds) for r in results}
+    found = []
+    for r in with_computing(results):
+        s = samples[r.name]
+        label = f"{s.ratio_to(samples[TORCH])[0]:.2f}"
+        found.append(
+            Bar(s.name, s.quartiles, kind(s.name), label, r.bound if r.must_cross else None)
+        )
+    order = ("reference", "torch", "ours")
+    return sorted(found, key=lambda bar: order.index(bar.kind))
 
 
 if __name__ == "__main__":

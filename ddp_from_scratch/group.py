@@ -1,6 +1,6 @@
 """Checks a process group before anything is sent through it."""
 
-import uuid
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import FunctionType
@@ -86,12 +86,11 @@ def takes_cpu_tensors(process_group: dist.ProcessGroup | None) -> bool:
 def store_beside(group: dist.ProcessGroup) -> dist.Store:
     """Returns a new part of the store through which the group has met. Collective."""
     # Not `dist.new_group`: torch counts its calls to name groups, on every rank of the job, of
-    # which only those of this group come here.
-    part = [uuid.uuid4().hex]
-    first = dist.get_process_group_ranks(group)[0]
-    dist.broadcast_object_list(part, first, group)
+    # which only those of this group come here. Nor is anything sent to agree on the part: nccl
+    # would take the current GPU for it. Each rank counts its own calls, which are as many on all.
     store = dist.distributed_c10d._get_process_group_store(group)
-    return dist.PrefixStore(part[0], store)
+    call = store.add(f"beside/{group.rank()}", 1)
+    return dist.PrefixStore(f"beside {call}", store)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -111,11 +110,20 @@ def open_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> di
     return group
 
 
+# Not kept by those who use them: they end with the group that they are beside.
+_gloo_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Opens a gloo group with the same ranks and timeout. Collective."""
+    """Returns a gloo group with the same ranks and timeout, opened at the first call. Collective.
+
+    torch.distributed does not list it.
+    """
     group = check_group(process_group)
-    ranks = dist.get_process_group_ranks(group)
-    # Not by `store_beside`: it would send through the GPU that is current, perhaps one for all.
-    return check_group(
-        dist.new_group(ranks, timeout_of(group), backend="gloo", use_local_synchronization=True)
-    )
+    if group not in _gloo_beside:
+        _gloo_beside[group] = open_gloo(
+            store_beside(group), group.rank(), group.size(), timeout_of(group)
+        )
+    return _gloo_beside[group]

@@ -20,6 +20,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 # Told apart also by who sees no red or green, and in print.
 COLOURS = {"torch": "#d55e00", "reference": "#9a9a9a", "ours": "#0072b2"}
 _LEGEND = ("torch", "no communication", "this library")
+_LIMIT = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 13}
 _NO_PICTURE = "not drawn: there is no matplotlib"
 
 
@@ -31,7 +32,6 @@ def draw_lines(
     *,
     logarithmic: bool = True,
     ticks: Sequence[float] = (),
-    stars: Sequence[tuple[float, float]] = (),
     folder: Path | None = None,
 ) -> None:
     """A picture with one line for each entry of `lines`.
@@ -43,7 +43,6 @@ def draw_lines(
         lines: points by label.
         logarithmic: both axes; otherwise only x.
         ticks: values written at the x axis.
-        stars: points to mark as the best.
         folder: where to; None means `RESULTS`.
     """
     if pyplot is None:
@@ -59,8 +58,6 @@ def draw_lines(
     if ticks:
         plot.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         plot.set_xticks([], minor=True)
-    if stars:
-        plot.plot(*zip(*stars, strict=True), "k*", markersize=9, zorder=3, label="best")
     plot.legend()
     _save(name, figure, folder)
 
@@ -74,12 +71,16 @@ class Bar:
         quartiles: low, middle, high. The bar ends at the middle.
         kind: "reference", "torch" or "ours", which chooses its colour.
         label: written at its end.
+        limit: the least value that it could have, marked across it.
+        apart: leaves space before it, where a group begins.
     """
 
     name: str
     quartiles: tuple[float, float, float]
     kind: str
     label: str = ""
+    limit: float | None = None
+    apart: bool = False
 
 
 def draw_bars(
@@ -88,6 +89,7 @@ def draw_bars(
     label: str,
     panels: Mapping[str, Sequence[Bar]],
     *,
+    limit: str = "",
     folder: Path | None = None,
 ) -> None:
     """A picture with a panel for each entry of `panels`, and in it a bar for each contender.
@@ -97,12 +99,13 @@ def draw_bars(
         title: above all panels.
         label: of the bars' axis.
         panels: bars by the title of their panel.
+        limit: explains the bars' limits in the legend.
         folder: where to; None means `RESULTS`.
     """
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
         return
-    rows = [len(bars) for bars in panels.values()]
+    rows = [len(bars) + sum(bar.apart for bar in bars) / 2 for bars in panels.values()]
     figure, plots = pyplot.subplots(
         len(panels),
         figsize=(8, 1.4 + 0.25 * sum(rows) + 0.6 * len(rows)),
@@ -112,10 +115,12 @@ def draw_bars(
     for plot, (panel, bars) in zip(plots.flat, panels.items(), strict=True):
         _draw_panel(plot, panel, bars)
     plots.flat[-1].set_xlabel(label)
-    figure.suptitle(title)
+    figure.suptitle(title, x=0.01, ha="left")
     # The three colours, once for all panels.
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    figure.legend(patches, _LEGEND, loc="outside lower center", ncols=3)
+    marks = [pyplot.Line2D([], [], **_LIMIT)] if limit else []
+    names = [*_LEGEND, limit] if limit else _LEGEND
+    figure.legend([*patches, *marks], names, loc="outside lower center", ncols=4)
     _save(name, figure, folder)
 
 
@@ -125,15 +130,22 @@ def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
         [bar.quartiles[1] - bar.quartiles[0] for bar in bars],
         [bar.quartiles[2] - bar.quartiles[1] for bar in bars],
     ]
-    places = range(len(bars))
+    # A group begins half a bar lower.
+    places = [place + sum(bar.apart for bar in bars[: place + 1]) / 2 for place in range(len(bars))]
     colours = [COLOURS[bar.kind] for bar in bars]
     plot.barh(places, middles, xerr=errors, color=colours, error_kw={"linewidth": 0.8})
+    limits = [
+        (b.limit, place) for place, b in zip(places, bars, strict=True) if b.limit is not None
+    ]
+    if limits:
+        plot.plot(*zip(*limits, strict=True), **_LIMIT)
     most = max(bar.quartiles[2] for bar in bars)
-    for place, bar in enumerate(bars):
+    for place, bar in zip(places, bars, strict=True):
         # Behind the line of the quartiles, which would cross it.
         plot.text(bar.quartiles[2] + 0.01 * most, place, bar.label, va="center", fontsize=8)
     plot.set_xlim(0, 1.1 * most)
     plot.set_yticks(places, [bar.name for bar in bars], fontsize=8)
+    plot.margins(y=0.02)
     plot.invert_yaxis()
     plot.set_title(title)
     plot.grid(axis="y", visible=False)

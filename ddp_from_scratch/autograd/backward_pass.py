@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
-import torch.distributed as dist
 
 from ddp_from_scratch.autograd.graph_walk import GraphWatch
 from ddp_from_scratch.autograd.ready_order import ReadyOrder
@@ -50,7 +49,6 @@ class BackwardPass:
         self,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
-        process_group: dist.ProcessGroup | None,
         *,
         find_unused: bool,
         static_graph: bool,
@@ -65,14 +63,14 @@ class BackwardPass:
         # Autograd's number of the pass under way. A pass that an exception ended never reports its
         # end, but the next pass has another number.
         self._number = -1
-        self._parameters, self._process_group = parameters, process_group
+        self._parameters = parameters
         self.order = ReadyOrder(names, ready_order)
         # None keeps the way of a gradient short: without these options each parameter gets one
         # gradient in every pass, so there is nothing to count.
         self.used: UsedParameters | None = None
         self.may_be_unused = find_unused
         if find_unused or skip_unused:
-            self.used = UsedParameters(parameters, process_group, find_unused)
+            self.used = UsedParameters(parameters, find_unused)
         self._graphs = GraphWatch(parameters, on_enter)
         if static_graph:
             self.set_static()
@@ -86,7 +84,7 @@ class BackwardPass:
         """Makes the graph static from the next pass on. Idempotent."""
         self.may_be_unused = True
         if self.used is None:
-            self.used = UsedParameters(self._parameters, self._process_group, False)
+            self.used = UsedParameters(self._parameters, False)
         if not self.used.is_static:
             # Passes before this one may have had another graph.
             self._graphs.forget()

@@ -17,15 +17,9 @@ class UsedParameters:
         find_unused: True if any parameter may be unused in any pass.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        process_group: dist.ProcessGroup | None,
-        find_unused: bool,
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], find_unused: bool) -> None:
         self._parameters, self._count = parameters, len(parameters)
         self._device = parameters[0].device
-        self._process_group = process_group
         self._find_unused = find_unused
         self._static: StaticGraph | None = None
         # Parameters whose `.grad` is older than this Reducer. No hook of ours has seen it, and
@@ -72,7 +66,7 @@ class UsedParameters:
         """Returns the parameters that get no gradient in a pass whose graph misses `unreached`."""
         return unreached if self._static is None else self._static.unused()
 
-    def agree(self) -> set[int] | None:
+    def agree(self, process_group: dist.ProcessGroup) -> set[int] | None:
         """Returns the parameters that some rank used since the last average; None means all.
 
         Collective. Waits for other ranks only if this rank did not use every parameter.
@@ -93,9 +87,9 @@ class UsedParameters:
         mine[list(used)] = 1
         # `beyond` is more than the ones of all ranks add up to, so that one sum holds two counts:
         # its remainder counts ranks that used a parameter, its quotient ranks that inherited.
-        mine[list(inherited)] = beyond = 1 + dist.get_world_size(self._process_group)
+        mine[list(inherited)] = beyond = 1 + process_group.size()
         counts = mine.to(self._device, non_blocking=True)
-        work = dist.all_reduce(counts, group=self._process_group, async_op=True)
+        work = dist.all_reduce(counts, group=process_group, async_op=True)
         assert work is not None, "this rank is not a member of the process group"
         # A rank that used all parameters knows the answer. It has sent its part and need not wait.
         if len(used) < self._count:

@@ -1,6 +1,6 @@
 """A flat buffer for the gradients of several parameters: pack, launch, wait, unpack."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -219,7 +219,13 @@ class Bucket:
         self.missing = set(self.layout.members)
         self._unused.clear()
 
+    # To other windows ---------------------------------------------------------------------------
+
+    def held(self, copy: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Returns the window of `copy`, a copy of the buffer, for each `.grad` that is a window."""
+        return self._packing.held(copy)
+
     @torch.no_grad()
-    def detach_grads(self) -> None:
-        """Copies every `.grad` that is a window of the buffer to memory of its own."""
-        self._packing.detach_grads()
+    def hold(self, held: Mapping[int, torch.Tensor]) -> None:
+        """Copies these gradients of members in, and makes each `.grad` its window."""
+        self._packing.hold(held)

@@ -75,11 +75,23 @@ class BucketList:
         self.caps = caps or self.caps
         if self.planned(order, self.caps) == tuple(bucket.layout.members for bucket in self.all):
             return
-        for bucket in self.flat:
-            # The new buckets lie in the same memory, in another order.
-            bucket.detach_grads()
+        held = self._held() if self.gradient_as_bucket_view else {}
         self._order = order
         self._make()
+        for bucket in self.flat:
+            bucket.hold(held)
+
+    def _held(self) -> dict[int, torch.Tensor]:
+        """Copies each `.grad` that is a window: the new ones lie in the same memory."""
+        held: dict[int, torch.Tensor] = {}
+        # One tensor for all gradients: the C library keeps small blocks when they are freed.
+        copies = {key: memory.clone() for key, memory in self._memory.items() if self.flat}
+        for bucket in self.flat:
+            buffer = bucket.buffer()
+            begin = buffer.storage_offset()
+            copy = copies[buffer.dtype, buffer.device][begin : begin + buffer.numel()]
+            held |= bucket.held(copy)
+        return held
 
     def keep_views(self) -> None:
         """Acts as `gradient_as_bucket_view=True` from now on. Idempotent."""

@@ -1,6 +1,6 @@
 """Copies gradients into a flat buffer (pack), and averages out of it (unpack)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -179,11 +179,21 @@ class Packing:
                 parameter.grad = view.clone()
         _copy(gradients, windows)
 
-    def detach_grads(self) -> None:
-        """Copies every `.grad` that is a window of the buffer to memory of its own."""
-        for _, parameter, view, _ in self._rows:
-            if parameter.grad is not None and lies_at(parameter.grad, view):
-                parameter.grad = view.clone()
+    def held(self, copy: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Returns the window of `copy`, a copy of the buffer, for each `.grad` that is a window."""
+        rows = zip(self._rows, self.windows_of(copy), strict=True)
+        return {
+            index: own
+            for (index, parameter, view, _), own in rows
+            if parameter.grad is not None and lies_at(parameter.grad, view)
+        }
+
+    def hold(self, held: Mapping[int, torch.Tensor]) -> None:
+        """Copies these gradients of members in, and makes each `.grad` its window."""
+        for position, (index, parameter, view, _) in enumerate(self._rows):
+            if index in held:
+                view.copy_(held[index])
+                parameter.grad = self._lend(position)
 
     def _lend(self, position: int) -> torch.Tensor:
         """Returns the window as a tensor that may become `.grad`."""

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.memory import split_like
 from ddp_from_scratch.comm_hooks.default_hooks import Future, allreduce_hook
-from ddp_from_scratch.group import of_member
+from ddp_from_scratch.group import check_group, of_member
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 
 @dataclass
@@ -33,7 +34,7 @@ class PowerSGDState:
         start: number of first averages that are sent in full precision.
         process_group: the ranks that take part; None means all.
         iteration: number of averages so far.
-        sent: number of elements that were all-reduced, and `of` the number they stand for.
+        sent: number of elements that were sent compressed, and `of` the number they stand for.
     """
 
     rank: int = 1
@@ -81,6 +82,26 @@ class PowerSGDState:
         elif finite:
             torch.sub(gradient, average, out=error)
             q_before.copy_(q)
+
+    def compresses(self, gradient: torch.Tensor) -> bool:
+        """True if the factors of a gradient are smaller than the gradient."""
+        n = gradient.shape[0] if gradient.dim() > 1 else 0
+        m = gradient.numel() // max(n, 1)
+        return (n + m) * self.rank < n * m and gradient.dtype.is_floating_point
+
+    def add_errors(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Adds the errors so far to the gradients; returns the parameters that had one."""
+        left: list[torch.Tensor] = []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter in self._errors and self.compresses(gradient):
+                gradient.add_(self._errors[parameter])
+                left.append(parameter)
+        return left
+
+    def forget_errors(self, parameters: list[torch.Tensor]) -> None:
+        """Drops the errors of these parameters, which were sent."""
+        for parameter in parameters:
+            del self._errors[parameter]
 
     def rescale(self, factor: float) -> None:
         """Multiplies the errors by `factor`: the loss scale has changed by as much."""
@@ -145,7 +166,9 @@ class _Later(torch.futures.Future[Any]):
         return _Later(lambda: callback(self))
 
 
-def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
+def power_sgd_hook(
+    state: PowerSGDState, bucket: Bucket, group: dist.ProcessGroup | None = None
+) -> Future:
     """Averages the bucket's matrices as P Q^T of rank `state.rank`, and other gradients in full.
 
     With M the gradient plus its error so far, as a matrix of n x m:
@@ -156,30 +179,58 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
 
     If P and Q are not smaller than the gradient, n m <= (n + m) rank, it is sent as it is.
 
+    Ranks that share a machine's memory first take the mean of their M, in full precision: the low
+    rank is that of what crosses between machines. On one machine the mean is the average.
+
     After an overflow, values that are not finite are passed on, so that GradScaler skips the step.
     The bucket's errors and Qs stay as they were.
+
+    Args:
+        state: the settings, and the memory from step to step.
+        bucket: the gradients.
+        group: sends in place of the state's group; of the same ranks.
     """
-    buffer = bucket.buffer()
+    group = group or check_group(state.process_group)
     if state.iteration < state.start:
         state.iteration += bucket.is_last()
-        return allreduce_hook(state.process_group, bucket)
-    scale = 1.0 / dist.get_world_size(state.process_group)
+        return allreduce_hook(group, bucket)
+    left = state.add_errors(bucket)
+    if isinstance(group, SharedMemoryGroup) and group.shares_memory:
+        if group.machines == 1:
+            return _average_in_full(state, bucket, group, left)
+        # Awaited here, and not with the rest in `finish`: P can then cross while backward goes on.
+        group.average_on_machine(bucket.buffer()).wait()
+    return _average_in_low_rank(state, bucket, group)
 
+
+def _average_in_full(
+    state: PowerSGDState, bucket: Bucket, group: dist.ProcessGroup, left: list[torch.Tensor]
+) -> Future:
+    averaged = allreduce_hook(group, bucket)
+
+    def finish() -> torch.Tensor:
+        average: torch.Tensor = averaged.wait()
+        if left and average.isfinite().all():
+            state.forget_errors(left)
+        state.iteration += bucket.is_last()
+        return average
+
+    return _Later(finish)
+
+
+def _average_in_low_rank(state: PowerSGDState, bucket: Bucket, group: dist.ProcessGroup) -> Future:
+    buffer, scale = bucket.buffer(), 1.0 / dist.get_world_size(group)
     matrices, rest = [], []
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        n = gradient.shape[0] if gradient.dim() > 1 else 0
-        m = gradient.numel() // max(n, 1)
-        if (n + m) * state.rank < n * m and gradient.dtype.is_floating_point:
-            if parameter in state._errors:
-                gradient.add_(state._errors[parameter])
-            matrices.append((parameter, gradient, gradient.reshape(n, m).float()))
+        if state.compresses(gradient):
+            matrices.append((parameter, gradient, gradient.flatten(1).float()))
         else:
             rest.append(gradient)
     qs_before = [state.q(parameter, m.shape[1], m) for parameter, _, m in matrices]
     # Products with a narrow matrix are computed transposed: a CPU takes half the time for them.
     parts = [(q.t() @ m.t()).t() for (_, _, m), q in zip(matrices, qs_before, strict=True)]
     wire = _flat([*parts, *rest], buffer).mul_(scale)
-    work = _all_reduce(wire, state)
+    work = _all_reduce(wire, state, group)
     state.of += buffer.numel()
 
     # Runs in `wait`: all ranks wait for buckets in the same order, so the second collective, too,
@@ -194,7 +245,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
         qs = [(p.t() @ m).t() for (_, _, m), p in zip(matrices, ps, strict=True)]
         if qs:
             wire_q = _flat(qs, buffer).mul_(scale)
-            _all_reduce(wire_q, state).wait()
+            _all_reduce(wire_q, state, group).wait()
             qs = [q.float() for q in split_like(wire_q, qs)]
             # Computed from sums, so all ranks decide alike. Errors that are not finite once would
             # never be finite again.
@@ -209,9 +260,9 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
     return _Later(finish)
 
 
-def _all_reduce(tensor: torch.Tensor, state: PowerSGDState) -> dist.Work:
+def _all_reduce(tensor: torch.Tensor, state: PowerSGDState, group: dist.ProcessGroup) -> dist.Work:
     state.sent += tensor.numel()
-    return of_member(dist.all_reduce(tensor, group=state.process_group, async_op=True))
+    return of_member(dist.all_reduce(tensor, group=group, async_op=True))
 
 
 def _flat(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

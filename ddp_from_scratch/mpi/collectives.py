@@ -46,7 +46,7 @@ class Collectives:
     # Reductions ----------------------------------------------------------------------------------
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int) -> Operation:
-        check_memory("reduce", tensor)
+        check_memory("reduce", written=[tensor])
         reduction = reduction_of(op, tensor.dtype, self._size)
 
         def run() -> Result:
@@ -63,7 +63,7 @@ class Collectives:
     def reduce_scatter(
         self, output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
     ) -> Operation:
-        check_memory("reduce_scatter", output, *parts)
+        check_memory("reduce_scatter", *parts, written=[output])
         check_count("reduce_scatter", "input", parts, self._size)
         check_dtype("reduce_scatter", output, parts)
         if output.numel() != parts[self._rank].numel():
@@ -85,13 +85,13 @@ class Collectives:
     # Copies --------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
-        check_memory("broadcast", tensor)
+        check_memory("broadcast", written=[tensor])
         run = partial(_fill, tensor, partial(self._mpi.broadcast, root=root))
         return Operation(f"broadcast of {size_of(tensor)} from {root}", run)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
         """`outputs[r]` becomes rank r's tensor; tensors may differ in size over ranks."""
-        check_memory("all_gather", tensor, *outputs)
+        check_memory("all_gather", tensor, written=outputs)
         check_count("all_gather", "output", outputs, self._size)
         check_same("all_gather", tensor, [outputs[self._rank]])
 
@@ -104,7 +104,7 @@ class Collectives:
         return Operation(f"all_gather of {sizes_of(outputs)}", run)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
-        check_memory("all_gather_into_tensor", tensor, output)
+        check_memory("all_gather_into_tensor", tensor, written=[output])
         check_share("all_gather_into_tensor", "output", output, tensor, self._size)
 
         def gather(into: torch.Tensor) -> None:
@@ -115,7 +115,7 @@ class Collectives:
         return Operation(f"all_gather_into_tensor of {size_of(output)}", run)
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Operation:
-        check_memory("gather", tensor, *outputs)
+        check_memory("gather", tensor, written=outputs)
         if self._rank == root:
             check_count("gather", "output", outputs, self._size)
             check_same("gather", tensor, outputs)
@@ -128,7 +128,7 @@ class Collectives:
         return Operation(f"gather of {size_of(tensor)} to {root}", run)
 
     def scatter(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor], root: int) -> Operation:
-        check_memory("scatter", tensor, *parts)
+        check_memory("scatter", *parts, written=[tensor])
         if self._rank == root:
             check_count("scatter", "input", parts, self._size)
             check_same("scatter", tensor, parts)
@@ -140,7 +140,7 @@ class Collectives:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Operation:
         """Rank r's `inputs[s]` becomes rank s's `outputs[r]`; they may differ in size."""
-        check_memory("all_to_all", *inputs, *outputs)
+        check_memory("all_to_all", *inputs, written=outputs)
         check_count("all_to_all", "output", outputs, self._size)
         check_count("all_to_all", "input", inputs, self._size)
         check_dtype("all_to_all", outputs[0], inputs)
@@ -163,7 +163,7 @@ class Collectives:
         input_splits: Sequence[int],
     ) -> Operation:
         """The same with one tensor, split along its first dimension; no splits: evenly."""
-        check_memory("all_to_all_single", tensor, output)
+        check_memory("all_to_all_single", tensor, written=[output])
         check_dtype("all_to_all_single", output, [tensor])
         received = split_sizes("output", output, output_splits, self._size)
         sent = split_sizes("input", tensor, input_splits, self._size)

@@ -77,30 +77,11 @@ class ProcessGroupMPI(SharedMemoryGroup):
         if self._store is not None and replace_placeholder(self, self._store):
             self._store = None
 
-    # Splitting: `dist.split_group` ---------------------------------------------------------------
-
-    supports_splitting = True
-
     def get_group_store(self) -> dist.Store | None:
         return self._store
 
-    def split_group(
-        self,
-        ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: Any = None,
-    ) -> ProcessGroupMPI | None:
-        """A group of some of this one's ranks; None on the others, which need not call it."""
-        if self.rank() not in ranks:
-            return None
-        # Of this group's communicator: `ranks` are places in it, not ranks of the world.
-        part = create_subgroup(self._communicator, ranks, timeout or self._timeout)
-        part.setGroupName(group_name or "")
-        part.setGroupDesc(group_desc or "")
-        return part
+    def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> ProcessGroupMPI:
+        return create_subgroup(self._communicator, ranks, timeout)
 
     # Collectives ---------------------------------------------------------------------------------
 
@@ -216,7 +197,7 @@ class ProcessGroupMPI(SharedMemoryGroup):
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> P2PWork:
         (tensor,) = tensors
-        check_memory("recv", tensor)
+        check_memory("recv", written=[tensor])
         return p2p.receive(self._communicator, tensor, src, tag, self._timeout)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> P2PWork:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.group import open_gloo, store_beside, timeout_of
+from ddp_from_scratch.group import store_beside, timeout_of
 from ddp_from_scratch.node import semaphore
 from ddp_from_scratch.node.process_group import ProcessGroupNode
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
@@ -27,11 +27,8 @@ def register() -> None:
 
 def _create(options: Any, unused: object) -> ProcessGroupNode:
     """Makes torch.distributed's default group, or one of `new_group`'s (members only)."""
-    rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    ranks = list(options.global_ranks_in_group) or list(range(size))
-    gloo = open_gloo(options.store, rank, size, timeout)
-    store = dist.PrefixStore("node", options.store)
-    return ProcessGroupNode(StoreCommunicator(store, rank, ranks, timeout), timeout, lambda: gloo)
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return ProcessGroupNode.open(options.store, options.group_rank, ranks, options.timeout)
 
 
 # For each gloo group the group that reduces in its place; None where no memory can be shared.

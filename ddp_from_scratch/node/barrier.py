@@ -192,14 +192,19 @@ class CheckedBarrier:
         return min(self._deadline, time.monotonic() + nap)
 
     def _check_in_vain(self) -> None:
-        left = {rank for rank, left in zip(self._ranks, self._memory.left, strict=True) if left[0]}
-        gone = left.intersection(self._behind(self._memory.come, self._waits))
+        gone = self._marked(self._memory.left).intersection(
+            self._behind(self._memory.come, self._waits)
+        )
         # One that was killed after it came may have slept, with others still to be woken by it. One
         # that has left goes on with what it came to.
         killed = {self._ranks[index] for index in self._processes.ended()}
         gone |= killed.intersection(self._behind(self._memory.passed, self._waits))
         if gone:
-            raise self._give_up(f"{name_ranks(sorted(gone))} ended without coming to it")
+            # Those that others have given up for are the cause; these others may be gone by now.
+            lost = self._marked(self._memory.lost) or gone
+            for rank in lost:
+                self._memory.lost[self._ranks.index(rank)][0] = 1
+            raise self._give_up(_lost_text(lost))
         if time.monotonic() > self._deadline:
             raise self._time_out()
         # Not while a rank is missing: the deadline then names it, which says more.
@@ -208,7 +213,12 @@ class CheckedBarrier:
 
     def _check_given_up(self) -> None:
         if 0 < self._memory.gave_up[0] <= self._number:
-            raise self.fail("another rank has given up on it")
+            lost = self._marked(self._memory.lost)
+            raise self.fail(_lost_text(lost) if lost else "another rank has given up on it")
+
+    def _marked(self, marks: Counters) -> set[int]:
+        """Ranks of this machine that are marked."""
+        return {rank for rank, mark in zip(self._ranks, marks, strict=True) if mark[0]}
 
     def _give_up(self, text: str) -> CommunicationError:
         """As `fail`, where others may still come: they fail, too."""
@@ -219,6 +229,10 @@ class CheckedBarrier:
         return self._give_up(
             f"the timeout of {self._timeout:g} s passed without {self.missing_names}"
         )
+
+
+def _lost_text(ranks: set[int]) -> str:
+    return f"{name_ranks(sorted(ranks))} ended without coming to it"
 
 
 _open: "weakref.WeakSet[CheckedBarrier]" = weakref.WeakSet()

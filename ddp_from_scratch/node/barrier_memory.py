@@ -21,7 +21,7 @@ Counters: TypeAlias = "list[np.ndarray[Any, np.dtype[np.int64]]]"
 class BarrierMemory:
     """One segment for each rank of the machine.
 
-        semaphores | come | passed | left | gave up | fingerprints 0, 1 | heard 0, 1 | eager 0, 1
+        semaphores | counters | fingerprints 0, 1 | heard 0, 1 | eager 0, 1
 
     Fingerprints, heard and eager buffers are double, for even and odd meetings: a fast rank brings
     its next ones while a slow one still reads these. (It cannot bring the ones after that, which
@@ -34,6 +34,7 @@ class BarrierMemory:
         come: number of waits that the rank has come to.
         passed: number of waits that the rank has passed: others need nothing more of it there.
         left: 1 once its program has ended: nobody need wait for it until the timeout.
+        lost: 1 once others have given up for want of this rank.
         gave_up: * number of a meeting that a rank no longer waits for: none may go on alone then.
         fingerprints: a pair: the operation that the rank has come for.
         heard: * a pair: fingerprints of all machines' first ranks.
@@ -52,11 +53,12 @@ class BarrierMemory:
         segments[node.rank][:eager_at].zero_()
         self.addresses = self._memory.addresses
         # Views that are made once: making one takes longer than a meeting.
-        counters = [segment[counters_at:][:32].view(torch.int64).numpy() for segment in segments]
+        counters = [segment[counters_at:][:40].view(torch.int64).numpy() for segment in segments]
         self.come: Counters = [counter[0:1] for counter in counters]
         self.passed: Counters = [counter[1:2] for counter in counters]
-        self.left = [counter[2:3] for counter in counters]
-        self.gave_up = counters[0][3:4]
+        self.left: Counters = [counter[2:3] for counter in counters]
+        self.lost: Counters = [counter[3:4] for counter in counters]
+        self.gave_up = counters[0][4:5]
         self.fingerprints = [_pair(s, fingerprints_at, fingerprint.NBYTES) for s in segments]
         self.heard = _pair(segments[0], heard_at, heard_nbytes)
         self.eager = [segment[eager_at:].view(2, self.eager_nbytes) for segment in segments]

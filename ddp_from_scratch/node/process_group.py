@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.group import open_gloo
 from ddp_from_scratch.node.reduction import REDUCED
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup, Tensors
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
@@ -41,7 +42,17 @@ class ProcessGroupNode(SharedMemoryGroup):
 
     def __init__(self, communicator: StoreCommunicator, timeout: timedelta, gloo: Gloo) -> None:
         super().__init__(communicator, timeout)
+        self._communicator = communicator
         self._gloo: Gloo | None = gloo
+
+    @classmethod
+    def open(
+        cls, store: dist.Store, rank: int, world_ranks: list[int], timeout: timedelta
+    ) -> ProcessGroupNode:
+        """Opens a group of these ranks, and gloo's for it, through a store of their own."""
+        gloo = open_gloo(store, rank, len(world_ranks), timeout)
+        own = dist.PrefixStore("node", store)
+        return cls(StoreCommunicator(own, rank, world_ranks, timeout), timeout, lambda: gloo)
 
     @property
     def gloo(self) -> dist.ProcessGroup:
@@ -55,6 +66,14 @@ class ProcessGroupNode(SharedMemoryGroup):
     def options(self) -> Any:
         # torch, and `gloo_beside`, ask a backend for its timeout by these.
         return self.gloo._get_backend(torch.device("cpu")).options
+
+    def get_group_store(self) -> dist.Store:
+        return self._communicator.store
+
+    def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> ProcessGroupNode:
+        store = dist.PrefixStore(f"{name}/", self.get_group_store())
+        world_ranks = [self._communicator.world_ranks[rank] for rank in ranks]
+        return self.open(store, list(ranks).index(self.rank()), world_ranks, timeout)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         # Sparse tensors, and dtypes that are summed by gloo alone, if at all.

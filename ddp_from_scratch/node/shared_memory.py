@@ -6,6 +6,7 @@ where one rank finds no room there, the others wait for it.
 
 import mmap
 import os
+import warnings
 import weakref
 from itertools import accumulate
 from typing import Any
@@ -19,6 +20,10 @@ from ddp_from_scratch.node.communicator import Communicator
 # Tensors that outlive a call are made under it. The program may be in inference mode in that call,
 # and tensors that are made there cannot be written to elsewhere.
 LASTING = torch.inference_mode(False)
+
+# Bytes of all ranks of a machine: a barrier's memory, which a group cannot do without, and more.
+# Tried before the barrier is made: other machines would wait for ranks that find no room there.
+_TO_MEET = 2**20
 
 
 class SharedMemory:
@@ -76,10 +81,12 @@ class SharedMemory:
 
 
 def can_share(node: Communicator) -> bool:
-    """True where these ranks can share memory. Collective: the same on all."""
+    """True where these ranks can share memory, enough to meet. Collective: the same on all."""
     try:
-        SharedMemory(node, 1).free()
-    except NoSharedMemory:
+        SharedMemory(node, _TO_MEET // node.size).free()
+    except NoSharedMemory as error:
+        if node.rank == 0:
+            warnings.warn(f"messages take the place of shared memory: {error}", stacklevel=2)
         return False
     return True
 

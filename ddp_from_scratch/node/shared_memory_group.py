@@ -68,6 +68,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.checked_barrier = CheckedBarrier(self._nodes, progress)
         self._windows = Windows(self._nodes.node)
         self._reduce = AllReduce(self._nodes, self.checked_barrier, self._windows)
+        # For `average_on_machine`.
+        self._reduce_here = self._reduce
+        if self.machines > 1:
+            self._reduce_here = AllReduce(self._nodes.here, self.checked_barrier, self._windows)
         # Finding both takes as long as summing a small tensor: those last used are kept.
         self._named_reduction = lru_cache(maxsize=256)(self._make_named_reduction)
         self._timeout = timeout
@@ -78,6 +82,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def shares_memory(self) -> bool:
         """True where two ranks of the group share a machine's memory, on whatever machine."""
         return bool(self._reduce.shares_memory)
+
+    @property
+    def machines(self) -> int:
+        """Number of machines; ranks that share no memory count as one each."""
+        return self._nodes.count
 
     @property
     def divides_first(self) -> bool:
@@ -113,6 +122,31 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    # Splitting: `dist.split_group` ---------------------------------------------------------------
+
+    supports_splitting = True
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> SharedMemoryGroup | None:
+        """A group of some of this one's ranks; None on the others, which need not call it."""
+        if self.rank() not in ranks:
+            return None
+        part = self._part(ranks, timeout or self._timeout, group_name or "")
+        part.setGroupName(group_name or "")
+        part.setGroupDesc(group_desc or "")
+        return part
+
+    def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> SharedMemoryGroup:
+        """A group of `ranks`, which are places in this one. Only they call it."""
+        raise NotImplementedError
+
     def install_store(self) -> None:
         """Lets torch know the group's store, where it may not have noted one yet. Idempotent."""
 
@@ -128,6 +162,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         operation = self._all_reduce(tensor, dist.ReduceOp.SUM, dtype)
         return self._submit("all_reduce", [tensor], None, operation)
 
+    def average_on_machine(self, tensor: torch.Tensor) -> dist.Work:
+        """Averages over the ranks of this machine alone. Collective: on all machines."""
+        check_memory(self.backend, "average_on_machine", written=[tensor])
+        operation = Operation(f"average_on_machine of {size_of(tensor)}", lambda: [tensor])
+        if (size := self._nodes.node.size) > 1:
+            reduction = Reduction.of(dist.ReduceOp.AVG, tensor.dtype, size)
+            operation.run = partial(self._reduce_here, tensor, reduction)
+            operation.prepare = partial(self._reduce_here.prepare, tensor)
+        return self._submit("average_on_machine", [tensor], None, operation)
+
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
 
@@ -138,7 +182,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, crossing: torch.dtype | None = None
     ) -> Operation:
-        check_memory(self.backend, "all_reduce", tensor)
+        check_memory(self.backend, "all_reduce", written=[tensor])
         fingerprint, reduction = self._named_reduction(tensor.numel(), tensor.dtype, op)
         return Operation(
             fingerprint,
@@ -236,6 +280,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._sequence += 1
         name = partial(_name_call, kind, self._sequence, self._nodes.everyone.world_rank, tensors)
         run = partial(run_in_turn, operations, self.checked_barrier, self._timeout.total_seconds())
+        if torch.is_inference_mode_enabled() or any(map(torch.Tensor.is_inference, tensors)):
+            run = torch.inference_mode()(run)  # such tensors may be written to there alone
         # A caller that waits at once (`async_op=False`) may run them itself, which saves the way to
         # the thread and back. Not across machines: a machine that is gone may be waited for as long
         # as TCP does, and only a caller that waits for the thread can leave.
@@ -245,6 +291,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _free_memory(self) -> None:
         self._reduce.free()
+        self._reduce_here.free()  # the same on one machine: freed twice does no harm
         self._windows.free_unused()
         self.checked_barrier.free()
 

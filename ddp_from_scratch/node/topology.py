@@ -42,6 +42,11 @@ class Nodes:
         # Every machine has a first rank, so the peers of that one count the machines.
         return cls(everyone, node, peers, count=node.allgather(peers.size)[0])
 
+    @property
+    def here(self) -> "Nodes":
+        """This machine's ranks, as if there were no others."""
+        return Nodes(self.node, self.node, self.node, count=1)
+
     def free(self) -> None:
         """Frees `node` and `peers`, but not `everyone`. Collective."""
         self.node.free()

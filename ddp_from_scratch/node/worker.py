@@ -38,8 +38,6 @@ class Worker:
 
         On the group's thread, or on this one `at_once`, where the caller is going to wait for it.
         """
-        if torch.is_inference_mode_enabled():
-            run = torch.inference_mode()(run)  # its tensors may be written to there alone
         # Here and now only where nothing is ahead, or the ranks' orders would differ.
         if at_once and not self._queued and self._turn.acquire(blocking=False):
             self._execute(work, run)

@@ -73,8 +73,8 @@ class NodeSharedOptimizer(FlatOptimizer):
             name = type(self).__name__
             raise ValueError(
                 f"{name} needs gradients in memory that the machine's ranks share, and there was "
-                f"none: the Reducer's warning says why; ddp.{name.removeprefix('NodeShared')} does "
-                f"without"
+                f"none: the Reducer's warning says why, or its module is a copy of a wrapped one, "
+                f"to be wrapped itself; ddp.{name.removeprefix('NodeShared')} does without"
             )
         self._check_groups()
         # `_moved`: tensors have moved since the last step; the next one frees the memory that they

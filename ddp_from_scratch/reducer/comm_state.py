@@ -3,12 +3,14 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from ddp_from_scratch.buckets.gradient_bucket import CommHook, LaunchArgs
 from ddp_from_scratch.comm_hooks import default_hooks
+from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState, power_sgd_hook
 from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
 from ddp_from_scratch.node.backend import shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
@@ -29,7 +31,6 @@ class CommState:
         several_at_once: True if several buckets may be under way at a time.
         args: the arguments of this average's launches; None until `agree_args`.
         weight: the weight of this rank in the next average; None means 1.
-        transport: the way between ranks: "shared memory", or the name of the backend that sends.
     """
 
     def __init__(
@@ -46,20 +47,27 @@ class CommState:
         self.args: LaunchArgs | None = None
         self.weight: GradientWeight | None = None
         self._process_group = process_group
-        # Noted by `group`, which may be collective where a look at the transport must not be.
-        self.transport = str(dist.get_backend(check_group(process_group)))
-        # A gloo group to agree on weights, if the group takes no CPU tensors. Opened when needed.
-        self._cpu_group: dist.ProcessGroup | None = None
+        self._backend = str(dist.get_backend(check_group(process_group)))
+        # True if the hook sends through `group`; else through the group that its state names.
+        self._follows = True
+        # By `_follows`. Noted by `group`, which is collective: a look at the transport must not be.
+        self._shares = (False, False)
 
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective where `shared_memory_beside` is."""
-        group = check_group(self._process_group)
-        if self._shared_memory:
-            group = shared_memory_beside(group)
-        shared = isinstance(group, SharedMemoryGroup) and group.shares_memory
-        if shared:
-            self.transport = "shared memory"
-        return group
+        own = check_group(self._process_group)
+        sends = shared_memory_beside(own) if self._shared_memory else own
+        self._shares = _shares_memory(own), _shares_memory(sends)
+        return sends
+
+    @property
+    def transport(self) -> str:
+        """The way between ranks: "shared memory", or the name of the backend that sends.
+
+        A hook of the user's own sends through the group that it names itself, most often the
+        Reducer's, and not through one that was opened beside it.
+        """
+        return "shared memory" if self._shares[self._follows] else self._backend
 
     def set_overlap(self, overlap: bool) -> None:
         """Launches buckets during backward from now on, or at its end."""
@@ -75,6 +83,7 @@ class CommState:
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.hook, self.state, self.args = hook, state, None
         self.several_at_once = default_hooks.may_overlap(hook)
+        self._follows = default_hooks.is_ours(hook) and _stands_for(state, self._process_group)
 
     def agree_weight(self, amount: float) -> GradientWeight:
         """Starts to agree on the sum of all ranks' amounts. Collective.
@@ -82,9 +91,8 @@ class CommState:
         Raises:
             ValueError: `amount` is negative or not finite.
         """
-        if self._cpu_group is None and not takes_cpu_tensors(self._process_group):
-            self._cpu_group = gloo_beside(self._process_group)
-        return GradientWeight(amount, self._cpu_group or self.group())
+        on_cpu = takes_cpu_tensors(self._process_group)
+        return GradientWeight(amount, self.group() if on_cpu else gloo_beside(self._process_group))
 
     def set_weight(self, weight: GradientWeight | None) -> None:
         """Sets the factor of this rank's gradients in the next average; None means 1."""
@@ -96,12 +104,16 @@ class CommState:
         Raises: as `GradientWeight.value`.
         """
         weight = 1.0 if self.weight is None else self.weight.value()
-        state, own, sends = self.state, check_group(self._process_group), self.group()
+        hook, state = self.hook, self.state
+        own, sends = check_group(self._process_group), self.group()
         # Our hooks take a group as their state. The Reducer's own stands for the one that sends.
         # Nothing is kept where both are the same: a reference to gloo's group keeps its threads.
-        if sends is not own and state is self._process_group and default_hooks.is_ours(self.hook):
-            state = sends
-        hook, factor = default_hooks.while_packing(self.hook, state)
+        if sends is not own and self._follows:
+            if isinstance(state, PowerSGDState):
+                hook = partial(power_sgd_hook, group=sends)
+            else:
+                state = sends
+        hook, factor = default_hooks.while_packing(hook, state)
         # With weight 0 the bucket writes zeros itself: gradients need only the division.
         scale = factor if weight == 0 else weight * factor
         self.args = LaunchArgs(hook, state, weight, scale, weakref.ref(own))
@@ -121,3 +133,14 @@ class CommState:
             yield
         finally:
             self.set_hook(default_hooks.average, self.state)
+
+
+def _shares_memory(group: dist.ProcessGroup) -> bool:
+    return isinstance(group, SharedMemoryGroup) and group.shares_memory
+
+
+def _stands_for(state: Any, group: dist.ProcessGroup | None) -> bool:
+    """True if the state of one of our hooks names this group; None names the default one."""
+    named = state.process_group if isinstance(state, PowerSGDState) else state
+    default = dist.group.WORLD
+    return (default if named is None else named) is (default if group is None else group)

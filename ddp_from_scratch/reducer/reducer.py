@@ -78,8 +78,8 @@ class Reducer:
         shared_memory: on a gloo group, reduce in memory that the ranks of a machine share, and send
             between machines alone, where two of them share a machine (Linux). Sums are then taken
             in the order of ranks: with more than 2 ranks their last bits are not gloo's.
-        fuse_wgrad: compute the gradients of large linear layers into their buckets, without a copy
-            (`FusedWgrad`). On a CPU alone. Implies `gradient_as_bucket_view`.
+        fuse_wgrad: compute the gradients of large linear layers and embeddings into their buckets,
+            without a copy (`FusedWgrad`). On a CPU alone. Implies `gradient_as_bucket_view`.
         ignore: names of parameters and buffers that are not synchronised.
         check_every: run `check_sync` in every so many averages, also for the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:
@@ -147,7 +147,6 @@ class Reducer:
         self._pass = BackwardPass(
             parameters,
             self._buckets.names,
-            process_group,
             find_unused=find_unused_parameters,
             static_graph=static_graph,
             skip_unused=skip_unused,
@@ -460,7 +459,7 @@ class Reducer:
         """Waits for each bucket in order and unpacks it, but not on a rank that takes no part."""
         for observer in self._observers:
             observer.on_all_launched()
-        used = None if self._pass.used is None else self._pass.used.agree()
+        used = None if self._pass.used is None else self._pass.used.agree(self.comm.group())
         for bucket in self._buckets.all:
             bucket.finish(used if takes_part else ())
             for observer in self._observers:

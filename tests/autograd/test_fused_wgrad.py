@@ -3,6 +3,7 @@
 import copy
 import pickle
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -83,6 +84,155 @@ def test_gradients_have_torchs_bits_and_arrive_in_their_windows(shape, dtype):
         for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(ours.grad, other.grad)
     assert arrived == dict.fromkeys(("first.weight", "first.bias", "second.weight"), True)
+
+
+TOKENS = {
+    "one": torch.tensor([3]),
+    "repeated": torch.tensor([[5, 0, 5, 5], [10, 5, 0, 0]]),
+    "short integers": torch.tensor([1, 1, 2], dtype=torch.int32),
+    "none": torch.empty(0, dtype=torch.int64),
+    "many": torch.randint(11, (40, 50), generator=torch.Generator().manual_seed(1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padding", [None, 0, 5, -1])
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+def test_embeddings_have_torchs_bits_and_arrive_in_their_windows(tokens, padding, dtype):
+    model = nn.Embedding(11, 24, padding, dtype=dtype)
+    theirs = copy.deepcopy(model)
+    _, arrived = watched(model)
+    for step in range(3):  # the window holds the gradient of the step before
+        torch.manual_seed(step)
+        factor = torch.randn(24, dtype=dtype)
+        for net in (model, theirs):
+            net.zero_grad()
+            (net(tokens).tanh() * factor).sum().backward()
+        assert torch.equal(model.weight.grad, theirs.weight.grad)
+    assert arrived == {"weight": dtype != torch.bfloat16}
+
+
+@pytest.mark.parametrize("rows", [1, 1000, 30000])
+@pytest.mark.parametrize("width", [1, 7, 64])
+def test_large_embeddings_have_torchs_bits(rows, width):
+    model = nn.Embedding(rows, width)
+    theirs = copy.deepcopy(model)
+    ddp.Reducer(model, fuse_wgrad=True)
+    torch.manual_seed(2)
+    tokens, factor = torch.randint(rows, (700,)), torch.randn(700, width)
+    for net in (model, theirs):
+        (net(tokens) * factor).sum().backward()
+    assert torch.equal(model.weight.grad, theirs.weight.grad)
+
+
+class Tied(nn.Module):
+    """As GPT-2: its head has the weight of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 24)
+        self.head = nn.Linear(24, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+def test_an_embedding_that_is_the_head_too():
+    model = Tied()
+    theirs = copy.deepcopy(model)
+    reducer = ddp.Reducer(model, fuse_wgrad=True)
+    for step in range(3):
+        for net in (model, theirs):
+            net.zero_grad()
+            net((TOKENS["many"] + step) % 11).square().sum().backward()
+        assert torch.equal(model.head.weight.grad, theirs.head.weight.grad)
+    assert in_bucket(reducer, model.embedding.weight)
+
+
+def scaled():
+    return nn.Embedding(11, 24, scale_grad_by_freq=True)
+
+
+def shortened():
+    return nn.Embedding(11, 24, max_norm=0.5)
+
+
+def hooked():
+    layer = nn.Embedding(11, 24)
+    layer.weight.register_hook(lambda gradient: None)
+    return layer
+
+
+def parametrized():
+    return parametrizations.weight_norm(nn.Embedding(11, 24))
+
+
+@pytest.mark.parametrize("make", [scaled, shortened, hooked, parametrized])
+def test_other_embeddings_take_memory_of_their_own(make):
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(0)
+    theirs = make()
+    _, arrived = watched(model)
+    for net in (model, theirs):
+        net(TOKENS["repeated"]).square().sum().backward()
+    assert not any(arrived.values())
+    for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(ours.grad, other.grad)
+
+
+def test_sparse_gradients_stay_sparse():
+    model = nn.Embedding(11, 24, sparse=True)
+    ddp.Reducer(model, fuse_wgrad=True)
+    model(TOKENS["repeated"]).sum().backward()
+    assert model.weight.grad.is_sparse
+
+
+def test_gradients_of_an_embeddings_gradients():
+    model = Tied()
+    theirs = copy.deepcopy(model)
+    ddp.Reducer(model, fuse_wgrad=True)
+    found = []
+    for net in (model, theirs):
+        loss = net(TOKENS["repeated"]).square().sum()
+        (gradient,) = torch.autograd.grad(loss, net.parameters(), create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), net.parameters()))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("make", [partial(nn.Linear, bias=False), nn.Embedding])
+def test_other_tensors_in_a_weights_place_get_gradients_of_their_own(make):
+    model = make(24, 24)
+    ddp.Reducer(model, fuse_wgrad=True)
+    inputs = TOKENS["repeated"] if make is nn.Embedding else X
+    model(inputs).sum().backward()
+    model.zero_grad()
+    other = torch.ones(24, 24, requires_grad=True)
+    torch.func.functional_call(model, {"weight": other}, (inputs,)).square().sum().backward()
+    kept = other.grad.clone()
+    model(inputs).sum().backward()
+    assert torch.equal(other.grad, kept)
+
+
+@pytest.mark.parametrize("make", [nn.Linear, nn.Embedding])
+def test_a_weight_may_change_before_a_backward_pass_that_does_not_read_it(make):
+    model = make(24, 24)
+    ddp.Reducer(model, fuse_wgrad=True)
+    loss = model(X if make is nn.Linear else TOKENS["repeated"]).sum()
+    with torch.no_grad():
+        model.weight.zero_()
+    loss.backward()
+    assert model.weight.grad.any()
+
+
+def test_complex_weights_are_left_to_autograd():
+    model = nn.Linear(24, 24, dtype=torch.complex64)
+    theirs = copy.deepcopy(model)
+    ddp.Reducer(model, fuse_wgrad=True)
+    for net in (model, theirs):
+        net(X * (1 + 2j)).abs().sum().backward()
+    assert torch.equal(model.weight.grad, theirs.weight.grad)
 
 
 def test_a_second_gradient_of_a_weight_is_added():
@@ -209,6 +359,16 @@ class OwnLinear(nn.Linear):
     pass
 
 
+class OwnEmbedding(nn.Embedding):
+    pass
+
+
+def test_subclasses_of_embeddings_keep_their_forward():
+    model = OwnEmbedding(11, 24)
+    ddp.Reducer(model, fuse_wgrad=True)
+    assert "forward" not in vars(model)
+
+
 def test_other_layers_keep_their_forward():
     model = nn.Sequential(OwnLinear(3, 3), parametrizations.weight_norm(nn.Linear(3, 3)))
     model.append(nn.Linear(3, 3))
@@ -223,8 +383,9 @@ def test_other_layers_keep_their_forward():
 def test_small_layers_keep_their_forward(monkeypatch):
     monkeypatch.setattr(fused_wgrad, "_WORTH", 2**16)
     model = nn.Sequential(nn.Linear(255, 257), nn.Linear(257, 256))
+    model.append(nn.Embedding(255, 1024)).append(nn.Embedding(256, 1024))
     ddp.Reducer(model, fuse_wgrad=True)
-    assert ["forward" in vars(layer) for layer in model] == [False, True]
+    assert ["forward" in vars(layer) for layer in model] == [False, True, False, True]
 
 
 def test_copies_have_torchs_forward_and_remove_gives_it_back():
@@ -271,9 +432,28 @@ def test_a_pass_that_fails_leaves_no_claim():
     assert all(arrived.values())
 
 
-def beside_torch(world, optimizer):
+class Words(nn.Module):
+    """Two words' embeddings, and a head with the weight of one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Embedding(50, 24), nn.Embedding(60, 24, padding_idx=3)
+        self.between = nn.Linear(24, 24)
+        self.head = nn.Linear(24, 50)
+        self.head.weight = self.first.weight
+
+    def forward(self, x):
+        tokens = (100 * x.abs()).long() % 50
+        return self.head(torch.tanh(self.between(self.first(tokens) + self.second(tokens // 2))))
+
+
+def layers():
+    return nn.Sequential(nn.Linear(24, 300), nn.ReLU(), nn.Linear(300, 7))
+
+
+def beside_torch(world, optimizer, make):
     torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(24, 300), nn.ReLU(), nn.Linear(300, 7))
+    ours = make()
     model = DistributedDataParallel(copy.deepcopy(ours))
     reducer = ddp.Reducer(ours, fuse_wgrad=True)
     settings = {"lr": 1e-4, "momentum": 0.9}
@@ -293,7 +473,32 @@ def beside_torch(world, optimizer):
     dist.barrier()
 
 
+@pytest.mark.parametrize("make", [layers, Words])
 @pytest.mark.parametrize("optimizer", ["SGD", "NodeSharedSGD"])
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("gloo", 3), ("mpi", 2)])
-def test_training_is_torchs(ranks, backend, size, optimizer):
-    ranks(backend, size)(beside_torch, optimizer)
+def test_training_is_torchs(ranks, backend, size, optimizer, make):
+    ranks(backend, size)(beside_torch, optimizer, make)
+
+
+def bits(world):
+    """The gradients of some passes, with the option and without."""
+    torch.manual_seed(0)
+    plain = Words()
+    models = (plain, copy.deepcopy(plain))
+    reducers = [
+        ddp.Reducer(m, fuse_wgrad=fuse) for m, fuse in zip(models, (True, False), strict=True)
+    ]
+    for step in range(3):
+        for model in models:
+            torch.manual_seed(10 * step + world.rank)
+            model.zero_grad()
+            model(torch.randn(6, 24)).pow(2).sum().backward()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(one.grad, other.grad)
+    for reducer in reducers:
+        reducer.remove()
+
+
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("gloo", 3), ("mpi", 2)])
+def test_gradients_have_the_bits_of_a_reducer_without_it(ranks, backend, size):
+    ranks(backend, size)(bits)

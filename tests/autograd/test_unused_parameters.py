@@ -4,13 +4,16 @@ Rank r's input is n (r + 1), as in terms.py: the gradient of p_k is (k + 1) time
 """
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_from_scratch import Reducer
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from tests.support.terms import BYTES, Chain, Terms, each_view, grads_of, mean, own, recorded
 
 
@@ -37,6 +40,30 @@ def same_everywhere(world, view, cap, static):
 @pytest.mark.parametrize("static", [False, True], ids=["found", "static"])
 def test_grad_of_what_no_rank_uses_is_not_touched(crew, view, cap, static):
     crew(same_everywhere, view, cap, static)
+
+
+def sent_by(world, static):
+    """Whether each all-reduce of two averages is one in shared memory."""
+    model = Terms(1, 2, 3, 4)
+    Reducer(model, find_unused_parameters=not static, static_graph=static)
+    sent = []
+    original = dist.all_reduce
+    with patch.object(
+        dist,
+        "all_reduce",
+        lambda tensor, **options: (
+            sent.append(isinstance(options["group"], SharedMemoryGroup)),
+            original(tensor, **options),
+        )[1],
+    ):
+        for _ in range(2):
+            model(own(world), (0, 2)).backward()
+    return sent
+
+
+@pytest.mark.parametrize(("static", "count"), [(False, 4), (True, 3)], ids=["found", "static"])
+def test_ranks_agree_in_shared_memory_too(ranks, static, count):
+    assert ranks("gloo", 2)(sent_by, static) == [[True] * count] * 2
 
 
 def differs_by_rank(world, view, cap):

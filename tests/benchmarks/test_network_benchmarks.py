@@ -1,5 +1,6 @@
 """benchmarks/two_hosts.py, scaling.py, network.py: what they refuse, that they run, and where."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -9,12 +10,14 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import __main__ as run_set
 from benchmarks import allreduce, scaling, two_hosts
-from benchmarks.harness import network
+from benchmarks.harness import deepspeed, network
 from benchmarks.harness.costs import Shape
 from benchmarks.harness.report import RESULTS, pyplot
 from benchmarks.harness.wire_contenders import BF16, POWER_SGD, REDUCER, SGD, TORCH
@@ -23,7 +26,7 @@ from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench import launch
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
 from tests.support.failing_run import Run
-from tests.support.ranks import ROOT
+from tests.support.ranks import MPIRUN, ROOT
 
 
 def result(sent, milliseconds=100.0, must_cross=1000):
@@ -329,8 +332,8 @@ def test_a_rank_that_fails_ends_all():
 
 def test_result_file_is_what_the_picture_reads(tmp_path):
     alone = asdict(Result(NO_COMMUNICATION, [1.0, 1.0], 0, [[9]], 1.0))
-    ours = asdict(Result(REDUCER, [1.0, 3.0], 8, [[9]], 1.5))
-    by_speed = {gbit: [alone, ours] for gbit in (0.1, 1.0)}
+    theirs, ours = (asdict(Result(n, [1.0, 3.0], 8, [[9]], 1.5)) for n in (TORCH, REDUCER))
+    by_speed = {gbit: [alone, theirs, ours] for gbit in (0.1, 1.0)}
     two_hosts.draw("mlp", "gloo", 2, by_speed, tmp_path)
     if pyplot is not None:
         assert (tmp_path / "two_hosts-mlp-gloo-2.png").stat().st_size > 0
@@ -342,6 +345,47 @@ def test_no_bound_is_below_the_step_without_communication():
     unknown = Result(BF16, [80.0], None, [[9]], None)
     bounds = [r.bound for r in with_computing([alone, slow, fast, unknown])]
     assert bounds == [50.0, 70.0, 50.0, None]
+
+
+def test_deepspeed_is_left_out_with_a_reason(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert deepspeed.missing(2) == "deepspeed is not installed"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**27))
+    assert deepspeed.missing(2) == "/dev/shm is too small for it"
+
+    def fail():
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(deepspeed, "_load", fail)
+    assert deepspeed.missing(1) == "it cannot be built: no compiler"
+    monkeypatch.setattr(deepspeed, "_load", lambda: None)
+    assert deepspeed.missing(1) is None
+
+
+def test_deepspeed_sums_some_dtypes():
+    rival = SimpleNamespace(has=lambda dtype: dtype == torch.float32, all_reduce=torch.neg_)
+    assert allreduce.contender_of(rival, 64, torch.float64) == {}
+    contender = allreduce.contender_of(rival, 64, torch.float32)[deepspeed.NAME]
+    assert contender.call().numel() == 16
+
+
+@pytest.mark.slow
+def test_deepspeed_sums_beside_the_others(tmp_path):
+    if reason := deepspeed.missing(2):
+        pytest.skip(reason)
+    command = ["-m", "benchmarks.allreduce", "--quick", "--bytes", "4096"]
+    done = subprocess.run(
+        [sys.executable, *command, "--results", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | MPIRUN,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "allreduce-mpi-float32-2.json").read_text())
+    assert deepspeed.NAME in content["samples"]["4096"]
 
 
 def test_a_group_of_one_rank_has_no_bus(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """PowerSGD on real ranks: exact where rank suffices, error feedback where it does not."""
 
 import copy
+from functools import wraps
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState, power_sgd_hook
+from ddp_from_scratch.mpi.communicator import MPICommunicator
+from ddp_from_scratch.node import shared_memory_beside
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
+from ddp_from_scratch.node.store_communicator import StoreCommunicator
 from tests.comm_hooks.test_comm_hooks import assert_one_model, build, train
+from tests.mpi.test_several_machines import machines
+from tests.support.tiers import slow
 
 
 class Given(nn.Module):
@@ -33,6 +41,20 @@ def average_of(world, model, gradient, other):
     return mean / world.world_size
 
 
+def as_if_apart(test):
+    """Within a machine nothing is compressed: here no two ranks seem to share one."""
+
+    @wraps(test)
+    def on_a_rank(*arguments):
+        # Opened before: where a group shares nothing, none is kept beside it.
+        shared_memory_beside(dist.group.WORLD)
+        with patch.object(SharedMemoryGroup, "shares_memory", False):
+            return test(*arguments)
+
+    return on_a_rank
+
+
+@as_if_apart
 def low_rank_is_exact(world, view):
     """The average has rank 2 and so the first compressed step finds it."""
     torch.manual_seed(0)
@@ -60,6 +82,7 @@ def test_a_gradient_of_that_rank_is_averaged_exactly(crew, view):
     crew(low_rank_is_exact, view)
 
 
+@as_if_apart
 def nothing_is_lost(world):
     """One gradient again and again: with error feedback the averages add up to it."""
     torch.manual_seed(world.rank)
@@ -80,6 +103,7 @@ def test_what_one_step_leaves_out_comes_later(pair):
     pair(nothing_is_lost)
 
 
+@as_if_apart
 def converges(world, wrapped):
     hook = default_hooks.bf16_compress_wrapper(power_sgd_hook) if wrapped else power_sgd_hook
     losses = []
@@ -107,6 +131,7 @@ def average_random(world, model, step):
     return model.matrix.grad.clone()
 
 
+@as_if_apart
 def goes_on(world):
     """From what was remembered, under another cap and so in other buckets."""
     models = [Given() for _ in range(2)]
@@ -131,6 +156,7 @@ def test_it_goes_on_from_a_checkpoint(pair):
     pair(goes_on)
 
 
+@as_if_apart
 def mean_of_errors(world):
     """The mean of all ranks' errors does what each rank's own does, but for rounding."""
     model, state = Given(), PowerSGDState(rank=1, start=0)
@@ -152,6 +178,7 @@ def test_averages_depend_on_the_mean_of_the_errors(pair):
     pair(mean_of_errors)
 
 
+@as_if_apart
 def overflows(world, view):
     """An overflow on one rank is seen by all, and the next average is as if it had not been."""
     expected = None
@@ -178,3 +205,86 @@ def test_settings_are_checked():
     for settings in ({"rank": 0}, {"start": -1}):
         with pytest.raises(ValueError, match="rank must be 1 or more and start 0 or more"):
             PowerSGDState(**settings)
+
+
+# Ranks that share memory -------------------------------------------------------------------------
+
+
+def in_full_on_one_machine(world):
+    model, state = Given(), PowerSGDState(rank=1, start=1)
+    reducer = Reducer(model)
+    reducer.register_comm_hook(state, power_sgd_hook)
+    assert "by shared memory" in repr(reducer)
+    for step in range(3):
+        average_random(world, model, step)
+        assert model.matrix.grad.equal(average_in_full(world, step))
+    assert (state.iteration, state.sent, state.of) == (3, 0, 0)
+    # What was left out elsewhere, before a checkpoint, is sent at the first average that is finite.
+    saved = {"iteration": 3, "qs": {}, "errors": {"matrix": torch.ones(12, 10)}}
+    state.load_state_dict(model, saved)
+    average_of(world, model, torch.full((12, 10), float("inf")), 1.0)
+    for left in (1.0, 0.0):
+        average_of(world, model, torch.ones(12, 10), 1.0)
+        assert model.matrix.grad.eq(1 + left).all()
+
+
+def average_in_full(world, step):
+    model = Given()
+    reducer = Reducer(model)
+    average_random(world, model, step)
+    reducer.remove()
+    return model.matrix.grad
+
+
+def test_on_one_machine_nothing_is_compressed(pair):
+    pair(in_full_on_one_machine)
+
+
+def group_over(world, sizes):
+    """A new group whose ranks stand for machines of so many ranks each."""
+    with pytest.MonkeyPatch.context() as patched:
+        for kind in (StoreCommunicator, MPICommunicator):
+            patched.setattr(
+                kind, "split_by_machine", lambda self: self.split(machines(sizes, self.world_rank))
+            )
+        group = dist.new_group()
+        Reducer(Given(), group).remove()  # on gloo the group beside is opened here
+    return group
+
+
+def low_rank_between(world, sizes):
+    """As one rank a machine, with the mean of its ranks' gradients and as much weight."""
+    group, alone = group_over(world, sizes), [1] * world.world_size
+    models = [Given() for _ in range(2)]
+    states = [PowerSGDState(1, 1, g) for g in (group, group_over(world, alone))]
+    for model, state in zip(models, states, strict=True):
+        reducer = Reducer(model, state.process_group)
+        reducer.register_comm_hook(state, power_sgd_hook)
+        assert ("by shared memory" in repr(reducer)) == (state is states[0])
+    mine = machines(sizes, world.rank)
+    for step in range(5):
+        each = [
+            torch.randn(12, 10, generator=torch.Generator().manual_seed(10 * step + r))
+            for r in range(world.world_size)
+        ]
+        near = [g for r, g in enumerate(each) if machines(sizes, r) == mine]
+        mean = torch.stack(near).mean(0)
+        for model, gradient in zip(models, (each[world.rank], mean), strict=True):
+            model.zero_grad()
+            model(gradient, 1.0).backward()
+        torch.testing.assert_close(models[0].matrix.grad, models[1].matrix.grad)
+        exact = torch.stack(each).mean(0)
+        assert (step == 0) == torch.allclose(models[0].matrix.grad, exact, rtol=1e-3)
+    for kind in ("errors", "qs"):
+        first, second = (s.state_dict(m)[kind] for s, m in zip(states, models, strict=True))
+        torch.testing.assert_close(first, second)
+    assert (states[0].sent, states[0].of) == (4 * (22 + 5), 4 * 125)
+    bits = [torch.empty(12, 10) for _ in range(world.world_size)]
+    dist.all_gather(bits, models[0].matrix.grad)
+    assert all(other.equal(bits[0]) for other in bits)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), slow((2, 2)), slow((1, 2))], ids=str)
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_between_machines_their_means_are_compressed(ranks, backend, sizes):
+    ranks(backend, sum(sizes))(low_rank_between, sizes)

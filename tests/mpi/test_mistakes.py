@@ -241,6 +241,37 @@ def test_what_has_no_memory_is_refused_before_anything_is_sent(ranks):
     ranks("mpi", 2)(tensors_without_memory)
 
 
+# With an expanded tensor in place of a result.
+WRITES = {
+    "all_reduce": lambda one, n: dist.all_reduce(one),
+    "reduce": lambda one, n: dist.reduce(one, 0),
+    "broadcast": lambda one, n: dist.broadcast(one, 0),
+    "all_gather": lambda one, n: dist.all_gather([one] * n, one.contiguous()),
+    "all_gather_into_tensor": lambda one, n: dist.all_gather_into_tensor(one, one[: len(one) // n]),
+    "gather": lambda one, n: dist.gather(one, [one] * n, dist.get_rank()),
+    "scatter": lambda one, n: dist.scatter(one, [one] * n, dist.get_rank()),
+    "reduce_scatter": lambda one, n: dist.reduce_scatter(one, [one.contiguous()] * n),
+    "all_to_all": lambda one, n: dist.all_to_all([one] * n, [one] * n),
+    "all_to_all_single": lambda one, n: dist.all_to_all_single(one, one),
+    "recv": lambda one, n: dist.recv(one, (dist.get_rank() + 1) % n),
+}
+
+
+def results_without_places(world):
+    for size in (4, 500_000):
+        one = torch.ones(1).expand(size)
+        for name, call in WRITES.items():
+            with pytest.raises(RuntimeError, match=rf"{name} .* one place .*expand\(\): call cont"):
+                call(one, world.world_size)
+        parts = [torch.zeros(size) for _ in range(world.world_size)]
+        dist.all_gather(parts, one)  # reads it; the group goes on
+        assert all(part.eq(1).all() for part in parts)
+
+
+def test_a_result_whose_elements_share_a_place_is_refused(ranks):
+    ranks("mpi", 2)(results_without_places)
+
+
 def an_error_reaches_the_future(world):
     group = dist.new_group(timeout=timedelta(seconds=20))
     tensor = torch.ones(10 if world.rank == 0 else 5)

@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
+import mmap
 import os
+import resource
 import signal
 import socket
 import sys
@@ -13,14 +15,17 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
 
-from ddp_from_scratch import NodeSharedSGD, Reducer
+from ddp_from_scratch import DistributedDataParallel, NodeSharedSGD, Reducer, comm_hooks
+from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.node import ProcessGroupNode, shared_memory_beside
+from ddp_from_scratch.node import ProcessGroupNode, shared_memory, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
 from ddp_from_scratch.node.staging import PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
 from tests.mpi.test_collectives import all_reduce_every_dtype, all_reduce_operations
+from tests.mpi.test_groups import a_group_that_is_split
 from tests.mpi.test_meeting import fast_and_slow_ranks
 from tests.mpi.test_several_machines import REDUCED_SIXTEEN_BITS, machines
 from tests.mpi.test_windows import OPERATIONS, SIZES, check_all_reduce
@@ -105,6 +110,36 @@ def what_cannot_be_summed(world):
 
 def test_an_operation_without_a_meaning_is_refused(crew):
     crew(what_cannot_be_summed)
+
+
+def expanded(world):
+    for size in (8, 500_000):
+        one = torch.ones(1).expand(size)
+        for at_once in (True, False):
+            with pytest.raises(RuntimeError, match=r"one place in memory .*expand\(\): call c"):
+                dist.all_reduce(one, async_op=not at_once)
+        tensor = torch.ones(2, size).t()  # not dense, but each element has a place of its own
+        dist.all_reduce(tensor)
+        assert tensor.eq(world.world_size).all()
+
+
+def test_an_expanded_tensor_is_refused_and_the_group_goes_on(crew):
+    crew(expanded)
+
+
+def made_in_inference_mode(world):
+    for size in (8, 500_000):
+        with torch.inference_mode():
+            tensor = torch.ones(size)
+        for at_once in (True, False):
+            work = dist.all_reduce(tensor, async_op=not at_once)
+            at_once or work.wait()
+        assert tensor.eq(world.world_size**2).all()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "node", "mpi"])
+def test_a_tensor_of_inference_mode_is_reduced_outside(ranks, backend):
+    ranks(backend, 2)(made_in_inference_mode)
 
 
 def in_inference_mode(world):
@@ -193,6 +228,59 @@ def test_several_machines(ranks, sizes):
     ranks("gloo", sum(sizes))(over_machines, sizes)
 
 
+# Parts of a group --------------------------------------------------------------------------------
+
+
+def a_mesh(world):
+    # Here, since it takes a second, which no other test needs.
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, world.world_size), mesh_dim_names=("outer", "inner"))
+    for name, ranks in (("outer", [world.rank]), ("inner", [*range(world.world_size)])):
+        group = mesh.get_group(name)
+        assert dist.get_process_group_ranks(group) == ranks
+        tensor = funcol.all_reduce(torch.tensor([world.rank]), "sum", mesh[name])
+        assert tensor.tolist() == [sum(ranks)]
+    whole = distribute_tensor(torch.arange(4.0), mesh["inner"], [Shard(0)])
+    assert whole.sum().full_tensor().item() == 6.0
+    model = torch.nn.Linear(1, 1, bias=False)
+    wrapped = DistributedDataParallel(model, device_mesh=mesh["inner"])
+    wrapped(torch.full((1, 1), 2.0 * world.rank)).backward()
+    assert model.weight.grad.item() == world.world_size - 1
+
+
+@pytest.mark.parametrize("backend", ["node", "mpi"])
+def test_a_device_mesh(ranks, backend):
+    ranks(backend, 2)(a_mesh)
+
+
+def parts_of_parts(world):
+    n, r = world.world_size, world.rank
+    turned = dist.split_group(split_ranks=[list(range(n))[::-1]])
+    assert dist.get_group_rank(turned, r) == n - 1 - r
+    part = dist.split_group(turned, [[0, n - 1], *([i] for i in range(1, n - 1))])
+    tensor = torch.tensor([r + 1])
+    dist.all_reduce(tensor, group=part)
+    assert tensor.item() == (n + 1 if r in (0, n - 1) else r + 1)
+    first = torch.tensor([r])
+    dist.broadcast(first, group=turned, group_src=0)  # by gloo on node
+    assert first.item() == n - 1
+    reducer = Reducer(torch.nn.Linear(2, 2), turned)
+    assert "by shared memory" in repr(reducer)
+    reducer.remove()
+    dist.destroy_process_group(part)
+    with pytest.raises(TypeError, match="does not support shrinking"):
+        dist.shrink_group([0] if r else [1], turned)
+
+
+@pytest.mark.parametrize("backend", ["node", "mpi", slow("gloo")])
+def test_a_group_is_split_as_gloos_is(ranks, backend):
+    if torch.__version__ < "2.15":
+        pytest.skip("this torch splits groups only where there is a GPU")
+    for called in (a_group_that_is_split, parts_of_parts):
+        ranks(backend, 3)(called)
+
+
 # Beside a gloo group -----------------------------------------------------------------------------
 
 
@@ -248,6 +336,57 @@ def test_one_rank_to_a_machine_stays_with_gloo(ranks):
     ranks("gloo", 2)(one_rank_to_a_machine)
 
 
+def limited(call):
+    def of_a_page(*arguments):
+        if arguments[-1] > mmap.PAGESIZE:
+            raise OSError("no room")
+        return call(*arguments)
+
+    return of_a_page
+
+
+def with_little_room(world, where):
+    """A page can be shared, and no more: nor the memory of a barrier."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank in where:
+            for name in ("_nameless_file", "_map_file"):
+                patch.setattr(shared_memory, name, limited(getattr(shared_memory, name)))
+        patch.setattr("warnings.warn", lambda text, **_: told.append(text))
+        group = dist.new_group()
+        model = torch.nn.Linear(3, 3)
+        reducer = Reducer(model, group)
+    assert [text.endswith("no room") for text in told] == [True] * (world.rank == 0)
+    assert f"by {world.backend})" in repr(reducer)
+    model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
+    assert model.weight.grad.eq(1.5).all()
+
+
+@pytest.mark.parametrize("where", [(0,), (1,), slow((0, 1))], ids=str)
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_without_room_for_a_barrier_all_ranks_send_messages(ranks, backend, where):
+    ranks(backend, 2)(with_little_room, where)
+
+
+def with_small_files_alone(world):
+    """Memory of ranks counts as a file."""
+    group, limits = dist.new_group(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, limits[1]))
+    try:
+        with (
+            pytest.warns(UserWarning, match="File too large")
+            if world.rank == 0
+            else contextlib.nullcontext()
+        ):
+            assert shared_memory_beside(group) is group
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_limit_of_file_sizes_is_named(ranks):
+    ranks("gloo", 2)(with_small_files_alone)
+
+
 def in_part_of_the_ranks(world):
     r = world.rank
     dist.new_group([0])
@@ -283,6 +422,33 @@ def test_repr_names_the_transport(ranks, backend):
     for first, second in ranks(backend, 2)(transports):
         assert "by shared memory" in first
         assert ("by gloo" if backend == "gloo" else "by shared memory") in second
+
+
+def by_its_own_group(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+
+def transport_of_hooks(world):
+    own = dist.new_group()
+    reducer, elsewhere = Reducer(torch.nn.Linear(2, 2)), Reducer(torch.nn.Linear(2, 2), own)
+    shown = []
+    for hook, states in (
+        (by_its_own_group, [None]),
+        (comm_hooks.bf16_compress_hook, [None, dist.group.WORLD, own]),
+        (comm_hooks.power_sgd.power_sgd_hook, map(PowerSGDState, [1, 1], [0, 0], [None, own])),
+    ):
+        for state in states:
+            reducer.register_comm_hook(state, hook)
+            shown.append("by shared memory" in repr(reducer))
+    elsewhere.register_comm_hook(None, comm_hooks.average)
+    return [*shown, "by shared memory" in repr(elsewhere)]
+
+
+def test_a_hook_that_sends_through_gloo_is_not_shown_as_shared_memory(ranks):
+    # Of the user's own; for this Reducer's group, twice, and for another; the same of PowerSGD's.
+    shown = [False, True, True, False, True, False, False]
+    assert ranks("gloo", 2)(transport_of_hooks) == [shown] * 2
+    assert ranks("mpi", 2)(transport_of_hooks) == [[True] * 7] * 2
 
 
 def groups_of_some(world):
@@ -422,6 +588,41 @@ def test_a_rank_killed_asleep_in_a_barrier_is_noticed_by_all(tmp_path):
             # The group's timeout is half an hour.
             assert run.wait() == 3, run.text
             assert "ended without coming to it" in run.out
+
+
+KILLED_FIRST = """
+import os, select, signal, sys
+import torch, torch.distributed as dist
+import ddp_from_scratch.node
+rank = int(sys.argv[1])
+dist.init_process_group("node", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
+processes = [None] * 3
+dist.all_gather_object(processes, os.getpid())
+zero = os.pidfd_open(processes[0])
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    select.select([zero], [], [])  # readable once that has ended
+try:
+    dist.all_reduce(tensor)
+except RuntimeError as error:
+    print(error, flush=True)
+    os._exit(3)
+"""
+
+
+def test_a_late_rank_names_the_killed_one_and_not_those_that_have_gone_for_it(tmp_path):
+    with contextlib.ExitStack() as stack:
+        command = (sys.executable, "-c", KILLED_FIRST)
+        runs = [
+            stack.enter_context(Run(*command, str(rank), str(tmp_path / "met")))
+            for rank in range(3)
+        ]
+        for run in runs[:2]:
+            assert run.wait() == 3, run.text
+            assert "failed: rank 2 ended without coming to it" in run.out
 
 
 FAILED = """

@@ -383,6 +383,21 @@ def test_where_there_is_no_room_in_shared_memory(ranks, backend):
     ranks(backend, 2)(without_room)
 
 
+def on_a_copy(world):
+    """One rank may make a copy alone, so it has memory of its own."""
+    copied = copy.deepcopy(ddp.DistributedDataParallel(nn.Linear(3, 3)))
+    message = r"there was none: .* or its module is a copy of a wrapped one, to be wrapped itself"
+    with pytest.raises(ValueError, match=message):
+        ddp.NodeSharedSGD(copied.parameters(), reducer=copied.reducer)
+    wrapped = ddp.DistributedDataParallel(copied.module)
+    ddp.NodeSharedSGD(wrapped.parameters(), reducer=wrapped.reducer)
+
+
+@each_backend
+def test_a_copy_of_a_wrapped_module_is_refused(ranks, backend):
+    ranks(backend, 2)(on_a_copy)
+
+
 @each_backend
 def test_no_rank_can_be_missing(ranks, backend):
     ranks(backend, 2)(without_a_rank)

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ class Case:
         broadcast_buffers: of a bare Reducer.
         optimizer: "SGD" or "AdamW".
         flat: this library's optimizer in place of torch's.
-        fuse_wgrad: the option; layers are `nn.Linear`.
+        fuse_wgrad: the option; layers are `nn.Linear` and `nn.Embedding` in turn.
         node_shared: the one with a copy for all ranks, which are on one machine.
         shared_memory: of the Reducer; gloo alone without.
     """
@@ -234,6 +235,22 @@ class LinearLayer(nn.Module):
         return torch.tanh(h) @ weight.detach()
 
 
+class EmbeddingLayer(nn.Module):
+    """As `LinearLayer`, with the rows of an embedding."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(*weight.shape, device="meta")
+        self.embedding.weight = weight
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        # Some rows several times, others never.
+        tokens = torch.arange(3 * len(h)).square() % len(self.embedding.weight)
+        rows = self.embedding(tokens).view(len(h), 3, -1).sum(1)
+        h = h.to(rows.dtype)
+        return h + torch.tanh(h) * torch.tanh(rows)
+
+
 class First(nn.Module):
     """What comes before all branches of a case with batch norm."""
 
@@ -263,8 +280,10 @@ class Net(nn.Module):
             )
             for p in case.parameters
         ]
+        # By its place in a branch, so that a linear layer and an embedding may share a weight.
+        kinds = cycle((LinearLayer, EmbeddingLayer) if case.fuse_wgrad else (Layer,))
         self.branches = nn.ModuleList(
-            nn.ModuleList((LinearLayer if case.fuse_wgrad else Layer)(weights[i]) for i in branch)
+            nn.ModuleList(kind(weights[i]) for i, kind in zip(branch, kinds, strict=False))
             for branch in case.branches
         )
         self.weights = nn.ParameterList(weights)

@@ -1,6 +1,8 @@
 """Ranks that count by their number of samples: exactly the gradient of the whole batch."""
 
 import copy
+import gc
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -104,14 +106,16 @@ def agreed_beside_gpus(world):
     """On the host, which need not wait for the GPU, over a group of gloo."""
     assert takes_cpu_tensors(None)
     on_gpus = OnGpus(world.rank, world.world_size)
-    everyone = list(range(world.world_size))
+    # On mpi torch's own store may be a placeholder.
+    store = dist.distributed_c10d._get_process_group_store(dist.new_group(backend="gloo"))
     with (
-        patch.object(dist, "get_process_group_ranks", lambda group: everyone),
+        patch.object(dist.distributed_c10d, "_get_process_group_store", lambda group: store),
         patch.object(dist, "get_rank", lambda group: world.rank),
     ):
         assert not takes_cpu_tensors(on_gpus)
         beside = gloo_beside(on_gpus)
-    assert dist.get_backend(beside) == "gloo"
+        assert gloo_beside(on_gpus) is beside
+    assert beside.name() == "gloo"
     shares = [GradientWeight(world.rank + 1.0, beside), GradientWeight(0.1, beside)]
     total = world.world_size * (world.world_size + 1) / 2
     assert [share.total() for share in shares] == [total, pytest.approx(0.1 * world.world_size)]
@@ -121,6 +125,27 @@ def agreed_beside_gpus(world):
 
 def test_weights_are_agreed_on_beside_the_gpu(crew):
     crew(agreed_beside_gpus)
+
+
+def beside_some(world):
+    """torch names the groups that come later by a count that all ranks must agree on."""
+    some = dist.new_group([0, 1])
+    if world.rank < 2:
+        beside = gloo_beside(some)
+        assert GradientWeight(world.rank + 1.0, beside).total() == 3.0
+        gone = weakref.ref(beside)
+        dist.destroy_process_group(some)
+        del some, beside
+        gc.collect()
+        assert gone() is None
+    every = dist.new_group(list(range(world.world_size)))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=every)
+    return tensor.item()
+
+
+def test_a_gloo_group_beside_some_ranks_disturbs_no_later_group(ranks):
+    assert ranks("gloo", 3)(beside_some) == [3.0] * 3
 
 
 def wrong_on_one_rank(world):
