@@ -23,6 +23,9 @@ class Observer:
     def on_wait(self, bucket: GradientBucket) -> None:
         """Called before this rank waits for the average of a bucket."""
 
+    def on_waited(self, bucket: GradientBucket) -> None:
+        """Called when the average of a bucket is there, and not yet in `.grad`."""
+
     def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
         """Called when the averages of this bucket are in `.grad`, if this rank takes part."""
 

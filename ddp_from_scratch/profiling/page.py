@@ -22,9 +22,9 @@ def as_html(record: Record) -> str:
         "steps": [_step(record, step) for step in record.steps],
         "colours": COLOURS,
     }
-    # In a script element "</" would end it.
-    text = json.dumps(data).replace("</", "<\\/")
-    return _TEMPLATE.read_text().replace("{{record}}", text)
+    # In a script element "</script" would end it, and "<!--<script" hide its end.
+    text = json.dumps(data).replace("<", "\\u003c")
+    return _TEMPLATE.read_text(encoding="utf-8").replace("{{record}}", text)
 
 
 def _step(record: Record, step: StepTimes) -> dict[str, Any]:

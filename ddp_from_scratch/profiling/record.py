@@ -166,7 +166,8 @@ def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
         begin, end = span(*step.optimizer)
         # `backward_and_step` is called before its backward pass.
         optimizer = max(begin, averaged), end
-    begin = min([*(f[0] for f in forward), *(b[0] for b in backward), averaged])
+    # Inside `join()` a rank without data has buckets alone.
+    begin = min([*(s[0] for s in forward + backward), *(b.pack[0] for b in buckets), averaged])
     end = averaged if optimizer is None else max(averaged, optimizer[1])
     return RankTimes(rank, forward, backward, arrived, tuple(buckets), optimizer, begin, end)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,16 +80,15 @@ class Recorder(Observer):
         self._reducer, self._take = reducer, marks.take
         self._at_average = at_average
         self._first = reducer.iteration + skip
-        module, ignore = reducer.module, reducer.ignore
-        parameters = {
-            name: p
-            for name, p in module.named_parameters()
-            if p.requires_grad and name not in ignore
-        }
+        module, averaged = reducer.module, set(chain.from_iterable(reducer.buckets))
+        parameters = {n: p for n, p in module.named_parameters() if n in averaged}
         ours = {id(parameter) for parameter in parameters.values()}
-        # The nodes are kept: a hook lives as long as its node, which only its graphs hold.
+        # The nodes are kept: a hook lives as long as its node, which only its graphs hold. A
+        # parameter that is frozen at this moment has none.
         self._nodes = [
-            (name, torch.autograd.graph.get_gradient_edge(p).node) for name, p in parameters.items()
+            (name, torch.autograd.graph.get_gradient_edge(p).node)
+            for name, p in parameters.items()
+            if p.requires_grad
         ]
         # Before the gradient is accumulated, so before the Reducer's own hook packs it.
         self._handles = [
@@ -121,6 +121,8 @@ class Recorder(Observer):
     def _before_forward(self) -> None:
         # An evaluation between two steps is none of them.
         if torch.is_grad_enabled() and (step := self._begin()) is not None:
+            # A pass that raised has no end. Nor has one that a checkpoint recomputes in part.
+            del step.forward[len(step.forward) // 2 * 2 :]
             step.forward.append(self._take())
 
     def _after_forward(self, outputs: object) -> None:
@@ -130,7 +132,8 @@ class Recorder(Observer):
         step.forward.append(self._take())
         begins = len(step.backward)
         for tensor in find_tensors(outputs):
-            if tensor.requires_grad:
+            # Not on a leaf, which may be a parameter: its hooks would stay there for good.
+            if tensor.grad_fn is not None:
                 # Autograd's first call in this pass, from whichever output it begins.
                 tensor.register_hook(partial(self._on_backward, step, begins))
 
@@ -169,10 +172,13 @@ class Recorder(Observer):
             step.backward_end = self._take()
 
     def on_wait(self, bucket: GradientBucket) -> None:
-        """Waits for the average itself, to tell waiting from unpacking."""
+        """Marks that the main thread begins to wait."""
         if (found := self._of(bucket)) is not None:
             found.wait = self._take()
-            bucket.wait()
+
+    def on_waited(self, bucket: GradientBucket) -> None:
+        """Marks that it need not wait any longer."""
+        if (found := self._of(bucket)) is not None:
             found.waited = self._take()
 
     def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:

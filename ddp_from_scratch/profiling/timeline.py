@@ -83,17 +83,18 @@ class Timeline:
 
     def _on_rank_0(self, write: Callable[[], None]) -> None:
         """Writes on rank 0; where it cannot, the other ranks raise a PeerError. Collective."""
-        mine: OSError | None = None
+        mine: Exception | None = None
         if self._rank == 0:
             try:
                 write()
-            except OSError as error:
+            # Whatever it is, such as an error of matplotlib's: the others wait for the news.
+            except Exception as error:  # noqa: BLE001
                 mine = error
         problem = _gather(
             mine and f"cannot write the timeline to {self.folder}: {mine}", self._group
         )[0]
         if problem is not None:
-            raise (PeerError if mine is None else UsageError)(problem)
+            raise (PeerError if mine is None else UsageError)(problem) from mine
 
     def discard(self) -> None:
         """Ends the recording and drops it, on this rank alone. Idempotent."""
@@ -127,7 +128,9 @@ class Timeline:
             max(b[1], a[1]) + abs(a[0] - b[0]) / 2 for b, a in zip(before, after, strict=True)
         )
         reducer = self._reducer
-        sizes = {n: p.nbytes for n, p in reducer.module.named_parameters() if p.requires_grad}
+        # By the layout and not by `requires_grad`: a GAN may have frozen its critic meanwhile.
+        averaged = {name for bucket in steps[0].layout for name in bucket}
+        sizes = {n: p.nbytes for n, p in reducer.module.named_parameters() if n in averaged}
         title = (
             f"{type(reducer.module).__name__}, {sum(sizes.values()) / 2**20:.3g} MiB of gradients, "
             f"{len(ranks)} ranks by {reducer.stats().transport}"
@@ -169,8 +172,9 @@ def timeline(
 
 def write(record: Record, folder: Path) -> None:
     """Writes all forms of a record; a picture only where matplotlib is installed."""
-    (folder / "timeline.txt").write_text(as_text(record, record.typical) + "\n")
-    (folder / "timeline.html").write_text(page.as_html(record))
+    text = as_text(record, record.typical)
+    (folder / "timeline.txt").write_text(text + "\n", encoding="utf-8")
+    (folder / "timeline.html").write_text(page.as_html(record), encoding="utf-8")
     (folder / "trace.json").write_text(trace.as_json(record))
     picture.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
 

@@ -36,9 +36,11 @@ class ProfilerRanges(Observer):
         bucket.when_landed(partial(way.__exit__, None, None, None))
 
     def on_wait(self, bucket: GradientBucket) -> None:
-        """Waits for the average itself, to tell waiting from unpacking."""
-        with self._range(bucket, "wait"):
-            bucket.wait()
+        """Opens the range of waiting."""
+        self._enter(bucket, "wait")
+
+    def on_waited(self, bucket: GradientBucket) -> None:
+        """Opens the range of unpacking."""
         self._enter(bucket, "unpack")
 
     def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:

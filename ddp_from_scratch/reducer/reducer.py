@@ -470,6 +470,11 @@ class Reducer:
         for bucket in self._buckets.all:
             for observer in self._observers:
                 observer.on_wait(bucket)
+            if self._observers:
+                # Here and not in an observer: each of several must see the whole wait.
+                bucket.wait()
+            for observer in self._observers:
+                observer.on_waited(bucket)
             bucket.finish(used if takes_part else ())
             for observer in self._observers:
                 observer.on_finished(self.iteration, bucket, takes_part)
