@@ -8,14 +8,14 @@ Each rung adds one idea to the one before:
 
     naive           one all-reduce for each gradient, after backward
     flat            all gradients in one buffer, one all-reduce
-    buckets         buffers of 25 MiB, one after another, still after backward
+    buckets         buffers of about 25 MiB (the first: 1), still after backward
     overlapped      each bucket is sent as soon as it is full, while backward goes on
     shared memory   the same in memory that the ranks of a machine share, without messages
 
-For each the step of median length is drawn, rank 0's part: what it computes, and when gradients are
-on their way. "exposed" is the time in which it does nothing but wait for them. Every rung has
-gradients as views and torch's fused SGD. One rung runs after another: to compare their times take
-benchmarks.step_time, where contenders take turns.
+For each rung, draws rank 0's part of the median step: what its main thread does, and when gradients
+are on their way. "exposed" is the time in which it only waits for them. All rungs use
+`gradient_as_bucket_view=True` and fused SGD. Rungs run one after another: to compare the times of
+steps use benchmarks.step_time, where contenders take turns.
 """
 
 import argparse
@@ -51,6 +51,13 @@ RUNGS: dict[str, dict[str, Any]] = {
     "overlapped": {"shared_memory": False},
     "shared memory": {},
 }
+CAPTIONS = {
+    "naive": "naive, an all-reduce for each gradient",
+    "flat": "flat, one all-reduce after backward",
+    "buckets": "buckets after backward",
+    "overlapped": "overlapped, buckets during backward",
+    "shared memory": "shared memory in place of messages",
+}
 
 
 def main() -> int:
@@ -75,7 +82,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     # The rungs without shared memory are gloo's alone.
     add_common_options(parser, ["resnet18"], ["gloo"])
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
-    parser.add_argument("--steps", type=int, default=15, help="steps of a rung (default: 15)")
+    parser.add_argument("--steps", type=int, default=25, help="steps of a rung (default: 25)")
     options = parser.parse_args(arguments)
     if options.nproc < 2 or options.steps < 1:
         raise UsageError(
@@ -133,21 +140,24 @@ def report(
     longest = max(step.length for step in steps.values())
     print(f"\n{title}: rank 0's part of a step, {longest:.0f} ms wide")
     for rung, step in steps.items():
-        print(f"\n{rung}")
+        print(f"\n{CAPTIONS[rung]}")
         print(two_lines(step, longest, colour=sys.stdout.isatty()))
     print(f"\n{legend()}\n")
     rows = [
-        [rung, f"{step.length:.1f}", f"{first.communication:.1f}", f"{first.exposed:.1f}"]
+        [rung, *(f"{value:.1f}" for value in (first.communication, first.exposed, late))]
         for rung, step in steps.items()
         for first in step.ranks[:1]
+        for late in [sum(bucket.exposed_for_a_rank for bucket in first.buckets)]
     ]
-    print(text_table(["", "ms", "communication", "exposed"], rows), flush=True)
+    heads = ["ms of rank 0", "communication", "exposed", "for a late rank"]
+    print(text_table(heads, rows), flush=True)
     name = f"ladder-{model}-gloo-{options.nproc}"
     settings = {"benchmark": "ladder", "model": model, "nproc": options.nproc}
     samples = {rung: asdict(step) for rung, step in steps.items()}
     write(name, title, samples, settings=settings, folder=options.results)
     path = options.results / f"{name}.png"
-    drawn = draw_ladder(f"{title}: rank 0's part of a step", steps, path)
+    captioned = {CAPTIONS[rung]: step for rung, step in steps.items()}
+    drawn = draw_ladder(f"{title}: rank 0's part of a step", captioned, path)
     print(f"drawn to {path}" if drawn else "not drawn: there is no matplotlib", flush=True)
 
 

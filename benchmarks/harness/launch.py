@@ -28,7 +28,8 @@ def add_common_options(
         backends: that can be chosen. By default nccl where it is one and there is a GPU, else
             those on a CPU.
     """
-    default = ["nccl"] if "nccl" in backends and torch.cuda.is_available() else list(ON_CPU)
+    on_gpu = "nccl" in backends and torch.cuda.is_available()
+    default = ["nccl"] if on_gpu else [name for name in ON_CPU if name in backends]
     parser.add_argument(
         "--backend",
         nargs="+",

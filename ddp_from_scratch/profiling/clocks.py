@@ -1,12 +1,13 @@
 r"""How far the clocks of a group's machines are apart.
 
-Ranks of one machine read one clock. Of every other machine the first rank plays ping with rank 0:
+Ranks of one machine read one clock. The first rank of every other machine exchanges messages with
+rank 0:
 
     rank 0        t0 ------.             .------> t1
                             \           /
     other rank               '--> t ---'        t is taken to be (t0 + t1) / 2
 
-The quickest of several rounds counts: its error is at most half its way there and back. Follows
+The quickest of several rounds counts: its error is at most half of its round-trip time. Follows
 Cristian, "Probabilistic clock synchronization" (1989).
 """
 
@@ -20,7 +21,7 @@ _ROUNDS = 20
 
 
 def measure(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[float, float]]:
-    """Returns, for each rank, ms to add to its clock for rank 0's, and the error. Collective.
+    """Returns the ms to add to each rank's clock to get rank 0's, and the error. Collective.
 
     Args:
         hosts: the machine of each rank.

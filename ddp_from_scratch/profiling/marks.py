@@ -7,7 +7,7 @@ import torch
 
 
 class Marks(Protocol):
-    """Takes moments cheaply; their times are asked for when the steps are over."""
+    """Takes moments cheaply; their times are read after the steps."""
 
     def take(self) -> Any:
         """Returns a mark of this moment, for `seconds`."""

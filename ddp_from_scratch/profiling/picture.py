@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.profiling.record import RankTimes, Record, Span, StepTimes
+from ddp_from_scratch.profiling.record import BucketTimes, RankTimes, Record, Span, StepTimes
+from ddp_from_scratch.profiling.text import shown, size_of
 
-# Told apart also by who sees no red or green (Okabe and Ito 2008). The page has the same.
+# Safe for colour-blind readers (Okabe and Ito 2008). The page has the same.
 COLOURS = {
     "forward": "#56b4e9",
     "backward": "#0072b2",
@@ -30,9 +31,9 @@ def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
     rows: list[Row] = []
     for rank in step.ranks:
         rows.append((f"rank {rank.rank}", _compute(rank)))
-        for bucket in rank.buckets:
-            mib = record.bucket_nbytes(step, bucket.index) / 2**20
-            rows.append((f"bucket {bucket.index}, {mib:.3g} MiB", _sent(rank, bucket.index)))
+        for bucket in shown(rank):
+            size = size_of(record.bucket_nbytes(step, bucket.index))
+            rows.append((f"bucket {bucket.index}, {size}", _sent(bucket)))
     title = f"{record.title}: step {step.iteration}, {step.length:.1f} ms"
     return draw_panels({title: rows}, *paths)
 
@@ -45,9 +46,9 @@ def draw_ladder(title: str, steps: Mapping[str, StepTimes], *paths: Path) -> boo
     panels: dict[str, list[Row]] = {}
     for caption, step in steps.items():
         rank = step.ranks[0]
-        sent = [span for bucket in rank.buckets for span in _sent(rank, bucket.index)]
-        caption = f"{caption}: {step.length:.1f} ms, of which {rank.exposed:.1f} exposed"
-        panels[caption] = [("computes", _compute(rank)), ("gradients", sent)]
+        sent = [span for bucket in rank.buckets for span in _sent(bucket)]
+        caption = f"{caption}: exposed {rank.exposed:.1f} ms"
+        panels[caption] = [("main thread", _compute(rank)), ("gradients", sent)]
     return draw_panels(panels, *paths, title=title)
 
 
@@ -73,11 +74,13 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
         _draw_rows(axes, rows)
         axes.set_title(caption, loc="left")
         axes.tick_params(axis="x", labelbottom=axes is all_axes[-1])
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
     ends = [span[1] for rows in panels.values() for _, spans in rows for _, span in spans]
     all_axes[-1].set_xlim(0, max(ends))
     all_axes[-1].set_xlabel("ms")
     if title:
-        figure.suptitle(title, x=0.01, ha="left")
+        figure.suptitle(title)
     handles = [axes.barh(0, 0, color=colour, label=what) for what, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     for path in paths:
@@ -96,19 +99,15 @@ def _compute(rank: RankTimes) -> list[tuple[str, Span]]:
     return spans
 
 
-def _sent(rank: RankTimes, index: int) -> list[tuple[str, Span]]:
-    found = []
-    for bucket in rank.buckets:
-        if bucket.index == index:
-            found.append(("waits for a rank", (bucket.sent[0], bucket.met)))
-            found.append(("moves", (bucket.met, bucket.sent[1])))
-    return found
+def _sent(bucket: BucketTimes) -> list[tuple[str, Span]]:
+    waits = "waits for a rank", (bucket.sent[0], bucket.met)
+    return [waits, ("moves", (bucket.moving, bucket.sent[1]))]
 
 
 def _draw_rows(axes: Any, rows: Sequence[Row]) -> None:
     for place, (label, spans) in enumerate(rows):
         # A rank's own row stands out from those of what it sends.
-        height = 0.8 if label.startswith(("rank", "computes")) else 0.55
+        height = 0.8 if label.startswith(("rank", "main")) else 0.55
         for what, (begin, end) in spans:
             bar = [(begin, end - begin)], (place - height / 2, height)
             axes.broken_barh(*bar, color=COLOURS[what], linewidth=0)

@@ -26,11 +26,12 @@ class BucketTimes:
 
     Attributes:
         pack: the copies into the buffer, and the call of the comm hook.
-        sent: from the launch to the average; None if it never landed or was skipped.
-        wait: the main thread did nothing else.
+        sent: from the launch to the average.
+        wait: the main thread does nothing else.
         unpack: the copies into `.grad`.
         met: when the last rank launched it.
         last: that rank.
+        moving: when it began to move.
     """
 
     index: int
@@ -40,6 +41,17 @@ class BucketTimes:
     unpack: Span
     met: float = 0.0
     last: int = 0
+    moving: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Ms in which the main thread waited for it."""
+        return self.wait[1] - self.wait[0]
+
+    @property
+    def exposed_for_a_rank(self) -> float:
+        """The part of `exposed` before the last rank had launched it."""
+        return min(max(self.met - self.wait[0], 0.0), self.exposed)
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,7 @@ class RankTimes:
         arrived: parameters, as their gradients were computed.
         buckets: those that were launched.
         optimizer: None if no optimizer stepped.
-        begin, end: of all of it.
+        begin, end: of the step on this rank.
     """
 
     rank: int
@@ -65,19 +77,23 @@ class RankTimes:
 
     @property
     def communication(self) -> float:
-        """Ms in which at least one bucket was under way."""
+        """Ms in which at least one bucket was on its way."""
         return _covered([bucket.sent for bucket in self.buckets])
 
     @property
     def exposed(self) -> float:
         """Ms in which the main thread waited for buckets."""
-        return sum(end - begin for begin, end in (bucket.wait for bucket in self.buckets))
+        return sum(bucket.exposed for bucket in self.buckets)
 
     @property
     def hidden(self) -> float:
-        """The share of the communication that hides behind other work, 0 to 1."""
-        whole = self.communication
-        return max(0.0, 1 - self.exposed / whole) if whole else 0.0
+        """The share of the communication in which the main thread did not wait, 0 to 1."""
+        whole, waits = self.communication, [bucket.wait for bucket in self.buckets]
+        if not whole:
+            return 0.0
+        sent = [bucket.sent for bucket in self.buckets]
+        both = whole + _covered(waits) - _covered([*sent, *waits])
+        return 1 - both / whole
 
 
 @dataclass(frozen=True)
@@ -135,7 +151,7 @@ def host_name() -> str:
 
 
 def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
-    """Reads the clock of all marks: times in ms, from wherever the rank's clock began."""
+    """Reads the clock of all marks, in ms of the rank's own clock."""
 
     def ms(mark: object) -> float:
         return marks.seconds(mark) * 1e3
@@ -183,11 +199,15 @@ def step_times(
     first = min(times.begin for times in ranks)
     joined = []
     for times in ranks:
-        buckets = []
+        buckets: list[BucketTimes] = []
         for bucket in times.buckets:
             met, last = max(sent[bucket.index])
-            # A clock that is a little off must not make a bucket land before it was sent.
-            buckets.append(replace(bucket, met=min(met, bucket.sent[1]), last=last))
+            # A clock that is a little off must not make a bucket land before all have launched it.
+            met, landed = min(met, bucket.sent[1]), bucket.sent[1]
+            # Most groups move one bucket after another. Where they do not, one may land before.
+            earlier = [other.sent[1] for other in buckets if other.sent[1] <= landed]
+            moving = max([met, *earlier])
+            buckets.append(replace(bucket, met=met, last=last, moving=moving))
         joined.append(_moved(replace(times, buckets=tuple(buckets)), -first))
     return StepTimes(iteration, layout, tuple(joined))
 
@@ -205,7 +225,7 @@ def _moved(value: Any, by: float) -> Any:
 
 
 def on_clock(times: RankTimes, offset: float) -> RankTimes:
-    """Returns the times on another clock, which shows `offset` ms more."""
+    """Adds `offset` ms to every time."""
     moved: RankTimes = _moved(times, offset)
     return moved
 

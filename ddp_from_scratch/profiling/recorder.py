@@ -41,7 +41,7 @@ class StepMarks:
         layout: the parameters of each bucket, by name, in the order of launch.
         forward: a begin and an end for each forward pass, in one list.
         backward: the begin of each backward pass.
-        arrived: the parameters by index, as their gradients were computed.
+        arrived: the names of parameters, as their gradients were computed.
         backward_end: when all buckets were launched.
         averaged: when every `.grad` was the average.
         optimizer: begin and end.
@@ -83,7 +83,7 @@ class Recorder(Observer):
         module, averaged = reducer.module, set(chain.from_iterable(reducer.buckets))
         parameters = {n: p for n, p in module.named_parameters() if n in averaged}
         ours = {id(parameter) for parameter in parameters.values()}
-        # The nodes are kept: a hook lives as long as its node, which only its graphs hold. A
+        # The nodes are kept: without that their hooks would go with the graph. A
         # parameter that is frozen at this moment has none.
         self._nodes = [
             (name, torch.autograd.graph.get_gradient_edge(p).node)
@@ -119,7 +119,7 @@ class Recorder(Observer):
         return self.steps[-1]
 
     def _before_forward(self) -> None:
-        # An evaluation between two steps is none of them.
+        # Evaluation is not recorded.
         if torch.is_grad_enabled() and (step := self._begin()) is not None:
             # A pass that raised has no end. Nor has one that a checkpoint recomputes in part.
             del step.forward[len(step.forward) // 2 * 2 :]

@@ -1,15 +1,15 @@
 """A step as text, 100 columns wide: a line for what each rank computes, one for each bucket."""
 
-from collections.abc import Iterable
-from statistics import mean
+from collections.abc import Iterable, Iterator
 
 from ddp_from_scratch.profiling.record import BucketTimes, RankTimes, Record, Span, StepTimes
 
 WIDTH = 100
-_LABEL = 22
-_BARS = WIDTH - _LABEL - 2
+
 # Buckets with a line of their own; a rank may have hundreds.
-_MOST = 12
+MOST = 12
+# Ms of waiting that are worth a word.
+_LEAST = 0.05
 
 # A symbol, what it stands for, and its colour on a terminal.
 _KINDS = {
@@ -27,14 +27,17 @@ _KINDS = {
 
 def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
     """Draws one step: a line for each rank and each of its buckets, then the sums in words."""
-    lines = [record.title, f"step {step.iteration}: {step.length:.1f} ms", ""]
+    rows: list[tuple[str, list[tuple[str, Span]]]] = []
     for rank in step.ranks:
-        lines.append(_line(f"rank {rank.rank}", _compute(rank), step.length, colour))
-        for bucket in rank.buckets[:_MOST]:
-            label = f"  bucket {bucket.index}, {_size(record.bucket_nbytes(step, bucket.index))}"
-            lines.append(_line(label, _bucket(rank, bucket, step), step.length, colour))
-        if len(rank.buckets) > _MOST:
-            lines.append(f"  and {len(rank.buckets) - _MOST} more buckets")
+        rows.append((f"rank {rank.rank}", _compute(rank)))
+        for bucket in shown(rank):
+            label = f"  bucket {bucket.index}, {size_of(record.bucket_nbytes(step, bucket.index))}"
+            rows.append((label, _bucket(rank, bucket, step)))
+    width = max(len(label) for label, _ in rows) + 1
+    lines = [record.title, f"step {step.iteration}: {step.length:.1f} ms", ""]
+    lines += [_line(label, width, spans, step.length, colour) for label, spans in rows]
+    if len(step.layout) > MOST:
+        lines.append(f"{len(step.layout)} buckets, of which those are shown that were waited for")
     lines += ["", legend(), ""]
     return "\n".join([*lines, *summary(record, step)])
 
@@ -42,10 +45,10 @@ def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
 def two_lines(step: StepTimes, length: float, *, colour: bool = False) -> str:
     """Draws rank 0's part of a step, all its buckets in one line; `length` ms fill the width."""
     rank = step.ranks[0]
-    # Gradients arrive all the time, so one line of all buckets would hold nothing else.
+    # Marks of arriving gradients would fill the whole line.
     sent = [s for b in rank.buckets for s in _bucket(rank, b, step) if s[0] in "-="]
-    computes = _line("computes", _compute(rank), length, colour)
-    return computes + "\n" + _line("gradients", sent, length, colour)
+    rows = ("main thread", _compute(rank)), ("gradients", sent)
+    return "\n".join(_line(label, 12, spans, length, colour) for label, spans in rows)
 
 
 def legend() -> str:
@@ -56,35 +59,40 @@ def legend() -> str:
 
 def summary(record: Record, step: StepTimes) -> list[str]:
     """Says what was hidden, what was exposed, and who was waited for."""
-    lines = [_of_rank(rank, step) for rank in step.ranks]
-    buckets = step.ranks[0].buckets
-    if len(step.ranks) > 1 and buckets:
-        lasts = [bucket.last for bucket in buckets]
-        latest = max(set(lasts), key=lasts.count)
-        others = [r for r in step.ranks if r.rank != latest]
-        waits = [b.met - b.sent[0] for r in others for b in r.buckets if b.last == latest]
-        lines.append(
-            f"rank {latest} launched {lasts.count(latest)} of {len(buckets)} buckets last; the "
-            f"others had waited {mean(waits):.1f} ms for each"
-        )
+    lines = [line for rank in step.ranks for line in _of_rank(rank)]
+    waited = dict.fromkeys(range(len(step.ranks)), 0.0)
+    for rank in step.ranks:
+        for bucket in rank.buckets:
+            waited[bucket.last] += bucket.exposed_for_a_rank
+    late = max(waited, key=lambda rank: waited[rank])
+    if waited[late] >= _LEAST:
+        lines.append(f"rank {late} was late: the others waited {waited[late]:.1f} ms for it in all")
     if len(step.layout) == 1:
-        size = _size(record.bucket_nbytes(step, 0))
-        lines.append(f"1 bucket of {size}: it is full when backward ends, so nothing can overlap")
+        size = size_of(record.bucket_nbytes(step, 0))
+        lines.append(f"1 bucket of {size}: it is full near the end of backward, so little overlaps")
     if record.clock_error:
         lines.append(f"the clocks of the machines may differ by {record.clock_error:.2f} ms")
     return lines
 
 
-def _of_rank(rank: RankTimes, step: StepTimes) -> str:
-    text = (
+def _of_rank(rank: RankTimes) -> Iterator[str]:
+    yield (
         f"rank {rank.rank}: communication {rank.communication:.1f} ms, {rank.hidden:.0%} hidden; "
-        f"exposed {rank.exposed:.1f} ms, {rank.exposed / step.length:.0%} of the step"
+        f"exposed {rank.exposed:.1f} ms"
     )
-    waits = [(bucket.wait[1] - bucket.wait[0], bucket.index) for bucket in rank.buckets]
-    if waits and rank.exposed:
-        longest, index = max(waits)
-        text += f", {longest:.1f} of it for bucket {index}"
-    return text
+    longest = max(rank.buckets, key=lambda bucket: bucket.exposed, default=None)
+    if longest is not None and longest.exposed >= _LEAST:
+        text = f"  {longest.exposed:.1f} ms for bucket {longest.index}"
+        if longest.exposed_for_a_rank >= _LEAST:
+            part = longest.exposed_for_a_rank
+            text += f", of which {part:.1f} until rank {longest.last} launched it"
+        yield text
+
+
+def shown(rank: RankTimes) -> list[BucketTimes]:
+    """Returns the buckets that get a line: all, or those that were waited for longest."""
+    longest = sorted(rank.buckets, key=lambda bucket: -bucket.exposed)[:MOST]
+    return sorted(longest, key=lambda bucket: bucket.index)
 
 
 def _compute(rank: RankTimes) -> list[tuple[str, Span]]:
@@ -103,27 +111,30 @@ def _bucket(rank: RankTimes, bucket: BucketTimes, step: StepTimes) -> list[tuple
         (".", (begin, bucket.pack[0])),
         ("p", bucket.pack),
         ("-", (bucket.sent[0], bucket.met)),
-        ("=", (bucket.met, bucket.sent[1])),
+        ("=", (bucket.moving, bucket.sent[1])),
         ("u", bucket.unpack),
     ]
 
 
-def _line(label: str, spans: Iterable[tuple[str, Span]], length: float, colour: bool) -> str:
-    cells = [" "] * _BARS
-    covered = [0.0] * _BARS
-    width = length / _BARS
+def _line(
+    label: str, labels: int, spans: Iterable[tuple[str, Span]], length: float, colour: bool
+) -> str:
+    bars = WIDTH - labels - 2
+    cells, covered = [" "] * bars, [0.0] * bars
+    width = length / bars
     for symbol, (begin, end) in spans:
-        first, last = int(begin / width), min(int(end / width), _BARS - 1)
+        first, last = int(begin / width), min(int(end / width), bars - 1)
         for cell in range(max(first, 0), last + 1):
-            # The one that fills most of a cell; among equals the later, which is the finer one.
+            # The one that fills most of a cell. Short ones count double: they are rarely alone.
             part = min(end, (cell + 1) * width) - max(begin, cell * width)
             if part > 0 and part >= covered[cell] * (0.5 if symbol in "p!u" else 1):
                 cells[cell], covered[cell] = symbol, part
     if colour:
         cells = [c if c == " " else f"\033[{_KINDS[c][1]}m{c}\033[0m" for c in cells]
-    return f"{label:<{_LABEL}}|{''.join(cells)}|"
+    return f"{label:<{labels}}|{''.join(cells)}|"
 
 
-def _size(nbytes: int) -> str:
+def size_of(nbytes: int) -> str:
+    """Bytes in words."""
     mib = nbytes / 2**20
     return f"{mib:.3g} MiB" if mib >= 0.01 else f"{nbytes} B"

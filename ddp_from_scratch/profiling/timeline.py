@@ -1,5 +1,6 @@
 """`timeline`: records steps of a Reducer, and writes them in four forms."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -42,8 +43,7 @@ class Timeline:
         record: the steps of all ranks, on every rank; None until they are complete.
 
     Raises:
-        UsageError: `steps` is less than 1, or `skip` negative; or, here and when the record is
-            written, on rank 0, the folder cannot be written to. The others raise a PeerError.
+        UsageError: see `timeline`; from `close`, too.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Timeline:
         self._open = True
 
     def _at_average(self, iteration: int) -> None:
-        # One average after the last step, whose end every rank has seen by then.
+        # One average later: only then has every rank ended the last step.
         if iteration > self._last:
             self.close()
 
@@ -133,7 +133,7 @@ class Timeline:
         sizes = {n: p.nbytes for n, p in reducer.module.named_parameters() if n in averaged}
         title = (
             f"{type(reducer.module).__name__}, {sum(sizes.values()) / 2**20:.3g} MiB of gradients, "
-            f"{len(ranks)} ranks by {reducer.stats().transport}"
+            f"{len(ranks)} rank{'s'[: len(ranks) != 1]} by {reducer.stats().transport}"
         )
         return Record(title, sizes, tuple(self._hosts), error, tuple(steps))
 
@@ -142,24 +142,32 @@ class Timeline:
 def timeline(
     reducer: Reducer, folder: Path | str, steps: int = 5, skip: int = SKIP
 ) -> Iterator[Timeline]:
-    """Records the steps inside the context and writes them to a folder. Collective.
+    """Records steps inside the context and writes them to a folder. Every rank must enter it.
 
         with ddp.timeline(reducer, "timeline"):
             for batch in batches:
                 ...
 
-    For each rank and step: forward, backward, each gradient as it arrives, and of each bucket the
-    packing, its way, the wait for it and the unpacking; the optimizer. As soon as the steps are
-    complete, or at the end of the context, rank 0 writes
+    For each rank and step: forward, backward, the optimizer, and the moment at which each gradient
+    is computed. For each bucket: packing, waiting for other ranks, moving, the main thread's wait,
+    unpacking. When the steps are complete, or at the end of the context, rank 0 writes
 
-    - `timeline.txt`: one step, as text of 100 columns;
+    - `timeline.txt`: the median step as text;
     - `timeline.html`: a page that opens offline, with all steps;
-    - `timeline.png` and `.svg`, where matplotlib is installed;
-    - `trace.json`, for Perfetto and chrome://tracing.
+    - `timeline.png` and `.svg`: the median step, where matplotlib is installed;
+    - `trace.json`: all steps, for Perfetto and chrome://tracing.
 
-    Nothing is written if the context raises.
+    Nothing is written if the context raises, or if there was no complete step: a warning says so.
 
-    Args: see `Timeline`. Raises: see `Timeline`.
+    Args:
+        reducer: its module's steps are recorded.
+        folder: rank 0 makes it.
+        steps: the number of steps.
+        skip: averages before the first: in these, buckets are laid out and memory is taken.
+
+    Raises:
+        UsageError: `steps` is less than 1, or `skip` negative. Or rank 0 cannot write to the
+            folder: it raises a UsageError, the others a PeerError.
     """
     recorded = Timeline(reducer, folder, steps, skip)
     try:
@@ -168,6 +176,8 @@ def timeline(
         recorded.discard()
         raise
     recorded.close()
+    if recorded.record is None and dist.get_rank(reducer.process_group) == 0:
+        warnings.warn(f"no timeline: it needs more than {skip} steps", stacklevel=3)
 
 
 def write(record: Record, folder: Path) -> None:

@@ -54,9 +54,11 @@ def _of_rank(
             event(f"pack bucket {bucket.index}", bucket.pack, _MAIN),
             event(f"wait for bucket {bucket.index}", bucket.wait, _MAIN),
             event(f"unpack bucket {bucket.index}", bucket.unpack, _MAIN),
-            event(f"waits for rank {bucket.last}", (bucket.sent[0], bucket.met), row, **what),
-            event("moves", (bucket.met, bucket.sent[1]), row, **what),
+            event("moves", (bucket.moving, bucket.sent[1]), row, **what),
         ]
+        if bucket.last != rank.rank:
+            waits = bucket.sent[0], bucket.met
+            events.append(event(f"waits for rank {bucket.last}", waits, row, **what))
     return events
 
 

@@ -1,20 +1,20 @@
 """Named ranges of buckets in torch.profiler."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch.profiler import record_function
 
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.checks.gradient_checks import shortened
 
 
 class ProfilerRanges(Observer):
     """Opens a range of torch.profiler for each phase of each bucket, with its parameters' names.
 
-    `ddp.bucket 3: pack, launch`, `ddp.bucket 3: wait` and `ddp.bucket 3: unpack` are of the thread
-    that runs backward. `ddp.bucket 3: on its way` is asynchronous, from the launch to the average.
+    `ddp.bucket 3 (fc.weight, fc.bias): pack, launch`, then `wait` and `unpack`, in the thread that
+    runs backward. Its way between ranks is a range of the collective, such as `mpi:all_reduce`.
 
     Args:
         name_of: the name of each parameter, by its id.
@@ -25,15 +25,12 @@ class ProfilerRanges(Observer):
         self._open: record_function | None = None
 
     def on_launch(self, bucket: GradientBucket) -> None:
-        """Opens the range of packing."""
+        """Opens the range of packing and launching."""
         self._enter(bucket, "pack, launch")
 
     def on_launched(self, bucket: GradientBucket) -> None:
-        """Opens the asynchronous range, which the average closes."""
+        """Closes it."""
         self._exit()
-        way = self._range(bucket, "on its way")
-        way.__enter__()
-        bucket.when_landed(partial(way.__exit__, None, None, None))
 
     def on_wait(self, bucket: GradientBucket) -> None:
         """Opens the range of waiting."""
@@ -47,13 +44,12 @@ class ProfilerRanges(Observer):
         """Closes the range of unpacking."""
         self._exit()
 
-    def _range(self, bucket: GradientBucket, phase: str) -> record_function:
-        names = ", ".join(self._name_of[id(parameter)] for parameter in bucket.parameters())
-        return record_function(f"ddp.bucket {bucket.index()}: {phase}", names)
-
     def _enter(self, bucket: GradientBucket, phase: str) -> None:
         self._exit()
-        self._open = self._range(bucket, phase).__enter__()
+        names = [self._name_of[id(parameter)] for parameter in bucket.parameters()]
+        # In the name: torch does not show arguments that are given in Python.
+        name = f"ddp.bucket {bucket.index()} ({shortened(names, 3)}): {phase}"
+        self._open = record_function(name).__enter__()
 
     def _exit(self) -> None:
         if self._open is not None:

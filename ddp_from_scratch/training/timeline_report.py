@@ -28,4 +28,4 @@ def close(timeline: Timeline | None, report: Report) -> None:
         return
     step = timeline.record.typical
     report.line("\n" + as_text(timeline.record, step, colour=report.colours) + "\n")
-    report.line(f"timeline {timeline.folder}: timeline.html, timeline.txt, trace.json")
+    report.line(f"timeline {timeline.folder}/timeline.html")

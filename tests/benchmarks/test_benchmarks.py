@@ -110,7 +110,7 @@ def test_the_ladder_draws_every_rung(tmp_path):
     assert buckets["naive"] == 1000
     assert buckets["flat"] == 1
     for rung in ladder.RUNGS:
-        assert f"\n{rung}\ncomputes " in done.stdout
+        assert f"\n{ladder.CAPTIONS[rung]}\nmain thread |" in done.stdout
 
 
 @pytest.mark.slow

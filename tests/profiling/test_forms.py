@@ -21,14 +21,16 @@ def test_text_of_a_step():
     text = as_text(whole, whole.typical)
     lines = text.splitlines()
     assert lines[:3] == ["Net, 3 MiB of gradients, 2 ranks by gloo", "step 7: 100.0 ms", ""]
+    assert {len(line) for line in lines[3:9]} == {WIDTH}
     assert max(map(len, lines)) <= WIDTH
     rank, first, second = (line.partition("|")[2] for line in lines[3:6])
-    assert re.fullmatch(r"F{22,24}B+p+B+p+B+u?!+u *O+\|", rank), rank
-    assert re.fullmatch(r" {30,32}p+-+=+ +u? *\|", first), first
-    assert re.fullmatch(r" {45,47}p+-+=+u? *\|", second), second
+    assert re.fullmatch(r"F{23,26}B+p+B+p+B+u?!+u *O+\|", rank), rank
+    assert re.fullmatch(r" {32,35}p+-+=+ +u+ *\|", first), first
+    # All have launched it, and it waits for the bucket before it: the blank.
+    assert re.fullmatch(r" {48,52}p+-+=+u? *\|", second), second
     assert lines[3].startswith("rank 0")
-    assert lines[4].startswith("  bucket 0, 1 MiB")
-    assert lines[5].startswith("  bucket 1, 2 MiB")
+    assert lines[4].startswith("  bucket 0, 1 MiB |")
+    assert lines[5].startswith("  bucket 1, 2 MiB |")
 
 
 def test_the_guide_shows_this_step():
@@ -37,10 +39,24 @@ def test_the_guide_shows_this_step():
 
 
 def test_two_lines_of_a_step_on_a_longer_scale():
-    computes, gradients = two_lines(record().typical, 200.0).splitlines()
-    assert len(computes) == len(gradients) == WIDTH
-    assert re.fullmatch(r"computes +\|F+B+p?B+p?B+!+u? *O+ {38}\|", computes), computes
-    assert re.fullmatch(r"gradients +\| +-+=+-*=* +\|", gradients), gradients
+    main, gradients = two_lines(record().typical, 200.0).splitlines()
+    assert len(main) == len(gradients) == WIDTH
+    assert re.fullmatch(r"main thread \|F+B+p?B+p?B+!+u? *O+ {43}\|", main), main
+    assert re.fullmatch(r"gradients   \| +-+=+-*=* +\|", gradients), gradients
+
+
+def test_of_many_buckets_those_are_shown_that_were_waited_for():
+    (step,) = record().steps
+    (rank, other) = step.ranks
+    first, second = rank.buckets
+    many = [replace(first, index=index) for index in range(20)]
+    many += [replace(second, index=index) for index in range(20, 25)]
+    many_buckets = replace(step, layout=(("a",),) * 25)
+    ranks = replace(rank, buckets=tuple(many)), replace(other, buckets=tuple(many))
+    text = as_text(record(), replace(many_buckets, ranks=ranks))
+    shown = [int(number) for number in re.findall(r"  bucket (\d+),", text)]
+    assert shown == 2 * [*range(7), *range(20, 25)]
+    assert "25 buckets, of which those are shown that were waited for" in text
 
 
 def test_the_legend_has_every_symbol():
@@ -51,23 +67,29 @@ def test_the_legend_has_every_symbol():
     assert len(symbols) == 9
 
 
-def test_text_says_what_is_exposed_and_who_came_last():
-    whole = record()
+def test_text_says_what_is_exposed_and_who_was_late():
+    whole = record(late=0.015)
     text = as_text(whole, whole.typical)
     assert (
-        "rank 0: communication 38.0 ms, 74% hidden; exposed 10.0 ms, 10% of the step, 10.0 of it "
-        "for bucket 1" in text
+        "rank 0: communication 38.0 ms, 74% hidden; exposed 10.0 ms\n"
+        "  10.0 ms for bucket 1, of which 7.0 until rank 1 launched it\n"
+        "rank 1: communication 10.0 ms, 100% hidden; exposed 0.0 ms\n" in text
     )
-    assert "rank 1 launched 2 of 2 buckets last; the others had waited 10.0 ms for each" in text
-    assert "nothing can overlap" not in text
+    assert "rank 1 was late: the others waited 7.0 ms for it in all" in text
+    assert "overlaps" not in text
     assert "clocks" not in text
+
+
+def test_a_rank_that_was_waited_for_by_nobody_is_not_late():
+    whole = record(late=0.0)
+    assert "late" not in as_text(whole, whole.typical)
 
 
 def test_text_of_one_bucket_says_that_nothing_can_overlap():
     (step,) = record().steps
     ranks = tuple(replace(rank, buckets=rank.buckets[:1]) for rank in step.ranks)
     whole = replace(record(), steps=(replace(step, layout=(("a", "b"),), ranks=ranks),))
-    assert "1 bucket of 3 MiB: it is full when backward ends" in as_text(whole, whole.typical)
+    assert "1 bucket of 3 MiB: it is full near the end of backward" in as_text(whole, whole.typical)
 
 
 def test_text_says_how_far_clocks_may_differ():
@@ -93,6 +115,7 @@ def test_trace_has_every_event_in_microseconds():
     rows = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     assert rows == {"compute", "bucket 0", "bucket 1"}
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+    assert {e["pid"] for e in events if e["name"] == "waits for rank 1"} == {0}
 
 
 def test_picture_is_drawn_into_the_formats_of_the_names(tmp_path):
@@ -111,9 +134,9 @@ def test_a_ladder_has_a_panel_for_each_step(tmp_path):
     path = tmp_path / "a.svg"
     assert draw_ladder("a model", {"naive": record().typical, "flat": record().typical}, path)
     svg = path.read_text()
-    for text in ("a model", "naive: 100.0 ms, of which 10.0 exposed", "flat: 100.0 ms"):
+    for text in ("a model", "naive: exposed 10.0 ms", "flat: exposed"):
         assert text in svg
-    assert svg.count("computes") == 2
+    assert svg.count("main thread") == 2
 
 
 def test_without_matplotlib_nothing_is_drawn(tmp_path, monkeypatch):
@@ -159,8 +182,8 @@ def test_page_in_a_browser(tmp_path):
     view = found[found.index("<svg") : found.index("</svg>")]
     for text in ("rank 0", "rank 1", "bucket 0, 1.00 MiB", "bucket 1, 2.00 MiB"):
         assert f">{text}" in view
-    assert "waits for bucket 1: exposed\n10.0 ms" in view
+    assert "waits for bucket 1: exposed: 10.0 ms, from 70.0 ms to 80.0 ms" in view
     assert "gradient of a\n2.00 MiB" in view
     assert "launched last by rank 1" in view
-    assert ">0: 100.0 ms, exposed 10.0 ms (slowest)<" in found
+    assert ">0: 100.0 ms, exposed 10.0 ms (median) (slowest)<" in found
     assert ">1: 5.00 ms, exposed 10.0 ms<" in found

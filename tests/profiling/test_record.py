@@ -33,6 +33,28 @@ def test_communication_is_the_union_and_exposed_the_wait():
     assert times.hidden == pytest.approx(1 - 10 / 38)
 
 
+def test_hidden_is_what_the_wait_does_not_cover():
+    """A thread that wakes up late waits on after the last bucket has landed."""
+    late = marks()
+    late.buckets[1].waited = late.buckets[1].unpacked = 0.090
+    times = rank_times(0, HostMarks(), late)
+    assert times.exposed == pytest.approx(20)
+    assert times.hidden == pytest.approx(1 - 10 / 38)
+
+
+def test_exposed_is_split_at_the_last_launch():
+    bucket = record(late=0.015).steps[0].ranks[0].buckets[1]
+    assert (bucket.exposed, bucket.exposed_for_a_rank) == ms(10, 7)
+    bucket = record(late=0.0).steps[0].ranks[0].buckets[1]
+    assert (bucket.exposed, bucket.exposed_for_a_rank) == ms(10, 0)
+
+
+def test_a_bucket_moves_after_those_before_it():
+    first, second = record(late=0.0).steps[0].ranks[0].buckets
+    assert (first.moving, first.sent[1]) == ms(42, 64)
+    assert (second.met, second.moving, second.sent[1]) == ms(62, 64, 80)
+
+
 def test_the_last_rank_is_named_and_waited_for():
     first, second = record(late=0.010).steps[0].ranks
     assert [bucket.last for bucket in first.buckets] == [1, 1]

@@ -91,8 +91,8 @@ def test_a_timeline_is_printed_and_written(
         assert "\033" not in run.out
         for rank in range(2):
             assert re.search(rf"^rank {rank} +\|.*F.*B.*O.*\|$", run.out, re.MULTILINE)
-        assert "1 bucket of 0.147 MiB: it is full when backward ends" in run.out
-        assert f"timeline {folder}: timeline.html, timeline.txt, trace.json\n" in run.out
+        assert "1 bucket of 0.147 MiB: it is full near the end of backward" in run.out
+        assert f"timeline {folder}/timeline.html\n" in run.out
         assert (folder / "timeline.txt").read_text() in run.out
     files = {"timeline.html", "timeline.txt", "trace.json"}
     assert files <= {path.name for path in folder.iterdir()}
