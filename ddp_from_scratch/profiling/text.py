@@ -82,7 +82,7 @@ def _of_rank(rank: RankTimes) -> Iterator[str]:
     )
     longest = max(rank.buckets, key=lambda bucket: bucket.exposed, default=None)
     if longest is not None and longest.exposed >= _LEAST:
-        text = f"  {longest.exposed:.1f} ms for bucket {longest.index}"
+        text = f"rank {rank.rank} waited {longest.exposed:.1f} ms for bucket {longest.index}"
         if longest.exposed_for_a_rank >= _LEAST:
             part = longest.exposed_for_a_rank
             text += f", of which {part:.1f} until rank {longest.last} launched it"

@@ -72,7 +72,7 @@ def test_text_says_what_is_exposed_and_who_was_late():
     text = as_text(whole, whole.typical)
     assert (
         "rank 0: communication 38.0 ms, 74% hidden; exposed 10.0 ms\n"
-        "  10.0 ms for bucket 1, of which 7.0 until rank 1 launched it\n"
+        "rank 0 waited 10.0 ms for bucket 1, of which 7.0 until rank 1 launched it\n"
         "rank 1: communication 10.0 ms, 100% hidden; exposed 0.0 ms\n" in text
     )
     assert "rank 1 was late: the others waited 7.0 ms for it in all" in text
