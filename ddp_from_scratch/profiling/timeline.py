@@ -62,13 +62,12 @@ class Timeline:
         self._hosts: list[str] = _gather(host_name(), self._group)
         self._clocks = clocks.measure(self._hosts, self._group)
         self._marks = marks_for(reducer.device)
-        self._last = reducer.iteration + skip + steps
         self._recorder = Recorder(reducer, self._marks, skip, self._at_average)
         self._open = True
 
     def _at_average(self, iteration: int) -> None:
         # One average after the last step, whose end every rank has seen by then.
-        if iteration > self._last:
+        if iteration > self._recorder.first + self._steps:
             self.close()
 
     def close(self) -> None:
