@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch.distributed as dist
@@ -180,6 +181,8 @@ def write(record: Record, folder: Path) -> None:
 
 def _make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    # One that is there and may not be written to is found now, and not in the middle of training.
+    TemporaryFile(dir=folder).close()
 
 
 def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
