@@ -29,7 +29,7 @@ ROOMS = {
     "torch_ddp": {"buckets", "comm_hooks", "group", "reducer", "sync"},
     "profiling": {"autograd", "buckets", "errors", "group", "reducer"},
     "world": {"errors", "launch", "mpi"},
-    "bench": {"errors", "launch", "node", "optim", "reducer", "sync", "world"},
+    "bench": {"errors", "launch", "node", "optim", "profiling", "reducer", "sync", "world"},
     "training": {
         *("buckets", "comm_hooks", "errors", "launch", "optim", "profiling", "reducer", "sync"),
         "world",

@@ -104,6 +104,7 @@ CONTENDERS = [
     ContenderSpec("Reducer, no shared memory", reducer(shared_memory=False), ("gloo",)),
     ContenderSpec("Reducer", reducer()),
     ContenderSpec("Reducer, views", reducer(**_VIEWS)),
+    ContenderSpec("Reducer, views, timeline", reducer(timeline=True, **_VIEWS), rung=True),
     # This library's optimizer may be faster than torch's, and a shared one steps a part: rows from
     # here on may be below no communication. Rows above have torch's, as torch's DDP has.
     ContenderSpec("ddp.SGD", flat()),

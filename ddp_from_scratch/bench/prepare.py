@@ -14,6 +14,7 @@ from ddp_from_scratch.optim.adam import AdamW
 from ddp_from_scratch.optim.flat_optimizer import FlatOptimizer
 from ddp_from_scratch.optim.node_shared import NodeSharedAdamW, NodeSharedSGD
 from ddp_from_scratch.optim.sgd import SGD
+from ddp_from_scratch.profiling.timeline import Timeline
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 
@@ -21,6 +22,8 @@ from ddp_from_scratch.sync.broadcast import broadcast_parameters
 # `broadcast_buffers`, of which later ones warn.
 OF_TORCH = set(inspect.signature(DistributedDataParallel).parameters)
 _SYNC_BUFFERS = max({"forward_sync_buffers", "broadcast_buffers"} & OF_TORCH)
+
+_ENDLESS = 10**9  # steps
 
 # As a Reducer: buffers stay where they are.
 TORCH_BEST: dict[str, Any] = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: False}
@@ -126,16 +129,23 @@ def torch_zero(
     return two_calls(wrapped, sharded)
 
 
-def reducer(**settings: Any) -> Prepare:
-    """A `Reducer` with these arguments, and torch's optimizer."""
+def reducer(timeline: bool = False, **settings: Any) -> Prepare:
+    """A `Reducer` with these arguments, and torch's optimizer.
+
+    Args:
+        timeline: record every step.
+        settings: of the Reducer.
+    """
 
     def prepare(
         model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
     ) -> Training:
         # Torch's DDP does so when it is made.
         broadcast_parameters(model, process_group=group)
-        # Held by the model's own hook for as long as the model lives.
-        Reducer(model, group, **settings)
+        # Held by the model's own hook for as long as the model lives, and so is its timeline.
+        averaging = Reducer(model, group, **settings)
+        if timeline:
+            Timeline(averaging, None, steps=_ENDLESS)
         return two_calls(model, optimizers.fused(model))
 
     return prepare

@@ -1,13 +1,16 @@
 """Reports a step that stalls, with the bucket, ranks and parameters that it waits for."""
 
 import json
+import os
 import sys
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -140,6 +143,8 @@ class _Watcher:
             self.thread.join(1.0)
 
     def _run(self) -> None:
+        with suppress(RuntimeError, ValueError):  # the group may be destroyed already
+            self._store().set(f"process {self._rank}", json.dumps([_machine(), os.getpid()]))
         before = published = None
         # The time since which `before` holds, and the step of the last report.
         since, reported = 0.0, -1
@@ -192,15 +197,47 @@ class _Watcher:
     def _report(self, now: Progress, waited: float, store: dist.Store) -> str:
         lines = [f"step {now.step}, rank {self._rank}: has waited {waited:.0f} s for {now.bucket}"]
         for rank in range(self._world_size):
-            text = "nothing is known of it: it has gone on, ended, or does not watch"
+            process = _process_in_words(store, rank)
+            text = process or "nothing is known of it: it has gone on, ended, or does not watch"
             if store.check([str(rank)]):
                 step, published = json.loads(store.get(str(rank)))
                 # A rank may have all averages of the last step and not have counted them yet.
                 recent = abs(step - now.step) <= 1
-                text = published if recent else f"{text} (last heard of at {step})"
+                text = f"{text} (last heard of at {step})"
+                if recent:
+                    stopped = process if process in (_ENDED, _STOPPED) else None
+                    text = f"{published}; {stopped}" if stopped else published
             lines.append(f"  rank {rank}: {text}")
         lines.append("The step goes on waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
+
+
+_ENDED, _STOPPED = "its process has ended", "its process is stopped (SIGSTOP)"
+
+
+def _process_in_words(store: dist.Store, rank: int) -> str | None:
+    """Tells the state of a rank's process; None on another machine."""
+    if not store.check([f"process {rank}"]):
+        return None
+    machine, pid = json.loads(store.get(f"process {rank}"))
+    if not machine or machine != _machine():
+        return None
+    try:
+        # The state stands behind the program's name, which may hold anything.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return _ENDED
+    words = {"T": _STOPPED, "t": _STOPPED, "Z": _ENDED, "X": _ENDED}
+    return words.get(state, "its process runs: it has gone on")
+
+
+def _machine() -> str:
+    """Names what process numbers are valid in: a machine's boot and a container; "" if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
 
 def _name(bucket: GradientBucket, buckets: Sequence[GradientBucket], names: Sequence[str]) -> str:

@@ -23,6 +23,8 @@ def make():
     return model, torch.randn(4, 8).double(), lambda model, batch: model(batch).square().mean()
 """
 
+TIMES = {NO_COMMUNICATION: 10.0, "torch DDP on gloo, views": 20.0, "ddp.SGD on gloo": 12.0}
+
 
 def bench(*options, code=0):
     done = subprocess.run(
@@ -137,6 +139,28 @@ def test_a_model_of_ones_own_in_all_ways(tmp_path):
     assert content["machine"]["torch"] == torch.__version__
     assert {len(s["milliseconds"]) for s in content["samples"]} == {2}
     assert content["settings"]["optimizer"] == "adamw"
+
+
+def test_a_table_in_two_ways_is_summed_up_and_drawn_once(monkeypatch, tmp_path, capsys):
+    def measured(job):
+        samples = [{"name": name, "milliseconds": [t] * 3} for name, t in TIMES.items()]
+        return {"title": f"a model, {job.way}", "samples": samples, "left_out": {}}
+
+    monkeypatch.setattr(main, "WAYS", dict.fromkeys(ways.WAYS, measured))
+    monkeypatch.setattr(main, "save", lambda name, content, folder: saved.append(name))
+    saved, drawn = [], []
+    options = ["--model", "mlp", "--backend", "gloo", "--results", str(tmp_path)]
+    options += ["--way", "interleaved", "alone"]
+
+    def draw(job, runs, folder):
+        drawn.append((job.model, list(runs), folder))
+
+    assert main.main(options, "program", draw=draw) == 0
+    assert drawn == [("mlp", ["interleaved", "alone"], tmp_path)]
+    assert saved == ["step_time-mlp-gloo-2", "step_time-mlp-gloo-2-alone"]
+    tables = capsys.readouterr().out.split("\na model, ")
+    assert [table.partition(";")[0] for table in tables[1:]] == ["interleaved", "alone"]
+    assert "\nall ways of running\n" in tables[2]
 
 
 def test_one_contender_by_itself(tmp_path):

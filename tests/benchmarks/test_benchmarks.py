@@ -41,6 +41,7 @@ def test_options():
             parse(wrong)
 
 
+@pytest.mark.slow
 def test_step_time_runs_and_its_file_can_be_compared_and_summarised(tmp_path, monkeypatch):
     options = ["--model", "layers500", "--rounds", "2", "--results", str(tmp_path)]
     chosen = ["--contender", "ddp.SGD", "Reducer"]

@@ -20,6 +20,7 @@ def test_a_table_by_hand():
     assert lines[-1].split() == ["run.py,", "2", "ranks", "1.50", "1.50", "1.50", "to", "1.50"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_round(tmp_path):
     command = ["-m", "benchmarks.start_time", "--ranks", "2", "--rounds", "1"]

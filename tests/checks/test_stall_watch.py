@@ -3,7 +3,11 @@
 import contextlib
 import gc
 import io
+import json
+import os
 import re
+import signal
+import subprocess
 import threading
 import time
 import weakref
@@ -19,6 +23,7 @@ from ddp_from_scratch.buckets.bucket_list import make_buckets
 from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.checks import stall_watch
 from ddp_from_scratch.checks.stall_watch import Progress
+from tests.support.tiers import slow
 
 AFTER_S = 0.3
 
@@ -135,6 +140,52 @@ def unwatched_rank(world):
 def test_a_rank_that_does_not_watch_is_told(trio):
     told = trio(unwatched_rank)[0]
     assert "  rank 1: nothing is known of it: it has gone on, ended, or does not watch\n" in told
+
+
+def stopped_rank(world):
+    """Rank 1 is stopped until it has been reported."""
+    model = Layers()
+    reducer = Reducer(model, bucket_cap_mb=0, stall_after=AFTER_S)
+    pids = [None] * world.world_size
+    dist.all_gather_object(pids, os.getpid())
+    model().backward()
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        if world.rank == 0:
+
+            def wake():
+                until_reported(1)
+                os.kill(pids[1], signal.SIGCONT)
+
+            waker = threading.Thread(target=wake)
+            waker.start()
+        elif world.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        model().backward()
+        if world.rank == 0:
+            waker.join()
+        time.sleep(AFTER_S)  # what is being printed is printed
+    reducer.remove()
+    return told.getvalue()
+
+
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_a_stopped_rank_is_named(ranks, backend):
+    told = "".join(ranks(backend, 3)(stopped_rank))
+    (line,) = [line for line in told.splitlines() if line.startswith("  rank 1: ")]
+    assert line.endswith("its process is stopped (SIGSTOP)"), told
+    assert told.count("stopped") == 1
+
+
+def test_an_ended_process_is_told_from_one_that_runs():
+    store = dist.HashStore()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for rank, (machine, pid) in enumerate(
+        [(stall_watch._machine(), os.getpid()), (stall_watch._machine(), ended.pid), ("other", 1)]
+    ):
+        store.set(f"process {rank}", json.dumps([machine, pid]))
+    found = [stall_watch._process_in_words(store, rank) for rank in range(4)]
+    assert found == ["its process runs: it has gone on", "its process has ended", None, None]
 
 
 def let_go(world):

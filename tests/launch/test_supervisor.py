@@ -193,18 +193,14 @@ def machine(
 
 
 def test_two_machines_of_unequal_size(port: int) -> None:
-    told = shell('echo "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE on $GROUP_RANK"')
+    """The first stays until the last has left."""
+    place = "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE on $GROUP_RANK"
+    told = shell(f'echo "{place}"; [ "$GROUP_RANK" = 1 ] && sleep 1; exit 0')
     with machine([1, 2], 0, port, told) as first, machine([1, 2], 1, port, told) as second:
-        assert [first.wait(), second.wait()] == [0, 0]
+        assert [second.wait(), first.wait()] == [0, 0]
         assert first.text == "0 of 3, 0 of 1 on 0\n\n--- standard error:\n"
         assert sorted(second.out.splitlines()) == ["1 of 3, 0 of 2 on 1", "2 of 3, 1 of 2 on 1"]
         assert second.err == ""
-
-
-def test_machine_0_stays_until_the_last_has_left(port: int) -> None:
-    slow = shell('[ "$GROUP_RANK" = 1 ] && sleep 1; exit 0')
-    with machine([1, 1], 0, port, slow) as first, machine([1, 1], 1, port, slow) as second:
-        assert [second.wait(), first.wait()] == [0, 0]
 
 
 def test_a_failure_on_one_machine_ends_the_others(port: int) -> None:

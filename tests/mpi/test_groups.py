@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ddp_from_scratch import mpi
 from tests.support.ranks import mpirun
-from tests.support.tiers import slow
 
 
 def monitored_barrier(world):
@@ -108,7 +107,8 @@ def test_torch_says_that_the_backend_is_there():
     assert dist.is_mpi_available() == (mpi.BACKEND == "mpi")
 
 
-@pytest.mark.parametrize("backend", ["mpi", slow(None)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["mpi", None])
 def test_accelerate_takes_it_under_mpirun(backend):
     pytest.importorskip("accelerate")
     if mpi.BACKEND != "mpi":

@@ -47,5 +47,6 @@ def one_is_late(world):
         assert left >= max(times), f"left before rank {late} came"
 
 
-def test_nobody_leaves_a_meeting_of_several_rounds_before_all_have_come(ranks):
-    ranks("mpi", 6)(one_is_late)
+@pytest.mark.parametrize("backend", ["node", slow("mpi")])  # one barrier; six forks start sooner
+def test_nobody_leaves_a_meeting_of_several_rounds_before_all_have_come(ranks, backend):
+    ranks(backend, 6)(one_is_late)

@@ -29,7 +29,7 @@ def run(world_size, program, timeout=100.0):
     "ending",
     [
         slow(""),
-        "dist.destroy_process_group()",
+        slow("dist.destroy_process_group()"),
         slow("if rank: dist.destroy_process_group()"),
         "window = mpi.empty(100); dist.all_reduce(window)",
         slow("time.sleep(2 * rank)"),
@@ -64,6 +64,7 @@ def test_a_rank_that_is_killed_ends_the_job(victim):
     assert "signal 9" in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_calling_is_named():
     result = run(3, "if rank == 1: time.sleep(1000)\ndist.all_reduce(torch.ones(9))", timeout=2.0)
     assert result.returncode == 1, result.stderr

@@ -56,6 +56,14 @@ def test_an_average_over_a_power_of_two_divides_first_and_cannot_overflow(size):
     assert average.fold(tensors, torch.empty(1)).item() == largest
 
 
+def test_an_average_over_three_divides_the_sum_which_rounds_once():
+    values = torch.arange(1.0, 1000.0)
+    average = Reduction.of(dist.ReduceOp.AVG, torch.float32, 3)
+    assert not average.divides_first
+    # Thirds that are rounded one by one miss one value in four.
+    assert average.fold([values, 2 * values, 4 * values], values.clone()).equal(7 * values / 3)
+
+
 def test_sixteen_bit_floats_are_folded_in_float32():
     # 1 + 2**-8 is not a bfloat16: it would round to 1 after each addition.
     tensors = [torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 2**-8, 2**-8)]

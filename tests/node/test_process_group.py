@@ -537,7 +537,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("victim", [0, 2])  # rank 0 keeps the store
+@pytest.mark.parametrize("victim", [0, slow(2)])  # rank 0 keeps the store
 def test_a_rank_killed_in_the_setup_is_noticed_long_before_the_timeout(victim):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

@@ -89,7 +89,7 @@ def check_steps(kind: str, settings: dict[str, Any], dtype: torch.dtype, cut: bo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, slow(2), 3])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize(
     ("kind", "settings"),
@@ -105,7 +105,8 @@ def test_bits_are_those_of_torch_for_every_size(kind, settings, dtype, cut, thre
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("capability", [slow("default"), "avx2", slow("avx512")])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_bits_are_those_of_torch_whatever_the_vectors(capability):
     """In a process of its own: torch chooses its kernels once."""
     code = "from tests.optim.test_update_rules import check_all; check_all()"

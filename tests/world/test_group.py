@@ -93,6 +93,7 @@ def test_a_notebook_tries_again():
     assert done.stdout == "done in attempt 2\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_notebook_tries_again_on_mpi():
     done = mpirun(1, AGAIN.replace("BACKEND", '"mpi"'), PYTHONPATH=str(ROOT))
     assert done.stdout == "done in attempt 2\n", done.stderr

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import ddp_from_scratch as ddp
 from tests.support.ranks import MPIRUN, ROOT
+from tests.support.tiers import slow
 
 PROGRAM = """
     import atexit
@@ -57,7 +58,7 @@ def test_is_closed_at_exit(backend: str) -> None:
     assert (done.returncode, done.stdout) == (0, 2 * "open at exit: False\n"), done.stderr
 
 
-@pytest.mark.parametrize("backend", LAUNCHERS)
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_ends_after_an_exception(backend: str) -> None:
     done = run(backend, 1)
     assert done.returncode == 1, done.stderr

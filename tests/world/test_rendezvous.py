@@ -18,6 +18,7 @@ from ddp_from_scratch.launch.environment import Placement
 from ddp_from_scratch.launch.gate import StrangerError
 from ddp_from_scratch.world import rendezvous
 from tests.support.ranks import Crew
+from tests.support.tiers import slow
 
 LIMIT = timedelta(seconds=5)
 ONE_MACHINE = Placement(0, 2, 0, 2, 0, "torchrun")
@@ -72,7 +73,7 @@ def _is_open(fd: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{fd}")
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_one_machine_opens_no_port_to_others(backend: str) -> None:
     loopback = {"0100007F", "00000000000000000000000001000000"}
     # New ranks: what other tests have run may listen, too. So may MPI once it is imported, which is
