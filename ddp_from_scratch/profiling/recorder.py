@@ -66,10 +66,12 @@ class Recorder(Observer):
     Args:
         reducer: of the module to watch.
         marks: the clock.
-        skip: averages before the first recorded step.
+        skip: averages before the first recorded step, counted from when `bucket_cap_mb="auto"` has
+            settled: the trials are no typical steps.
         at_average: called after each average with the number of averages so far.
 
     Attributes:
+        first: the number of averages before the first recorded step; it grows while "auto" tries.
         steps: the recorded steps, the last of which may be under way.
     """
 
@@ -79,7 +81,7 @@ class Recorder(Observer):
         self.steps: list[StepMarks] = []
         self._reducer, self._take = reducer, marks.take
         self._at_average = at_average
-        self._first = reducer.iteration + skip
+        self._skip, self.first = skip, reducer.iteration + skip
         module, averaged = reducer.module, set(chain.from_iterable(reducer.buckets))
         parameters = {n: p for n, p in module.named_parameters() if n in averaged}
         ours = {id(parameter) for parameter in parameters.values()}
@@ -112,7 +114,7 @@ class Recorder(Observer):
     def _begin(self) -> StepMarks | None:
         """Returns the step under way; begins one after an average. None before the first."""
         iteration = self._reducer.iteration
-        if iteration < self._first:
+        if iteration < self.first or self._reducer.bucket_cap_mb is None:
             return None
         if not self.steps or self.steps[-1].averaged is not None:
             self.steps.append(StepMarks(iteration, self._reducer.buckets))
@@ -188,6 +190,9 @@ class Recorder(Observer):
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         """Marks the end of the average."""
+        if self._reducer.bucket_cap_mb is None:
+            # The next one is a trial, too.
+            self.first = iteration + 1 + self._skip
         if self.steps and self.steps[-1].iteration == iteration - 1:
             self.steps[-1].averaged = self._take()
         self._at_average(iteration)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch.distributed as dist
@@ -62,13 +63,12 @@ class Timeline:
         self._hosts: list[str] = _gather(host_name(), self._group)
         self._clocks = clocks.measure(self._hosts, self._group)
         self._marks = marks_for(reducer.device)
-        self._last = reducer.iteration + skip + steps
         self._recorder = Recorder(reducer, self._marks, skip, self._at_average)
         self._open = True
 
     def _at_average(self, iteration: int) -> None:
         # One average later: only then has every rank ended the last step.
-        if iteration > self._last:
+        if iteration > self._recorder.first + self._steps:
             self.close()
 
     def close(self) -> None:
@@ -191,6 +191,8 @@ def write(record: Record, folder: Path) -> None:
 
 def _make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    # One that is there and may not be written to is found now, and not in the middle of training.
+    TemporaryFile(dir=folder).close()
 
 
 def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,8 +150,10 @@ def refused(world, folder):
     model = Net()
     reducer = ddp.Reducer(model)
     expected = ddp.UsageError if world.rank == 0 else PeerError
-    with pytest.raises(expected, match=f"cannot write the timeline to {folder}"):
-        Timeline(reducer, folder)
+    # The second is there, and takes no file: not even root's.
+    for refusing in (folder, Path("/proc")):
+        with pytest.raises(expected, match=f"cannot write the timeline to {refusing}"):
+            Timeline(reducer, refusing)
     with pytest.raises(ddp.UsageError, match="got 0"):
         Timeline(reducer, folder, steps=0)
     # What comes up later: the disk is full, or the folder gone.

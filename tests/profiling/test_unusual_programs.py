@@ -15,6 +15,7 @@ from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.errors import PeerError
 from ddp_from_scratch.profiling import timeline as module
 from ddp_from_scratch.profiling.timeline import Timeline
+from ddp_from_scratch.reducer import bucket_tuning
 from tests.profiling.records import record
 
 
@@ -126,6 +127,30 @@ def ends_all(world, folder):
 
 def test_any_error_of_the_writing_rank_ends_all(ranks, tmp_path):
     ranks("gloo", 2)(ends_all, tmp_path)
+
+
+def after_the_trials(world):
+    model = Net()
+    # Two layouts: each parameter alone, and both in one bucket.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_tuning, "CAPS", (1e-6, 1.0))
+        reducer = ddp.Reducer(model, bucket_cap_mb="auto")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        timeline = Timeline(reducer, None, steps=2, skip=1)
+        trials = 0
+        while reducer.bucket_cap_mb is None:
+            step_of(model, optimizer)
+            trials += 1
+        assert trials > 3
+        for _ in range(4):
+            assert timeline.record is None
+            step_of(model, optimizer)
+    assert [step.iteration for step in timeline.record.steps] == [trials + 1, trials + 2]
+    assert {step.layout for step in timeline.record.steps} == {reducer.buckets}
+
+
+def test_trials_of_auto_are_not_recorded(ranks):
+    ranks("gloo", 2)(after_the_trials)
 
 
 class States(Observer):
