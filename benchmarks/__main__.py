@@ -35,7 +35,7 @@ from benchmarks.harness import network
 from benchmarks.harness.report import RESULTS
 from benchmarks.summary import summarise
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH
 from ddp_from_scratch.bench.launch import default_ranks
 from ddp_from_scratch.bench.machine import describe
 from ddp_from_scratch.launch.rank_process import run_to_exit
@@ -91,6 +91,7 @@ _MODELS = ("mlp64", "resnet18", "transformer", "layers500", *_GPU_MODELS)
 # Without settings that are rarely the fastest: alone, each takes seconds to start.
 _OURS = ("Reducer, views", "ddp.SGD", "ddp.SGD, fuse_wgrad", "NodeSharedSGD")
 _FEW = ("--contender", "torch DDP, views", *_OURS, "NodeSharedSGD, fuse_wgrad")
+_ADAMW = (NO_COMMUNICATION, *_FEW[1:2], f"{TORCH}, ZeroRedundancyOptimizer", "NodeSharedSGD")
 _WAYS = ("--way", "interleaved", "kept", "alone")
 _QUICK = ("--seconds", "3")
 _FULL = ("--seconds", "60")
@@ -123,6 +124,12 @@ SET = [
     Benchmark("overlap", ("--model", "mlp"), obstacle=needs_two_ranks),
     Benchmark("ladder", (), None, (), obstacle=needs_two_ranks),
     Benchmark("memory", ("--model", "mlp", "--contender", NO_COMMUNICATION, *_FEW[1:])),
+    Benchmark(
+        "memory",
+        ("--model", "mlp", "--optimizer", "adamw", "--backend", "gloo", "--contender", *_ADAMW),
+        None,
+        None,
+    ),
     Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=needs_two_hosts),
     Benchmark("breakdown", None, None, obstacle=needs_mpirun),
     Benchmark("allreduce", None, None, ("--nproc", "2", "4"), needs_mpirun),

@@ -3,6 +3,7 @@
 Examples:
     python -m benchmarks.memory                   gloo and mpi, MLP and ResNet-18, two processes
     python -m benchmarks.memory --model resnet50 --backend mpi --nproc 4
+    python -m benchmarks.memory --model mlp --optimizer adamw    beside ZeroRedundancyOptimizer, too
     python -m benchmarks.memory --quick           the MLP on gloo, three contenders
 
 Every contender has processes of its own: it would use memory that another one has freed. They take
@@ -13,8 +14,8 @@ six steps while a thread reads /proc/self/smaps_rollup every 5 ms:
 
 Both less what they were before the model was made: Python, torch and MPI are the same for all. The
 peak is that of the whole run (buckets are laid out anew in the first steps), "steady" that of the
-last three steps. Parameters, gradients and momentum are 3 times the parameters at least, which "x"
-counts. With nccl it is torch's count of GPU memory.
+last three steps. With SGD parameters, gradients and momentum are 3 times the parameters at least,
+which "x" counts. With nccl it is torch's count of GPU memory.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import UsageError, check_sync, process_group
 from ddp_from_scratch.bench.contenders import CONTENDERS, NO_COMMUNICATION, REFERENCES, contenders
 from ddp_from_scratch.bench.launch import default_ranks, start
+from ddp_from_scratch.bench.prepare import OPTIMIZERS
 from ddp_from_scratch.bench.result_file import on_terminal, write
 from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.bench.timing import check_distance
@@ -94,11 +96,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add_common_options(parser, MODELS)
     parser.add_argument("--nproc", type=int, default=default_ranks(), help="default: 2")
-    names = [s.name for s in CONTENDERS if "sgd" in s.optimizers]
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
+    every = [s.name for s in CONTENDERS]
     parser.add_argument(
         "--contender",
         nargs="+",
-        choices=names,
+        choices=every,
         metavar="NAME",
         help="default: all but rungs, which take no less than the others",
     )
@@ -114,6 +117,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         options.backend = options.backend[:1]
     if options.full and options.model == list(MODELS):
         options.model = [name for name in WORKLOADS if name not in ("mlp64", "gpt2")]
+    names = [s.name for s in CONTENDERS if options.optimizer in s.optimizers]
     if options.contender is None:
         rungs = [] if options.full else [s.name for s in CONTENDERS if s.rung]
         options.contender = [n for n in (QUICK if options.quick else names) if n not in rungs]
@@ -129,8 +133,13 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     Raises:
         RuntimeError: two contenders have trained to different parameters.
     """
-    chosen = [s.name for s in CONTENDERS if s.name in options.contender and backend in s.backends]
-    title = f"{WORKLOADS[model].name}; {backend}, {options.nproc} ranks"
+    optimizer = options.optimizer
+    chosen = [
+        s.name
+        for s in CONTENDERS
+        if s.name in options.contender and backend in s.backends and optimizer in s.optimizers
+    ]
+    title = f"{WORKLOADS[model].name}; {backend}, {options.nproc} ranks; {_named(optimizer)}"
     samples = []
     torch.manual_seed(0)
     initial = [parameter.detach() for parameter in WORKLOADS[model].model().parameters()]
@@ -143,11 +152,12 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
                 "benchmarks.memory",
                 backend,
                 options.nproc,
-                *("--model", model, "--contender", name, "--into", into),
+                *("--model", model, "--optimizer", optimizer, "--contender", name, "--into", into),
             )
             if code:
                 return code
-            samples.append({"name": name, **json.loads(into.read_text())})
+            shown = name.replace("SGD", _named(optimizer))
+            samples.append({"name": shown, **json.loads(into.read_text())})
             if name != NO_COMMUNICATION:
                 parameters = torch.load(into.with_suffix(".pt"), map_location="cpu")
                 if trained is None:
@@ -156,7 +166,8 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     size = WORKLOADS[model].parameter_bytes
     print(f"\n{title}: MB more than before the model was made\n{table(samples, size)}", flush=True)
     settings = {"benchmark": "memory", "model": model, "backend": backend, "nproc": options.nproc}
-    file = f"memory-{model}-{backend}-{options.nproc}"
+    settings["optimizer"] = optimizer
+    file = f"memory-{model}-{backend}-{options.nproc}" + f"-{optimizer}" * (optimizer != "sgd")
     write(file, title, samples, settings=settings, folder=options.results)
     panels = {
         "peak of a rank": [_bar(sample, "private") for sample in samples],
@@ -164,6 +175,10 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     }
     draw_bars(file, title, "MB", panels, folder=options.results)
     return 0
+
+
+def _named(optimizer: str) -> str:
+    return OPTIMIZERS[optimizer].name
 
 
 def _bar(sample: dict[str, Any], memory: str) -> Bar:
@@ -183,7 +198,10 @@ def measure(options: argparse.Namespace) -> None:
         with Watch(world.device) as watch:
             spec = [s for s in CONTENDERS if s.name == name]
             # No start is kept: it would be a copy of the parameters that training does not need.
-            (contender,) = contenders(WORKLOADS[model], world.device, spec, keep_start=False)
+            workload, optimizer = WORKLOADS[model], options.optimizer
+            (contender,) = contenders(
+                workload, world.device, spec, optimizer=optimizer, keep_start=False
+            )
             phases = [watch.peak()]
             for _ in range(STEPS):
                 contender.step()

@@ -29,6 +29,9 @@ def test_options():
     assert memory.parse([]).contender[:1] == [NO_COMMUNICATION]
     assert RUNG not in memory.parse([]).contender
     assert RUNG in memory.parse(["--full"]).contender
+    zero = "torch DDP, ZeroRedundancyOptimizer"
+    assert zero not in memory.parse([]).contender
+    assert zero in memory.parse(["--optimizer", "adamw"]).contender
     for parse, wrong in (
         (overlap.parse, ["--seconds", "-1"]),
         (breakdown.parse, ["--nproc", "0"]),

@@ -43,8 +43,12 @@ DIFFERENT = {
     "stall_after": (60.0, 6.0),
     "checkpoint_dir": (None, Path("/nowhere")),
     "resume": (None, "x.pt"),
+    "timeline": (None, Path("/nowhere")),
+    "timeline_steps": (1, 2),
     "check_sync": (None, 0),
 }
+# Without these a value is refused on each rank by itself.
+NEEDED = {"powersgd_rank": {"compress": "powersgd"}, "timeline_steps": {"timeline": Path("t")}}
 OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
 
 
@@ -68,7 +72,7 @@ def refusals(world):
     """What is said for each setting, on this rank."""
     told = {}
     for name, values in DIFFERENT.items():
-        more = {"compress": "powersgd"} if name == "powersgd_rank" else {}
+        more = NEEDED.get(name, {})
         settings = Settings(**{name: values[world.rank]}, **more)
         with pytest.raises(UsageError) as error:
             Trainer(settings, world)
