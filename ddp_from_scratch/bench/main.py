@@ -23,7 +23,7 @@ How to read the table:
     Reducer            this library's hooks, with torch's optimizer
     ddp.SGD            this library's optimizer, on the Reducer's flat buckets
     NodeSharedSGD      one copy of parameters and state for a machine, each rank steps its share
-    fuse_wgrad         gradients of linear layers computed in their buckets
+    fuse_wgrad         gradients of linear layers and embeddings computed in their buckets
     on gloo, mpi, node the process group: node is shared memory beside gloo
 
     ms, quartiles      the median step of the slowest rank, and the middle half
