@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
 import ddp_from_scratch as ddp
+from ddp_from_scratch.profiling.timeline import Timeline
 from tests.checks.test_stall_watch import AFTER_S, Layers, until_reported
 from tests.support.optimizer_pair import torchs
 from tests.support.ranks import ROOT, on_one_gpu
@@ -684,6 +685,34 @@ def settles(world):
             break
     ddp.check_sync(model)
     return reducer.bucket_cap_mb, reducer.overlap, step
+
+
+def timeline_of_steps(world):
+    """The GPU's moments are in the order of its stream."""
+    model = network()
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, bucket_cap_mb=CAP_MB)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    timeline = Timeline(reducer, None, steps=2, skip=2)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, batch(world.rank, step)).backward()
+        optimizer.step()
+    timeline.close()
+    assert [step.iteration for step in timeline.record.steps] == [2, 3]
+    for step in timeline.record.steps:
+        for rank in step.ranks:
+            (forward,), (backward,) = rank.forward, rank.backward
+            moments = [rank.begin, *forward, *backward, *rank.optimizer, rank.end]
+            assert moments == sorted(moments)
+            assert len(rank.buckets) == len(reducer.buckets)
+            assert {name for name, _ in rank.arrived} == {n for n, _ in model.named_parameters()}
+            for bucket in rank.buckets:
+                assert bucket.pack[0] <= bucket.pack[1] <= bucket.sent[1] <= bucket.unpack[1]
+
+
+def test_a_timeline_has_the_times_of_the_gpu(crew):
+    crew(timeline_of_steps)
 
 
 def test_auto_settles_alike_on_all_ranks(pair):

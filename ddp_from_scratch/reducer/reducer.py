@@ -470,9 +470,7 @@ class Reducer:
         for bucket in self._buckets.all:
             for observer in self._observers:
                 observer.on_wait(bucket)
-            if self._observers:
-                # Here and not in an observer: each of several must see the whole wait.
-                bucket.wait()
+            bucket.wait()
             for observer in self._observers:
                 observer.on_waited(bucket)
             bucket.finish(used if takes_part else ())
