@@ -20,6 +20,7 @@ steps use benchmarks.step_time, where contenders take turns.
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -141,7 +142,7 @@ def report(
     print(f"\n{title}: rank 0's part of a step, {longest:.0f} ms wide")
     for rung, step in steps.items():
         print(f"\n{CAPTIONS[rung]}")
-        print(two_lines(step, longest, colour=sys.stdout.isatty()))
+        print(two_lines(step, longest, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     print(f"\n{legend()}\n")
     rows = [
         [rung, *(f"{value:.1f}" for value in (first.communication, first.exposed, late))]

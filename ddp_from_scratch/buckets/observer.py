@@ -21,7 +21,10 @@ class Observer:
         """Called when this rank has launched every bucket of this average."""
 
     def on_wait(self, bucket: GradientBucket) -> None:
-        """Called before this rank waits for the average of a bucket."""
+        """Called before this rank waits for the average of a bucket.
+
+        With a comm hook that has one bucket under way at a time twice, the second time in vain.
+        """
 
     def on_waited(self, bucket: GradientBucket) -> None:
         """Called when the average of a bucket is there, and not yet in `.grad`."""

@@ -74,7 +74,8 @@ class ProcessGroupMPI(SharedMemoryGroup):
         """Ignored: torch sets the whole's on a part that was split, and it has none either."""
 
     def install_store(self) -> None:
-        if self._store is not None and replace_placeholder(self, self._store):
+        store = self._store  # read once: the stall watch calls this in a thread of its own
+        if store is not None and replace_placeholder(self, store):
             self._store = None
 
     def get_group_store(self) -> dist.Store | None:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-_ROUNDS = 20
+# Of the group itself below: torch's functions refuse a group that it does not list (`open_gloo`).
+_ROUNDS, _TAG = 20, 0
 
 
 def measure(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[float, float]]:
@@ -28,24 +29,24 @@ def measure(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[float,
         group: takes CPU tensors.
     """
     firsts = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
-    rank = dist.get_rank(group)
+    rank = group.rank()
     found = torch.zeros(len(hosts), 2, dtype=torch.float64)
     for other in firsts[1:]:
         if rank == 0:
             found[other] = torch.tensor(_ask(other, group), dtype=torch.float64)
         elif rank == other:
             _answer(group)
-    dist.broadcast(found, dist.get_global_rank(group, 0), group)
+    dist.broadcast(found, group=group, group_src=0)
     return [tuple(found[hosts.index(host)].tolist()) for host in hosts]
 
 
 def _ask(other: int, group: dist.ProcessGroup) -> tuple[float, float]:
     rounds = []
-    there, peer = torch.zeros(1, dtype=torch.float64), dist.get_global_rank(group, other)
+    there = torch.zeros(1, dtype=torch.float64)
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        dist.send(there, peer, group)
-        dist.recv(there, peer, group)
+        group.send([there], other, _TAG).wait()
+        group.recv([there], other, _TAG).wait()
         ended = time.perf_counter()
         rounds.append((ended - began, (began + ended) / 2 - there.item()))
     way, offset = min(rounds)
@@ -53,8 +54,8 @@ def _ask(other: int, group: dist.ProcessGroup) -> tuple[float, float]:
 
 
 def _answer(group: dist.ProcessGroup) -> None:
-    now, first = torch.zeros(1, dtype=torch.float64), dist.get_global_rank(group, 0)
+    now = torch.zeros(1, dtype=torch.float64)
     for _ in range(_ROUNDS):
-        dist.recv(now, first, group)
+        group.recv([now], 0, _TAG).wait()
         now.fill_(time.perf_counter())
-        dist.send(now, first, group)
+        group.send([now], 0, _TAG).wait()

@@ -36,15 +36,16 @@ class CudaMarks:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         # One moment on both clocks.
         torch.cuda.synchronize(device)
         self._first, self._began = self.take(), time.perf_counter()
         self._first.synchronize()
 
     def take(self) -> torch.cuda.Event:
-        """Records an event."""
+        """Records an event on the GPU's current stream, in whatever thread."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, mark: torch.cuda.Event) -> float:

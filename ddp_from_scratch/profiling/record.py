@@ -172,11 +172,13 @@ def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
         if found.launched is None or found.unpacked is None:
             continue
         waited = ms(found.waited)
-        # A sparse bucket lands while it is waited for, and a thread that calls back may come late.
+        # Sparse buckets and PowerSGD's land while they are waited for, and a thread that calls back
+        # may come late.
         landed = waited if found.landed is None else min(ms(found.landed), waited)
         sent = (ms(found.launched), max(landed, ms(found.launched)))
         pack, wait = span(found.pack, found.launched), span(found.wait, found.waited)
-        buckets.append(BucketTimes(found.index, pack, sent, wait, (waited, ms(found.unpacked))))
+        unpack = waited if found.unpack is None else ms(found.unpack), ms(found.unpacked)
+        buckets.append(BucketTimes(found.index, pack, sent, wait, unpack))
     optimizer = None
     if len(step.optimizer) == 2:
         begin, end = span(*step.optimizer)

@@ -30,6 +30,7 @@ class BucketMarks:
     wait: Mark = None
     waited: Mark = None
     unpacked: Mark = None
+    unpack: Mark = None
 
 
 @dataclass
@@ -84,9 +85,10 @@ class Recorder(Observer):
         self._skip, self.first = skip, reducer.iteration + skip
         module, averaged = reducer.module, set(chain.from_iterable(reducer.buckets))
         parameters = {n: p for n, p in module.named_parameters() if n in averaged}
-        ours = {id(parameter) for parameter in parameters.values()}
+        # The last optimizer to step some of the Reducer's parameters.
+        self._stepping: torch.optim.Optimizer | None = None
         # The nodes are kept: without that their hooks would go with the graph. A
-        # parameter that is frozen at this moment has none.
+        # frozen parameter has no node.
         self._nodes = [
             (name, torch.autograd.graph.get_gradient_edge(p).node)
             for name, p in parameters.items()
@@ -99,7 +101,7 @@ class Recorder(Observer):
         self._handles += [
             module.register_forward_pre_hook(ModuleHook(lambda *_: self._before_forward())),
             module.register_forward_hook(ModuleHook(lambda *a: self._after_forward(a[-1]))),
-            register_optimizer_step_post_hook(partial(self._after_step, ours)),
+            register_optimizer_step_post_hook(self._after_step),
         ]
         reducer.add_observer(self)
 
@@ -175,13 +177,16 @@ class Recorder(Observer):
 
     def on_wait(self, bucket: GradientBucket) -> None:
         """Marks that the main thread begins to wait."""
-        if (found := self._of(bucket)) is not None:
+        # The first of two: that of a hook that has one bucket under way at a time.
+        if (found := self._of(bucket)) is not None and found.wait is None:
             found.wait = self._take()
 
     def on_waited(self, bucket: GradientBucket) -> None:
         """Marks that it need not wait any longer."""
         if (found := self._of(bucket)) is not None:
-            found.waited = self._take()
+            found.unpack = self._take()
+            if found.waited is None:
+                found.waited = found.unpack
 
     def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
         """Marks that the averages are in `.grad`."""
@@ -200,14 +205,11 @@ class Recorder(Observer):
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Marks that an optimizer begins to step."""
         # Not `_begin`: `backward_and_step` comes here before its backward pass, others after it.
+        self._stepping = optimizer
         if self.steps and not self.steps[-1].optimizer:
             self.steps[-1].optimizer.append(self._take())
 
-    def _after_step(
-        self, ours: set[int], optimizer: torch.optim.Optimizer, *arguments: Any
-    ) -> None:
-        step = self.steps[-1] if self.steps else None
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        # The last of several optimizers ends the step.
-        if step is not None and step.optimizer and any(id(p) in ours for p in parameters):
-            step.optimizer[1:] = [self._take()]
+    def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        # torch calls this for all optimizers of the process. The last of several ends the step.
+        if optimizer is self._stepping and self.steps and self.steps[-1].optimizer:
+            self.steps[-1].optimizer[1:] = [self._take()]

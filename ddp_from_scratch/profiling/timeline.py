@@ -28,6 +28,7 @@ from ddp_from_scratch.reducer.reducer import Reducer
 
 # Averages before the first recorded step: the first lays the buckets out anew, and allocates.
 SKIP = 3
+TOO_FEW = 'no timeline: too few steps, which with bucket_cap_mb="auto" are those after its trials'
 
 
 class Timeline:
@@ -57,7 +58,7 @@ class Timeline:
         self.folder = None if folder is None else Path(folder)
         group = check_group(reducer.process_group)
         self._group = group if takes_cpu_tensors(group) else gloo_beside(group)
-        self._rank = dist.get_rank(self._group)
+        self._rank = self._group.rank()
         if self.folder is not None:
             self._on_rank_0(partial(_make, self.folder))
         self._hosts: list[str] = _gather(host_name(), self._group)
@@ -177,7 +178,10 @@ def timeline(
         raise
     recorded.close()
     if recorded.record is None and dist.get_rank(reducer.process_group) == 0:
-        warnings.warn(f"no timeline: it needs more than {skip} steps", stacklevel=3)
+        warnings.warn(
+            TOO_FEW,
+            stacklevel=3,
+        )
 
 
 def write(record: Record, folder: Path) -> None:
@@ -196,6 +200,6 @@ def _make(folder: Path) -> None:
 
 
 def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
+    found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group)
     return found

@@ -13,8 +13,8 @@ from ddp_from_scratch.checks.gradient_checks import shortened
 class ProfilerRanges(Observer):
     """Opens a range of torch.profiler for each phase of each bucket, with its parameters' names.
 
-    `ddp.bucket 3 (fc.weight, fc.bias): pack, launch`, then `wait` and `unpack`, in the thread that
-    runs backward. Its way between ranks is a range of the collective, such as `mpi:all_reduce`.
+    `ddp.bucket 3 (fc.weight, fc.bias): pack, launch`, then `wait`, in the thread that runs
+    backward. Its way between ranks is a range of the collective, such as `mpi:all_reduce`.
 
     Args:
         name_of: the name of each parameter, by its id.
@@ -37,11 +37,7 @@ class ProfilerRanges(Observer):
         self._enter(bucket, "wait")
 
     def on_waited(self, bucket: GradientBucket) -> None:
-        """Opens the range of unpacking."""
-        self._enter(bucket, "unpack")
-
-    def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
-        """Closes the range of unpacking."""
+        """Closes it."""
         self._exit()
 
     def _enter(self, bucket: GradientBucket, phase: str) -> None:

@@ -432,7 +432,7 @@ class Reducer:
     def _await_hook(self) -> None:
         """Waits until a hook that starts several collectives has finished the last bucket."""
         if self._next_bucket and not self.comm.several_at_once:
-            self._buckets.all[self._next_bucket - 1].wait()
+            self._wait(self._buckets.all[self._next_bucket - 1])
 
     # Wait, unpack -------------------------------------------------------------------------------
 
@@ -468,11 +468,7 @@ class Reducer:
             observer.on_all_launched()
         used = None if self._pass.used is None else self._pass.used.agree(self.comm.group())
         for bucket in self._buckets.all:
-            for observer in self._observers:
-                observer.on_wait(bucket)
-            bucket.wait()
-            for observer in self._observers:
-                observer.on_waited(bucket)
+            self._wait(bucket)
             bucket.finish(used if takes_part else ())
             for observer in self._observers:
                 observer.on_finished(self.iteration, bucket, takes_part)
@@ -489,6 +485,13 @@ class Reducer:
             self._compare_ranks(EVERY_AFTER_WRITES, after_writes=True)
         for observer in tuple(self._observers):
             observer.on_average(self.iteration, takes_part)
+
+    def _wait(self, bucket: GradientBucket) -> None:
+        for observer in self._observers:
+            observer.on_wait(bucket)
+        bucket.wait()
+        for observer in self._observers:
+            observer.on_waited(bucket)
 
     # In join() ----------------------------------------------------------------------------------
 

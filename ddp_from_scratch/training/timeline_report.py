@@ -1,7 +1,7 @@
 """The timeline of a run: `--timeline`."""
 
 from ddp_from_scratch.profiling.text import as_text
-from ddp_from_scratch.profiling.timeline import SKIP, Timeline
+from ddp_from_scratch.profiling.timeline import TOO_FEW, Timeline
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
@@ -24,7 +24,7 @@ def close(timeline: Timeline | None, report: Report) -> None:
         return
     timeline.close()
     if timeline.record is None:
-        report.warning(f"no timeline: it needs more than {SKIP} steps")
+        report.warning(TOO_FEW)
         return
     step = timeline.record.typical
     report.line("\n" + as_text(timeline.record, step, colour=report.colours) + "\n")

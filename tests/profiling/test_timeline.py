@@ -5,6 +5,7 @@ import json
 import math
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import ddp_from_scratch as ddp
 from ddp_from_scratch.errors import PeerError
 from ddp_from_scratch.profiling import clocks
+from ddp_from_scratch.profiling import timeline as module
 from ddp_from_scratch.profiling.marks import CudaMarks, marks_for
 from ddp_from_scratch.profiling.timeline import Timeline
 from tests.support.terms import BYTES, Terms, own
@@ -240,6 +242,47 @@ def test_the_offset_of_a_clock_is_within_its_error(pair):
         assert abs(offset) <= error
 
 
+def beside(world):
+    """As on nccl: what ranks exchange goes through a gloo group that torch does not list."""
+    with patch.object(module, "takes_cpu_tensors", lambda group: False):
+        model = Net()
+        timeline = Timeline(ddp.Reducer(model), None, steps=1, skip=0)
+        assert clocks.measure(["a", "b"], timeline._group)[0] == (0, 0)
+        train(model, torch.optim.SGD(model.parameters(), 0.1), 2)
+        timeline.close()
+    assert len(timeline.record.steps) == 1
+
+
+def test_a_group_without_cpu_tensors(ranks):
+    ranks("gloo", 2)(beside)
+
+
+def one_at_a_time(world):
+    """A hook without `one_collective`: the wait for each bucket is where it happens."""
+    model = Terms(2, 2)
+    reducer = ddp.Reducer(model, bucket_cap_mb=0)
+
+    def hook(state, bucket):
+        buffer = bucket.buffer().div_(world.world_size)
+        future = dist.all_reduce(buffer, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    reducer.register_comm_hook(None, hook)
+    timeline = Timeline(reducer, None, steps=1, skip=0)
+    for _ in range(2):
+        model(own(world)).backward()
+    timeline.close()
+    (step,) = timeline.record.steps
+    for rank in step.ranks:
+        first, second = rank.buckets
+        assert in_order(first.sent[0], *first.wait, second.pack[0])
+        assert in_order(second.sent[0], *second.wait, *first.unpack, *second.unpack)
+
+
+def test_buckets_that_are_sent_one_at_a_time(pair):
+    pair(one_at_a_time)
+
+
 class Event:
     """A GPU's event, whose clock stands `early` seconds before the host's."""
 
@@ -248,7 +291,8 @@ class Event:
     def __init__(self, enable_timing):
         assert enable_timing
 
-    def record(self):
+    def record(self, stream):
+        assert stream == "stream of cuda:0"
         self.at = Event.now
 
     def synchronize(self):
@@ -261,6 +305,7 @@ class Event:
 def test_marks_of_a_gpu_are_times_of_the_host(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     marks = marks_for(torch.device("cuda", 0))
     assert isinstance(marks, CudaMarks)
     first = marks.take()
