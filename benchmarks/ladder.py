@@ -28,13 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.harness.launch import add_common_options, backend_of_job
-from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, process_group
+from ddp_from_scratch import Reducer, UsageError, process_group
 from ddp_from_scratch.bench.contenders import ContenderSpec, contenders
 from ddp_from_scratch.bench.launch import start
-from ddp_from_scratch.bench.prepare import Optimizers, Training, two_calls
+from ddp_from_scratch.bench.prepare import reducer
 from ddp_from_scratch.bench.result_file import write
 from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
@@ -114,15 +113,8 @@ def typical_step(
 ) -> StepTimes:
     """The step of median length of a Reducer with these settings. Collective."""
     made: list[Reducer] = []
-
-    def prepare(
-        model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
-    ) -> Training:
-        broadcast_parameters(model, process_group=group)
-        made.append(Reducer(model, group, gradient_as_bucket_view=True, **settings))
-        return two_calls(model, optimizers.fused(model))
-
-    (contender,) = contenders(workload, device, [ContenderSpec("", prepare)], keep_start=False)
+    spec = ContenderSpec("", reducer(made=made, gradient_as_bucket_view=True, **settings))
+    (contender,) = contenders(workload, device, [spec], keep_start=False)
     timeline = Timeline(made[0], None, steps=count)
     for _ in range(SKIP + count + 1):
         dist.barrier()  # a step begins on all ranks at once

@@ -32,22 +32,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from benchmarks.harness.launch import Duration, add_common_options, backend_of_job
 from benchmarks.harness.report import Bar, draw_bars
-from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, process_group
+from ddp_from_scratch import Reducer, UsageError, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, ContenderSpec, contenders
 from ddp_from_scratch.bench.launch import check_memory, start
 from ddp_from_scratch.bench.prepare import (
     TORCH_BEST,
-    Optimizers,
-    Training,
     alone,
     reducer,
     torch_ddp,
-    two_calls,
 )
 from ddp_from_scratch.bench.result_file import write
 from ddp_from_scratch.bench.samples import Interval, Samples, median_interval
@@ -154,15 +149,8 @@ def specs(caps: list[float], backend: str) -> list[ContenderSpec]:
 def settle(workload: Workload, device: torch.device) -> dict[str, Any]:
     """The Reducer's arguments that "auto" settles on, trained by itself."""
     found: list[Reducer] = []
-
-    def prepare(
-        model: nn.Module, group: dist.ProcessGroup | None, optimizers: Optimizers
-    ) -> Training:
-        broadcast_parameters(model, process_group=group)
-        found.append(Reducer(model, group, bucket_cap_mb=AUTO, **VIEWS))
-        return two_calls(model, optimizers.fused(model))
-
-    (training,) = contenders(workload, device, [ContenderSpec(AUTO, prepare)], keep_start=False)
+    spec = ContenderSpec(AUTO, reducer(made=found, bucket_cap_mb=AUTO, **VIEWS))
+    (training,) = contenders(workload, device, [spec], keep_start=False)
     while found[0].bucket_cap_mb is None:  # alike on all ranks, which settle together
         training.step()
     return {"bucket_cap_mb": found[0].bucket_cap_mb, "overlap": found[0].overlap}

@@ -129,11 +129,12 @@ def torch_zero(
     return two_calls(wrapped, sharded)
 
 
-def reducer(timeline: bool = False, **settings: Any) -> Prepare:
+def reducer(timeline: bool = False, made: list[Reducer] | None = None, **settings: Any) -> Prepare:
     """A `Reducer` with these arguments, and torch's optimizer.
 
     Args:
         timeline: record every step.
+        made: gets the Reducer.
         settings: of the Reducer.
     """
 
@@ -144,6 +145,8 @@ def reducer(timeline: bool = False, **settings: Any) -> Prepare:
         broadcast_parameters(model, process_group=group)
         # Held by the model's own hook for as long as the model lives, and so is its timeline.
         averaging = Reducer(model, group, **settings)
+        if made is not None:
+            made.append(averaging)
         if timeline:
             Timeline(averaging, None, steps=_ENDLESS)
         return two_calls(model, optimizers.fused(model))

@@ -87,8 +87,8 @@ class Recorder(Observer):
         parameters = {n: p for n, p in module.named_parameters() if n in averaged}
         # The last optimizer to step some of the Reducer's parameters.
         self._stepping: torch.optim.Optimizer | None = None
-        # The nodes are kept: without that their hooks would go with the graph. A
-        # frozen parameter has no node.
+        # The nodes are kept: without that their hooks would go with the graph. A frozen parameter
+        # has no node.
         self._nodes = [
             (name, torch.autograd.graph.get_gradient_edge(p).node)
             for name, p in parameters.items()

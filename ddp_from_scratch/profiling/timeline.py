@@ -178,10 +178,7 @@ def timeline(
         raise
     recorded.close()
     if recorded.record is None and dist.get_rank(reducer.process_group) == 0:
-        warnings.warn(
-            TOO_FEW,
-            stacklevel=3,
-        )
+        warnings.warn(TOO_FEW, stacklevel=3)
 
 
 def write(record: Record, folder: Path) -> None:

@@ -257,6 +257,35 @@ def test_a_group_without_cpu_tensors(ranks):
     ranks("gloo", 2)(beside)
 
 
+def landed_early(world):
+    """The second gradient is computed once the first bucket has landed, behind backward."""
+    model = Terms(2, 2)
+    reducer = ddp.Reducer(model, bucket_cap_mb=0)
+    timeline = Timeline(reducer, None, steps=1, skip=0)
+
+    def until_landed(gradient):
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            marks = timeline._recorder.steps[-1].buckets.get(0)
+            if marks is not None and marks.landed is not None:
+                return
+            time.sleep(0.001)
+
+    handle = model.p0.register_hook(until_landed)
+    model(own(world)).backward()
+    handle.remove()
+    model(own(world)).backward()
+    timeline.close()
+    (step,) = timeline.record.steps
+    for rank in step.ranks:
+        first, second = rank.buckets
+        assert first.sent[1] < second.pack[0] <= first.wait[0]
+
+
+def test_a_bucket_lands_while_backward_goes_on(pair):
+    pair(landed_early)
+
+
 def one_at_a_time(world):
     """A hook without `one_collective`: the wait for each bucket is where it happens."""
     model = Terms(2, 2)
