@@ -122,8 +122,9 @@ def test_memory_grows_with_the_model():
     crew = Crew("gloo", 2)
     (small, large), _ = crew(memory_of_two)
     crew.end()
-    # Parameters, gradients and momentum of 16.8 MB, at least; and not ten times that.
-    assert 3 * 16.8e6 < large < 10 * 16.8e6
+    # Parameters, gradients and momentum of 16.8 MB; and not ten times that. The allocator may give
+    # one of the twelve tensors (4.2 MB) memory that the run before has left.
+    assert 2.5 * 16.8e6 < large < 10 * 16.8e6
     assert small < large / 3
 
 
