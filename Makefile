@@ -14,13 +14,16 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install
 NEW_ENOUGH := import ensurepip, sys; sys.exit(sys.version_info < (3, 11))
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-all bench lint format clean
+.PHONY: help run learn test test-all bench lint format clean
 
 help: ## print this list (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/installed ## train on the shipped digits, 2 ranks on MPI, and print the test accuracy
 	.venv/bin/python run.py --backend mpi --nproc 2 $(ARGS)
+
+learn: .venv/installed ## list the tutorial's chapters, and which of your exercises pass
+	.venv/bin/python -m tutorial
 
 test: .venv/installed ## run the tests of every module, in some minutes
 	.venv/bin/python -m pytest $(ARGS)

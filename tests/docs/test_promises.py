@@ -139,7 +139,7 @@ def test_every_environment_variable_named_is_read_or_set():
 
 @on_every_page
 def test_every_file_named_is_there(page):
-    folders = [PACKAGE, ROOT / "benchmarks", ROOT / "tests"]
+    folders = [PACKAGE, ROOT / "benchmarks", ROOT / "tests", ROOT / "tutorial"]
     for name in set(re.findall(r"`([\w/]+\.py)[`,]", prose(page))) - GIVEN:
         assert (ROOT / name).exists() or any(any(folder.rglob(name)) for folder in folders), name
 

@@ -1,0 +1,21 @@
+"""Exercises of chapter 2: ranks with shards of unequal size.
+
+python -m pytest tutorial/02_same_gradient
+"""
+
+
+def weighted_mean(gradients, sizes):
+    """Returns the gradient of the whole batch.
+
+    `gradients[i]` is the gradient of the mean loss over shard i, which has `sizes[i]` examples.
+    """
+    raise NotImplementedError("weighted_mean: weigh each gradient by its shard's part of the batch")
+
+
+def loss_factor(size, sizes):
+    """Returns the factor by which the process with `size` examples multiplies its loss.
+
+    Afterwards the *plain* mean of the processes' gradients, sum / number of processes, must be the
+    gradient of the whole batch. `sizes` are all processes' numbers of examples.
+    """
+    raise NotImplementedError("loss_factor: a number that is 1 where all sizes are equal")

@@ -1,0 +1,76 @@
+"""All-reduces in a ring, from send and recv, chunk by chunk.
+
+python -m tutorial.03_all_reduce.ring
+"""
+
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from tutorial import pictures
+from tutorial.options import read_options
+from tutorial.ranks import start
+
+
+def ring_all_reduce(tensor, after_step=lambda: None):
+    """Sums the tensor over all ranks, in place. Returns the bytes that this rank sent."""
+    rank, nproc = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % nproc, (rank - 1) % nproc
+    chunks = tensor.tensor_split(nproc)  # windows of the tensor: what is written there is in it
+    sent = 0
+    for step in range(2 * (nproc - 1)):
+        outgoing, chunk = chunks[(rank - step) % nproc], chunks[(rank - step - 1) % nproc]
+        received = torch.empty_like(chunk)
+        # Not send: if every rank waited to be received from, no rank would come to receive.
+        sending = dist.isend(outgoing, right)
+        dist.recv(received, left)
+        sending.wait()
+        if step < nproc - 1:
+            chunk += received  # reduce-scatter: it grows into a sum on its way round
+        else:
+            chunk.copy_(received)  # all-gather: the sums go round once more
+        sent += outgoing.nbytes
+        after_step()
+    return sent
+
+
+def run():
+    """The rank's chunks after each step, its MB sent, and the ms of this ring and torch's own."""
+    rank, nproc = dist.get_rank(), dist.get_world_size()
+    small = torch.full((nproc,), 10**rank)  # so a sum's digits say whose numbers are in it
+    steps = [small.tolist()]
+    ring_all_reduce(small, lambda: steps.append(small.tolist()))
+    large, times = torch.ones(1_000_000), []
+    for all_reduce in (ring_all_reduce, dist.all_reduce):
+        all_reduce(large.clone())  # the first time is slower
+        dist.barrier()
+        begin = perf_counter()
+        sent = all_reduce(large.clone())
+        times.append(1e3 * (perf_counter() - begin))
+        if all_reduce is ring_all_reduce:
+            megabytes = sent / 1e6
+    return steps, megabytes, times
+
+
+def main():
+    """Prints and draws each step of the ring, and its times."""
+    options = read_options(__doc__, nproc=3)
+    results = start(run, options.nproc)
+    width = options.nproc + 1
+    heads = [f"rank {rank}".ljust(width * options.nproc) for rank in range(options.nproc)]
+    print(f"{'':<10}" + " | ".join(heads).rstrip())
+    panels = {}
+    for step, ranks in enumerate(zip(*(steps for steps, _, _ in results), strict=True)):
+        name = f"step {step}" if step else "begin"
+        cells = ["".join(f"{number:<{width}}" for number in chunks) for chunks in ranks]
+        print(f"{name:<10}" + " | ".join(cells).rstrip())
+        panels[name] = [[(n, str(n).count("1") / len(ranks)) for n in chunks] for chunks in ranks]
+    _, megabytes, (ring, torchs) = results[0]
+    print(f"a million numbers: each rank sends {megabytes:.1f} MB")
+    print(f"this ring {ring:.1f} ms, torch.distributed.all_reduce {torchs:.1f} ms")
+    pictures.tables(options.picture, panels)
+
+
+if __name__ == "__main__":
+    main()

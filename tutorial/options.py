@@ -1,0 +1,26 @@
+"""Reads the options that the tutorial's programs share."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def read_options(about, nproc=None, **numbers):
+    """Reads --picture, --nproc where a default is given, and more: `name=(default, help)`."""
+    program = sys.modules["__main__"].__spec__.name
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=about.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    if nproc:
+        few = range(2, 17)
+        add = {"type": int, "choices": few, "default": nproc, "metavar": "N"}
+        parser.add_argument("--nproc", **add, help="number of ranks, 2 to 16")
+    for name, (default, text) in numbers.items():
+        add = {"type": type(default), "default": default, "metavar": "N"}
+        parser.add_argument(f"--{name}", **add, help=text)
+    picture = Path("tutorial-pictures") / f"{program.split('.')[-1]}.png"
+    add = {"type": Path, "default": picture, "metavar": "FILE"}
+    parser.add_argument("--picture", **add, help="file to draw into, .png or .svg")
+    return parser.parse_args()
