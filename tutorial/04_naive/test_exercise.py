@@ -1,0 +1,41 @@
+import torch
+import torch.distributed as dist
+
+
+def models(exercise):
+    torch.manual_seed(dist.get_rank())  # other parameters on each rank
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model(torch.randn(8, 3))  # and other running means
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    exercise.broadcast_model(model)
+    return before, list(model.state_dict().values())
+
+
+def test_broadcast_model(on_ranks):
+    (rank_0, _), *_ = results = on_ranks(3, models)
+    for rank, (before, after) in enumerate(results):
+        assert rank == 0 or not before[0].equal(rank_0[0])
+        for tensor, expected in zip(after, rank_0, strict=True):
+            assert tensor.equal(expected), f"rank {rank} has other numbers than rank 0"
+
+
+def mean_square(y):
+    return y.square().mean()
+
+
+def train(exercise):
+    rank, nproc = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        shard = torch.randn(6, 3).chunk(nproc)[rank]
+        exercise.train_step(model, optimizer, mean_square, shard)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_train_step(on_ranks):
+    (alone,) = on_ranks(1, train)
+    for parameters in on_ranks(2, train):
+        for parameter, expected in zip(parameters, alone, strict=True):
+            assert torch.allclose(parameter, expected, atol=1e-6), "not the step of one process"
