@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.ranks import ROOT
+from tests.support.tiers import slow
 from tests.tutorial.chapters import CHAPTERS, samples
 
 SAMPLES = [sample for chapter in CHAPTERS for sample in samples(chapter / "README.md")]
@@ -26,17 +27,45 @@ def form(text):
     return [line.split() for line in lines]
 
 
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs a command in this process and an empty folder; returns what it prints."""
+
+    def run(command):
+        _, _, module, *arguments = command.split()
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delitem(sys.modules, module, raising=False)  # where a test has imported it
+        # Not by a new Python: the ranks of all programs come from one server that imports torch.
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        output = capsys.readouterr().out
+        for picture in re.findall(r"^picture: (.*)$", output, re.MULTILINE):
+            assert (tmp_path / picture).stat().st_size > 1000
+        return output
+
+    return run
+
+
 @pytest.mark.parametrize(("command", "printed"), SAMPLES, ids=[command for command, _ in SAMPLES])
-def test_prints_what_the_chapter_shows(command, printed, tmp_path, monkeypatch, capsys):
-    _, _, module, *arguments = command.split()
-    monkeypatch.setattr(sys, "argv", [module, *arguments])
-    monkeypatch.chdir(tmp_path)
-    # In this process: the ranks of all programs come from one server that imports torch once.
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    output = capsys.readouterr().out
-    assert form(output) == form(printed)
-    for picture in re.findall(r"^picture: (.*)$", output, re.MULTILINE):
-        assert (tmp_path / picture).stat().st_size > 1000
+def test_prints_what_the_chapter_shows(command, printed, run):
+    assert form(run(command)) == form(printed)
+
+
+def cases():
+    """Each program with 2 ranks and with 4; those that take 2 anyway are run above."""
+    found = []
+    for program in PROGRAMS:
+        code = program.read_text()
+        if "options.nproc" in code:
+            found.append(slow(program, 2) if "nproc=2" in code else (program, 2))
+            found.append(slow(program, 4))
+    return found
+
+
+@pytest.mark.parametrize(("program", "nproc"), cases(), ids=lambda a: getattr(a, "stem", a))
+def test_runs_on_ranks(program, nproc, run):
+    module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
+    assert "picture: " in run(f"python -m {module} --nproc {nproc}")
 
 
 def test_every_program_is_shown():

@@ -1,0 +1,22 @@
+"""Exercise of chapter 7: buckets in the order in which gradients really become ready.
+
+python -m pytest tutorial/07_buckets
+"""
+
+
+def agree(order):
+    """Returns rank 0's order, on every rank.
+
+    `order` is a list of numbers of parameters, as this rank's hooks fired in its first backward.
+    It has the same numbers on all ranks, maybe in another order.
+    """
+    raise NotImplementedError("agree: broadcast rank 0's order, as a tensor of integers")
+
+
+def rebuild(parallel, parameters, order, cap):
+    """Replaces the buckets of a `DataParallel` of buckets.py, after its first step.
+
+    `parameters` are the model's, in its own order; `order` says which of them become ready first,
+    by their numbers; `cap` is in bytes. Look at what DataParallel.__init__ makes of its parameters.
+    """
+    raise NotImplementedError("rebuild: assign the parameters in this order; then bucket_of")
