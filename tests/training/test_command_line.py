@@ -108,7 +108,7 @@ def test_stragglers_are_printed_and_logged(
         assert result_of(run) == trained[1]  # the same bits
         lines = re.findall(r"^steps \d+-(\d+): .*a step takes", run.out, re.MULTILINE)
     assert lines == ["10", "20"]
-    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    logged = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
     assert [entry["step"] for entry in logged] == [10, 20, 22]
     for entry in logged[:2]:
         assert entry["averaged_bytes"] == 153_768  # four for each of the model's parameters
