@@ -1,5 +1,6 @@
 """torch's tools on the mpi backend: flight recorder, its analyser, groups with a second backend."""
 
+import socket
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from ddp_from_scratch.mpi import flight_recorder
 from ddp_from_scratch.mpi.torch_backend import IS_OFFERED
-from tests.support.ranks import mpirun
+from tests.support.ranks import ROOT, mpirun
 
 pytestmark = pytest.mark.skipif(not IS_OFFERED, reason="torch records gloo and nccl alone")
 
@@ -25,6 +26,15 @@ START = """
 def run(program, ranks=2, **environment):
     result = mpirun(ranks, START + program, **environment)
     assert result.returncode == 0, result.stderr
+
+
+def analysis(folder):
+    analyser = "torch.distributed.flight_recorder.fr_trace"
+    result = subprocess.run(
+        [sys.executable, "-m", analyser, str(folder)], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
 
 
 def test_the_analyser_names_the_rank_that_did_not_come(tmp_path):
@@ -49,15 +59,60 @@ def test_the_analyser_names_the_rank_that_did_not_come(tmp_path):
     dist.destroy_process_group()
     """
     run(program, ranks=3, TORCH_FR_BUFFER_SIZE="100")
-    analyser = "torch.distributed.flight_recorder.fr_trace"
-    result = subprocess.run(
-        [sys.executable, "-m", analyser, str(tmp_path)], capture_output=True, text=True, timeout=60
-    )
-    said = result.stdout + result.stderr
-    assert result.returncode == 0, said
+    said = analysis(tmp_path)
     assert said.count("missing ranks") == 1
     assert "collective: mpi:all_reduce\nmissing ranks: {2}" in said
     assert "the_step_that_waits at" in said
+
+
+def test_the_debug_server_has_stuck_ranks_write_their_files(tmp_path):
+    """As in docs/how-to/find-faults.md; a rank that does not answer cannot write its own."""
+    pytest.importorskip("tabulate")
+    pytest.importorskip("jinja2")
+    page = (ROOT / "docs" / "how-to" / "find-faults.md").read_text()
+    excerpt = page.split("## With torch's own tools")[1].split("```\n")[1]
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("", 0)), other.bind(("", 0))
+        port, meeting = one.getsockname()[1], other.getsockname()[1]
+    excerpt = excerpt.replace("29500", str(meeting)).replace("server()", f"server(port={port})")
+    program = f"""
+import pathlib, pickle, time, urllib.request
+import torch
+from mpi4py import MPI
+{excerpt}
+dist.init_process_group("mpi")
+dist.all_reduce(torch.ones(3))
+if here.rank == 0:
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+
+def fetch(path):
+    while True:
+        try:
+            return urllib.request.urlopen(f"http://localhost:{port}/{{path}}").read().decode()
+        except OSError:
+            time.sleep(0.05)  # the server is starting
+
+MPI.COMM_WORLD.Barrier()
+if here.rank == 0:
+    assert "<td>{{1}}" in fetch("fr_trace?backend=mpi").replace(" ", "")
+    fetch("fr_dump_file?backend=mpi")
+MPI.COMM_WORLD.Barrier()
+while True:  # written by a thread of its own
+    try:
+        pickle.loads(pathlib.Path(f"{tmp_path}/rank_{{here.rank}}").read_bytes())
+        break
+    except (OSError, EOFError, pickle.UnpicklingError):
+        time.sleep(0.05)
+MPI.COMM_WORLD.Barrier()
+if here.rank == 1:
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+work.wait()
+dist.destroy_process_group()
+"""
+    dumps = {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/rank_"}
+    result = mpirun(2, program, TORCH_FR_BUFFER_SIZE="100", **dumps)
+    assert result.returncode == 0, result.stderr
+    assert "missing ranks: {1}" in analysis(tmp_path)
 
 
 def test_a_recorded_group_does_what_others_do():
