@@ -1,4 +1,4 @@
-"""The interface of observers: buffers, tuning, stall reports, drift checks, timelines."""
+"""The interface of observers: buffers, tuning, drift checks, stalls, stragglers, timelines."""
 
 import torch
 
@@ -10,6 +10,12 @@ class Observer:
 
     A Reducer's list of observers is empty unless an option asks for one.
     """
+
+    def on_forward(self) -> None:
+        """Called before each forward pass of the module, also one without gradients."""
+
+    def on_forwarded(self, outputs: object) -> None:
+        """Called with the module's outputs, after each forward pass."""
 
     def on_launch(self, bucket: GradientBucket) -> None:
         """Called when a bucket is full and its turn has come, before it is packed."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.profiling.marks import Marks
+from ddp_from_scratch.marks import Marks
 from ddp_from_scratch.profiling.recorder import StepMarks
 
 Span = tuple[float, float]  # begin and end

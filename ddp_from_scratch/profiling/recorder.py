@@ -13,7 +13,7 @@ from ddp_from_scratch.autograd.graph_walk import find_tensors
 from ddp_from_scratch.autograd.hooks import ModuleHook
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
-from ddp_from_scratch.profiling.marks import Marks
+from ddp_from_scratch.marks import Marks
 from ddp_from_scratch.reducer.reducer import Reducer
 
 Mark = Any  # see `Marks`

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.group import check_group, gloo_beside, on_gpu_of, takes_cpu_tensors
+from ddp_from_scratch.marks import marks_for
 from ddp_from_scratch.profiling import clocks, page, picture, trace
-from ddp_from_scratch.profiling.marks import marks_for
 from ddp_from_scratch.profiling.record import (
     RankTimes,
     Record,

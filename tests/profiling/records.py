@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ddp_from_scratch.profiling.marks import HostMarks
+from ddp_from_scratch.marks import HostMarks
 from ddp_from_scratch.profiling.record import Record, rank_times, step_times
 from ddp_from_scratch.profiling.recorder import BucketMarks, StepMarks
 
