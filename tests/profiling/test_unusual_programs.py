@@ -129,6 +129,28 @@ def test_any_error_of_the_writing_rank_ends_all(ranks, tmp_path):
     ranks("gloo", 2)(ends_all, tmp_path)
 
 
+def unread(world, refusing):
+    model, reducer, optimizer = made()
+    timeline = Timeline(reducer, None, steps=1, skip=0)
+    step_of(model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == refusing:
+            patch.setattr(module, "rank_times", lambda *_: {}["no such time"])
+        expected = RuntimeError if world.rank == refusing else PeerError
+        text = f"rank {refusing} cannot read its part of the timeline: 'no such time'"
+        with pytest.raises(expected, match=text) as error:
+            timeline.close()
+    assert timeline.record is None
+    assert (type(error.value.__cause__) is KeyError) == (world.rank == refusing)
+    # The others are at the same place: they have not waited for this rank in vain.
+    dist.barrier()
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_rank_that_cannot_read_its_times_ends_all(ranks, refusing):
+    ranks("gloo", 2)(unread, refusing)
+
+
 def after_the_trials(world):
     model = Net()
     # Two layouts: each parameter alone, and both in one bucket.
