@@ -122,8 +122,7 @@ class Timeline:
         """Reads this rank's clock, for each complete step by its number."""
         return {
             step.iteration: (step.layout, rank_times(self._rank, self._marks, step))
-            for step in self._recorder.steps[: self._steps]
-            if step.averaged is not None
+            for step in self._recorder.complete()[: self._steps]
         }
 
     def _gathered(self) -> Record | None:

@@ -1,6 +1,8 @@
 """Timelines of programs that do more than forward, backward and step."""
 
+import gc
 import io
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 
@@ -173,6 +175,22 @@ def after_the_trials(world):
 
 def test_trials_of_auto_are_not_recorded(ranks):
     ranks("gloo", 2)(after_the_trials)
+
+
+def dropped(world):
+    """The model goes with a timeline that still records."""
+    model, reducer, optimizer = made()
+    Timeline(reducer, None, steps=100, skip=0)
+    for _ in range(2):
+        step_of(model, optimizer)
+    gone = weakref.ref(model)
+    del model, reducer, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_timeline_keeps_no_model_alive(ranks):
+    ranks("gloo", 1)(dropped)
 
 
 class States(Observer):
