@@ -201,10 +201,8 @@ class Recorder(Observer):
         """Marks the launch, and later the moment when the average is there."""
         if (found := self._of(bucket)) is not None:
             found.launched = self._take()
-            bucket.when_landed(partial(self._on_landed, found))
-
-    def _on_landed(self, found: BucketMarks) -> None:
-        found.landed = self._take()
+            # Without this recorder: the group's thread may keep a callback for a while.
+            bucket.when_landed(partial(_landed, found, self._take))
 
     def on_all_launched(self) -> None:
         """Marks the end of the backward pass."""
@@ -255,3 +253,7 @@ class Recorder(Observer):
 def _call(method: "weakref.WeakMethod[Callable[..., None]]", *arguments: Any) -> None:
     if (found := method()) is not None:
         found(*arguments)
+
+
+def _landed(found: BucketMarks, take: Callable[[], Mark]) -> None:
+    found.landed = take()

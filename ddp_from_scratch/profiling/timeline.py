@@ -203,8 +203,10 @@ def write(record: Record, folder: Path) -> None:
     """Writes all forms of a record; a picture only where matplotlib is installed."""
     text = as_text(record, record.typical)
     (folder / "timeline.txt").write_text(text + "\n", encoding="utf-8")
-    (folder / "timeline.html").write_text(page.as_html(record), encoding="utf-8")
-    (folder / "trace.json").write_text(trace.as_json(record))
+    for name, form in ("timeline.html", page.as_html), ("trace.json", trace.as_json):
+        # In parts: the text of a thousand steps takes more memory than the steps.
+        with (folder / name).open("w", encoding="utf-8") as file:
+            file.writelines(form(record))
     picture.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
 
 
