@@ -1,7 +1,7 @@
 """python -m benchmarks.timelines: draws a step on gloo, on mpi and between two hosts.
 
 Examples:
-    sudo .venv/bin/python -m benchmarks.timelines    ResNet-18, two ranks, everywhere
+    sudo python -m benchmarks.timelines              ResNet-18, two ranks, everywhere
     python -m benchmarks.timelines --place gloo mpi  without root
 
 For each place, draws the median step of two ranks with the default buckets, and says which bucket
