@@ -430,10 +430,18 @@ class Reducer:
             if not (self._skip_unused and self._is_unused(bucket)):
                 for observer in self._observers:
                     observer.on_launch(bucket)
-                bucket.launch(self._launch_args())
-                for observer in self._observers:
-                    observer.on_launched(bucket)
+                # A hook may raise. Observers that have begun something end it all the same.
+                try:
+                    on_packed = self._on_packed if self._observers else None
+                    bucket.launch(self._launch_args(), on_packed)
+                finally:
+                    for observer in self._observers:
+                        observer.on_launched(bucket)
             self._next_bucket += 1
+
+    def _on_packed(self, bucket: GradientBucket) -> None:
+        for observer in self._observers:
+            observer.on_packed(bucket)
 
     def _launch_args(self) -> LaunchArgs:
         """The arguments of this average's launches, kept until the hook, weight or group change."""
@@ -506,9 +514,11 @@ class Reducer:
     def _wait(self, bucket: GradientBucket) -> None:
         for observer in self._observers:
             observer.on_wait(bucket)
-        bucket.wait()
-        for observer in self._observers:
-            observer.on_waited(bucket)
+        try:
+            bucket.wait()
+        finally:
+            for observer in self._observers:
+                observer.on_waited(bucket)
 
     # In join() ----------------------------------------------------------------------------------
 
