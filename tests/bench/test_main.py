@@ -163,6 +163,7 @@ def test_a_table_in_two_ways_is_summed_up_and_drawn_once(monkeypatch, tmp_path, 
     assert "\nall ways of running\n" in tables[2]
 
 
+@pytest.mark.slow
 def test_one_contender_by_itself(tmp_path):
     """What `alone` starts for each row, of a model that one contender cannot train."""
     (tmp_path / "half.py").write_text(OWN.replace(".double()", ".bfloat16()"))

@@ -86,6 +86,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_program_may_call_it_twice(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -37,6 +37,7 @@ def analysis(folder):
     return result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_the_analyser_names_the_rank_that_did_not_come(tmp_path):
     """By its rank in the world, in a group that counts from 0."""
     program = f"""

@@ -57,6 +57,7 @@ def test_the_parent_of_ranks_needs_no_torch_and_ranks_only_that(program: str) ->
     ]
 
 
+@pytest.mark.slow
 def test_tensorboard_is_imported_by_the_rank_that_writes(program: str, tmp_path: Path) -> None:
     options = ["--epochs", "1", "--backend", "mpi", "--log-dir", str(tmp_path / "logs")]
     first, second = told("mpirun", "-n", "2", sys.executable, program, *options)

@@ -123,6 +123,7 @@ MACHINE = (
 )
 
 
+@pytest.mark.slow
 def test_a_group_may_be_opened_again_on_two_machines(tmp_path):
     file = tmp_path / "again.py"
     file.write_text(textwrap.dedent(AGAIN))

@@ -52,7 +52,7 @@ def run(backend: str, failing: int) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize("backend", LAUNCHERS)
+@pytest.mark.parametrize("backend", [slow("gloo"), "mpi"])
 def test_is_closed_at_exit(backend: str) -> None:
     done = run(backend, -1)
     assert (done.returncode, done.stdout) == (0, 2 * "open at exit: False\n"), done.stderr
