@@ -12,6 +12,8 @@ from tests.support.ranks import ROOT
 from tests.support.tiers import slow
 from tests.tutorial.chapters import CHAPTERS, samples
 
+pytest.importorskip("matplotlib")  # without it the programs draw nothing, and say so
+
 SAMPLES = [sample for chapter in CHAPTERS for sample in samples(chapter / "README.md")]
 PROGRAMS = sorted(
     program
