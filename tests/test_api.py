@@ -16,23 +16,24 @@ OUTSIDE = {"run", "tests", "benchmarks", "tools", "conftest", "ranks"}
 ROOMS = {
     "errors": set(),
     "group": set(),
+    "marks": set(),
     "launch": {"errors"},
     "node": {"errors", "group"},
     "autograd": set(),
     "buckets": {"group"},
     "comm_hooks": {"buckets", "group", "node"},
     "sync": {"buckets", "group"},
-    "checks": {"autograd", "buckets", "group", "node", "sync"},
+    "checks": {"autograd", "buckets", "group", "marks", "node", "sync"},
     "mpi": {"errors", "launch", "node"},
     "reducer": {"autograd", "buckets", "checks", "comm_hooks", "group", "node", "sync"},
     "optim": {"buckets", "node", "reducer", "sync"},
     "torch_ddp": {"buckets", "comm_hooks", "group", "reducer", "sync"},
-    "profiling": {"autograd", "buckets", "errors", "group", "reducer"},
+    "profiling": {"autograd", "buckets", "errors", "group", "marks", "reducer"},
     "world": {"errors", "launch", "mpi"},
     "bench": {"errors", "launch", "node", "optim", "profiling", "reducer", "sync", "world"},
     "training": {
-        *("buckets", "comm_hooks", "errors", "launch", "optim", "profiling", "reducer", "sync"),
-        "world",
+        *("buckets", "checks", "comm_hooks", "errors", "launch", "optim", "profiling", "reducer"),
+        *("sync", "world"),
     },
 }
 

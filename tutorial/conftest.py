@@ -14,8 +14,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Lets all chapters have a `test_exercise.py`: the default takes them for one module."""
+    """Lets all chapters have a `test_exercise.py`, and keeps what a failing test prints short."""
     config.option.importmode = "importlib"
+    if config.option.tbstyle == "auto":
+        config.option.tbstyle = "short"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Starts ranks: processes that all run one function and can send each other tensors.
 
-results = start(function, 2, "an argument")     # function("an argument") on both ranks
+results = start(function, 2, "an argument")  # function("an argument") on both ranks
 """
 
 import os
@@ -85,6 +85,8 @@ def _describe(error):
     """The error in one line, with the program's last line that led to it."""
     lines = traceback.extract_tb(error.__traceback__)
     own = [line for line in lines if "torch" not in Path(line.filename).parts] or lines
-    message = str(error).strip().splitlines() or [""]
+    message = (str(error).strip().splitlines() or [""])[0]
+    if "Timed out waiting" in message or "Connection closed by peer" in message:
+        message = f"waited for another rank in vain ({PATIENCE.seconds} s at most)"
     where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
-    return f"{type(error).__name__}: {message[0]} ({where})"
+    return f"{type(error).__name__}: {message} ({where})"

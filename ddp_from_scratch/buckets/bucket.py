@@ -138,8 +138,12 @@ class Bucket:
     # Pack, launch -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launch(self, args: LaunchArgs) -> None:
+    def launch(self, args: LaunchArgs, on_packed: Callable[[Any], None] | None = None) -> None:
         """Packs the gradients and calls the comm hook; returns before the average is there.
+
+        Args:
+            args: see `LaunchArgs`.
+            on_packed: see `GradientBucket`.
 
         Raises:
             RuntimeError: the bucket is launched already, or a gradient is gone.
@@ -152,6 +156,8 @@ class Bucket:
             # Not a multiplication by 0: the loss of an empty batch gives NaN, and 0 * NaN is NaN.
             self._flat.zero_()
         self._sent = self._flat
+        if on_packed is not None:
+            on_packed(self)
         future = args.hook(args.state, self)
         if not isinstance(future, torch._C.Future):
             raise TypeError(

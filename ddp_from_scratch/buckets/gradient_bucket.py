@@ -85,8 +85,13 @@ class GradientBucket(Protocol):
     def mark_unused(self, index: int) -> None:
         """Marks parameter `index` as one that gets no gradient in this pass."""
 
-    def launch(self, args: LaunchArgs) -> None:
-        """Packs the gradients and starts the average; returns before it is there."""
+    def launch(self, args: LaunchArgs, on_packed: Callable[[Any], None] | None = None) -> None:
+        """Packs the gradients and starts the average; returns before it is there.
+
+        Args:
+            args: the same for all launches of an average.
+            on_packed: called with the bucket between the two.
+        """
 
     def when_landed(self, callback: Callable[[], None]) -> None:
         """Calls back, in whatever thread, when the launched average is there or has failed."""

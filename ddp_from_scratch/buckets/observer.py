@@ -1,4 +1,4 @@
-"""The interface of observers: buffers, tuning, stall reports, drift checks, timelines."""
+"""The interface of observers: buffers, tuning, drift checks, stalls, stragglers, timelines."""
 
 import torch
 
@@ -11,11 +11,20 @@ class Observer:
     A Reducer's list of observers is empty unless an option asks for one.
     """
 
+    def on_forward(self) -> None:
+        """Called before each forward pass of the module, also one without gradients."""
+
+    def on_forwarded(self, outputs: object) -> None:
+        """Called with the module's outputs, after each forward pass."""
+
     def on_launch(self, bucket: GradientBucket) -> None:
         """Called when a bucket is full and its turn has come, before it is packed."""
 
+    def on_packed(self, bucket: GradientBucket) -> None:
+        """Called when its gradients are in the buffer, before the comm hook gets it."""
+
     def on_launched(self, bucket: GradientBucket) -> None:
-        """Called when this rank has handed a bucket to the comm hook."""
+        """Called when this rank has handed a bucket to the comm hook, or has raised before that."""
 
     def on_all_launched(self) -> None:
         """Called when this rank has launched every bucket of this average."""
@@ -27,7 +36,10 @@ class Observer:
         """
 
     def on_waited(self, bucket: GradientBucket) -> None:
-        """Called when the average of a bucket is there, and not yet in `.grad`."""
+        """Called when the average of a bucket is there, and not yet in `.grad`.
+
+        Called after a wait that has failed, too: the bucket's state is not LANDED then.
+        """
 
     def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
         """Called when the averages of this bucket are in `.grad`, if this rank takes part."""

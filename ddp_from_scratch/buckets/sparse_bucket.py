@@ -9,6 +9,7 @@ cannot be all-reduced. Instead every rank gathers all rows, and adds up equal on
 """
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,11 +101,12 @@ class SparseBucket:
     # Launch -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launch(self, args: LaunchArgs) -> None:
+    def launch(self, args: LaunchArgs, on_packed: Callable[[Any], None] | None = None) -> None:
         """Exchanges the numbers of rows; returns before they are there.
 
         Args:
             args: only the weight is used: it is multiplied in here, with the division.
+            on_packed: see `GradientBucket`.
         """
         gradient = self._parameter.grad
         kind, rows = _NONE, 0
@@ -117,6 +119,8 @@ class SparseBucket:
                 kind, rows = own.sparse_dim(), own._nnz()
             else:
                 self._mine, kind = ((gradient * scale).contiguous(),), _DENSE
+        if on_packed is not None:
+            on_packed(self)
         mine = torch.tensor([kind, rows], device=self._parameter.device)
         self._kinds = [
             torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))

@@ -144,7 +144,8 @@ class _Watcher:
 
     def _run(self) -> None:
         with suppress(RuntimeError, ValueError):  # the group may be destroyed already
-            self._store().set(f"process {self._rank}", json.dumps([_machine(), os.getpid()]))
+            own = [_machine(), os.getpid(), _state(os.getpid())[1]]
+            self._store().set(f"process {self._rank}", json.dumps(own))
         before = published = None
         # The time since which `before` holds, and the step of the last report.
         since, reported = 0.0, -1
@@ -219,16 +220,25 @@ def _process_in_words(store: dist.Store, rank: int) -> str | None:
     """Tells the state of a rank's process; None on another machine."""
     if not store.check([f"process {rank}"]):
         return None
-    machine, pid = json.loads(store.get(f"process {rank}"))
+    machine, pid, started = json.loads(store.get(f"process {rank}"))
     if not machine or machine != _machine():
         return None
-    try:
-        # The state stands behind the program's name, which may hold anything.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    found, begun = _state(pid)
+    # One that began at another time has got the number of the one that ended.
+    if begun is None or begun != started:
         return _ENDED
     words = {"T": _STOPPED, "t": _STOPPED, "Z": _ENDED, "X": _ENDED}
-    return words.get(state, "its process runs: it has gone on")
+    return words.get(found, "its process runs: it has gone on")
+
+
+def _state(pid: int) -> tuple[str, int | None]:
+    """Returns a process's state and its start, in ticks since the machine's boot; None of none."""
+    try:
+        # These stand behind the program's name, which may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", None
+    return fields[0], int(fields[19])
 
 
 def _machine() -> str:

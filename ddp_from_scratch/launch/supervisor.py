@@ -22,11 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ddp_from_scratch.launch import output
 from ddp_from_scratch.launch.environment import (
@@ -39,6 +39,7 @@ from ddp_from_scratch.launch.environment import (
 )
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS, ForkedRank, ForkServer, can_fork
 from ddp_from_scratch.launch.interfaces import require_loopback
+from ddp_from_scratch.launch.rank_function import command_of
 from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _PRELOAD = ("ddp_from_scratch.world.process_group", "ddp_from_scratch.reducer.re
 
 
 def start_ranks(
-    command: Sequence[str],
+    command: Sequence[str] | Callable[[], Any],
     counts: Sequence[int],
     node_rank: int = 0,
     master_addr: str = "127.0.0.1",
@@ -63,7 +64,7 @@ def start_ranks(
     *,
     preload: Sequence[str] = _PRELOAD,
 ) -> int:
-    """Runs `command` once for each rank of this machine and waits for all of them.
+    """Runs a command or a function once for each rank of this machine; waits for all of them.
 
     On one machine the ranks meet through a file that only this user can read, in a folder that is
     removed at the end: no port is opened. On several, machine 0 listens on `master_port` of
@@ -78,7 +79,9 @@ def start_ranks(
     SIGQUIT and SIGUSR2 end all ranks. SIGHUP that was ignored before (nohup) stays so.
 
     Args:
-        command: program and arguments; each rank gets torchrun's variables in its environment.
+        command: program and arguments; each rank gets torchrun's variables in its environment. Or a
+            function without arguments (`functools.partial` binds some), also of a notebook: it runs
+            in new processes on copies of what it uses, and what it returns is dropped.
         counts: number of processes on each machine.
         node_rank: this machine's position in `counts`.
         master_addr: where machine 0 can be reached.
@@ -92,12 +95,15 @@ def start_ranks(
 
     Raises:
         UsageError: the port is taken, machine 0 does not answer, or the machines were given
-            different counts or secrets.
+            different counts or secrets; a function cannot be sent (`rank_function.command_of`).
     """
     ranks = rank_environments(counts, node_rank)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
     machines: Machines | None = None
     with ExitStack() as stack:
+        if callable(command):
+            sent = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-"))
+            command = command_of(command, Path(sent))
         if len(counts) > 1:
             # Here and not above: it imports torch, which a parent on one machine does without.
             from ddp_from_scratch.launch import multi_node

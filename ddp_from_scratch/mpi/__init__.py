@@ -23,7 +23,8 @@ A collective passes these files, from the top down:
     inter_node.py         all_reduce between machines: MPI's call, or sums of 16-bit floats
 
 Messages between two ranks (p2p.py) pass none of these. `ddp_from_scratch.node` imports no MPI:
-communicator.py sends the few messages that it needs.
+communicator.py sends the few messages that it needs. torch_backend.py puts a group behind one of
+torch's own: beside a backend for GPUs, or to have its calls noted (flight_recorder.py).
 """
 
 import torch

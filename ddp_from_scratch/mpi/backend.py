@@ -1,15 +1,18 @@
 """Backend registration: torch.distributed finds the mpi backend and its "mpi://" rendezvous."""
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from ddp_from_scratch.mpi import flight_recorder
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI, create_subgroup
 from ddp_from_scratch.mpi.runtime import MPI, check_world, placement
 from ddp_from_scratch.mpi.store import is_placeholder, store
+from ddp_from_scratch.mpi.torch_backend import IS_OFFERED, CPUBackend
 
 
 def register() -> str:
@@ -18,7 +21,8 @@ def register() -> str:
     # goes to its C++ for the name "mpi" and never asks us.
     helper = inspect.getsource(dist.distributed_c10d._new_process_group_helper)
     name = "mpi4py" if "is_mpi_available" in helper or dist.is_mpi_available() else "mpi"
-    # To others torch attaches a recorder, backend by backend; a group of ours has none but itself.
+    # To others torch attaches a recorder, backend by backend; a group of ours has none but itself,
+    # and notes its calls by other means (flight_recorder.py).
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(name)
     dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu"])
@@ -30,16 +34,34 @@ def register() -> str:
     return name
 
 
-def _create(backend_options: Any, options: object) -> ProcessGroupMPI:
+def _create(backend_options: Any, options: object) -> ProcessGroupMPI | CPUBackend:
     """torch.distributed's factory: the default group, or one of `new_group`'s (members only)."""
+    group = _open(backend_options)
+    # A group of ours takes the place of torch's own, whatever other backends that was to have. The
+    # name of torch's own is that of its backend for GPUs, and "custom" where it has none.
+    if not IS_OFFERED or (whole := backend_options.process_group).name() == "custom":
+        return group
+    group.setGroupName(backend_options.group_id)
+    group.setGroupDesc("on CPUs")
+    _behind[whole] = backend = CPUBackend(group, backend_options.timeout)
+    return backend
+
+
+# Keeps the backend of each whole: where torch wraps one, for TORCH_DISTRIBUTED_DEBUG=DETAIL, it
+# keeps no more than what C++ sees of it.
+_behind: "weakref.WeakKeyDictionary[dist.ProcessGroup, CPUBackend]" = weakref.WeakKeyDictionary()
+
+
+def _open(backend_options: Any) -> ProcessGroupMPI:
     timeout = backend_options.timeout
+    kind = flight_recorder.RecordedGroup if flight_recorder.is_on() else ProcessGroupMPI
     ranks = list(backend_options.global_ranks_in_group)
     if ranks:
-        return create_subgroup(MPI.COMM_WORLD, ranks, timeout)
+        return create_subgroup(MPI.COMM_WORLD, ranks, timeout, kind)
     check_world()  # before anything is collective: ranks that MPI sees alone would go on
     needs_store = is_placeholder(backend_options.store)
     own_store = store(placement(), timeout) if needs_store else None
-    return ProcessGroupMPI(MPI.COMM_WORLD, timeout, store=own_store)
+    return kind(MPI.COMM_WORLD, timeout, store=own_store)
 
 
 def _rendezvous(

@@ -82,7 +82,7 @@ class ProcessGroupMPI(SharedMemoryGroup):
         return self._store
 
     def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> ProcessGroupMPI:
-        return create_subgroup(self._communicator, ranks, timeout)
+        return create_subgroup(self._communicator, ranks, timeout, type(self))
 
     # Collectives ---------------------------------------------------------------------------------
 
@@ -224,11 +224,11 @@ class ProcessGroupMPI(SharedMemoryGroup):
 
 
 def create_subgroup(
-    whole: MPI.Intracomm, ranks: Sequence[int], timeout: timedelta
+    whole: MPI.Intracomm, ranks: Sequence[int], timeout: timedelta, kind: type[ProcessGroupMPI]
 ) -> ProcessGroupMPI:
     """A group of some ranks of `whole`. Only they call it."""
     communicator = whole.Create_group(whole.Get_group().Incl(list(ranks)))
     try:
-        return ProcessGroupMPI(communicator, timeout)
+        return kind(communicator, timeout)
     finally:
         communicator.Free()  # the group has a duplicate

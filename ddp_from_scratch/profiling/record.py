@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.profiling.marks import Marks
+from ddp_from_scratch.marks import Marks
 from ddp_from_scratch.profiling.recorder import StepMarks
 
 Span = tuple[float, float]  # begin and end
@@ -161,7 +161,8 @@ def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
 
     averaged = ms(step.averaged)
     forward = tuple(map(span, step.forward[::2], step.forward[1::2]))
-    arrived = tuple((name, ms(mark)) for name, mark in step.arrived)
+    marked = zip(step.arrived[::2], step.arrived[1::2], strict=True)
+    arrived = tuple((name, ms(mark)) for name, mark in marked)
     starts = [ms(mark) for mark in step.backward] or [at for _, at in arrived[:1]]
     backward_end = ms(step.backward_end)
     # A pass ends where the next forward pass begins, the last one where all buckets are launched.

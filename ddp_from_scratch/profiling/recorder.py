@@ -1,7 +1,8 @@
 """Records the moments of training steps on one rank."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_from_scratch.autograd.graph_walk import find_tensors
-from ddp_from_scratch.autograd.hooks import ModuleHook
+from ddp_from_scratch.autograd.hooks import Handle, ModuleHook
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
-from ddp_from_scratch.profiling.marks import Marks
+from ddp_from_scratch.marks import Marks
 from ddp_from_scratch.reducer.reducer import Reducer
 
 Mark = Any  # see `Marks`
@@ -42,7 +43,7 @@ class StepMarks:
         layout: the parameters of each bucket, by name, in the order of launch.
         forward: a begin and an end for each forward pass, in one list.
         backward: the begin of each backward pass.
-        arrived: the names of parameters, as their gradients were computed.
+        arrived: a parameter and a moment for each gradient, in one list.
         backward_end: when all buckets were launched.
         averaged: when every `.grad` was the average.
         optimizer: begin and end.
@@ -52,11 +53,42 @@ class StepMarks:
     layout: tuple[tuple[str, ...], ...]
     forward: list[Mark] = field(default_factory=list)
     backward: list[Mark] = field(default_factory=list)
-    arrived: list[tuple[str, Mark]] = field(default_factory=list)
+    arrived: list[Any] = field(default_factory=list)
     buckets: dict[int, BucketMarks] = field(default_factory=dict)
     backward_end: Mark = None
     averaged: Mark = None
     optimizer: list[Mark] = field(default_factory=list)
+
+
+class _Arrivals:
+    """Takes a mark as soon as a gradient is computed.
+
+    Apart from the `Recorder`, as short as can be: a model may have a thousand gradients in a step.
+    And the garbage collector cannot see a cycle through a parameter's hooks.
+
+    Attributes:
+        found: a parameter and a mark for each gradient, in one list.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], take: Callable[[], Mark]) -> None:
+        self.found: list[Any] = []
+        self._take = take
+        # Of a frozen parameter there is no gradient.
+        self.handles = [_hook_first(p, self._note) for p in parameters if p.requires_grad]
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        self.found += parameter, self._take()
+
+
+def _hook_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Handle:
+    """Calls a hook before those that are there: the Reducer's packs the gradient."""
+    handle: Handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks: dict[int, Any] | None = handle.hooks_dict_ref()
+    assert hooks is not None, "the parameter holds them"
+    # Not `move_to_end`: autograd goes through them in the order in which they were put in.
+    for number in [number for number in hooks if number != handle.id]:
+        hooks[number] = hooks.pop(number)
+    return handle
 
 
 class Recorder(Observer):
@@ -84,25 +116,20 @@ class Recorder(Observer):
         self._at_average = at_average
         self._skip, self.first = skip, reducer.iteration + skip
         module, averaged = reducer.module, set(chain.from_iterable(reducer.buckets))
-        parameters = {n: p for n, p in module.named_parameters() if n in averaged}
+        # By id: a gradient's mark has the parameter.
+        self._names = {id(p): n for n, p in module.named_parameters() if n in averaged}
+        parameters = [p for p in module.parameters() if id(p) in self._names]
+        self._arrivals = _Arrivals(parameters, self._take)
         # The last optimizer to step some of the Reducer's parameters.
         self._stepping: torch.optim.Optimizer | None = None
-        # The nodes are kept: without that their hooks would go with the graph. A frozen parameter
-        # has no node.
-        self._nodes = [
-            (name, torch.autograd.graph.get_gradient_edge(p).node)
-            for name, p in parameters.items()
-            if p.requires_grad
-        ]
-        # Before the gradient is accumulated, so before the Reducer's own hook packs it.
         self._handles = [
-            node.register_prehook(partial(self._on_gradient, name)) for name, node in self._nodes
-        ]
-        self._handles += [
+            *self._arrivals.handles,
             module.register_forward_pre_hook(ModuleHook(lambda *_: self._before_forward())),
             module.register_forward_hook(ModuleHook(lambda *a: self._after_forward(a[-1]))),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_post_hook(partial(_call, weakref.WeakMethod(self._after_step))),
         ]
+        # torch's own list of hooks outlives the model.
+        weakref.finalize(self, self._handles[-1].remove)
         reducer.add_observer(self)
 
     def remove(self) -> None:
@@ -110,6 +137,18 @@ class Recorder(Observer):
         self._reducer.remove_observer(self)
         for handle in self._handles:
             handle.remove()
+
+    def complete(self) -> list[StepMarks]:
+        """Returns the steps whose average is there, with names in place of parameters."""
+        return [
+            replace(step, arrived=self._named(step.arrived))
+            for step in self.steps
+            if step.averaged is not None
+        ]
+
+    def _named(self, arrived: list[Any]) -> list[Any]:
+        names = [self._names[id(parameter)] for parameter in arrived[::2]]
+        return list(chain.from_iterable(zip(names, arrived[1::2], strict=True)))
 
     # Around forward and backward ----------------------------------------------------------------
 
@@ -119,7 +158,8 @@ class Recorder(Observer):
         if iteration < self.first or self._reducer.bucket_cap_mb is None:
             return None
         if not self.steps or self.steps[-1].averaged is not None:
-            self.steps.append(StepMarks(iteration, self._reducer.buckets))
+            step = StepMarks(iteration, self._reducer.buckets, arrived=self._arrivals.found)
+            self.steps.append(step)
         return self.steps[-1]
 
     def _before_forward(self) -> None:
@@ -145,10 +185,6 @@ class Recorder(Observer):
         if len(step.backward) == begins:
             step.backward.append(self._take())
 
-    def _on_gradient(self, name: str, gradients: Any) -> None:
-        if (step := self._begin()) is not None:
-            step.arrived.append((name, self._take()))
-
     # Of the Reducer -----------------------------------------------------------------------------
 
     def _of(self, bucket: GradientBucket) -> BucketMarks | None:
@@ -165,10 +201,8 @@ class Recorder(Observer):
         """Marks the launch, and later the moment when the average is there."""
         if (found := self._of(bucket)) is not None:
             found.launched = self._take()
-            bucket.when_landed(partial(self._on_landed, found))
-
-    def _on_landed(self, found: BucketMarks) -> None:
-        found.landed = self._take()
+            # Without this recorder: the group's thread may keep a callback for a while.
+            bucket.when_landed(partial(_landed, found, self._take))
 
     def on_all_launched(self) -> None:
         """Marks the end of the backward pass."""
@@ -200,6 +234,7 @@ class Recorder(Observer):
             self.first = iteration + 1 + self._skip
         if self.steps and self.steps[-1].iteration == iteration - 1:
             self.steps[-1].averaged = self._take()
+        self._arrivals.found = []
         self._at_average(iteration)
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -213,3 +248,12 @@ class Recorder(Observer):
         # torch calls this for all optimizers of the process. The last of several ends the step.
         if optimizer is self._stepping and self.steps and self.steps[-1].optimizer:
             self.steps[-1].optimizer[1:] = [self._take()]
+
+
+def _call(method: "weakref.WeakMethod[Callable[..., None]]", *arguments: Any) -> None:
+    if (found := method()) is not None:
+        found(*arguments)
+
+
+def _landed(found: BucketMarks, take: Callable[[], Mark]) -> None:
+    found.landed = take()

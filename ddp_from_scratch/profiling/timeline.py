@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.group import check_group, gloo_beside, on_gpu_of, takes_cpu_tensors
+from ddp_from_scratch.marks import marks_for
 from ddp_from_scratch.profiling import clocks, page, picture, trace
-from ddp_from_scratch.profiling.marks import marks_for
 from ddp_from_scratch.profiling.record import (
     RankTimes,
     Record,
@@ -29,6 +29,10 @@ from ddp_from_scratch.reducer.reducer import Reducer
 # Averages before the first recorded step: the first lays the buckets out anew, and allocates.
 SKIP = 3
 TOO_FEW = 'no timeline: too few steps, which with bucket_cap_mb="auto" are those after its trials'
+
+
+T = TypeVar("T")
+Layout = tuple[tuple[str, ...], ...]
 
 
 class Timeline:
@@ -84,18 +88,29 @@ class Timeline:
 
     def _on_rank_0(self, write: Callable[[], None]) -> None:
         """Writes on rank 0; where it cannot, the other ranks raise a PeerError. Collective."""
-        mine: Exception | None = None
-        if self._rank == 0:
-            try:
-                write()
-            # Whatever it is, such as an error of matplotlib's: the others wait for the news.
-            except Exception as error:  # noqa: BLE001
-                mine = error
-        problem = _gather(
-            mine and f"cannot write the timeline to {self.folder}: {mine}", self._group
-        )[0]
-        if problem is not None:
-            raise (PeerError if mine is None else UsageError)(problem) from mine
+        problem = f"cannot write the timeline to {self.folder}"
+        self._together(write if self._rank == 0 else lambda: None, problem, UsageError)
+
+    def _together(
+        self, make: Callable[[], T], problem: str, kind: Callable[[str], Exception]
+    ) -> list[T]:
+        """Returns what every rank makes; where one raises, all do. Collective.
+
+        Raises:
+            kind: this rank has raised; PeerError: another one.
+        """
+        mine: tuple[T, None] | tuple[None, str]
+        caught: Exception | None = None
+        try:
+            mine = make(), None
+        # Whatever it is, such as an error of matplotlib's: the others wait for the news.
+        except Exception as error:  # noqa: BLE001
+            mine, caught = (None, f"{problem}: {error}"), error
+        found = _gather(mine, self._group)
+        text = next((text for _, text in found if text is not None), None)
+        if text is not None:
+            raise (PeerError if caught is None else kind)(text) from caught
+        return [result for result, _ in found]
 
     def discard(self) -> None:
         """Ends the recording and drops it, on this rank alone. Idempotent."""
@@ -103,15 +118,18 @@ class Timeline:
             self._open = False
             self._recorder.remove()
 
-    def _gathered(self) -> Record | None:
-        own = {
+    def _own(self) -> dict[int, tuple[Layout, RankTimes]]:
+        """Reads this rank's clock, for each complete step by its number."""
+        return {
             step.iteration: (step.layout, rank_times(self._rank, self._marks, step))
-            for step in self._recorder.steps[: self._steps]
-            if step.averaged is not None
+            for step in self._recorder.complete()[: self._steps]
         }
+
+    def _gathered(self) -> Record | None:
+        problem = f"rank {self._rank} cannot read its part of the timeline"
+        ranks = self._together(self._own, problem, RuntimeError)
+        own = ranks[self._rank]
         before, after = self._clocks, clocks.measure(self._hosts, self._group)
-        ranks: list[dict[int, tuple[tuple[tuple[str, ...], ...], RankTimes]]]
-        ranks = _gather(own, self._group)
         common = [number for number in sorted(own) if all(number in found for found in ranks)]
         offsets = [(b[0] + a[0]) / 2 for b, a in zip(before, after, strict=True)]
         steps = [
@@ -185,8 +203,10 @@ def write(record: Record, folder: Path) -> None:
     """Writes all forms of a record; a picture only where matplotlib is installed."""
     text = as_text(record, record.typical)
     (folder / "timeline.txt").write_text(text + "\n", encoding="utf-8")
-    (folder / "timeline.html").write_text(page.as_html(record), encoding="utf-8")
-    (folder / "trace.json").write_text(trace.as_json(record))
+    for name, form in ("timeline.html", page.as_html), ("trace.json", trace.as_json):
+        # In parts: the text of a thousand steps takes more memory than the steps.
+        with (folder / name).open("w", encoding="utf-8") as file:
+            file.writelines(form(record))
     picture.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
 
 

@@ -1,6 +1,7 @@
 """A record as a trace in Chrome's format, which Perfetto and chrome://tracing open."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from ddp_from_scratch.profiling.record import BucketTimes, RankTimes, Record, Span, StepTimes
@@ -8,23 +9,28 @@ from ddp_from_scratch.profiling.record import BucketTimes, RankTimes, Record, Sp
 _MAIN, _FIRST_BUCKET = 0, 1
 
 
-def as_json(record: Record) -> str:
-    """Returns the events of all steps: a process for each rank, a row for each bucket."""
-    events: list[dict[str, Any]] = []
+def as_json(record: Record) -> Iterator[str]:
+    """Returns the parts of the trace: a process for each rank, a row for each bucket."""
+    yield '{"displayTimeUnit": "ms", "traceEvents": ['
+    for number, event in enumerate(_events(record)):
+        yield ",\n" * (number > 0) + json.dumps(event)
+    yield "]}"
+
+
+def _events(record: Record) -> Iterator[dict[str, Any]]:
+    rows = max(len(step.layout) for step in record.steps)
+    for rank in record.steps[0].ranks:
+        yield _name("process_name", rank.rank, _MAIN, f"rank {rank.rank}")
+        yield _name("thread_name", rank.rank, _MAIN, "compute")
+        for index in range(rows):
+            row = _FIRST_BUCKET + index
+            yield _name("thread_name", rank.rank, row, f"bucket {index}")
     begin = 0.0
     for step in record.steps:
         for rank in step.ranks:
-            events += _of_rank(record, step, rank, begin)
+            yield from _of_rank(record, step, rank, begin)
         # Steps one behind the other, with a gap.
         begin += step.length * 1.05
-    rows = max(len(step.layout) for step in record.steps)
-    for rank in record.steps[0].ranks:
-        events.append(_name("process_name", rank.rank, _MAIN, f"rank {rank.rank}"))
-        events.append(_name("thread_name", rank.rank, _MAIN, "compute"))
-        for index in range(rows):
-            row = _FIRST_BUCKET + index
-            events.append(_name("thread_name", rank.rank, row, f"bucket {index}"))
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _of_rank(
@@ -36,8 +42,9 @@ def _of_rank(
             "ph": "X",
             "pid": rank.rank,
             "tid": row,
-            "ts": (begin + span[0]) * 1e3,  # microseconds
-            "dur": (span[1] - span[0]) * 1e3,
+            # Microseconds, to the nanosecond.
+            "ts": round((begin + span[0]) * 1e3, 3),
+            "dur": round((span[1] - span[0]) * 1e3, 3),
             "args": {"step": step.iteration, **arguments},
         }
 

@@ -5,7 +5,7 @@ launch), `_on_backward_end` and `_finish` (wait, unpack).
 """
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,8 @@ from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.checks.gradient_checks import GradientChecks
 from ddp_from_scratch.checks.module_snapshot import ModuleSnapshot
 from ddp_from_scratch.checks.stall_watch import Progress, StallWatch
+from ddp_from_scratch.checks.straggler_report import StragglerReport
+from ddp_from_scratch.checks.straggler_watch import StragglerWatch
 from ddp_from_scratch.group import check_group
 from ddp_from_scratch.reducer.bucket_tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.reducer.comm_state import CommState
@@ -87,6 +89,8 @@ class Reducer:
             then in the first average, and in every hundredth.
         stall_after: seconds after which a step that waits is reported, with the ranks it waits for
             (`stall_watch.py`). None means never.
+        straggler_every: print on rank 0, in every so many averages, which rank the others waited
+            for, how often, how long, and in which phase (`straggler_watch.py`). None means never.
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
 
@@ -126,6 +130,7 @@ class Reducer:
         broadcast_buffers: bool = False,
         check_every: int | None = None,
         stall_after: float | None = None,
+        straggler_every: int | None = None,
         shared_memory: bool = True,
         fuse_wgrad: bool = False,
         ignore: Collection[str] = (),
@@ -179,6 +184,8 @@ class Reducer:
             self._observers.append(self._tuning)
         if stall_after is not None:
             self._observers.append(StallWatch(stall_after, self._progress, process_group))
+        if straggler_every is not None:
+            self.watch_stragglers(straggler_every)
         self._drift: DriftCheck | None = None
         if check_every is not None:
             self._compare_ranks(check_every)
@@ -323,6 +330,16 @@ class Reducer:
         if enabled and self.buffer_sync not in self._observers:
             self._observers.insert(0, self.buffer_sync)
 
+    def watch_stragglers(
+        self, every: int, tell: Callable[[StragglerReport], None] | None = None
+    ) -> None:
+        """Acts as `straggler_every` from now on, and calls `tell` with each report, on every rank.
+
+        Without `tell` rank 0 prints it. Must be called on all ranks alike.
+        """
+        group, communicate = self.process_group, self.checks.layers_communicate
+        self.add_observer(StragglerWatch(every, self.device, group, communicate, tell))
+
     def add_observer(self, observer: Observer) -> None:
         """Calls this observer at each step of the averages from now on."""
         self._observers.append(observer)
@@ -413,10 +430,18 @@ class Reducer:
             if not (self._skip_unused and self._is_unused(bucket)):
                 for observer in self._observers:
                     observer.on_launch(bucket)
-                bucket.launch(self._launch_args())
-                for observer in self._observers:
-                    observer.on_launched(bucket)
+                # A hook may raise. Observers that have begun something end it all the same.
+                try:
+                    on_packed = self._on_packed if self._observers else None
+                    bucket.launch(self._launch_args(), on_packed)
+                finally:
+                    for observer in self._observers:
+                        observer.on_launched(bucket)
             self._next_bucket += 1
+
+    def _on_packed(self, bucket: GradientBucket) -> None:
+        for observer in self._observers:
+            observer.on_packed(bucket)
 
     def _launch_args(self) -> LaunchArgs:
         """The arguments of this average's launches, kept until the hook, weight or group change."""
@@ -489,9 +514,11 @@ class Reducer:
     def _wait(self, bucket: GradientBucket) -> None:
         for observer in self._observers:
             observer.on_wait(bucket)
-        bucket.wait()
-        for observer in self._observers:
-            observer.on_waited(bucket)
+        try:
+            bucket.wait()
+        finally:
+            for observer in self._observers:
+                observer.on_waited(bucket)
 
     # In join() ----------------------------------------------------------------------------------
 
@@ -521,10 +548,14 @@ class Reducer:
             self._show_profiler(profiling())
         self.checks.before_forward()
         self.checks.note_writes()
+        for observer in self._observers:
+            observer.on_forward()
 
     def _after_forward(self, outputs: object) -> None:
         self.checks.after_forward(compared=self.iteration == 0 or self._drift is not None)
         self._pass.on_forward(outputs)
+        for observer in self._observers:
+            observer.on_forwarded(outputs)
 
     def _show_profiler(self, recording: bool) -> None:
         """Shows torch.profiler the buckets, or ends that."""

@@ -67,7 +67,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         batched_grad_copy: without effect. A bucket's gradients are always copied in one call,
             except large ones on a CPU, each of which is divided while it is copied.
         lazy_bucket_allocation: only False: buckets keep their memory (`arguments.NOT_LAZY`).
-        check_every, stall_after, shared_memory, fuse_wgrad: not torch's; as `Reducer`.
+        check_every, stall_after, straggler_every, shared_memory, fuse_wgrad: not torch's; as
+            `Reducer`.
 
     Attributes:
         module: the wrapped module.
@@ -103,6 +104,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         *,
         check_every: int | None = None,
         stall_after: float | None = None,
+        straggler_every: int | None = None,
         shared_memory: bool = True,
         fuse_wgrad: bool = False,
     ) -> None:
@@ -146,6 +148,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             ),
             "check_every": check_every,
             "stall_after": stall_after,
+            "straggler_every": straggler_every,
             "shared_memory": shared_memory,
             "fuse_wgrad": fuse_wgrad,
         }

@@ -228,6 +228,12 @@ def _kept(parser: Parser) -> None:
         **_FOLDER,
     )
     add("--timeline-steps", f"steps to record (default: {TIMELINE_STEPS})", **_COUNT)
+    add(
+        "--stragglers",
+        "every N steps name the rank that the others wait for: how often, how long and in which "
+        "phase; --log-dir gets the same as scalars, with throughput and exposed communication",
+        **_COUNT,
+    )
     add("--checkpoint", "the file that test evaluates", type=Path, metavar="FILE")
     add("--quiet", "print the result alone", **_SWITCH)
 

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.optim.sgd import SGD
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.check_sync import check_sync
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from ddp_from_scratch.training import bucket_choice, checkpoint, timeline_report
+from ddp_from_scratch.training import bucket_choice, checkpoint, straggler_log, timeline_report
 from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import StopSignal, together
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy
@@ -121,6 +122,8 @@ class Trainer:
             weight_decay=settings.weight_decay,
             reducer=self.reducer,
         )
+        if settings.stragglers is not None:
+            self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
         self.timeline = timeline_report.of_run(settings, self.reducer)
         # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
         # overflow on all, and all skip the same step.
@@ -334,6 +337,12 @@ class Trainer:
         self.compression.restore(compressed, self.scaler, self.report)
 
     # Printing -----------------------------------------------------------------------------------
+
+    def _report_stragglers(self, found: StragglerReport) -> None:
+        self.report.line(str(found))
+        batch = self.shards.global_batch_size
+        # Called in the last backward pass of a step, which is not counted yet.
+        self.metrics.log(self.global_step + 1, **straggler_log.values(found, self.reducer, batch))
 
     def _report_stop(self, number: int) -> None:
         self._save()

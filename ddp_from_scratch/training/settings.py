@@ -73,6 +73,7 @@ class Settings:
     log_dir: Path | None = None
     timeline: Path | None = None
     timeline_steps: int | None = None
+    stragglers: int | None = None
     check_sync: int | None = None
     quiet: bool = False
 
@@ -86,6 +87,7 @@ class Settings:
         self._require("check_sync", "0 or more", lambda value: value >= 0)
         self._require("seed", "0 to 2**62 - 1", lambda value: 0 <= value < 2**62)
         self._require("powersgd_rank", "1 or more", lambda value: value >= 1)
+        self._require("stragglers", f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST)
         self._require("timeline_steps", f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST)
         self._require(
             "lr", f"a positive number, at most {_LARGEST:g}", lambda value: 0 < value <= _LARGEST
@@ -176,7 +178,7 @@ class Settings:
         # None of these changes a bit of a step.
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
         indifferent |= {"log_dir", "check_sync", "stall_after", "stop_on_nan", "quiet"}
-        indifferent |= {"timeline", "timeline_steps"}
+        indifferent |= {"timeline", "timeline_steps", "stragglers"}
         # With `scale_lr` the length of the run decides that of the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")

@@ -4,6 +4,7 @@ Nothing here looks at how long anything took.
 """
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as run_set
-from benchmarks import breakdown, ladder, memory, overlap, scaling, summary, two_hosts
+from benchmarks import breakdown, ladder, memory, overlap, scaling, summary, timelines, two_hosts
 from benchmarks.harness.report import pyplot
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench import main
@@ -39,8 +40,9 @@ def test_options():
         (overlap.parse, ["--nproc", "1"]),
         (overlap.parse, ["--cap", "0"]),
         (memory.parse, ["--nproc", "0"]),
+        (timelines.parse, ["--steps", "0"]),
     ):
-        with pytest.raises(UsageError, match=f"^{wrong[0]} must be .*, got {wrong[1]}$"):
+        with pytest.raises(UsageError, match=f"^{wrong[0]} must be .*, got {wrong[1]}"):
             parse(wrong)
 
 
@@ -114,6 +116,41 @@ def test_the_ladder_draws_every_rung(tmp_path):
     assert buckets["flat"] == 1
     for rung in ladder.RUNGS:
         assert f"\n{ladder.CAPTIONS[rung]}\nmain thread |" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [timelines.GLOO, timelines.MPI])
+def test_a_timeline_is_drawn_beside_one_of_smaller_buckets(tmp_path, place):
+    options = ["--place", place, "--model", "layers500", "--steps", "2", "--cap", "0.5"]
+    done = run("-m", "benchmarks.timelines", *options, "--results", str(tmp_path))
+    name = f"timeline-layers500-{place}"
+    content = json.loads((tmp_path / f"{name}.json").read_text())
+    assert list(content["samples"]) == ["default buckets", "buckets of 0.5 MiB"]
+    assert {len(times["exposed"]) for times in content["samples"].values()} == {2}
+    text = (tmp_path / f"{name}.txt").read_text()
+    assert text in done.stdout
+    assert "rank 1: communication" in text
+    assert "median of 2 steps, ms" in text
+    assert (tmp_path / f"{name}.png").exists() == (pyplot is not None)
+
+
+SHOWN = re.findall(
+    r"/benchmarks/results/(timeline-[\w-]+)\.png\)\n\n(.*?)\n\n",
+    (ROOT / "docs" / "how-to" / "timeline.md").read_text(),
+    re.DOTALL,
+)
+
+
+@pytest.mark.parametrize(("name", "sentences"), SHOWN, ids=[name for name, _ in SHOWN])
+def test_what_the_guide_reads_in_a_timeline_was_printed_with_it(name, sentences):
+    printed = (ROOT / "benchmarks" / "results" / f"{name}.txt").read_text()
+    cited = re.findall(r"\d+\.\d+", sentences)
+    assert len(cited) >= 3
+    assert [number for number in cited if not re.search(rf"\b{number}\b", printed)] == []
+
+
+def test_the_guide_shows_a_timeline_of_every_place():
+    assert [name for name, _ in SHOWN] == [f"timeline-resnet18-{p}" for p in timelines.PLACES]
 
 
 @pytest.mark.slow

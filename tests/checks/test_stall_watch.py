@@ -180,12 +180,21 @@ def test_an_ended_process_is_told_from_one_that_runs():
     store = dist.HashStore()
     ended = subprocess.Popen(["true"])
     ended.wait()
-    for rank, (machine, pid) in enumerate(
-        [(stall_watch._machine(), os.getpid()), (stall_watch._machine(), ended.pid), ("other", 1)]
-    ):
-        store.set(f"process {rank}", json.dumps([machine, pid]))
-    found = [stall_watch._process_in_words(store, rank) for rank in range(4)]
-    assert found == ["its process runs: it has gone on", "its process has ended", None, None]
+    own = stall_watch._state(os.getpid())[1]
+    assert own
+    machine = stall_watch._machine()
+    published = [
+        (machine, os.getpid(), own),
+        (machine, ended.pid, own),
+        # Another process has the number now.
+        (machine, os.getpid(), own - 1),
+        ("other", 1, own),
+    ]
+    for rank, process in enumerate(published):
+        store.set(f"process {rank}", json.dumps(process))
+    found = [stall_watch._process_in_words(store, rank) for rank in range(5)]
+    runs, over = "its process runs: it has gone on", "its process has ended"
+    assert found == [runs, over, over, None, None]
 
 
 def let_go(world):

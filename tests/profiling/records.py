@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ddp_from_scratch.profiling.marks import HostMarks
+from ddp_from_scratch.marks import HostMarks
 from ddp_from_scratch.profiling.record import Record, rank_times, step_times
 from ddp_from_scratch.profiling.recorder import BucketMarks, StepMarks
 
@@ -22,7 +22,7 @@ def marks(late: float = 0.0) -> StepMarks:
         layout=LAYOUT,
         forward=[0.0, 0.030],
         backward=[0.030],
-        arrived=[("b", 0.040 + late), ("a", 0.060 + late)],
+        arrived=["b", 0.040 + late, "a", 0.060 + late],
         buckets={
             0: bucket(0, 0.040 + late, 0.064, 0.070 + late),
             1: bucket(1, 0.060 + late, 0.080, max(0.080, 0.070 + late)),

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -105,7 +106,7 @@ def test_text_has_colours_only_if_asked():
 
 def test_trace_has_every_event_in_microseconds():
     whole = with_steps(100.0, 50.0)
-    events = json.loads(as_json(whole))["traceEvents"]
+    events = json.loads("".join(as_json(whole)))["traceEvents"]
     forward = [e for e in events if e["name"] == "forward" and e["pid"] == 1]
     assert [e["dur"] for e in forward] == pytest.approx([30e3, 30e3])
     assert forward[1]["ts"] > 100e3  # the second step behind the first
@@ -150,7 +151,7 @@ def data_of(page: str) -> dict:
 
 
 def test_page_holds_the_record_and_loads_nothing():
-    page = as_html(with_steps(5.0, 90.0, 20.0))
+    page = "".join(as_html(with_steps(5.0, 90.0, 20.0)))
     data = data_of(page)
     assert [step["iteration"] for step in data["steps"]] == [0, 1, 2]
     assert data["typical"] == 2
@@ -163,9 +164,19 @@ def test_page_holds_the_record_and_loads_nothing():
 def test_page_is_not_ended_by_a_name(name):
     (step,) = record().steps
     whole = replace(record(), title=name, steps=(step,))
-    page = as_html(whole)
+    page = "".join(as_html(whole))
     assert name not in page
     assert data_of(page)["title"] == name
+
+
+@pytest.mark.parametrize("form", [as_json, as_html])
+def test_many_steps_are_written_in_less_memory_than_their_text(form):
+    whole = with_steps(*range(1, 401))
+    tracemalloc.start()
+    size = sum(len(part) for part in form(whole))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < size / 2
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -174,7 +185,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 def test_page_in_a_browser(tmp_path):
     path = tmp_path / "timeline.html"
-    path.write_text(as_html(with_steps(100.0, 5.0, 100.0)))
+    path.write_text("".join(as_html(with_steps(100.0, 5.0, 100.0))))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,800"]
     command += ["--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--dump-dom", path.as_uri()]

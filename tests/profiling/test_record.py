@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from ddp_from_scratch.marks import HostMarks
 from ddp_from_scratch.profiling import record as module
-from ddp_from_scratch.profiling.marks import HostMarks
 from ddp_from_scratch.profiling.record import on_clock, rank_times, step_times
 from tests.profiling.records import LAYOUT, marks, record, with_steps
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.errors import PeerError
+from ddp_from_scratch.marks import CudaMarks, marks_for
 from ddp_from_scratch.profiling import clocks
 from ddp_from_scratch.profiling import timeline as module
-from ddp_from_scratch.profiling.marks import CudaMarks, marks_for
 from ddp_from_scratch.profiling.timeline import Timeline
 from tests.support.terms import BYTES, Terms, own
 from tests.support.tiers import slow

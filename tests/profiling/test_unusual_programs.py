@@ -1,6 +1,8 @@
 """Timelines of programs that do more than forward, backward and step."""
 
+import gc
 import io
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 
@@ -129,6 +131,28 @@ def test_any_error_of_the_writing_rank_ends_all(ranks, tmp_path):
     ranks("gloo", 2)(ends_all, tmp_path)
 
 
+def unread(world, refusing):
+    model, reducer, optimizer = made()
+    timeline = Timeline(reducer, None, steps=1, skip=0)
+    step_of(model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == refusing:
+            patch.setattr(module, "rank_times", lambda *_: {}["no such time"])
+        expected = RuntimeError if world.rank == refusing else PeerError
+        text = f"rank {refusing} cannot read its part of the timeline: 'no such time'"
+        with pytest.raises(expected, match=text) as error:
+            timeline.close()
+    assert timeline.record is None
+    assert (type(error.value.__cause__) is KeyError) == (world.rank == refusing)
+    # The others are at the same place: they have not waited for this rank in vain.
+    dist.barrier()
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_rank_that_cannot_read_its_times_ends_all(ranks, refusing):
+    ranks("gloo", 2)(unread, refusing)
+
+
 def after_the_trials(world):
     model = Net()
     # Two layouts: each parameter alone, and both in one bucket.
@@ -151,6 +175,22 @@ def after_the_trials(world):
 
 def test_trials_of_auto_are_not_recorded(ranks):
     ranks("gloo", 2)(after_the_trials)
+
+
+def dropped(world):
+    """The model goes with a timeline that still records."""
+    model, reducer, optimizer = made()
+    Timeline(reducer, None, steps=100, skip=0)
+    for _ in range(2):
+        step_of(model, optimizer)
+    gone = weakref.ref(model)
+    del model, reducer, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_timeline_keeps_no_model_alive(ranks):
+    ranks("gloo", 1)(dropped)
 
 
 class States(Observer):

@@ -1,14 +1,17 @@
 """torch.profiler sees each bucket, by name, in every phase."""
 
+import itertools
 import math
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_from_scratch import Reducer
 from tests.support.terms import BYTES, Terms, own
 
-PHASES = ("pack, launch", "wait")
+PHASES = ("pack", "launch", "wait", "unpack")
 
 
 def ranges(profiler):
@@ -39,6 +42,67 @@ def profiled(world):
 
 def test_every_phase_of_every_bucket_is_a_range(pair):
     pair(profiled)
+
+
+def phases_in_order(world, one_collective):
+    model = Terms(2, 2)
+    reducer = Reducer(model, bucket_cap_mb=0)
+
+    def hook(state, bucket):
+        buffer = bucket.buffer().div_(world.world_size)
+        future = dist.all_reduce(buffer, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    hook.one_collective = one_collective
+    reducer.register_comm_hook(None, hook)
+    model(own(world)).backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(own(world)).backward()
+    found = sorted(ranges(profiler), key=lambda event: event.time_range.start)
+    # None inside another one.
+    assert all(a.time_range.end <= b.time_range.start for a, b in itertools.pairwise(found))
+    return [(event.name[len("ddp.bucket ")], event.name.partition(": ")[2]) for event in found]
+
+
+def test_phases_follow_each_other(pair):
+    launches = [(bucket, phase) for bucket in "01" for phase in PHASES[:2]]
+    finishes = [(bucket, phase) for bucket in "01" for phase in PHASES[2:]]
+    for found in pair(phases_in_order, True):
+        assert found == launches + finishes
+
+
+def test_a_bucket_that_is_awaited_before_the_next_is_unpacked_at_the_end(pair):
+    awaited = [(bucket, phase) for bucket in "01" for phase in PHASES[:3]]
+    for found in pair(phases_in_order, False):
+        assert found == awaited + [(bucket, phase) for bucket in "01" for phase in PHASES[2:]]
+
+
+def failing(world, where):
+    """The hook, or the average, raises at the end of backward: inside no range of autograd's."""
+    model = Terms(2)
+    reducer = Reducer(model, overlap=False)
+
+    def hook(state, bucket):
+        future = torch.futures.Future()
+        if where == "launch":
+            raise ZeroDivisionError
+        future.set_exception(ZeroDivisionError())
+        return future
+
+    reducer.register_comm_hook(None, hook)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss = model(own(world))
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        torch.ones(1).cos_()
+    assert [event.name.rpartition(": ")[2] for event in ranges(profiler)][-1] == where
+    (later,) = [event for event in profiler.events() if event.name == "aten::cos_"]
+    assert all(event.time_range.end <= later.time_range.start for event in ranges(profiler))
+
+
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_a_range_ends_with_a_phase_that_raises(ranks, where):
+    ranks("gloo", 1)(failing, where)
 
 
 def old_profiler(world):

@@ -227,6 +227,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         flat=flat,
         node_shared=alike and _steps_with_averages(operations) and draw(st.booleans()),
         shared_memory=shared_memory,
+        straggler_every=draw(st.sampled_from([None, None, 1, 3])),
         momentum=momentum,
         writes=writes,
         broadcast_buffers=draw(st.booleans()),

@@ -131,6 +131,7 @@ class Case:
         fuse_wgrad: the option; layers are `nn.Linear` and `nn.Embedding` in turn.
         node_shared: the one with a copy for all ranks, which are on one machine.
         shared_memory: of the Reducer; gloo alone without.
+        straggler_every: of the Reducer; its reports go nowhere.
     """
 
     world_size: int
@@ -153,6 +154,7 @@ class Case:
     fuse_wgrad: bool = False
     node_shared: bool = False
     shared_memory: bool = True
+    straggler_every: int | None = None
     momentum: float = 0.0
     writes: str | None = None
     broadcast_buffers: bool = False
@@ -188,6 +190,7 @@ class Case:
                 ("fuse_wgrad", False),
                 ("node_shared", False),
                 ("shared_memory", True),
+                ("straggler_every", None),
                 ("momentum", 0.0),
                 ("writes", None),
                 ("broadcast_buffers", False),

@@ -76,6 +76,8 @@ def _with_ours(
             join = partial(ddp.join, reducer)
         if case.hook is not None:
             reducer.register_comm_hook(group, HOOKS[case.hook])
+        if case.straggler_every is not None:
+            reducer.watch_stragglers(case.straggler_every, lambda report: None)
         reducers.append(reducer)  # and keeps it alive
         return {
             "called": called,

@@ -1,6 +1,7 @@
 """run.py as a user types it: under every launcher, and with every kind of mistake."""
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -96,6 +97,24 @@ def test_a_timeline_is_printed_and_written(
         assert (folder / "timeline.txt").read_text() in run.out
     files = {"timeline.html", "timeline.txt", "trace.json"}
     assert files <= {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_stragglers_are_printed_and_logged(
+    backend: str, trained: tuple[Run, Result, Path], tmp_path: Path
+) -> None:
+    options = ["--backend", backend, "--stragglers", "10", "--log-dir", tmp_path]
+    with run_py(*ONE_EPOCH, *options) as run:
+        assert result_of(run) == trained[1]  # the same bits
+        lines = re.findall(r"^steps \d+-(\d+): .*a step takes", run.out, re.MULTILINE)
+    assert lines == ["10", "20"]
+    logged = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    assert [entry["step"] for entry in logged] == [10, 20, 22]
+    for entry in logged[:2]:
+        assert entry["averaged_bytes"] == 153_768  # four for each of the model's parameters
+        parts = {"data", "forward", "backward", "optimizer", "waiting", "exposed", "step"}
+        assert all(entry[f"{part}_ms"] >= 0 for part in parts)
+        assert entry["images_per_second"] == pytest.approx(64e3 / entry["step_ms"])
 
 
 def test_a_saved_model_has_the_accuracy_that_training_printed(

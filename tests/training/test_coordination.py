@@ -45,6 +45,7 @@ DIFFERENT = {
     "resume": (None, "x.pt"),
     "timeline": (None, Path("/nowhere")),
     "timeline_steps": (1, 2),
+    "stragglers": (None, 100),
     "check_sync": (None, 0),
 }
 # Without these a value is refused on each rank by itself.

@@ -70,7 +70,12 @@ def main():
     print(f"{100 * share:.0f} % of a step is waiting")
 
     (_, losses, parameters), (_, _, others) = results[:2]
-    ((_, _, alone),) = start(train, 1, 0)  # one rank: its shard is the whole batch
+    ((alone_steps, _, alone),) = start(train, 1, 0)  # one rank: its shard is the whole batch
+    ms, alone_ms = (
+        1000 * median(marks[-1] - marks[0] for marks in steps)
+        for steps in (results[0][0], alone_steps)
+    )
+    print(f"a step takes {ms:.1f} ms; in one process with the whole batch {alone_ms:.1f} ms")
     print(f"loss of rank 0: {losses[0]:.4f} in its first step, {losses[-1]:.4f} in its last")
     print(f"parameters of rank 0 and rank 1 differ by {(parameters - others).abs().max():.0e},")
     print(f"and from those of one process by {(parameters - alone).abs().max():.0e}")

@@ -1,0 +1,56 @@
+"""Makes a command of a function, so that `start_ranks` can run it in the ranks' processes."""
+
+import pickle
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddp_from_scratch.errors import UsageError
+
+# The caller's path first: the function's modules are found through it.
+_CALL = (
+    "import pickle, sys; path, function = pickle.load(open(sys.argv[1], 'rb')); "
+    "sys.path[:] = path; pickle.loads(function)()"
+)
+
+
+def command_of(function: Callable[[], Any], folder: Path) -> list[str]:
+    """Writes the function to a file in `folder`; returns a command that reads and calls it.
+
+    A function of `__main__`, such as a notebook's, is written with its code and what it uses, by
+    cloudpickle; others by name.
+
+    Raises:
+        UsageError: it needs cloudpickle, which is not installed, or holds what cannot be pickled.
+    """
+    name = _named(function)
+    try:
+        from cloudpickle import dumps
+    except ImportError:
+        if _inner(function).__module__ == "__main__":
+            raise UsageError(
+                f"start_ranks({name}): a function of a notebook or of the program itself needs "
+                f"cloudpickle: pip install cloudpickle, or put the function into a module"
+            ) from None
+        dumps = pickle.dumps
+    try:
+        written = dumps(function)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"start_ranks({name}): the function or what it uses cannot be sent to a process: "
+            f"{error}; make that inside the function"
+        ) from error
+    file = folder / "function"
+    file.write_bytes(pickle.dumps((sys.path, written)))
+    return [sys.executable, "-c", _CALL, str(file)]
+
+
+def _inner(function: Callable[[], Any]) -> Any:
+    return _inner(function.func) if isinstance(function, partial) else function
+
+
+def _named(function: Callable[[], Any]) -> str:
+    inner = _inner(function)
+    return str(getattr(inner, "__name__", type(inner).__name__))

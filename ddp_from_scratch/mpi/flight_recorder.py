@@ -1,0 +1,120 @@
+"""Flight recorder: torch notes each call of an mpi group, where its buffer is given a size.
+
+It listens to process groups of its own, and a group written in Python is none. So each call goes
+into one of torch's, which notes it, and comes back from there to be run.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
+from ddp_from_scratch.mpi.runtime import MPI
+from ddp_from_scratch.mpi.torch_backend import CALLS, IS_OFFERED, TorchBackend
+
+_Call = Callable[[], dist.Work]
+
+
+def is_on() -> bool:
+    """True if torch has a recorder for this backend, and its buffer has been given a size."""
+    # torch takes the first of these that is set, and 2000 where none is. Not here: to note a small
+    # all_reduce takes a third of its time.
+    sizes = map(os.environ.get, ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
+    return IS_OFFERED and int(next(filter(None, sizes), 0)) > 0
+
+
+class _OnItsWay(threading.local):
+    """The call that this thread has on its way through torch's group."""
+
+    call: _Call | None = None
+    came_back = False
+    work: dist.Work | None = None
+
+
+class FlightRecorder:
+    """Notes the calls of one group.
+
+    Args:
+        group: has the name under which the entries are kept.
+        ranks: of its members, in the world.
+    """
+
+    def __init__(self, group: ProcessGroupMPI, ranks: Sequence[int]) -> None:
+        rank, size, kind = group.rank(), group.size(), dist.ProcessGroup.BackendType.MPI
+        name: Any = group.getGroupName()  # torch's stubs have a type of their own
+        self._group = dist.ProcessGroup(rank, size)
+        self._group._set_default_backend(kind)
+        # Kept: of a backend in Python torch keeps no more than C++ sees.
+        self._backend = TorchBackend(group.backend, rank, size, self._come_back)
+        self._group._register_backend(torch.device("cpu"), kind, self._backend)
+        self._group._set_group_name(name)
+        self._group._set_group_desc(group.getGroupDesc())
+        self._hook = c10d.FlightRecorderHook.attach(self._group, list(ranks))
+        self._on_its_way = _OnItsWay()
+
+    def note(self, name: str, call: _Call, *arguments: Any, **options: Any) -> dist.Work:
+        """Makes an entry of the call `name` with these arguments, runs it, returns its handle."""
+        mine = self._on_its_way
+        if mine.call is not None:
+            return call()  # a part of the call that has an entry
+        mine.call, mine.came_back = call, False
+        try:
+            self._send(name, arguments, options)
+            # Not torch's handle, which knows neither whether the call has ended nor where a message
+            # is from. There is none where torch refuses the tensors: then this group says why.
+            return mine.work or call()
+        finally:
+            mine.call = mine.work = None
+
+    def _send(self, name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        try:
+            getattr(self._group, name)(*arguments, **options)
+        except Exception:
+            if self._on_its_way.came_back:
+                raise
+
+    def _come_back(self, *_: Any) -> dist.Work:
+        mine = self._on_its_way
+        assert mine.call is not None
+        mine.came_back = True
+        mine.work = mine.call()
+        return mine.work
+
+
+class RecordedGroup(ProcessGroupMPI):
+    """The same group, with an entry in torch's flight recorder for each call."""
+
+    _recorder: FlightRecorder | None = None
+
+    def note(self, name: str, call: _Call, *arguments: Any, **options: Any) -> dist.Work:
+        if self._recorder is None:  # at the first call: torch names a group when it is made
+            everyone, members = MPI.COMM_WORLD.Get_group(), self._communicator.Get_group()
+            self._recorder = FlightRecorder(
+                self, MPI.Group.Translate_ranks(members, None, everyone)
+            )
+        return self._recorder.note(name, call, *arguments, **options)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._recorder = None  # refers to the group, through C++, where no garbage is looked for
+
+
+def _noted(name: str) -> Callable[..., dist.Work]:
+    unnoted = getattr(ProcessGroupMPI, name)
+
+    def call(self: RecordedGroup, *arguments: Any, **options: Any) -> dist.Work:
+        return self.note(name, partial(unnoted, self, *arguments, **options), *arguments, **options)
+
+    return call
+
+
+for _name in CALLS:
+    setattr(RecordedGroup, _name, _noted(_name))

@@ -1,0 +1,134 @@
+"""`make docs`: the site holds every page, its links lead somewhere, and a browser shows it."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from functools import cache, partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
+
+import pytest
+
+from tests.support.pages import PAGES, name_of
+from tests.support.ranks import ROOT
+from tests.test_api import ROOMS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="there is no mkdocs"),
+]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built by the commands of `make docs` into a folder of its own."""
+    folder = tmp_path_factory.mktemp("site")
+    recipe = re.search(r"^docs:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    train, build, _ = (
+        line.replace(".venv/bin/python", sys.executable) for line in recipe.split("\n\t")
+    )
+    build = build.replace(".venv/bin/mkdocs", f"{sys.executable} -m mkdocs")
+    for command in (train, f"{build} --site-dir {folder}"):
+        subprocess.run(command, shell=True, cwd=ROOT, timeout=100, check=True)
+    return folder
+
+
+class Targets(HTMLParser):
+    """What a page links to, and the anchors that it has."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.links, self.anchors = [], set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name in ("href", "src") and value and tag != "base":
+                self.links.append(value)
+            elif name in ("id", "name"):
+                self.anchors.add(value)
+
+
+@cache
+def targets(page):
+    return Targets(page)
+
+
+def test_every_page_is_there(site):
+    for page in PAGES:
+        name = name_of(page).replace("README.md", "index.md")
+        assert (site / name).with_suffix(".html").is_file(), name
+    for room in ROOMS:
+        if (ROOT / "ddp_from_scratch" / room).is_dir():
+            assert (site / "ddp_from_scratch" / room / "index.html").is_file(), room
+    assert (
+        "Averages a module's gradients"
+        in (site / "ddp_from_scratch/reducer/index.html").read_text()
+    )
+
+
+def test_links_lead_somewhere(site):
+    count = 0
+    for page in site.rglob("*.html"):
+        if page.name in ("404.html", "timeline.html"):  # at any address; a program's own
+            continue
+        for link in targets(page).links:
+            if re.match(r"\w+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            found = (page.parent / unquote(path)).resolve() if path else page
+            assert found.exists(), f"{page.relative_to(site)}: {link}"
+            if anchor and found.suffix == ".html":
+                assert unquote(anchor) in targets(found).anchors, (
+                    f"{page.relative_to(site)}: {link}"
+                )
+            count += 1
+    assert count > 1000
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|iframe)[^>]* src="(https?:[^"]*)"', page.read_text())
+        loaded += re.findall(
+            r'<link[^>]* rel="stylesheet"[^>]* href="(https?:[^"]*)"', page.read_text()
+        )
+        assert not loaded, page.relative_to(site)
+
+
+class Silent(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def address(site):
+    """Of the site on a server, which its search needs."""
+    handler = partial(Silent, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("index.html", "First result"),
+        ("ddp_from_scratch/reducer/index.html", "bucket_cap_mb"),
+        ("timeline/timeline.html", ">rank 1"),
+    ],
+)
+def test_a_page_in_a_browser(address, tmp_path, name, shown):
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,800"]
+    command += ["--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--enable-logging=stderr", "--dump-dom", f"{address}/{name}"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert shown in run.stdout
+    errors = [line for line in run.stderr.splitlines() if "CONSOLE" in line and "Uncaught" in line]
+    assert not errors

@@ -1,0 +1,119 @@
+"""The programs of `examples/` run on gloo and on mpi, and their ranks agree."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_from_scratch import start_ranks
+from tests.support.ranks import MPIRUN, ROOT
+
+pytestmark = pytest.mark.slow
+FOLDER = ROOT / "examples"
+OWN = {
+    "gpt.py": ["--steps", "30", "--write", "20"],
+    "resnet.py": ["--images", "128", "--epochs", "1"],
+    "gan.py": ["--steps", "50"],
+}
+OTHERS = {
+    "lightning_mpi.py": ("lightning", ["--epochs", "2"]),
+    "accelerate_mpi.py": ("accelerate", ["--epochs", "2"]),
+    "trainer_mpi.py": ("transformers", ["--steps", "20"]),
+}
+
+
+def on_mpi(program: str, *options: str) -> str:
+    done = subprocess.run(
+        ["mpirun", "-n", "2", sys.executable, FOLDER / program, *options],
+        env=os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_table_lists_every_program():
+    listed = re.findall(r"^\| \[(.*?)\]", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    there = {path.name for path in FOLDER.iterdir() if path.is_file()}
+    assert {*listed, "README.md"} == there
+    assert {*OWN, *OTHERS} == {name for name in listed if name.endswith(".py")}
+
+
+@pytest.mark.parametrize("program", OWN)
+def test_on_gloo(program, capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert start_ranks([sys.executable, str(FOLDER / program), *OWN[program]], [2]) == 0
+    assert re.search(r"parameters .* on 2 ranks", capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("program", OWN)
+def test_on_mpi(program):
+    pytest.importorskip("mpi4py")
+    assert re.search(
+        r"parameters .* on 2 ranks", on_mpi(program, "--backend", "mpi", *OWN[program])
+    )
+
+
+@pytest.mark.parametrize("program", OTHERS)
+def test_other_libraries_on_mpi(program):
+    package, options = OTHERS[program]
+    pytest.importorskip("mpi4py")
+    pytest.importorskip(package)
+    assert re.search(r"loss \d\.\d+ on 2 ranks, backend mpi", on_mpi(program, *options))
+
+
+def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):
+    """Every cell, and the one that starts ranks a second time."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it a kernel shows no output of its children
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("cloudpickle")
+    notebook = nbformat.read(FOLDER / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    (starts,) = (cell for cell in notebook.cells if "start_ranks(train" in cell.source)
+    notebook.cells.append(nbformat.from_dict(starts))
+    # In a folder of its own, where its files go.
+    path = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(path))
+    client = nbclient.NotebookClient(
+        notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    printed = [
+        "".join(output.get("text", "") for output in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code" and "start_ranks(train" in cell.source
+    ]
+    sums = [re.findall(r"rank \d: parameters (\w+)", text) for text in printed]
+    assert len(sums) == 2
+    for of_ranks in sums:
+        assert len(of_ranks) == 2
+        assert len(set(of_ranks)) == 1
+
+
+def test_the_slurm_job_is_a_script_that_calls_srun(tmp_path: Path):
+    """srun is played by a script that starts one rank of the given program."""
+    script = FOLDER / "train.sbatch"
+    subprocess.run(["bash", "-n", script], check=True, timeout=10)
+    fake = tmp_path / "srun"
+    fake.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} "$@" --nproc 1 --epochs 1\n')
+    fake.chmod(0o755)
+    (tmp_path / "run.py").symlink_to(ROOT / "run.py")
+    done = subprocess.run(
+        ["bash", script, "--quiet"],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "digits test accuracy" in done.stdout
+    assert list((tmp_path / "runs" / "digits").glob("*.pt"))
