@@ -62,7 +62,7 @@ def main():
         title = (chapter / "README.md").read_text().splitlines()[0].removeprefix("# ")
         if sys.stdout.isatty():
             state = f"\033[{COLOURS.get(state, 33)}m{state}\033[0m"
-        print(f"{title:<44} {'tutorial/' + chapter.name:<28} {state}")
+        print(f"{title:<44} {'tutorial/' + chapter.name:<32} {state}")
 
 
 if __name__ == "__main__":

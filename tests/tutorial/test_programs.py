@@ -75,7 +75,10 @@ def test_every_program_is_shown():
     assert {command.split()[2] for command, _ in SAMPLES} == modules
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+FIRST_SEVEN = [program for program in PROGRAMS if program.parent.name < "08"]
+
+
+@pytest.mark.parametrize("program", FIRST_SEVEN, ids=lambda program: program.stem)
 def test_imports_nothing_of_the_library(program):
     assert "ddp_from_scratch" not in program.read_text()
 

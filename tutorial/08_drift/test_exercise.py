@@ -1,0 +1,69 @@
+import time
+from importlib import import_module
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+drift = import_module("tutorial.08_drift.drift")
+
+
+def run(exercise, name):
+    distances = drift.Distances()
+    getattr(exercise, name)(distances)
+    return distances.after, torch.nn.utils.parameters_to_vector(distances.model.parameters()).data
+
+
+@pytest.mark.parametrize("name", [program.__name__ for program in drift.PROGRAMS])
+def test_repaired(on_ranks, name):
+    (distances, parameters), *_ = on_ranks(2, run, name)
+    assert len(distances) == drift.STEPS, "watch(model) once in each step"
+    assert distances == [0.0] * drift.STEPS, "distance between the ranks, after each step"
+    if name in ("own_branch", "running_mean"):
+        # These never were the training of one process: chapter 2.
+        assert parameters.isfinite().all()
+    else:
+        ((_, alone),) = on_ranks(1, run, name)
+        assert torch.allclose(parameters, alone, atol=1e-5), "not what one process computes"
+
+
+def epochs(exercise):
+    return [exercise.shard_of_epoch(epoch, 20) for epoch in range(3)]
+
+
+def test_shard_of_epoch(on_ranks):
+    orders = []
+    for shards in zip(*on_ranks(3, epochs), strict=True):
+        assert [len(shard) for shard in shards] == [6, 6, 6], "equally many for each rank"
+        used = {number for shard in shards for number in shard}
+        assert len(used) == 18, "no example twice"
+        assert used <= set(range(20))
+        orders.append(shards)
+    assert orders[0] != orders[1] != orders[2], "another order in each epoch"
+
+
+def save(exercise, folder):
+    file = folder / "model.pt"
+    rank, saved = dist.get_rank(), torch.save
+    writers = []
+
+    def slowly(*arguments, **options):
+        writers.append(rank)
+        time.sleep(0.2)  # so that whoever does not wait comes too early
+        saved(*arguments, **options)
+
+    model = torch.nn.Linear(3, 2)
+    if rank == 0:
+        saved({name: torch.zeros_like(t) for name, t in model.state_dict().items()}, file)
+    dist.barrier()
+    torch.nn.init.constant_(model.weight, rank + 1)
+    with patch.object(torch, "save", slowly):
+        exercise.save_and_load(model, file)
+    return writers, model.weight.detach()
+
+
+def test_save_and_load(on_ranks, tmp_path):
+    for rank, (writers, weight) in enumerate(on_ranks(2, save, tmp_path)):
+        assert writers == ([0] if rank == 0 else []), f"rank {rank} writes the file"
+        assert weight.eq(1).all(), f"rank {rank} has read something else than rank 0 has saved"

@@ -1,0 +1,46 @@
+"""Exercises of chapter 9: read four reports, and write what keeps ranks from hanging.
+
+python -m pytest tutorial/09_hang
+
+The reports are in the folder `reports`. They are of four other programs, with four ranks each.
+"""
+
+
+def late_by_py_spy():
+    """Returns the rank that keeps the others waiting in reports/py_spy.txt."""
+    raise NotImplementedError("late_by_py_spy: return the number of the rank")
+
+
+def late_by_stall_after():
+    """Returns the rank that keeps the others waiting in reports/stall_after.txt.
+
+    It is not the one that reports.
+    """
+    raise NotImplementedError("late_by_stall_after: return the number of the rank")
+
+
+def other_by_comparison():
+    """Returns the rank that calls something else, by reports/comparison.txt."""
+    raise NotImplementedError("other_by_comparison: return the number of the rank")
+
+
+def skipped_by_flight_recorder():
+    """Returns the rank that has left out a call, by reports/flight_recorder.txt."""
+    raise NotImplementedError("skipped_by_flight_recorder: return the number of the rank")
+
+
+def all_can(this_rank_can):
+    """Returns True if `this_rank_can` is True on every rank: the same answer on all of them.
+
+    With it, a loop ends on all ranks when the first has no batch left, and all leave out a step
+    that one cannot take. `dist.ReduceOp.MIN` is an all-reduce that takes the smallest, not the sum.
+    """
+    raise NotImplementedError("all_can: all-reduce a tensor of one number")
+
+
+def train(batches, step):
+    """Calls `step(batch)` for each of this rank's batches, as often as all ranks have one.
+
+    `batches` is a list, of another length on each rank. A `step` holds collectives. Use `all_can`.
+    """
+    raise NotImplementedError("train: ask all_can before each step, on every rank as often")

@@ -1,0 +1,40 @@
+"""Solutions of chapter 9."""
+
+import torch
+import torch.distributed as dist
+
+
+def late_by_py_spy():
+    """Rank 2 waits for a batch; the others wait in an all-reduce."""
+    return 2
+
+
+def late_by_stall_after():
+    """Rank 3 has computed 4 of 8 gradients. Rank 2 only was the first to speak."""
+    return 3
+
+
+def other_by_comparison():
+    """Rank 2 has one number less than the others."""
+    return 2
+
+
+def skipped_by_flight_recorder():
+    """Rank 1 has recorded a call less. Which one it was, the equal sizes do not show."""
+    return 1
+
+
+def all_can(this_rank_can):
+    """Returns True if `this_rank_can` is True on every rank."""
+    answer = torch.tensor(int(this_rank_can))
+    dist.all_reduce(answer, dist.ReduceOp.MIN)
+    return bool(answer)
+
+
+def train(batches, step):
+    """Calls `step(batch)` for each of this rank's batches, as often as all ranks have one."""
+    left = iter(batches)
+    batch = next(left, None)
+    while all_can(batch is not None):
+        step(batch)
+        batch = next(left, None)

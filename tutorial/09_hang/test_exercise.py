@@ -1,0 +1,41 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.mark.parametrize(
+    ("report", "rank"),
+    [
+        ("late_by_py_spy", 2),
+        ("late_by_stall_after", 3),
+        ("other_by_comparison", 2),
+        ("skipped_by_flight_recorder", 1),
+    ],
+)
+def test_the_rank(exercise, report, rank):
+    assert getattr(exercise, report)() == rank, "read once more: which rank does not do as others?"
+
+
+def answers(exercise):
+    rank = dist.get_rank()
+    return [exercise.all_can(can) for can in (True, rank != 1, rank == 1, False)]
+
+
+def test_all_can(on_ranks):
+    assert on_ranks(3, answers) == [[True, False, False, False]] * 3
+
+
+def uneven(exercise):
+    used = []
+
+    def step(batch):
+        dist.all_reduce(torch.ones(1))
+        used.append(batch)
+
+    exercise.train(["a", "b", "c", "d", "e"][: 5 - 2 * dist.get_rank()], step)
+    dist.barrier()
+    return used
+
+
+def test_train(on_ranks):
+    assert on_ranks(2, uneven) == [["a", "b", "c"]] * 2
