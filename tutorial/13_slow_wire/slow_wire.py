@@ -110,7 +110,7 @@ def main():
         )
         curves[way.__name__] = [step * (i + 1) / 1000 for i in range(STEPS)], losses
     title = f"loss over time, {options.nproc} ranks at {options.mbit:g} Mbit/s"
-    pictures.lines(options.picture, title, "seconds", "loss", {}, curves)
+    pictures.lines(options.picture, title, "seconds", "loss", {}, curves, log=False)
 
 
 if __name__ == "__main__":
