@@ -62,16 +62,19 @@ def bars(path, panels, log=False):
     _save(figure, path)
 
 
-def lines(path, title, across, up, points, curves):
-    """Draws points and curves, `{label: (x values, y values)}`, on logarithmic axes."""
+def lines(path, title, across, up, points, curves, log=True):
+    """Draws points and curves, `{label: (x values, y values)}`, on logarithmic or plain axes."""
     figure = _figure(4.0)
     if not figure:
         return
     axes = figure.subplots()
     for (label, (x, y)), colour in zip(points.items(), OTHERS, strict=False):
-        axes.loglog(x, y, "o", color=colour, label=label)
+        axes.plot(x, y, "o", color=colour, label=label)
     for (label, (x, y)), colour in zip(curves.items(), reversed(OTHERS), strict=False):
-        axes.loglog(x, y, "-", color=colour, label=label)
+        axes.plot(x, y, "-", color=colour, label=label)
+    if log:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(across)
     axes.set_ylabel(up)

@@ -1,0 +1,127 @@
+"""Trains with one copy of the parameters for all ranks of a machine; beside one for each rank.
+
+python -m tutorial.12_one_copy.one_copy
+"""
+
+import ctypes
+import re
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from tutorial import pictures
+from tutorial.options import read_options
+from tutorial.ranks import start
+
+chapter_10 = import_module("tutorial.10_shared_memory.shared_memory")
+
+WIDTH, LAYERS, BATCH, STEPS, RATE = 1024, 8, 32, 12, 0.3
+ROLLUP = Path("/proc/self/smaps_rollup")  # Linux's
+
+
+class OwnCopies:
+    """Every rank has its own parameters; gradients are summed in one flat tensor (chapter 5)."""
+
+    def __init__(self, parameters, folder):
+        self.parameters = torch.nn.utils.parameters_to_vector(parameters).detach()
+        self.gradients = torch.zeros_like(self.parameters)
+        move(parameters, self.parameters, self.gradients)
+
+    def step(self):
+        """Takes the mean of the gradients, and steps all parameters."""
+        dist.all_reduce(self.gradients)
+        self.gradients /= dist.get_world_size()
+        self.parameters.sub_(self.gradients, alpha=RATE)
+        self.gradients.zero_()
+
+
+class OneCopy:
+    """Parameters lie in shared memory, once. Each rank steps its chunk of them, for all.
+
+    Of chapter 10's memory, row r holds rank r's gradients, and the last row the parameters.
+    """
+
+    def __init__(self, parameters, folder):
+        initial = torch.nn.utils.parameters_to_vector(parameters).detach()
+        self.memory = chapter_10.SharedMemory(folder, len(initial))
+        self.mine = slice(*chapter_10.chunk(dist.get_rank(), dist.get_world_size(), len(initial)))
+        if dist.get_rank() == 0:
+            self.memory.total.copy_(initial)
+        self.memory.meet()  # the others train what rank 0 has written
+        move(parameters, self.memory.total, self.memory.rows[self.memory.rank])
+
+    def step(self):
+        """Takes the mean of its chunk of the gradients, and steps its chunk of the parameters."""
+        self.memory.meet()  # all gradients are there, and nobody uses the parameters any more
+        gradients = self.memory.rows[:, self.mine].sum(0) / self.memory.nproc
+        self.memory.total[self.mine].sub_(gradients, alpha=RATE)
+        self.memory.meet()  # all parameters are stepped, and nobody reads gradients any more
+        self.memory.rows[self.memory.rank].zero_()
+
+
+def move(parameters, values, gradients):
+    """Lets parameters and their gradients be parts of two flat tensors."""
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, value, gradient in zip(
+        parameters, values.split(sizes), gradients.split(sizes), strict=True
+    ):
+        parameter.data = value.view_as(parameter)
+        parameter.grad = gradient.view_as(parameter)  # backward adds to what is there
+
+
+def memory():
+    """This rank's MB of memory; a page that n ranks share counts 1/n on each."""
+    if not ROLLUP.exists():
+        return float("nan")
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free goes back to the system
+    return int(re.search(r"^Pss: *(\d+) kB", ROLLUP.read_text(), re.MULTILINE)[1]) / 1000
+
+
+def train(way, folder):
+    """Returns the MB that training takes, the median ms of a step, and the parameters."""
+    before = memory()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))
+    engine = way(list(model.parameters()), folder)
+    times = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        x = torch.randn(BATCH, WIDTH, generator=generator)
+        dist.barrier()
+        begin = perf_counter()
+        (model(x) - 1).square().mean().backward()
+        engine.step()
+        times.append(1000 * (perf_counter() - begin))
+    taken = memory() - before
+    dist.barrier()  # the memory is shared until all have looked
+    return taken, median(times), torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def main():
+    """Prints and draws memory and time of both ways."""
+    options = read_options(__doc__, nproc=2)
+    size = LAYERS * (WIDTH + 1) * WIDTH * 4 / 1e6
+    print(f"the parameters have {size:.1f} MB; the machine's {options.nproc} ranks take")
+    megabytes, milliseconds, found = {}, {}, []
+    for name, way in (("own copies", OwnCopies), ("one copy", OneCopy)):
+        place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            results = start(train, options.nproc, way, folder)
+        taken, step = sum(row[0] for row in results), results[0][1]
+        print(f"{name:<10} {taken:7.1f} MB; a step takes {step:6.1f} ms")
+        megabytes[name], milliseconds[name] = {"memory": taken}, {"step": step}
+        found += [parameters for _, _, parameters in results]
+    same = all(parameters.allclose(found[0], atol=1e-6) for parameters in found)
+    print(f"the same parameters on all ranks and both ways: {same}")
+    panels = {("memory of the machine", "MB"): megabytes, ("a step", "ms"): milliseconds}
+    pictures.bars(options.picture, panels)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Trains over a slow wire: gradients whole, in 16 bits, their largest part, and of low rank.
+
+python -m tutorial.13_slow_wire.slow_wire
+"""
+
+from importlib import import_module
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from tutorial import pictures
+from tutorial.options import read_options
+from tutorial.ranks import start
+
+WIDTH, BATCH, STEPS, RATE = 256, 64, 150, 2.0
+SHARE, RANK = 0.01, 2  # of top-k, and of the matrices of low rank
+
+
+def whole(gradient, state):
+    """The mean over ranks, and the bytes that a rank sends for it."""
+    dist.all_reduce(gradient)
+    return gradient / dist.get_world_size(), gradient.nbytes
+
+
+def bf16(gradient, state):
+    """As `whole`, in numbers of 16 bits."""
+    half = (gradient / dist.get_world_size()).bfloat16()
+    dist.all_reduce(half)
+    return half.float(), half.nbytes
+
+
+def top_k(gradient, state):
+    """Sends each rank's largest numbers alone, with their places; all others count as 0."""
+    places = gradient.flatten().abs().topk(max(1, int(SHARE * gradient.numel()))).indices
+    values = gradient.flatten()[places]
+    all_places = [torch.empty_like(places) for _ in range(dist.get_world_size())]
+    all_values = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_places, places)
+    dist.all_gather(all_values, values)
+    total = torch.zeros(gradient.numel())
+    for its_places, its_values in zip(all_places, all_values, strict=True):
+        total.index_add_(0, its_places, its_values)
+    # A place is sent as a number of 4 bytes.
+    return total.view_as(gradient) / dist.get_world_size(), 8 * len(places)
+
+
+def low_rank(gradient, state):
+    """PowerSGD: a matrix is sent as a product of two thin ones (Vogels et al. 2019)."""
+    if gradient.dim() < 2:
+        return whole(gradient, state)
+    if "q" not in state:  # the same on all ranks
+        generator = torch.Generator().manual_seed(0)
+        state["q"] = torch.randn(gradient.shape[1], RANK, generator=generator)
+    p = gradient @ state["q"]
+    dist.all_reduce(p)
+    p = torch.linalg.qr(p).Q  # columns of length 1, at right angles
+    q = gradient.t() @ p / dist.get_world_size()
+    dist.all_reduce(q)
+    state["q"] = q  # the next step begins with this one's: a step of power iteration
+    return p @ q.t(), p.nbytes + q.nbytes
+
+
+def train(average, keep):
+    """Returns the ms of computing and the bytes of a step, and the loss of each step."""
+    if keep:
+        average = import_module("tutorial.13_slow_wire.exercise").keep_error(average)
+    torch.manual_seed(0)
+    teacher = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)
+    )
+    test = torch.randn(512, WIDTH)
+    states = {parameter: {} for parameter in model.parameters()}
+    losses, times = [], []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        x = torch.randn(BATCH, WIDTH, generator=generator)
+        begin, sent = perf_counter(), 0
+        model.zero_grad()
+        (model(x) - teacher(x)).square().mean().backward()
+        with torch.no_grad():
+            for parameter, state in states.items():
+                mean, size = average(parameter.grad, state)
+                parameter -= RATE * mean
+                sent += size
+        times.append(1000 * (perf_counter() - begin))
+        with torch.no_grad():
+            losses.append((model(test) - teacher(test)).square().mean().item())
+    return median(times), sent, losses
+
+
+def main():
+    """Prints a row for each way, and draws the loss over time."""
+    options = read_options(
+        __doc__,
+        nproc=2,
+        mbit=(100.0, "Mbit/s of the wire that is assumed"),
+        keep=(0, "1: with your exercise, which keeps what was not sent"),
+    )
+    print("            kB a step  ms a step  loss at the end  after 2 s")
+    curves = {}
+    for way in (whole, bf16, top_k, low_rank):
+        computing, size, losses = start(train, options.nproc, way, options.keep)[0]
+        step = computing + size * 8 / (1000 * options.mbit)  # the wire's time is added
+        after = losses[min(STEPS, max(1, int(2000 / step))) - 1]
+        print(
+            f"{way.__name__:<10} {size / 1000:10.1f} {step:10.1f} {losses[-1]:16.3f} {after:11.3f}"
+        )
+        curves[way.__name__] = [step * (i + 1) / 1000 for i in range(STEPS)], losses
+    title = f"loss over time, {options.nproc} ranks at {options.mbit:g} Mbit/s"
+    pictures.lines(options.picture, title, "seconds", "loss", {}, curves, log=False)
+
+
+if __name__ == "__main__":
+    main()
