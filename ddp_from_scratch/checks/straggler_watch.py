@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,10 +126,15 @@ class StragglerWatch(Observer):
         """Watches for the end of this optimizer's steps from now on. Idempotent."""
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
-            optimizer.register_step_post_hook(lambda *_: self._after_step())
+            # Weakly, and with this watch: the optimizer may outlive the Reducer.
+            hook = partial(_call, weakref.WeakMethod(self._after_step))
+            weakref.finalize(self, optimizer.register_step_post_hook(hook).remove)
 
     def _after_step(self) -> None:
         self._stepped = True
+        # Of several optimizers the last one's step ends the phase.
+        if [phase for phase, _ in self._phases[-2:]] == ["optimizer", "data"]:
+            self._phases.pop()
         self._enter("data")
 
     def _report(self, iteration: int) -> None:
@@ -150,3 +156,8 @@ class StragglerWatch(Observer):
     def _print(self, report: StragglerReport) -> None:
         if dist.get_rank(self._process_group) == 0:
             print(report, file=sys.stderr, flush=True)
+
+
+def _call(method: "weakref.WeakMethod[Callable[[], None]]", *arguments: object) -> None:
+    if (found := method()) is not None:
+        found()

@@ -120,6 +120,21 @@ class Slow(nn.Module):
         return self.last(y)
 
 
+class Several:
+    """An optimizer for each layer. The last one takes the time."""
+
+    def __init__(self, model):
+        layers = model.first, model.last
+        self.optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
+
+    def register_step_pre_hook(self, hook):
+        self.optimizers[-1].register_step_pre_hook(hook)
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
 def reports(world, late, phase, options):
     """Four steps, a report for two of them; `late` brings 50 ms more in `phase`."""
     clock = Clock()
@@ -152,6 +167,8 @@ def _train(
     reducer.watch_stragglers(2, found.append)
     if optimizer == "torch":
         sgd = torch.optim.SGD(model.parameters(), 0.1)
+    elif optimizer == "several":
+        sgd = Several(model)
     else:
         sgd = ddp.SGD(model.parameters(), 0.1, reducer=reducer)
     sgd.register_step_pre_hook(lambda *_: model.spend("optimizer"))
@@ -194,6 +211,7 @@ def test_a_slow_rank_is_named_with_its_phase(crew, late, phase):
         {"hook": True},
         {"find_unused_parameters": True},
         {"broadcast_buffers": True},
+        {"optimizer": "several"},
         {"gradient_as_bucket_view": True, "optimizer": "ours"},
     ],
     ids=str,
@@ -243,6 +261,26 @@ def test_rank_0_prints_a_line_for_each_report(crew):
     of_rank_0, *others = crew(printed)
     assert [line.split(":")[0] for line in of_rank_0] == ["steps 2-2", "steps 3-4"]
     assert others == [[]] * len(others)
+
+
+def outlived(world):
+    """An optimizer that outlives its Reducers keeps nothing of them."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        reducer = Reducer(model, straggler_every=100)
+        gone = weakref.ref(reducer.flat_buckets[0])
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        reducer.remove()
+        del reducer
+        gc.collect()
+        assert gone() is None
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_an_optimizer_may_outlive_the_reducer(crew):
+    crew(outlived)
 
 
 def in_a_group(world):
