@@ -27,7 +27,7 @@ class StragglerWatch(Observer):
     - forward: until backward reaches the outputs, so with the loss and its own backward.
     - backward: until all buckets are launched; where the module is not called as a whole, with all
       that comes before it.
-    - waiting: for averages, and for the ranks that come later.
+    - waiting: for averages, for weights, and for the ranks that come later.
 
     Args:
         every: the number of averages from one report to the next.
@@ -94,6 +94,14 @@ class StragglerWatch(Observer):
         """Takes back that backward is over, if it launches at its end."""
         if self._phases and self._phases[-1][0] in ("data", "optimizer"):
             self._phases[-1] = ("backward", self._phases[-1][1])
+
+    def on_agree(self) -> None:
+        """Takes a wait for other ranks' weights out of backward."""
+        self._enter("waiting")
+
+    def on_agreed(self) -> None:
+        """Goes on with backward."""
+        self._enter("backward")
 
     def on_wait(self, bucket: GradientBucket) -> None:
         """Takes a wait during backward, as with PowerSGD, out of it."""

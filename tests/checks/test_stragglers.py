@@ -15,6 +15,7 @@ from ddp_from_scratch import Reducer
 from ddp_from_scratch.checks import straggler_watch
 from ddp_from_scratch.checks.straggler_report import PHASES, compare
 from ddp_from_scratch.comm_hooks import power_sgd
+from ddp_from_scratch.sync.gradient_weight import GradientWeight
 from tests.support.terms import BYTES
 from tests.support.tiers import slow
 
@@ -152,6 +153,7 @@ def _train(
     batch_norm=False,
     hook=False,
     evaluate=False,
+    weigh=False,
     optimizer="torch",
     **options,
 ):
@@ -175,6 +177,8 @@ def _train(
     for _ in range(5):
         for remaining in reversed(range(accumulate)):
             model.spend("data")
+            if weigh:
+                reducer.weight(3)
             with reducer.no_sync() if remaining else contextlib.nullcontext():
                 loss = model(torch.ones(3, 2)).sum()
                 if optimizer == "at once":
@@ -225,6 +229,26 @@ def test_a_slow_rank_is_named_with_every_option(crew, options, phase):
 def test_a_slow_rank_is_named_where_backward_steps(crew, phase):
     options = {"gradient_as_bucket_view": True, "optimizer": "at once"}
     for found in crew(reports, 1, phase, options):
+        assert found[1][:6] == (3, 4, 1, 2, phase, True)
+
+
+def weighed(world, late, phase):
+    """Ranks that come early wait in backward for the weights of all."""
+    clock, total = Clock(), GradientWeight.total
+
+    def wait(weight):
+        clock.now += 0.05 if world.rank != late else 0
+        return total(weight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straggler_watch, "marks_for", lambda device: clock)
+        patch.setattr(GradientWeight, "total", wait)
+        return _train(world, clock, {phase: 0.05} if world.rank == late else {}, weigh=True)
+
+
+@pytest.mark.parametrize("phase", ["data", "forward"])
+def test_a_slow_rank_is_named_where_ranks_have_weights(crew, phase):
+    for found in crew(weighed, 1, phase):
         assert found[1][:6] == (3, 4, 1, 2, phase, True)
 
 
