@@ -124,6 +124,9 @@ class StragglerWatch(Observer):
             return  # a graph's events have no times, and its replays call nothing here
         if self._phases:
             self._enter("end")
+            if not takes_part:
+                # Without data it has waited all the time, in a collective of `join`.
+                self._phases[:-1] = [("waiting", self._phases[0][1])]
             self._steps.append(self._phases)
         if self._steps and iteration % self._every == 0:
             self._report(iteration)

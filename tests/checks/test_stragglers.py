@@ -86,6 +86,15 @@ def test_one_rank_has_no_other():
     assert str(found).startswith("steps 1-3: a step takes 96.0 ms: data 52.0")
 
 
+def test_a_rank_that_did_not_work_is_left_out():
+    gone = dict.fromkeys(PHASES, 0) | {"waiting": 96}
+    found = compare(seconds([gone] * 3, [WAITS] * 3, [LATE] * 3), 3)
+    assert (found.is_late, found.rank, found.phase, found.world_size) == (True, 2, "data", 2)
+    assert found.late_ms == pytest.approx(50)
+    assert not compare(seconds([{}, {}, gone], [LATE] * 3), 3).is_late
+    assert not compare(seconds([gone] * 3, [gone] * 3), 3).is_late
+
+
 # On ranks, with a clock that stands still but for what a test adds --------------------------------
 
 
@@ -262,6 +271,37 @@ def test_an_evaluation_between_steps_is_data(crew):
 def test_synchronised_batch_norm_leaves_two_phases_to_compare(crew, phase, named):
     for found in crew(reports, 1, phase, {"batch_norm": True}):
         assert found[1][5] is named
+
+
+def uneven(world):
+    """Rank 0 has no data after the second step; the last rank is late."""
+    clock, late = Clock(), world.world_size - 1
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straggler_watch, "marks_for", lambda device: clock)
+        model = Slow(clock)
+        ddp.broadcast_parameters(model)
+        reducer = Reducer(model)
+        reducer.watch_stragglers(2, found.append)
+        wait = reducer.contribute_nothing
+
+        def waited(weight):
+            clock.now += 1.0
+            wait(weight)
+
+        patch.setattr(reducer, "contribute_nothing", waited)
+        with ddp.join(reducer):
+            for _ in range(4 if world.rank else 2):
+                clock.now += 0.05 if world.rank == late else 0
+                model(torch.ones(3, 2)).sum().backward()
+    return [(r.rank, r.is_late, r.world_size) for r in found]
+
+
+def test_a_rank_without_data_is_left_out(crew):
+    for first, second in (*crew(uneven),):
+        size = first[2]
+        assert first == (size - 1, True, size)
+        assert second == (size - 1, size > 2, size - 1)
 
 
 def printed(world):
