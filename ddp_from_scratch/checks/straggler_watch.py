@@ -128,10 +128,12 @@ class StragglerWatch(Observer):
                 # Without data it has waited all the time, in a collective of `join`.
                 self._phases[:-1] = [("waiting", self._phases[0][1])]
             self._steps.append(self._phases)
-        if self._steps and iteration % self._every == 0:
-            self._report(iteration)
-        self._stepped = self._launched = False
-        self._phases = [("optimizer", self._marks.take())]
+        try:
+            if self._steps and iteration % self._every == 0:
+                self._report(iteration)
+        finally:  # `tell` may raise, and the program may go on
+            self._stepped = self._launched = False
+            self._phases = [("optimizer", self._marks.take())]
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Watches for the end of this optimizer's steps from now on. Idempotent."""

@@ -327,6 +327,33 @@ def test_rank_0_prints_a_line_for_each_report(crew):
     assert others == [[]] * len(others)
 
 
+def raised(world):
+    """What `tell` raises comes out of backward, and later steps have their times."""
+    found = []
+
+    def tell(report):
+        found.append(report.step_ms)
+        if len(found) == 1 and world.rank == 0:
+            raise ValueError("on purpose")
+
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straggler_watch, "marks_for", lambda device: clock)
+        model = nn.Linear(2, 1)
+        reducer = Reducer(model)
+        reducer.watch_stragglers(2, tell)
+        for step in range(6):
+            clock.now += 0.05
+            expected = step == 1 and world.rank == 0
+            with pytest.raises(ValueError) if expected else contextlib.nullcontext():
+                model(torch.ones(3, 2)).sum().backward()
+    assert found == pytest.approx([50] * 3)
+
+
+def test_a_callback_may_raise(crew):
+    crew(raised)
+
+
 def outlived(world):
     """An optimizer that outlives its Reducers keeps nothing of them."""
     model = nn.Linear(2, 1)
