@@ -345,7 +345,11 @@ def raised(world):
         for step in range(6):
             clock.now += 0.05
             expected = step == 1 and world.rank == 0
-            with pytest.raises(ValueError) if expected else contextlib.nullcontext():
+            with (
+                pytest.raises(ValueError, match="on purpose")
+                if expected
+                else contextlib.nullcontext()
+            ):
                 model(torch.ones(3, 2)).sum().backward()
     assert found == pytest.approx([50] * 3)
 
