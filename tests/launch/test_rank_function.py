@@ -63,6 +63,12 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
         start_ranks(partial(note, threading.Lock()), [1])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("counts", [[], [0], [1, -1]])
+def test_each_machine_has_a_rank(tmp_path: Path, counts: list[int]) -> None:
+    with pytest.raises(UsageError, match="counts must be 1 or more for each machine, got "):
+        start_ranks(partial(note, tmp_path), counts)
+
+
 class Refuses:
     def __reduce__(self) -> str:
         raise RuntimeError("between processes only through inheritance")
