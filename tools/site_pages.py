@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -69,9 +70,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = f"# {program.name}\n\n```python\n{program.read_text()}```\n"
         found.append(File.generated(config, name, content=text))
     found.append(File.generated(config, "timeline/README.md", content=_TIMELINE_PAGE))
-    page = "timeline/timeline.html"
-    found.append(File.generated(config, page, content=(TIMELINE / "timeline.html").read_text()))
+    found.append(File.generated(config, "timeline/timeline.html", content=_timeline()))
     return found
+
+
+def _timeline() -> str:
+    try:
+        return (TIMELINE / "timeline.html").read_text()
+    except FileNotFoundError as error:
+        raise PluginError(f"{error.filename} is missing: make docs writes it") from None
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

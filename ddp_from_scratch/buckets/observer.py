@@ -20,6 +20,12 @@ class Observer:
     def on_launch(self, bucket: GradientBucket) -> None:
         """Called when a bucket is full and its turn has come, before it is packed."""
 
+    def on_agree(self) -> None:
+        """Called before this rank waits for the weights of all ranks, if any are set."""
+
+    def on_agreed(self) -> None:
+        """Called when it has them."""
+
     def on_packed(self, bucket: GradientBucket) -> None:
         """Called when its gradients are in the buffer, before the comm hook gets it."""
 

@@ -28,7 +28,7 @@ class StragglerReport:
         others_ms: those of the other ranks, their medians.
         exposed_ms: the time that the last rank to come waits: communication that is not hidden.
         step_ms: the length of a step.
-        world_size: the number of ranks.
+        world_size: the number of ranks that were compared.
     """
 
     first: int
@@ -67,14 +67,17 @@ def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> S
     """Finds the rank that the others wait for.
 
     All ranks leave an average together, so the rank that works longest until the next one comes
-    last, by the time that it works longer: no clocks are compared.
+    last, by the time that it works longer: no clocks are compared. A rank that did not work in some
+    step is left out, unless all are: it has run out of data inside `join()`.
 
     Args:
         seconds: float64 of shape (ranks, steps, `PHASES`).
         last: the number of averages at the end of the last step.
         only: the phases that are compared; others hold waits for peers, too.
     """
-    ms = 1e3 * seconds
+    present = (seconds[:, :, :-1].sum(2) > 0).all(1)
+    ranks = present.nonzero().flatten().tolist() or list(range(len(seconds)))
+    ms = 1e3 * seconds[ranks]
     compared = [PHASES.index(phase) for phase in only]
     work = ms[:, :, compared].sum(2)
     world_size, steps = work.shape
@@ -89,7 +92,7 @@ def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> S
     return StragglerReport(
         first=last - steps + 1,
         last=last,
-        rank=rank,
+        rank=ranks[rank],
         times=int(counts[rank]),
         late_ms=late_ms,
         phase=max(only, key=lambda phase: float(more[PHASES.index(phase)])),

@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class StragglerWatch(Observer):
     - forward: until backward reaches the outputs, so with the loss and its own backward.
     - backward: until all buckets are launched; where the module is not called as a whole, with all
       that comes before it.
-    - waiting: for averages, and for the ranks that come later.
+    - waiting: for averages, for weights, and for the ranks that come later.
 
     Args:
         every: the number of averages from one report to the next.
@@ -94,6 +95,14 @@ class StragglerWatch(Observer):
         if self._phases and self._phases[-1][0] in ("data", "optimizer"):
             self._phases[-1] = ("backward", self._phases[-1][1])
 
+    def on_agree(self) -> None:
+        """Takes a wait for other ranks' weights out of backward."""
+        self._enter("waiting")
+
+    def on_agreed(self) -> None:
+        """Goes on with backward."""
+        self._enter("backward")
+
     def on_wait(self, bucket: GradientBucket) -> None:
         """Takes a wait during backward, as with PowerSGD, out of it."""
         if not self._launched:
@@ -115,20 +124,30 @@ class StragglerWatch(Observer):
             return  # a graph's events have no times, and its replays call nothing here
         if self._phases:
             self._enter("end")
+            if not takes_part:
+                # Without data it has waited all the time, in a collective of `join`.
+                self._phases[:-1] = [("waiting", self._phases[0][1])]
             self._steps.append(self._phases)
-        if self._steps and iteration % self._every == 0:
-            self._report(iteration)
-        self._stepped = self._launched = False
-        self._phases = [("optimizer", self._marks.take())]
+        try:
+            if self._steps and iteration % self._every == 0:
+                self._report(iteration)
+        finally:  # `tell` may raise, and the program may go on
+            self._stepped = self._launched = False
+            self._phases = [("optimizer", self._marks.take())]
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Watches for the end of this optimizer's steps from now on. Idempotent."""
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
-            optimizer.register_step_post_hook(lambda *_: self._after_step())
+            # Weakly, and with this watch: the optimizer may outlive the Reducer.
+            hook = partial(_call, weakref.WeakMethod(self._after_step))
+            weakref.finalize(self, optimizer.register_step_post_hook(hook).remove)
 
     def _after_step(self) -> None:
         self._stepped = True
+        # Of several optimizers the last one's step ends the phase.
+        if [phase for phase, _ in self._phases[-2:]] == ["optimizer", "data"]:
+            self._phases.pop()
         self._enter("data")
 
     def _report(self, iteration: int) -> None:
@@ -150,3 +169,8 @@ class StragglerWatch(Observer):
     def _print(self, report: StragglerReport) -> None:
         if dist.get_rank(self._process_group) == 0:
             print(report, file=sys.stderr, flush=True)
+
+
+def _call(method: "weakref.WeakMethod[Callable[[], None]]", *arguments: object) -> None:
+    if (found := method()) is not None:
+        found()

@@ -1,5 +1,6 @@
 """Makes a command of a function, so that `start_ranks` can run it in the ranks' processes."""
 
+import inspect
 import pickle
 import sys
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from typing import Any
 
 from ddp_from_scratch.errors import UsageError
 
-# The caller's path first: the function's modules are found through it.
+# The caller's path first: the function's modules are found through it. And its arguments, which the
+# function may parse.
 _CALL = (
-    "import pickle, sys; path, function = pickle.load(open(sys.argv[1], 'rb')); "
+    "import pickle, sys; path, sys.argv, function = pickle.load(open(sys.argv[1], 'rb')); "
     "sys.path[:] = path; pickle.loads(function)()"
 )
 
@@ -23,13 +25,20 @@ def command_of(function: Callable[[], Any], folder: Path) -> list[str]:
     cloudpickle; others by name.
 
     Raises:
-        UsageError: it needs cloudpickle, which is not installed, or holds what cannot be pickled.
+        UsageError: it needs cloudpickle, which is not installed, holds what cannot be pickled, or
+            is a generator or coroutine function.
     """
     name = _named(function)
+    inner = _inner(function)
+    if inspect.isgeneratorfunction(inner) or inspect.iscoroutinefunction(inner):
+        raise UsageError(
+            f"start_ranks({name}): a call of a generator or coroutine function does not run it; "
+            f"call it in a function that uses what it yields, or asyncio.run"
+        )
     try:
         from cloudpickle import dumps
     except ImportError:
-        if _inner(function).__module__ == "__main__":
+        if inner.__module__ == "__main__":
             raise UsageError(
                 f"start_ranks({name}): a function of a notebook or of the program itself needs "
                 f"cloudpickle: pip install cloudpickle, or put the function into a module"
@@ -37,13 +46,13 @@ def command_of(function: Callable[[], Any], folder: Path) -> list[str]:
         dumps = pickle.dumps
     try:
         written = dumps(function)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever an object raises that cannot be copied
         raise UsageError(
             f"start_ranks({name}): the function or what it uses cannot be sent to a process: "
             f"{error}; make that inside the function"
         ) from error
     file = folder / "function"
-    file.write_bytes(pickle.dumps((sys.path, written)))
+    file.write_bytes(pickle.dumps((sys.path, sys.argv, written)))
     return [sys.executable, "-c", _CALL, str(file)]
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import output
 from ddp_from_scratch.launch.environment import (
     PARENT,
@@ -95,8 +96,11 @@ def start_ranks(
 
     Raises:
         UsageError: the port is taken, machine 0 does not answer, or the machines were given
-            different counts or secrets; a function cannot be sent (`rank_function.command_of`).
+            different counts or secrets; a function cannot be sent (`rank_function.command_of`);
+            a machine has no process.
     """
+    if min(counts, default=0) < 1:
+        raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
     ranks = rank_environments(counts, node_rank)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
     machines: Machines | None = None

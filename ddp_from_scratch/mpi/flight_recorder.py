@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
 from ddp_from_scratch.mpi.runtime import MPI
 from ddp_from_scratch.mpi.torch_backend import CALLS, IS_OFFERED, TorchBackend
@@ -24,11 +26,19 @@ _Call = Callable[[], dist.Work]
 
 
 def is_on() -> bool:
-    """True if torch has a recorder for this backend, and its buffer has been given a size."""
+    """True if torch has a recorder for this backend, and its buffer has been given a size.
+
+    Raises:
+        UsageError: the size is no number.
+    """
     # torch takes the first of these that is set, and 2000 where none is. Not here: to note a small
     # all_reduce takes a third of its time.
-    sizes = map(os.environ.get, ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
-    return IS_OFFERED and int(next(filter(None, sizes), 0)) > 0
+    names = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    name, size = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", 0))
+    try:
+        return IS_OFFERED and int(size) > 0
+    except ValueError:
+        raise UsageError(f"{name} must be a number of entries, got {size!r}") from None
 
 
 class _OnItsWay(threading.local):
@@ -52,8 +62,10 @@ class FlightRecorder:
         name: Any = group.getGroupName()  # torch's stubs have a type of their own
         self._group = dist.ProcessGroup(rank, size)
         self._group._set_default_backend(kind)
-        # Kept: of a backend in Python torch keeps no more than C++ sees.
-        self._backend = TorchBackend(group.backend, rank, size, self._come_back)
+        # Refers to this object weakly: torch's group keeps it in C++, where no garbage is looked
+        # for. Kept here, too: of a backend in Python torch keeps no more than C++ sees.
+        run = partial(_run, weakref.WeakMethod(self._come_back))
+        self._backend = TorchBackend(group.backend, rank, size, run)
         self._group._register_backend(torch.device("cpu"), kind, self._backend)
         self._group._set_group_name(name)
         self._group._set_group_desc(group.getGroupDesc())
@@ -87,6 +99,12 @@ class FlightRecorder:
         mine.came_back = True
         mine.work = mine.call()
         return mine.work
+
+
+def _run(method: weakref.WeakMethod[Callable[..., dist.Work]], *arguments: Any) -> dist.Work:
+    found = method()
+    assert found is not None, "calls come through `note` alone"
+    return found(*arguments)
 
 
 class RecordedGroup(ProcessGroupMPI):

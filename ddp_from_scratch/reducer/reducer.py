@@ -448,7 +448,11 @@ class Reducer:
         args = self.comm.args
         # A program may close the default group and open another one.
         if args is None or args.group() is not (self.process_group or dist.group.WORLD):
-            return self.comm.agree_args()
+            for observer in self._observers:
+                observer.on_agree()
+            args = self.comm.agree_args()
+            for observer in self._observers:
+                observer.on_agreed()
         return args
 
     def _is_unused(self, bucket: GradientBucket) -> bool:

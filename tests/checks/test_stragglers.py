@@ -15,6 +15,7 @@ from ddp_from_scratch import Reducer
 from ddp_from_scratch.checks import straggler_watch
 from ddp_from_scratch.checks.straggler_report import PHASES, compare
 from ddp_from_scratch.comm_hooks import power_sgd
+from ddp_from_scratch.sync.gradient_weight import GradientWeight
 from tests.support.terms import BYTES
 from tests.support.tiers import slow
 
@@ -85,6 +86,15 @@ def test_one_rank_has_no_other():
     assert str(found).startswith("steps 1-3: a step takes 96.0 ms: data 52.0")
 
 
+def test_a_rank_that_did_not_work_is_left_out():
+    gone = dict.fromkeys(PHASES, 0) | {"waiting": 96}
+    found = compare(seconds([gone] * 3, [WAITS] * 3, [LATE] * 3), 3)
+    assert (found.is_late, found.rank, found.phase, found.world_size) == (True, 2, "data", 2)
+    assert found.late_ms == pytest.approx(50)
+    assert not compare(seconds([{}, {}, gone], [LATE] * 3), 3).is_late
+    assert not compare(seconds([gone] * 3, [gone] * 3), 3).is_late
+
+
 # On ranks, with a clock that stands still but for what a test adds --------------------------------
 
 
@@ -120,6 +130,21 @@ class Slow(nn.Module):
         return self.last(y)
 
 
+class Several:
+    """An optimizer for each layer. The last one takes the time."""
+
+    def __init__(self, model):
+        layers = model.first, model.last
+        self.optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
+
+    def register_step_pre_hook(self, hook):
+        self.optimizers[-1].register_step_pre_hook(hook)
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
 def reports(world, late, phase, options):
     """Four steps, a report for two of them; `late` brings 50 ms more in `phase`."""
     clock = Clock()
@@ -137,6 +162,7 @@ def _train(
     batch_norm=False,
     hook=False,
     evaluate=False,
+    weigh=False,
     optimizer="torch",
     **options,
 ):
@@ -152,12 +178,16 @@ def _train(
     reducer.watch_stragglers(2, found.append)
     if optimizer == "torch":
         sgd = torch.optim.SGD(model.parameters(), 0.1)
+    elif optimizer == "several":
+        sgd = Several(model)
     else:
         sgd = ddp.SGD(model.parameters(), 0.1, reducer=reducer)
     sgd.register_step_pre_hook(lambda *_: model.spend("optimizer"))
     for _ in range(5):
         for remaining in reversed(range(accumulate)):
             model.spend("data")
+            if weigh:
+                reducer.weight(3)
             with reducer.no_sync() if remaining else contextlib.nullcontext():
                 loss = model(torch.ones(3, 2)).sum()
                 if optimizer == "at once":
@@ -194,6 +224,7 @@ def test_a_slow_rank_is_named_with_its_phase(crew, late, phase):
         {"hook": True},
         {"find_unused_parameters": True},
         {"broadcast_buffers": True},
+        {"optimizer": "several"},
         {"gradient_as_bucket_view": True, "optimizer": "ours"},
     ],
     ids=str,
@@ -210,6 +241,26 @@ def test_a_slow_rank_is_named_where_backward_steps(crew, phase):
         assert found[1][:6] == (3, 4, 1, 2, phase, True)
 
 
+def weighed(world, late, phase):
+    """Ranks that come early wait in backward for the weights of all."""
+    clock, total = Clock(), GradientWeight.total
+
+    def wait(weight):
+        clock.now += 0.05 if world.rank != late else 0
+        return total(weight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straggler_watch, "marks_for", lambda device: clock)
+        patch.setattr(GradientWeight, "total", wait)
+        return _train(world, clock, {phase: 0.05} if world.rank == late else {}, weigh=True)
+
+
+@pytest.mark.parametrize("phase", ["data", "forward"])
+def test_a_slow_rank_is_named_where_ranks_have_weights(crew, phase):
+    for found in crew(weighed, 1, phase):
+        assert found[1][:6] == (3, 4, 1, 2, phase, True)
+
+
 def test_an_evaluation_between_steps_is_data(crew):
     for found in crew(reports, 1, "data", {"evaluate": True}):
         assert found[1][:6] == (3, 4, 1, 2, "data", True)
@@ -220,6 +271,37 @@ def test_an_evaluation_between_steps_is_data(crew):
 def test_synchronised_batch_norm_leaves_two_phases_to_compare(crew, phase, named):
     for found in crew(reports, 1, phase, {"batch_norm": True}):
         assert found[1][5] is named
+
+
+def uneven(world):
+    """Rank 0 has no data after the second step; the last rank is late."""
+    clock, late = Clock(), world.world_size - 1
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straggler_watch, "marks_for", lambda device: clock)
+        model = Slow(clock)
+        ddp.broadcast_parameters(model)
+        reducer = Reducer(model)
+        reducer.watch_stragglers(2, found.append)
+        wait = reducer.contribute_nothing
+
+        def waited(weight):
+            clock.now += 1.0
+            wait(weight)
+
+        patch.setattr(reducer, "contribute_nothing", waited)
+        with ddp.join(reducer):
+            for _ in range(4 if world.rank else 2):
+                clock.now += 0.05 if world.rank == late else 0
+                model(torch.ones(3, 2)).sum().backward()
+    return [(r.rank, r.is_late, r.world_size) for r in found]
+
+
+def test_a_rank_without_data_is_left_out(crew):
+    for first, second in (*crew(uneven),):
+        size = first[2]
+        assert first == (size - 1, True, size)
+        assert second == (size - 1, size > 2, size - 1)
 
 
 def printed(world):
@@ -243,6 +325,57 @@ def test_rank_0_prints_a_line_for_each_report(crew):
     of_rank_0, *others = crew(printed)
     assert [line.split(":")[0] for line in of_rank_0] == ["steps 2-2", "steps 3-4"]
     assert others == [[]] * len(others)
+
+
+def raised(world):
+    """What `tell` raises comes out of backward, and later steps have their times."""
+    found = []
+
+    def tell(report):
+        found.append(report.step_ms)
+        if len(found) == 1 and world.rank == 0:
+            raise ValueError("on purpose")
+
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straggler_watch, "marks_for", lambda device: clock)
+        model = nn.Linear(2, 1)
+        reducer = Reducer(model)
+        reducer.watch_stragglers(2, tell)
+        for step in range(6):
+            clock.now += 0.05
+            expected = step == 1 and world.rank == 0
+            with (
+                pytest.raises(ValueError, match="on purpose")
+                if expected
+                else contextlib.nullcontext()
+            ):
+                model(torch.ones(3, 2)).sum().backward()
+    assert found == pytest.approx([50] * 3)
+
+
+def test_a_callback_may_raise(crew):
+    crew(raised)
+
+
+def outlived(world):
+    """An optimizer that outlives its Reducers keeps nothing of them."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        reducer = Reducer(model, straggler_every=100)
+        gone = weakref.ref(reducer.flat_buckets[0])
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        reducer.remove()
+        del reducer
+        gc.collect()
+        assert gone() is None
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_an_optimizer_may_outlive_the_reducer(crew):
+    crew(outlived)
 
 
 def in_a_group(world):

@@ -2,8 +2,10 @@
 
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,36 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
         start_ranks(partial(note, threading.Lock()), [1])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("counts", [[], [0], [1, -1]])
+def test_each_machine_has_a_rank(tmp_path: Path, counts: list[int]) -> None:
+    with pytest.raises(UsageError, match="counts must be 1 or more for each machine, got "):
+        start_ranks(partial(note, tmp_path), counts)
+
+
+class Refuses:
+    def __reduce__(self) -> str:
+        raise RuntimeError("between processes only through inheritance")
+
+
+def test_an_object_may_refuse_with_any_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot be sent .* only through inheritance"):
+        start_ranks(partial(note, tmp_path, Refuses()), [1])  # type: ignore[arg-type]
+
+
+def steps() -> Iterator[int]:
+    yield 1
+
+
+async def wait() -> None:
+    return
+
+
+@pytest.mark.parametrize("function", [steps, wait, partial(steps)])
+def test_a_function_whose_call_would_not_run_it(function: Callable[[], Any]) -> None:
+    with pytest.raises(UsageError, match=r"start_ranks\((steps|wait)\): .* does not run it"):
+        start_ranks(function, [1])
+
+
 def test_a_function_of_the_program_itself_needs_cloudpickle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +103,7 @@ def test_a_function_of_the_program_itself_needs_cloudpickle(
 
 
 PROGRAM = """
+import sys
 import ddp_from_scratch as ddp
 
 ANSWER = 42
@@ -78,7 +111,7 @@ ANSWER = 42
 def train():
     with ddp.process_group("gloo") as world:
         # One write: with PYTHONUNBUFFERED the line's end would be a second one.
-        print(f"rank {world.rank}: {ANSWER}\\n", end="", flush=True)
+        print(f"rank {world.rank}: {ANSWER}, {sys.argv[1:]}\\n", end="", flush=True)
 
 if __name__ == "__main__":
     for _ in range(2):
@@ -90,7 +123,7 @@ if __name__ == "__main__":
 def test_a_program_may_call_it_twice(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
     (tmp_path / "program.py").write_text(PROGRAM)
-    with Run(sys.executable, tmp_path / "program.py") as run:
+    with Run(sys.executable, tmp_path / "program.py", "--lr=1") as run:
         assert run.wait() == 0, run.text
-        assert sorted(run.out.splitlines()) == ["rank 0: 42"] * 2 + ["rank 1: 42"] * 2
+        assert sorted(run.out.splitlines()) == [f"rank {r}: 42, ['--lr=1']" for r in (0, 0, 1, 1)]
         assert run.err == ""

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from ddp_from_scratch import UsageError
 from ddp_from_scratch.mpi import flight_recorder
 from ddp_from_scratch.mpi.torch_backend import IS_OFFERED
 from tests.support.ranks import ROOT, mpirun
@@ -156,6 +157,22 @@ def test_a_recorded_group_does_what_others_do():
     run(program, TORCH_FR_BUFFER_SIZE="100")
 
 
+def test_a_group_that_is_closed_leaves_no_recorder():
+    program = """
+    from ddp_from_scratch.mpi.flight_recorder import FlightRecorder
+    dist.init_process_group("mpi")
+    for _ in range(2):
+        part = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(3), group=part)
+        dist.destroy_process_group(part)
+        del part
+    gc.collect()
+    assert not [found for found in gc.get_objects() if isinstance(found, FlightRecorder)]
+    dist.destroy_process_group()
+    """
+    run(program, TORCH_FR_BUFFER_SIZE="100")
+
+
 def test_nothing_is_recorded_where_no_size_is_given():
     run("""
     dist.init_process_group("mpi")
@@ -181,6 +198,14 @@ def test_the_recorder_is_on_where_torch_is_given_a_size(monkeypatch, environment
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert flight_recorder.is_on() == on
+
+
+def test_a_size_is_a_number(monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "many")
+    with pytest.raises(
+        UsageError, match="TORCH_FR_BUFFER_SIZE must be a number of entries, got 'many'"
+    ):
+        flight_recorder.is_on()
 
 
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
