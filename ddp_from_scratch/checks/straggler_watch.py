@@ -38,7 +38,7 @@ class StragglerWatch(Observer):
         tell: called with each report, on every rank. By default rank 0 prints it to standard error.
 
     Raises:
-        ValueError: `every` is less than 1.
+        ValueError: `every` is no whole number of 1 or more.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class StragglerWatch(Observer):
         layers_communicate: Callable[[], bool],
         tell: Callable[[StragglerReport], None] | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"straggler_every must be 1 or more, got {every}")
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"straggler_every must be a number of averages, got {every!r}")
         self._every, self._device, self._process_group = every, device, process_group
         self._layers_communicate, self._tell = layers_communicate, tell or self._print
         self._marks = marks_for(device)

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+import re
 import weakref
 
 import pytest
@@ -401,5 +402,7 @@ def test_every_must_be_a_number_of_steps(crew):
 
 
 def refused(world):
-    with pytest.raises(ValueError, match="straggler_every must be 1 or more, got 0"):
-        Reducer(nn.Linear(1, 1), straggler_every=0)
+    for every in (0, 2.5, float("nan"), "x"):
+        text = f"straggler_every must be a number of averages, got {every!r}"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            Reducer(nn.Linear(1, 1), straggler_every=every)

@@ -220,7 +220,7 @@ def watched(world):
         model(own(world)).backward()
     with pytest.raises(ValueError, match="stall_after must be a positive number of seconds, got 0"):
         Ours(Terms(1, 2), stall_after=0)
-    with pytest.raises(ValueError, match="straggler_every must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="straggler_every must be a number of averages, got 0"):
         Ours(Terms(1, 2), straggler_every=0)
 
 
