@@ -70,6 +70,8 @@ def test_ctrl_c_stops_all(tmp_path):
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         start_new_session=True,
+        # Ignored where the tests themselves run in a shell's background; Python would keep that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as program:
         pids = [int(program.stdout.readline()) for _ in range(2)]
         os.killpg(program.pid, signal.SIGINT)
