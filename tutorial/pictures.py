@@ -74,7 +74,10 @@ def lines(path, title, across, up, points, curves, log=True):
         axes.plot(x, y, "-", color=colour, label=label)
     if log:
         axes.set_xscale("log")
-        axes.set_yscale("log")
+        axes.set_yscale("log", subs=(2, 5))  # ticks at 1, 2, 5, 10, ...
+        axes.xaxis.set_major_formatter("{x:,g}")  # 1,000, and not 10^3
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(across)
     axes.set_ylabel(up)

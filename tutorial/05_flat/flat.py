@@ -3,6 +3,8 @@
 python -m tutorial.05_flat.flat
 """
 
+import math
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -16,16 +18,20 @@ SIZES = [4**power * 1000 for power in range(8)]  # bytes, to 16 MB
 GRADIENTS = [(256, 256), (256,)] * 24
 
 
-def milliseconds(function, argument, calls=10):
-    """The time of a call among several in a row; the least of 7 rows, as noise only adds."""
-    rows = []
-    for _ in range(7):
-        dist.barrier()
-        begin = perf_counter()
-        for _ in range(calls):
-            function(argument)
-        rows.append(1000 * (perf_counter() - begin) / calls)
-    return min(rows)
+def milliseconds(functions, calls=5):
+    """The time of a call of each function: the least of 12 rows of calls, as noise only adds.
+
+    The functions take turns, so that a busy moment of the machine does not hit one of them alone.
+    """
+    least = [math.inf] * len(functions)
+    for _ in range(12):
+        for index, function in enumerate(functions):
+            dist.barrier()
+            begin = perf_counter()
+            for _ in range(calls):
+                function()
+            least[index] = min(least[index], 1000 * (perf_counter() - begin) / calls)
+    return least
 
 
 def sync_each(gradients):
@@ -49,13 +55,13 @@ def sync_flat(gradients):
 def run():
     """The ms of an all-reduce of each size, and of the two ways to send the gradients."""
     tensors = [torch.ones(size // 4) for size in SIZES]
-    by_size = [milliseconds(dist.all_reduce, tensor) for tensor in tensors]
+    by_size = milliseconds([partial(dist.all_reduce, tensor) for tensor in tensors])
     gradients = [torch.randn(shape) for shape in GRADIENTS]
     copies = [gradient.clone() for gradient in gradients]
     sync_each(gradients)
     sync_flat(copies)
     same = all(one.allclose(other) for one, other in zip(gradients, copies, strict=True))
-    return by_size, same, *(milliseconds(sync, copies) for sync in (sync_each, sync_flat))
+    return by_size, same, *milliseconds([partial(sync, copies) for sync in (sync_each, sync_flat)])
 
 
 def fit(sizes, times):
