@@ -64,6 +64,7 @@ def start_ranks(
     timeout: float = 600.0,
     *,
     preload: Sequence[str] = _PRELOAD,
+    max_failures: int | None = None,
 ) -> int:
     """Runs a command or a function once for each rank of this machine; waits for all of them.
 
@@ -75,9 +76,11 @@ def start_ranks(
     On Linux, ranks of `[sys.executable, "program.py", ...]`, or of -m or -c in its place, are
     forked from a process that has imported torch; any other command is executed.
 
-    The first rank that fails ends all others, on every machine. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP
-    reach the ranks as SIGTERM, and they stop together; a second Ctrl-C or SIGTERM kills them.
-    SIGQUIT and SIGUSR2 end all ranks. SIGHUP that was ignored before (nohup) stays so.
+    The first rank that fails ends all others, on every machine, unless `max_failures` is given: the
+    others then go on (`ddp.elastic`), and another process is started for it. Ctrl-C, SIGTERM,
+    SIGUSR1 and SIGHUP reach the ranks as SIGTERM, and they stop together; a second Ctrl-C or
+    SIGTERM kills them. SIGQUIT and SIGUSR2 end all ranks. SIGHUP that was ignored before (nohup)
+    stays so.
 
     Args:
         command: program and arguments; each rank gets torchrun's variables in its environment. Or a
@@ -89,6 +92,8 @@ def start_ranks(
         master_port: the port that machine 0 listens on.
         timeout: seconds to wait for the other machines, and for a sign of life from them later.
         preload: modules that are imported once, before ranks are forked.
+        max_failures: processes that may be started in the place of failed ones (`going_on.py`). On
+            one machine, for programs with `ddp.elastic`. None ends all ranks when one fails.
 
     Returns:
         0 when every rank ended with 0, 128 + N after signal N, else the exit code of the first rank
@@ -97,10 +102,15 @@ def start_ranks(
     Raises:
         UsageError: the port is taken, machine 0 does not answer, or the machines were given
             different counts or secrets; a function cannot be sent (`rank_function.command_of`);
-            a machine has no process.
+            a machine has no process; `max_failures` is negative, or there are several machines.
     """
     if min(counts, default=0) < 1:
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
+    if max_failures is not None and (len(counts) > 1 or max_failures < 0):
+        raise UsageError(
+            f"max_failures must be 0 or more, and is for one machine, got {max_failures} for "
+            f"{len(counts)} machines"
+        )
     ranks = rank_environments(counts, node_rank)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
     machines: Machines | None = None
@@ -118,7 +128,14 @@ def start_ranks(
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-"))  # mode 0700
             common[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")
-        return _Watch(command, [common | rank for rank in ranks], preload, machines).run()
+            if max_failures is not None:
+                # Here and not above: it builds on this file.
+                from ddp_from_scratch.launch.going_on import GoingOnWatch
+
+                return GoingOnWatch(
+                    command, common, counts[0], max_failures, Path(folder), preload
+                ).run()
+        return Watch(command, [common | rank for rank in ranks], preload, machines).run()
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
@@ -139,15 +156,15 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     for stream in (1, 2):
         if os.isatty(stream):
             defaults[f"{TERMINAL}{stream}"] = os.ttyname(stream)
-    _say(f"starting: {shlex.join(full)}")
+    say(f"starting: {shlex.join(full)}")
     return _MpirunWatch(full, [defaults | os.environ]).run()
 
 
 # Both have `poll`, `wait` and `send_signal`.
-_Child: TypeAlias = "subprocess.Popen[bytes] | ForkedRank"
+Child: TypeAlias = "subprocess.Popen[bytes] | ForkedRank"
 
 
-class _Watch:
+class Watch:
     """The ranks of this machine as child processes that end together.
 
     1. Start one for each environment, with signals handled already.
@@ -167,17 +184,18 @@ class _Watch:
         machines: "Machines | None" = None,
     ) -> None:
         self._command = list(command)
-        self._environments = environments
+        self._environments = list(environments)
         self._preload = preload
         self._machines = machines
         self._server: ForkServer | None = None
-        self._children: list[_Child] = []
+        self._children: list[Child] = []
         # Handlers append to it, and `_pass_on` alone reads: a signal may come between two starts.
         self._received: list[int] = []
         self._passed_on = 0
         self._ended_by = 0
 
     def run(self) -> int:
+        """Starts the ranks, and returns the exit code when all have ended."""
         numbers = [*_STOPS, *_ENDS]
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
@@ -197,7 +215,7 @@ class _Watch:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _start(self, environ: dict[str, str]) -> _Child:
+    def _start(self, environ: dict[str, str]) -> Child:
         if self._server is not None:
             return self._server.start(self._command, environ)
         return subprocess.Popen(
@@ -215,7 +233,7 @@ class _Watch:
         """Acts on the signals that have come since the last call."""
         while self._passed_on < len(self._received):
             if self._passed_on == 0:
-                _say("stopping all ranks; once more ends them at once")
+                say("stopping all ranks; once more ends them at once")
             self._signal(self.ladder[min(self._passed_on, len(self.ladder) - 1)])
             self._passed_on += 1
 
@@ -255,24 +273,27 @@ class _Watch:
         codes = [child.poll() for child in self._children]
         code = next((code for code in codes if code is not None and code > 1), None)
         if code is None:
-            _say(f"stopped: {reason}")
+            say(f"stopped: {reason}")
         return code or 1
 
     def _ended(self) -> int:
         name = signal.Signals(self._ended_by).name
-        _say(f"ending all ranks ({name})")
+        say(f"ending all ranks ({name})")
         self._tell_machines(f"ended by {name}")
         return 128 + self._ended_by
 
     def _failed(self, index: int, code: int) -> int:
-        rank = self._environments[index].get("RANK")
-        name = Path(self._command[0]).name if rank is None else f"rank {rank}"
+        name = self._name(index)
         text = f"{name} ended with exit code {code}"
         if code < 0:
             text = f"{name} was killed by {signal.Signals(-code).name}"
-            _say(f"{text}; all other ranks were stopped")
+            say(f"{text}; all other ranks were stopped")
         self._tell_machines(text)
         return 128 - code if code < 0 else code
+
+    def _name(self, index: int) -> str:
+        rank = self._environments[index].get("RANK")
+        return Path(self._command[0]).name if rank is None else f"rank {rank}"
 
     def _tell_machines(self, reason: str) -> None:
         if self._machines is not None:
@@ -300,14 +321,14 @@ class _Watch:
                 child.send_signal(number)
 
 
-class _MpirunWatch(_Watch):
+class _MpirunWatch(Watch):
     """One child, mpirun, which watches the ranks itself."""
 
     # mpirun hands SIGUSR1 on and otherwise ignores it. At any other signal Open MPI kills its ranks
     # after 0.2 s, too early for them to have written a checkpoint, and has no setting for that.
     ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 
-    def _start(self, environ: dict[str, str]) -> _Child:
+    def _start(self, environ: dict[str, str]) -> Child:
         libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
         return subprocess.Popen(
             self._command,
@@ -319,5 +340,6 @@ class _MpirunWatch(_Watch):
         )
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Prints a line to standard error."""
     output.write(text, sys.stderr)

@@ -24,7 +24,7 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
 from ddp_from_scratch.training.cli import parse
-from ddp_from_scratch.training.settings import Settings, option_of
+from ddp_from_scratch.training.settings import MAX_FAILURES, Settings, option_of
 
 _TRAINER = "ddp_from_scratch.training.loop"
 
@@ -45,15 +45,20 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         environment.launcher() == "srun" and environment.started() == 1 and options.nproc
     )
     if environment.launcher() == "none" or in_slurm_shell:
-        code = _start(settings.backend, options, [sys.executable, *program, *arguments])
+        code = _start(settings, options, [sys.executable, *program, *arguments])
         if code is not None:
             return code
     elif not environment.started_here():
-        _refuse_starting(options)
+        _refuse_starting(settings, options)
     return _train_or_test(settings, options)
 
 
-def _refuse_starting(options: argparse.Namespace) -> None:
+def _refuse_starting(settings: Settings, options: argparse.Namespace) -> None:
+    if settings.go_on:
+        raise UsageError(
+            f"--go-on is for starting without a launcher: {environment.launcher()} ends or "
+            f"restarts all ranks when one fails"
+        )
     for name in ("nproc", "node_rank", "master_addr", "master_port"):
         if getattr(options, name) is not None:
             raise UsageError(
@@ -62,8 +67,9 @@ def _refuse_starting(options: argparse.Namespace) -> None:
             )
 
 
-def _start(backend: str, options: argparse.Namespace, command: Sequence[str]) -> int | None:
+def _start(settings: Settings, options: argparse.Namespace, command: Sequence[str]) -> int | None:
     """Starts the ranks; None where this process is the only one."""
+    backend = settings.backend
     node_rank = options.node_rank or 0
     default = _visible_gpus() if backend == "nccl" else 2
     counts = environment.parse_counts(options.nproc or str(default), node_rank)
@@ -73,6 +79,8 @@ def _start(backend: str, options: argparse.Namespace, command: Sequence[str]) ->
                 "--backend mpi runs on several machines under mpirun: mpirun --host A:8,B:2 "
                 "python run.py --backend mpi"
             )
+        if settings.go_on:
+            raise UsageError("--go-on is for one machine, and --nproc names several")
         if options.node_rank is None or options.master_addr is None:
             raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
     elif options.master_addr is not None or options.master_port is not None:
@@ -82,6 +90,7 @@ def _start(backend: str, options: argparse.Namespace, command: Sequence[str]) ->
         return None
     if backend == "mpi":
         return start_mpirun(counts[0], command)
+    allowed = settings.max_failures if settings.max_failures is not None else MAX_FAILURES
     return start_ranks(
         command,
         counts,
@@ -91,6 +100,7 @@ def _start(backend: str, options: argparse.Namespace, command: Sequence[str]) ->
         options.timeout,
         # Imported once, before ranks are forked from the process that has it.
         preload=[_TRAINER],
+        max_failures=allowed if settings.go_on else None,
     )
 
 

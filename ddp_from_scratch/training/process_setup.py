@@ -77,7 +77,7 @@ def cpu_group(world: World, timeout: float) -> dist.ProcessGroup:
 
 
 def open_dataset(
-    name: str, settings: Settings, world: World, group: dist.ProcessGroup
+    name: str, settings: Settings, world: World, group: dist.ProcessGroup | None
 ) -> ImageData:
     """The dataset, downloaded where asked by the first rank of each machine while others wait.
 

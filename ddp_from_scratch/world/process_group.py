@@ -5,7 +5,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 
@@ -105,6 +105,30 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
     # registered before it joined.
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)
+    return world
+
+
+def replace_group(
+    world: World, store: dist.Store, rank: int, world_size: int, timeout: timedelta
+) -> World:
+    """Opens a gloo group of other ranks on this machine, in the place of a closed one. Collective.
+
+    Args:
+        world: the present one.
+        store: new, of these ranks alone.
+        rank: the place in the new group.
+        world_size: its size.
+        timeout: until all ranks must have come, and of its collectives.
+
+    Raises:
+        RuntimeError: not all ranks came.
+    """
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    world = replace(
+        world, rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+    )
+    assert dist.group.WORLD is not None, "it has just been opened"
+    _until_exit[:] = [(world, weakref.ref(dist.group.WORLD))]
     return world
 
 
