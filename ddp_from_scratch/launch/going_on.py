@@ -103,24 +103,25 @@ class GoingOnWatch(Watch):
             died = code < 0 and member in self._members
             return self._stopped() if died or not self._living else None
         failure = self._board.failure(member)
-        repeated = failure is not None and failure == self._last_failure
-        if code == _USAGE or repeated or not self._members & self._living:
-            if repeated:
-                say(f"step {failure[0] + 1 if failure else 0} failed again with the same error")
+        if failure is not None and failure == self._last_failure:
+            step, text = failure
+            say(f"step {step + 1} failed again with {text}; all other ranks were stopped")
+            return code
+        if code == _USAGE or not self._members & self._living:
             return self._failed(member, code)
         self._last_failure = failure
         self._failures += 1
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        then = f"no other is started, after {self._failures} failures"
+        then = f"no replacement is left of {self._max_failures}"
         if self._failures <= self._max_failures:
-            then = f"starting another (failure {self._failures} of at most {self._max_failures})"
+            then = f"starting another (failure {self._failures} of {self._max_failures})"
             self._environments.append(self._environment(len(self._children)))
             self._living.add(len(self._children))
             self._children.append(self._start(os.environ | self._environments[-1]))
         left = len(self._members & self._living)
-        say(f"process {member} {how}: {_ranks(left)} go on; {then}")
+        say(f"process {member} {how}: going on with {_ranks(left)}; {then}")
         return None
 
     def _regroup(self) -> None:
