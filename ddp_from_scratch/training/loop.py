@@ -80,6 +80,8 @@ class Trainer:
         self.losses = LossWatch(world.rank, world.device)
         self.reported_loss = False
         self.saved_as: Path | None = None
+        # When the group was left, and when there was another; None once that is reported.
+        self.regrouped: tuple[float, float] | None = None
         self.images_per_second = 0.0
         if state is not None:
             self._restore(state)
@@ -176,9 +178,10 @@ class Trainer:
                     number, test_accuracy = self._train(stop)
                     break
                 except Exception as error:  # noqa: BLE001  # raised again where it ends the run
+                    left = time.monotonic()
                     self._lose(error)
                 stop.drop()
-                self._go_on()
+                self._go_on(left)
         if not number:
             self._report_end(test_accuracy, time.monotonic() - began)
         return number
@@ -218,6 +221,8 @@ class Trainer:
             # The step hides this exchange, which so has the losses of earlier steps alone.
             stop.ask(self.losses.known(), self.membership.is_over)
             self._step(batches)
+            if self.regrouped is not None:
+                self._report_regrouping(*self.regrouped)
             if number := self._answer(stop):
                 return number
         images = (self.step - first) * self.shards.global_batch_size
@@ -339,7 +344,7 @@ class Trainer:
             raise error
         self.membership.lose(error)
 
-    def _go_on(self) -> None:
+    def _go_on(self, left: float) -> None:
         """Goes on with the ranks that there are, from the last step that any of them finished."""
         while True:
             try:
@@ -351,6 +356,7 @@ class Trainer:
         if state is not None:
             self._restore(state)
         self.reducer.seek(self.global_step)
+        self.regrouped = left, time.monotonic()
 
     def _meet(self) -> checkpoint.State | None:
         """Opens the next generation's group, and makes this rank one of it. Collective.
@@ -449,6 +455,18 @@ class Trainer:
         batch = self.shards.global_batch_size
         # Called in the last backward pass of a step, which is not counted yet.
         self.metrics.log(self.global_step + 1, **straggler_log.values(found, self.reducer, batch))
+
+    def _report_regrouping(self, left: float, met: float) -> None:
+        """Reports a new group behind its first step."""
+        self.regrouped = None
+        ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
+        self.report.line(
+            f"going on with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: another "
+            f"group after {1e3 * grouped:.0f} ms, the step after {1e3 * repeated:.0f} ms"
+        )
+        self.metrics.log(
+            self.global_step, ranks=ranks, group_seconds=grouped, step_seconds=repeated
+        )
 
     def _report_stop(self, number: int) -> None:
         self._save()
