@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch.checks.straggler_report import StragglerReport
+from ddp_from_scratch.elastic.generators import seed_generators
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.optim.sgd import SGD
 from ddp_from_scratch.reducer.reducer import Reducer
@@ -26,7 +27,7 @@ from ddp_from_scratch.training.evaluate import DTYPES, accuracy
 from ddp_from_scratch.training.loss_watch import LossWatch, place_of
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.models import make_model
-from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, seed_generators
+from ddp_from_scratch.training.process_setup import open_dataset, prepare_process
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
