@@ -103,7 +103,9 @@ def main() -> int:
         print(f"not the same bits: {name}")
     if not different:
         count = len(list(tensors(alone.state)))
-        print(f"{len(killed.kills)} kills: all {count} tensors of the checkpoint have the same bits")
+        print(
+            f"{len(killed.kills)} kills: all {count} tensors of the checkpoint have the same bits"
+        )
     write(
         "survive",
         "Runs of which ranks were killed",

@@ -25,15 +25,18 @@ ROOMS = {
     "sync": {"buckets", "group"},
     "checks": {"autograd", "buckets", "group", "marks", "node", "sync"},
     "mpi": {"errors", "launch", "node"},
-    "reducer": {"autograd", "buckets", "checks", "comm_hooks", "group", "node", "sync"},
+    "elastic": {"buckets", "comm_hooks", "group"},
+    "reducer": {
+        *("autograd", "buckets", "checks", "comm_hooks", "elastic", "group", "node", "sync"),
+    },
     "optim": {"buckets", "node", "reducer", "sync"},
     "torch_ddp": {"buckets", "comm_hooks", "group", "reducer", "sync"},
     "profiling": {"autograd", "buckets", "errors", "group", "marks", "reducer"},
     "world": {"errors", "launch", "mpi"},
     "bench": {"errors", "launch", "node", "optim", "profiling", "reducer", "sync", "world"},
     "training": {
-        *("buckets", "checks", "comm_hooks", "errors", "launch", "optim", "profiling", "reducer"),
-        *("sync", "world"),
+        *("buckets", "checks", "comm_hooks", "elastic", "errors", "launch", "optim", "profiling"),
+        *("reducer", "sync", "world"),
     },
 }
 

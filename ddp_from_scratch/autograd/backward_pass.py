@@ -129,6 +129,12 @@ class BackwardPass:
         self.state, self._number = PassState.IDLE, -1
         return ended
 
+    def drop(self) -> None:
+        """Forgets the pass under way, and the gradients since the last average. Idempotent."""
+        self.end()
+        if self.used is not None:
+            self.used.drop()
+
     def break_off(self, number: int) -> None:
         """Marks the pass of this number as broken off."""
         if self._number == number:

@@ -101,6 +101,14 @@ class UsedParameters:
             self._used_by_any = used
         return used | inherited
 
+    def drop(self) -> None:
+        """Forgets all that ranks agreed on, and the gradients since the last average."""
+        # All of it: an average that failed may have ended on some ranks alone, and all must agree
+        # again in the same one.
+        self._used, self._used_by_any, self._has_agreed = set(), None, False
+        if self._static is not None:
+            self._static = StaticGraph(self._count)
+
     def end_pass(self) -> list[tuple[int, int, int]]:
         """Returns breaches of a static graph: (parameter, gradients now, gradients before)."""
         if self._static is None:

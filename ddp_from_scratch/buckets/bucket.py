@@ -93,6 +93,10 @@ class Bucket:
         """Returns a window of `buffer()` for each member, with the shape of its parameter."""
         return self._packing.windows_of(self._sent)
 
+    def windows_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a window of another flat tensor of its size for each member."""
+        return self._packing.windows_of(buffer)
+
     def scratch(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor to compress the buffer into, the same one in every pass."""
         if self._scratch is None or (self._scratch.shape, self._scratch.dtype) != (shape, dtype):
@@ -229,6 +233,12 @@ class Bucket:
         self.state = BucketState.FILLING
         self.missing = set(self.layout.members)
         self._unused.clear()
+
+    def reset(self) -> None:
+        """Empties the bucket, whatever has become of its launch. Idempotent."""
+        self._packing.forget()
+        self._future = None
+        self.finish()
 
     # To other windows ---------------------------------------------------------------------------
 

@@ -146,6 +146,11 @@ class BucketList:
             # A later pass may add to them, or zero_grad() drop them.
             bucket.restore_grads()
 
+    def reset(self) -> None:
+        """Empties all buckets, whatever has become of their launches. Idempotent."""
+        for bucket in self.all:
+            bucket.reset()
+
     def mark_rest_unused(self) -> None:
         """Marks all parameters without a gradient in this pass as unused."""
         for bucket in self.all:

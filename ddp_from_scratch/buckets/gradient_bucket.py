@@ -101,3 +101,6 @@ class GradientBucket(Protocol):
 
     def finish(self, used: Collection[int] | None) -> None:
         """Waits, unpacks the averages of members in `used` (None: all), and empties the bucket."""
+
+    def reset(self) -> None:
+        """Empties the bucket, whatever has become of its launch. Idempotent."""

@@ -61,3 +61,6 @@ class Observer:
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before an optimizer steps some of the Reducer's parameters."""
+
+    def on_drop(self) -> None:
+        """Called when a step is dropped, whatever has begun of it. Must not communicate."""

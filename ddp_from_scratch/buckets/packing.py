@@ -104,6 +104,10 @@ class Packing:
             self._parameters[position].grad = self._lend(position)
         self._packed.clear()
 
+    def forget(self) -> None:
+        """Forgets which members are packed. Idempotent."""
+        self._packed.clear()
+
     def pack(self, scale: float, unused: Collection[int]) -> None:
         """Copies the rest of the gradients in, multiplied by `scale`.
 

@@ -177,6 +177,11 @@ class SparseBucket:
         self._work = self._average = None
         self._mine = ()
 
+    def reset(self) -> None:
+        """Empties the bucket, whatever has become of its launch. Idempotent."""
+        self._work = self._average = None
+        self.finish()
+
     def _sum_dense(self) -> torch.Tensor:
         total = self._mine[0] if self._mine else torch.zeros_like(self._parameter)
         dist.all_reduce(total, group=self._process_group)

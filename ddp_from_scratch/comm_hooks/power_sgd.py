@@ -7,7 +7,6 @@ Distributed Optimization" (NeurIPS 2019), algorithm 1 with error feedback (algor
 start. It needs no collective inside a callback, so unlike torch's it runs on every backend.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.memory import split_like
 from ddp_from_scratch.comm_hooks.default_hooks import Future, allreduce_hook
+from ddp_from_scratch.comm_hooks.later import Later
 from ddp_from_scratch.group import check_group, of_member
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
@@ -141,31 +141,6 @@ class PowerSGDState:
             self._qs = {}
 
 
-class _Later(torch.futures.Future[Any]):
-    """A future whose value is computed by the thread that waits for it."""
-
-    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
-        super().__init__()
-        self._compute = compute
-        self._value: torch.Tensor | None = None
-
-    # A callback of the first all-reduce would be simpler, but not every backend can start a
-    # collective inside a callback.
-    def wait(self) -> torch.Tensor:
-        """Computes the value the first time."""
-        if self._value is None:
-            self._value = self._compute()
-        return self._value
-
-    def value(self) -> torch.Tensor:
-        """Returns the result of `wait`."""
-        return self.wait()
-
-    def then(self, callback: Callable[[Any], Any]) -> "_Later":
-        """Returns a future that runs `callback` when it is waited for."""
-        return _Later(lambda: callback(self))
-
-
 def power_sgd_hook(
     state: PowerSGDState, bucket: Bucket, group: dist.ProcessGroup | None = None
 ) -> Future:
@@ -215,7 +190,7 @@ def _average_in_full(
         state.iteration += bucket.is_last()
         return average
 
-    return _Later(finish)
+    return Later(finish)
 
 
 def _average_in_low_rank(state: PowerSGDState, bucket: Bucket, group: dist.ProcessGroup) -> Future:
@@ -257,7 +232,7 @@ def _average_in_low_rank(state: PowerSGDState, bucket: Bucket, group: dist.Proce
         state.iteration += bucket.is_last()
         return buffer
 
-    return _Later(finish)
+    return Later(finish)
 
 
 def _all_reduce(tensor: torch.Tensor, state: PowerSGDState, group: dist.ProcessGroup) -> dist.Work:

@@ -1,1 +1,1 @@
-"""Steps whose bits do not depend on the number of ranks, and jobs that go on without a lost one."""
+"""The same bits on any number of ranks, and runs that go on without a lost one."""

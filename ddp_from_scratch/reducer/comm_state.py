@@ -46,6 +46,8 @@ class CommState:
         # Made from the hook and the weight: setting either of them resets it.
         self.args: LaunchArgs | None = None
         self.weight: GradientWeight | None = None
+        # True with `shards`, whose sum allows neither weights nor another hook.
+        self._fixed = False
         self._process_group = process_group
         self._backend = str(dist.get_backend(check_group(process_group)))
         # True if the hook sends through `group`; else through the group that its state names.
@@ -77,20 +79,33 @@ class CommState:
         """Uses this comm hook from now on.
 
         Raises:
+            RuntimeError: the hook is fixed.
             TypeError: `hook` is not callable.
         """
+        self._check_free("a comm hook")
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.hook, self.state, self.args = hook, state, None
         self.several_at_once = default_hooks.may_overlap(hook)
         self._follows = default_hooks.is_ours(hook) and _stands_for(state, self._process_group)
 
+    def fix_hook(self, hook: CommHook, state: Any) -> None:
+        """Uses this comm hook for good, without weights."""
+        self.set_hook(hook, state)
+        self._fixed = True
+
+    def _check_free(self, what: str) -> None:
+        if self._fixed:
+            raise RuntimeError(f"shards=V has a sum of its own and cannot be used with {what}")
+
     def agree_weight(self, amount: float) -> GradientWeight:
         """Starts to agree on the sum of all ranks' amounts. Collective.
 
         Raises:
+            RuntimeError: the hook is fixed.
             ValueError: `amount` is negative or not finite.
         """
+        self._check_free("weight() or join()")
         on_cpu = takes_cpu_tensors(self._process_group)
         return GradientWeight(amount, self.group() if on_cpu else gloo_beside(self._process_group))
 
@@ -126,6 +141,7 @@ class CommState:
         Raises:
             RuntimeError: a comm hook is registered.
         """
+        self._check_free("local gradients")
         if self.hook is not default_hooks.average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
         self.set_hook(default_hooks.keep_local, self.state)

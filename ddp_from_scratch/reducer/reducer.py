@@ -6,7 +6,7 @@ launch), `_on_backward_end` and `_finish` (wait, unpack).
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ddp_from_scratch.checks.module_snapshot import ModuleSnapshot
 from ddp_from_scratch.checks.stall_watch import Progress, StallWatch
 from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.checks.straggler_watch import StragglerWatch
+from ddp_from_scratch.elastic.shards import Shards
 from ddp_from_scratch.group import check_group
 from ddp_from_scratch.reducer.bucket_tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.reducer.comm_state import CommState
@@ -93,6 +94,9 @@ class Reducer:
             for, how often, how long, and in which phase (`straggler_watch.py`). None means never.
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
+        shards: a power of two. A step's batch is this many equal shards, each rank runs those of
+            `shard_range`, and their gradients are summed along a fixed tree (`elastic/`): the same
+            bits on any number of ranks. Implies `broadcast_buffers`; buckets keep their layout.
 
     Attributes:
         module, process_group, ignore: as given.
@@ -135,6 +139,7 @@ class Reducer:
         fuse_wgrad: bool = False,
         ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
+        shards: int | None = None,
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
         snapshot = ModuleSnapshot(module, ignore)
@@ -143,8 +148,10 @@ class Reducer:
         on_cpu = all(parameter.device.type == "cpu" for parameter in trainable.values())
         if fuse_wgrad and not on_cpu:
             raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
-        self.comm = CommState(process_group, overlap, shared_memory and on_cpu)
-        as_view, memory_of = gradient_as_bucket_view or fuse_wgrad, self._memory_of()
+        self.comm = CommState(process_group, overlap, shared_memory and on_cpu and not shards)
+        as_view = gradient_as_bucket_view or fuse_wgrad
+        # Memory of a group ends with it, and shards may go on in another group.
+        memory_of = None if shards else self._memory_of()
         self._buckets = BucketList(module, trainable, process_group, caps, as_view, memory_of)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
@@ -156,7 +163,8 @@ class Reducer:
             find_unused=find_unused_parameters,
             static_graph=static_graph,
             skip_unused=skip_unused,
-            ready_order=ready_order,
+            # With shards the layout is final: an average that failed on some ranks changes nothing.
+            ready_order=ready_order or (self._buckets.names[::-1] if shards is not None else None),
             on_enter=self._on_enter,
             at_end=self._on_backward_end,
             broken_off=self._buckets.restore_grads,
@@ -176,7 +184,13 @@ class Reducer:
         # that is off adds none, so it costs nothing.
         self._observers: list[Observer] = []
         self.buffer_sync = BufferSync(module, process_group, ignore)
-        self.set_broadcast_buffers(broadcast_buffers)
+        self.set_broadcast_buffers(broadcast_buffers or shards is not None)
+        self._shards: Shards | None = None
+        if shards is not None:
+            looks = self.checks.has_sync_batch_norm, self.buffer_sync.named
+            self._shards = Shards(shards, self._buckets, *looks, process_group, fuse_wgrad)
+            self.comm.fix_hook(self._shards.reduction.average, process_group)
+            self._observers.append(self._shards)
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
         self._tuning: BucketTuning | None = None
         if bucket_cap_mb == AUTO:
@@ -286,6 +300,36 @@ class Reducer:
         except RuntimeError:
             self.comm.set_weight(None)
             raise
+
+    @property
+    def shard_range(self) -> range:
+        """The shards that this rank runs in a step of the present group, in this order."""
+        return self._with_shards().range()
+
+    def shard(self, index: int) -> AbstractContextManager[None]:
+        """Runs shard `index` inside: forward, and one backward pass outside of `no_sync()`."""
+        return self._with_shards().run(index, self.no_sync, self.drop_step)
+
+    def seek(self, step: int, seed: int = 0) -> None:
+        """Goes on with shards from `step`, the number of steps before it. Alike on all ranks."""
+        self._with_shards().seek(step, seed)
+        self.iteration = step
+
+    def _with_shards(self) -> Shards:
+        if self._shards is None:
+            raise RuntimeError("this Reducer has no shards: make it with shards=V")
+        return self._shards
+
+    def drop_step(self) -> None:
+        """Forgets a step that failed, before the optimizer's step: it may be repeated. Idempotent."""
+        self._pass.drop()
+        self._buckets.reset()
+        self.comm.set_weight(None)
+        self._next_bucket, self._error = 0, None
+        for observer in self._observers:
+            observer.on_drop()
+        if self._shards is not None:
+            self.iteration = self._shards.step
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.

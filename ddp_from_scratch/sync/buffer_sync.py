@@ -80,7 +80,7 @@ class BufferSync(Observer):
 
     def will_send(self) -> bool:
         """True if there are buffers to synchronise, with or without a hook."""
-        return self.enabled and bool(self._named())
+        return self.enabled and bool(self.named())
 
     # At the end of a backward pass --------------------------------------------------------------
 
@@ -95,10 +95,14 @@ class BufferSync(Observer):
         """Writes the received buffers."""
         self._finish()
 
+    def on_drop(self) -> None:
+        """Forgets buffers under way."""
+        self._sent, self._futures = [], []
+
     @torch.no_grad()
     def _launch(self, src: int) -> None:
         self._src = src
-        self._sent = [self._begin(some) for some in messages(list(self._named().values()))]
+        self._sent = [self._begin(some) for some in messages(list(self.named().values()))]
 
     def _begin(self, buffers: list[torch.Tensor]) -> _Message:
         if self._is_source():
@@ -173,13 +177,14 @@ class BufferSync(Observer):
 
     def send(self, src: int, tensors: Sequence[torch.Tensor] | None = None) -> None:
         """Sends rank `src`'s buffers, or these tensors, to all; for hooks. Collective."""
-        buffers = list(self._named().values()) if tensors is None else tensors
+        buffers = list(self.named().values()) if tensors is None else tensors
         send_tensors(buffers, src, self._process_group)
 
-    def _named(self) -> dict[str, torch.Tensor]:
+    def named(self) -> dict[str, torch.Tensor]:
+        """Returns the buffers that are synchronised, by name."""
         return {n: b for n, b in self._module.named_buffers() if n not in self._ignore}
 
     def _run(self, hook: BufferHook) -> None:
-        futures = hook.call(hook.state, self._named())
+        futures = hook.call(hook.state, self.named())
         if futures is not None:
             self._futures += futures if isinstance(futures, list) else [futures]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch.checks.straggler_report import StragglerReport
+from ddp_from_scratch.elastic.generators import seed_generators
 from ddp_from_scratch.elastic.membership import Membership
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.launch.rank_process import is_communication_error
@@ -28,7 +29,7 @@ from ddp_from_scratch.training.evaluate import DTYPES, accuracy
 from ddp_from_scratch.training.loss_watch import LossWatch, place_of
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.models import make_model
-from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, seed_generators
+from ddp_from_scratch.training.process_setup import open_dataset, prepare_process
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
@@ -355,7 +356,7 @@ class Trainer:
         self.reducer.drop_step()
         if state is not None:
             self._restore(state)
-        self.reducer.seek(self.global_step)
+        self.reducer.seek(self.global_step, self.settings.seed)
         self.regrouped = left, time.monotonic()
 
     def _meet(self) -> checkpoint.State | None:

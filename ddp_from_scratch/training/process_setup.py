@@ -2,16 +2,15 @@
 
 import hashlib
 import os
-import random
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 import ddp_from_scratch
+from ddp_from_scratch.elastic.generators import seed_generators
 from ddp_from_scratch.training.coordination import require_same, together
 from ddp_from_scratch.training.datasets import load_dataset
 from ddp_from_scratch.training.image_data import ImageData
@@ -55,14 +54,6 @@ def versions() -> dict[str, str]:
         "torchvision": metadata.version("torchvision"),
         "ddp_from_scratch's source": source.hexdigest()[:16],
     }
-
-
-def seed_generators(seed: int) -> None:
-    """Seeds every generator that a model may draw from: torch's, on GPUs too, Python's, numpy's."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    # numpy takes 32 bits at a time, and a seed may have more.
-    np.random.seed(np.random.SeedSequence(seed).generate_state(8))
 
 
 def cpu_group(world: World, timeout: float) -> dist.ProcessGroup:

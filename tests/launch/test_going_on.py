@@ -97,7 +97,9 @@ note("joined")
 """
     assert start(tmp_path, program) == 0
     assert notes(tmp_path) == ["joined-0", "joined-2", "joined-3", "went on-0", "went on-2"]
-    said = "process 1 was killed by SIGKILL: going on with 2 ranks; starting another (failure 1 of 3)"
+    said = (
+        "process 1 was killed by SIGKILL: going on with 2 ranks; starting another (failure 1 of 3)"
+    )
     assert capfd.readouterr().err == f"{said}\n"
 
 
@@ -163,7 +165,9 @@ note("ended")
     assert start(tmp_path, program, max_failures=1) == 0
     assert notes(tmp_path) == ["ended-0", "ended-2", "gone-0"]
     first, second = capfd.readouterr().err.splitlines()
-    assert first.startswith("process 1 ended with exit code 9: going on with 2 ranks; starting another")
+    assert first.startswith(
+        "process 1 ended with exit code 9: going on with 2 ranks; starting another"
+    )
     assert second == (
         "process 3 ended with exit code 9: going on with 2 ranks; no replacement is left of 1"
     )

@@ -1,0 +1,34 @@
+"""Random generators of a process, and numbers of their own for each shard."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds every generator that a model may draw from: torch's, on GPUs too, Python's, numpy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    # numpy takes 32 bits at a time, and a seed may have more.
+    np.random.seed(np.random.SeedSequence(seed).generate_state(8))
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Seeds all generators from these numbers inside; outside they go on as if nothing had been.
+
+    So what a program draws between shards, such as an order of samples, does not depend on how
+    many shards this rank has run.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(gpus):
+        seed_generators(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

@@ -1,0 +1,180 @@
+"""Runs one rank's shards of a step, one after the other: `with reducer.shard(i)`.
+
+The phases of a step on a rank, whose shards come in descending order:
+
+- each shard: buffers are what they were when the step began, `.grad` is None, and all generators
+  are seeded by the step and the shard.
+- after each but the last: gradients go to the partial sums (`tree_reduction.py`).
+- in the last: backward packs and launches as ever, and the comm hook adds the partial sums.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.buckets.bucket_list import BucketList
+from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
+from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.elastic.generators import seeded
+from ddp_from_scratch.elastic.tree import shard_range
+from ddp_from_scratch.elastic.tree_reduction import TreeReduction
+
+
+class Shards(Observer):
+    """The shards of this rank, and the step that they are in.
+
+    Args:
+        count: V, the shards of a step on all ranks together.
+        buckets: those of all parameters that are averaged.
+        has_sync_batch_norm: True if a layer takes its moments over several ranks.
+        buffers: returns the module's buffers, by name.
+        process_group: the ranks that share the shards out; None means all, at each step.
+        windows: see `TreeReduction`.
+
+    Attributes:
+        step: the number of averages so far. It seeds the generators, with the shard.
+        reduction: sums the gradients.
+
+    Raises:
+        ValueError: `count` is not a power of two, there are fewer shards than ranks, or a gradient
+            is sparse.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        buckets: BucketList,
+        has_sync_batch_norm: Callable[[], bool],
+        buffers: Callable[[], Mapping[str, torch.Tensor]],
+        process_group: dist.ProcessGroup | None,
+        windows: bool,
+    ) -> None:
+        if count < 1 or count & (count - 1):
+            raise ValueError(f"shards must be a power of two, got {count}")
+        if len(buckets.flat) < len(buckets.all):
+            raise ValueError("sparse gradients cannot be summed over shards: use sparse=False")
+        self._count, self._buckets, self._buffers = count, buckets, buffers
+        self._has_sync_batch_norm = has_sync_batch_norm
+        self._process_group = process_group
+        self.step, self._seed = 0, 0
+        self.reduction = TreeReduction(count, windows)
+        # The shards of this step that have not ended, in their order. Empty between steps.
+        self._due: list[int] = []
+        self._inside: int | None = None
+        # The buffers when the step began, and its number; until the optimizer steps.
+        self._before: tuple[list[tuple[torch.Tensor, torch.Tensor]], int] | None = None
+        self._check()
+
+    def _check(self) -> None:
+        self.range()
+        if self._has_sync_batch_norm():
+            raise ValueError(
+                "synchronised batch norm cannot be used with shards=V: a rank's shards run one after "
+                "the other, so their batches are never there together"
+            )
+
+    def range(self) -> range:
+        """Returns this rank's shards in the group that is open now, in the order to run them."""
+        group = self._process_group
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        if ranks > self._count:
+            raise ValueError(
+                f"shards must be at least as many as ranks, got {self._count} of {ranks}"
+            )
+        # Descending: so rank 0 runs shard 0 last, and ends with its buffers, which all ranks get.
+        return shard_range(self._count, rank, ranks)[::-1]
+
+    def seek(self, step: int, seed: int) -> None:
+        """Goes on from this step, with generators seeded by it and `seed`."""
+        self.step, self._seed = step, seed
+
+    @contextmanager
+    def run(
+        self,
+        index: int,
+        no_sync: Callable[[], AbstractContextManager[None]],
+        drop_step: Callable[[], None],
+    ) -> Iterator[None]:
+        """Runs a shard inside, under `no_sync` unless it is the last. An exception drops the step."""
+        try:
+            self._enter(index)
+            last = self._due == [index]
+            with seeded(self._seed, self.step, index), nullcontext() if last else no_sync():
+                yield
+            if not last:
+                self.reduction.add(index, self._take_gradients())
+                self._due.remove(index)
+            elif self._due:
+                raise RuntimeError(f"shard {index} ended without a backward pass that averages")
+            self._inside = None
+        except BaseException:
+            drop_step()
+            raise
+
+    def _enter(self, index: int) -> None:
+        order = self.range()
+        if self._inside is not None:
+            raise RuntimeError(f"shard {index} begins inside shard {self._inside}")
+        if index not in order:
+            raise ValueError(f"shard {index} is not one of this rank's, which are {list(order)}")
+        if not self._due:
+            # A layer may have been converted since the last step.
+            self._check()
+            self._due = list(order)
+            buffers = [(buffer, buffer.clone()) for buffer in self._buffers().values()]
+            self._before = buffers, self.step
+        if index != self._due[0]:
+            again = "again" if index not in self._due else "out of order"
+            raise RuntimeError(f"shard {index} comes {again}: the next one is {self._due[0]}")
+        self._inside = index
+        self._put_back()
+        self._take_gradients()
+
+    def _take_gradients(self) -> dict[int, torch.Tensor]:
+        found = {}
+        for index, parameter in enumerate(self._buckets.parameters):
+            if parameter.grad is not None:
+                found[index] = parameter.grad
+                parameter.grad = None
+        return found
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        if self._before is not None:
+            for buffer, value in self._before[0]:
+                buffer.copy_(value)
+
+    # As an observer -----------------------------------------------------------------------------
+
+    def on_launch(self, bucket: GradientBucket) -> None:
+        """Raises outside of this rank's last shard, where gradients would be lost."""
+        if self._due != [self._inside]:
+            raise RuntimeError(
+                "with shards=V every backward pass goes into `with reducer.shard(i)`"
+            )
+
+    def on_average(self, iteration: int, takes_part: bool) -> None:
+        """Ends the step."""
+        self.reduction.clear()
+        self._due, self.step = [], self.step + 1
+
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises if shards are missing in this step."""
+        # In the last shard a backward pass may step each bucket that has landed.
+        if self._due and self._due != [self._inside]:
+            raise RuntimeError(
+                f"the optimizer steps before shards {self._due} of this rank have run"
+            )
+        if not self._due:
+            self._before = None
+
+    def on_drop(self) -> None:
+        """Forgets the step, and puts the buffers back; also after its average."""
+        self.reduction.clear()
+        self._take_gradients()
+        self._put_back()
+        if self._before is not None:
+            self.step = self._before[1]
+        self._due, self._inside, self._before = [], None, None

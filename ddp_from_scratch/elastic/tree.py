@@ -1,0 +1,74 @@
+"""Sums along a fixed binary tree over shards: arithmetic alone, no tensors, no communication.
+
+    shard            0   1   2   3   4   5   6   7
+    sums of 2        |0 1|   |2 3|   |4 5|   |6 7|
+    sums of 4        |0 1     2 3|   |4 5     6 7|
+    root             |0 1     2 3     4 5     6 7|
+
+    3 ranks          |0 1||   2 3 4|   |  5 6 7|
+    aligned blocks   |0 1||   2 3|4|   |5| |6 7|
+
+Each node is the sum of its two children, whoever holds them, so the root has the same bits on any
+number of ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+def shard_range(shards: int, rank: int, ranks: int) -> range:
+    """Returns the shards of a rank: contiguous, and as many on every rank but for one."""
+    return range(rank * shards // ranks, (rank + 1) * shards // ranks)
+
+
+class Block(NamedTuple):
+    """A node of the tree: `size` shards from `start` on. `start` is a multiple of `size`."""
+
+    start: int
+    size: int
+
+
+def aligned_blocks(part: range) -> list[Block]:
+    """Returns the fewest nodes of the tree that make up these shards, in order."""
+    blocks, start = [], part.start
+    while start < part.stop:
+        # The lowest set bit of `start` is the largest size that it is a multiple of. 0 is one of
+        # every size.
+        size = start & -start or 1 << part.stop.bit_length()
+        while start + size > part.stop:
+            size //= 2
+        blocks.append(Block(start, size))
+        start += size
+    return blocks
+
+
+class PartialSums(Generic[T]):
+    """A binary counter of sums: two siblings become their parent as soon as both are there.
+
+    Args:
+        add: returns the sum of two values, the one of lower shards first. May reuse their memory.
+    """
+
+    def __init__(self, add: Callable[[T, T], T]) -> None:
+        self._add = add
+        self._values: dict[Block, T] = {}
+
+    def push(self, block: Block, value: T) -> None:
+        """Adds the value of a block that has not been pushed, from whichever side it comes."""
+        start, size = block
+        # The bit of `size` tells a left sibling from a right one.
+        while (sibling := Block(start ^ size, size)) in self._values:
+            other = self._values.pop(sibling)
+            value = self._add(other, value) if start & size else self._add(value, other)
+            start, size = start & ~size, 2 * size
+        self._values[Block(start, size)] = value
+
+    def __iter__(self) -> Iterator[tuple[Block, T]]:
+        """Yields the sums that have no sibling yet, in the order of shards."""
+        return iter(sorted(self._values.items(), key=lambda item: item[0]))
+
+    def clear(self) -> None:
+        """Drops all sums."""
+        self._values.clear()

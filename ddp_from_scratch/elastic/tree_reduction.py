@@ -1,0 +1,154 @@
+"""A comm hook that sums a bucket over shards along the fixed tree of `tree.py`.
+
+Each rank owns one chunk of the bucket. It gets every rank's partial sums of that chunk, adds them
+along the tree, and sends the average to all:
+
+    rank 0   | sum of 0 1 |                 |                  rank 0: root of chunk 0
+    rank 1   | sum of 2 3 |  -> all-to-all  |  -> tree sums -> rank 1: root of chunk 1 -> all-gather
+             | 4          |                 |
+    rank 2   | 5          |                 |                  rank 2: root of chunk 2
+             | sum of 6 7 |
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.comm_hooks.default_hooks import Future
+from ddp_from_scratch.comm_hooks.later import Later
+from ddp_from_scratch.elastic.tree import Block, PartialSums, aligned_blocks, shard_range
+from ddp_from_scratch.group import check_group, of_member
+
+# By the parameter's index. A missing one is a gradient of zeros.
+Gradients = dict[int, torch.Tensor]
+
+
+def add_gradients(low: Gradients, high: Gradients) -> Gradients:
+    """Adds `high` to `low`, in the memory of `low` where both have a gradient."""
+    both = [index for index in low if index in high]
+    if both:
+        torch._foreach_add_([low[index] for index in both], [high[index] for index in both])
+    return high | low
+
+
+class TreeReduction:
+    """The partial sums of this rank's earlier shards, and the hook that averages over all shards.
+
+    Sums have the dtype of the gradients: each node of the tree rounds once, so a sum of V shards
+    has log2 V roundings. The division by V comes first, as in `comm_hooks.average`, and is exact
+    (but where a value becomes subnormal).
+
+    Args:
+        shards: V, a power of two.
+        windows: True if a gradient may be a window of a bucket already (`FusedWgrad`).
+    """
+
+    def __init__(self, shards: int, windows: bool) -> None:
+        self._shards, self._windows, self._scale = shards, windows, 1 / shards
+        self._sums: PartialSums[Gradients] = PartialSums(add_gradients)
+
+    def add(self, shard: int, gradients: Gradients) -> None:
+        """Adds the gradients of a shard that is not this rank's last; takes their memory."""
+        for index, gradient in gradients.items():
+            # The next shard's gradient will be written to the same window.
+            gradients[index] = (gradient.clone() if self._windows else gradient).mul_(self._scale)
+        self._sums.push(Block(shard, 1), gradients)
+
+    def clear(self) -> None:
+        """Drops the sums of this step."""
+        self._sums.clear()
+
+    def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+        """Averages the bucket, which holds this rank's last shard, over all shards."""
+        group = check_group(process_group)
+        parts = [shard_range(self._shards, rank, group.size()) for rank in range(group.size())]
+        rows = self._rows(bucket, parts[group.rank()].start)
+        blocks = [aligned_blocks(part) for part in parts]
+        exchange = _Exchange(group, rows, blocks) if group.size() > 1 else None
+        buffer = bucket.buffer()
+
+        @torch.no_grad()
+        def finish() -> torch.Tensor:
+            if exchange is not None:
+                exchange.finish(rows[0])
+            # Zeros may be -0.0 where gradients are missing on some shards, by how these are shared
+            # out. No other value depends on the sign of a zero, so it is enough to drop it here.
+            buffer.add_(0.0)
+            return buffer
+
+        return Later(finish)
+
+    # One collective is started here, the other in `wait`. All ranks launch buckets in order of
+    # their index, and `Reducer._finish` waits for them in that order after the last launch (the
+    # buffers' broadcast and the agreement on used parameters lie between), so every rank issues the
+    # same collectives in the same order.
+    average.one_collective = True  # type: ignore[attr-defined]
+
+    def _rows(self, bucket: Bucket, last: int) -> list[torch.Tensor]:
+        """Returns this rank's partial sums of the bucket as flat real tensors, in order of shards.
+
+        `last` is the rank's lowest shard, which runs last: the first row, which holds it, is the
+        bucket itself.
+        """
+        members, sums = bucket.layout.members, PartialSums(add_gradients)
+        for block, gradients in self._sums:
+            # Out of the counter: memory is free as soon as the bucket is launched.
+            taken = {index: gradients.pop(index) for index in members if index in gradients}
+            sums.push(block, taken)
+        flat = bucket.buffer().mul_(self._scale)
+        sums.push(Block(last, 1), dict(zip(members, bucket.gradients(), strict=True)))
+        rows = [flat]
+        for _, gradients in list(sums)[1:]:
+            rows.append(torch.zeros_like(flat))
+            windows = dict(zip(members, bucket.windows_of(rows[-1]), strict=True))
+            for index, gradient in gradients.items():
+                windows[index].copy_(gradient)
+        return [torch.view_as_real(row).view(-1) if row.is_complex() else row for row in rows]
+
+
+class _Exchange:
+    """The partial sums of a bucket on their way to the owners of its chunks."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rows: Sequence[torch.Tensor],
+        blocks: Sequence[Sequence[Block]],
+    ) -> None:
+        numel, ranks = rows[0].numel(), group.size()
+        # Equal chunks, as the all-gather wants them. The last ones may be shorter, or empty.
+        self._chunk = -(-numel // ranks)
+        lengths = [max(0, min(self._chunk, numel - q * self._chunk)) for q in range(ranks)]
+        self._group, self._length = group, lengths[group.rank()]
+        self._blocks = [block for of_rank in blocks for block in of_rank]
+        chunks = zip(*(row.split(lengths) for row in rows), strict=True)
+        sent = (
+            rows[0] if len(rows) == 1 else torch.cat([part for parts in chunks for part in parts])
+        )
+        self._received = sent.new_empty(len(self._blocks) * self._length)
+        self._work = of_member(
+            dist.all_to_all_single(
+                self._received,
+                sent,
+                [len(of_rank) * self._length for of_rank in blocks],
+                [len(rows) * length for length in lengths],
+                group=group,
+                async_op=True,
+            )
+        )
+
+    def finish(self, into: torch.Tensor) -> None:
+        """Waits, adds what came along the tree, and gathers the chunks of all owners."""
+        self._work.wait()
+        sums: PartialSums[torch.Tensor] = PartialSums(torch.Tensor.add_)
+        rows = self._received.view(len(self._blocks), self._length)
+        for block, row in zip(self._blocks, rows, strict=True):
+            sums.push(block, row)
+        ((_, root),) = sums
+        own = root.new_zeros(self._chunk)
+        own[: self._length] = root
+        gathered = own.new_empty(self._chunk * self._group.size())
+        dist.all_gather_into_tensor(gathered, own, group=self._group)
+        into.copy_(gathered[: into.numel()])
