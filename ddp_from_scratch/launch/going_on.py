@@ -6,7 +6,8 @@ a rank is killed, or fails           the others go on as a new generation; anoth
                                      started in its place, and joins at the end of a step
 a rank is stopped (SIGSTOP)          killed after `STOPPED_S`
 a rank ends with code 2              the user's mistake: all ranks end
-the same exception at the same step  a bug and no fault: all ranks end
+the same exception at the same step  a bug and no fault: all ranks end; so does an exit code that
+                                     comes twice before a process has joined
 more failures than allowed           the others go on; nothing is started any more
 no rank is left that has trained     the job ends
 """
@@ -17,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_from_scratch.launch.board import Board
+from ddp_from_scratch.launch.board import NO_STATE, Board
 from ddp_from_scratch.launch.environment import (
     BOARD,
     MEMBER,
@@ -103,9 +104,12 @@ class GoingOnWatch(Watch):
             died = code < 0 and member in self._members
             return self._stopped() if died or not self._living else None
         failure = self._board.failure(member)
+        if code > 0 and not self._board.has_arrived(member, 1):
+            failure = NO_STATE, f"exit code {code}"
         if failure is not None and failure == self._last_failure:
             step, text = failure
-            say(f"step {step + 1} failed again with {text}; all other ranks were stopped")
+            where = "the start" if step == NO_STATE else f"step {step + 1}"
+            say(f"{where} failed again with {text}; all other ranks were stopped")
             return code
         if code == _USAGE or not self._members & self._living:
             return self._failed(member, code)

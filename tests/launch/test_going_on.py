@@ -139,6 +139,8 @@ def test_the_same_exception_at_the_same_step_is_a_bug(
 ) -> None:
     program = """
 if me in (1, 3, 4):
+    generation(1)
+    board.arrive(me, 1, 0)
     board.note_failure(me, 6 if me == 1 else 7, "ValueError: no")
     note("failed")
     sys.exit(1)
@@ -151,12 +153,22 @@ time.sleep(60)
     assert last == "step 8 failed again with ValueError: no; all other ranks were stopped"
 
 
+def test_a_program_that_fails_at_its_start_is_not_started_for_ever(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert start(tmp_path, "sys.exit(5)", nproc=1) == 5
+    assert start(tmp_path, "time.sleep(60) if me == 0 else sys.exit(5)", nproc=2) == 5
+    *_, last = capfd.readouterr().err.splitlines()
+    assert last == "the start failed again with exit code 5; all other ranks were stopped"
+
+
 def test_after_too_many_failures_nothing_is_started(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = """
 generation(1)
 if me in (1, 3):
+    board.arrive(me, 1, 0)
     sys.exit(9)
 assert generation(2) == [0, 2]
 seen("gone", 0) if me else (time.sleep(0.5), note("gone"))
