@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ddp_from_scratch.elastic.connections import cut, open_sockets
 from ddp_from_scratch.launch.board import NO_STATE, Board
 from ddp_from_scratch.launch.environment import BOARD, MEMBER
 from ddp_from_scratch.world.process_group import World, replace_group
 
-# Until all ranks of a generation are connected; they have all arrived before. One that dies
-# meanwhile costs the others this much.
-_CONNECT = timedelta(seconds=5)
+# Seconds that ranks which have all arrived may take to connect. One that dies meanwhile costs the
+# others up to 5 times as much: gloo tries so often. Doubled after each failure, for slow machines.
+_CONNECT_S = 0.5
 _POLL_S = 0.001
 
 
@@ -59,6 +60,9 @@ class Membership:
         self._member = int(os.environ.get(MEMBER, "0"))
         self._generation = 0
         self._has_state = False
+        self._connect_s = _CONNECT_S
+        # Of the present group.
+        self._sockets: dict[int, int] = {}
         self.took_over = False
 
     @property
@@ -93,12 +97,26 @@ class Membership:
             steps = [self._board.step(member) for member in members]
             store = dist.FileStore(str(self._board.folder / f"store-{generation}"), len(members))
             rank = members.index(self._member)
+            before = open_sockets()
+            connect = timedelta(seconds=self._connect_s)
             try:
-                self.world = replace_group(self.world, store, rank, len(members), _CONNECT)
-            except RuntimeError:  # one of them died just now
-                self.leave()
+                self.world = replace_group(self.world, store, rank, len(members), connect)
+            except RuntimeError as error:  # one of them died just now
+                print(
+                    "DEBUG",
+                    self._member,
+                    generation,
+                    members,
+                    round(time.time() % 1000, 2),
+                    str(error)[:250].replace(chr(10), " "),
+                    flush=True,
+                )
+                self._connect_s *= 2
+                self.leave(error)
                 self._ask_for_next(generation)
                 continue
+            self._connect_s = _CONNECT_S
+            self._sockets = dict(open_sockets().items() - before.items())
             self._generation = generation
             assert dist.group.WORLD is not None, "it has just been opened"
             dist.group.WORLD.set_timeout(self._timeout)
@@ -117,8 +135,8 @@ class Membership:
         Args:
             error: what it failed with; the values in its frames are dropped.
         """
-        # gloo's connections close with the last reference to the group, and the frames of an error
-        # have many.
+        cut(self._sockets)
+        # The group ends with the last reference to it, and the frames of an error have many.
         while error is not None:
             if error.__traceback__ is not None:
                 traceback.clear_frames(error.__traceback__)

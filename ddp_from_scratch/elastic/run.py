@@ -62,7 +62,9 @@ class ElasticRun:
         # True once this attempt's optimizer has stepped: then the step is finished.
         self._stepped = False
         optimizer.register_step_post_hook(self._note_step)
+        # 1 once the generation is over for some rank, when `_exchange` has ended.
         self._over = torch.zeros(1, dtype=torch.int64)
+        self._exchange: dist.Work | None = None
 
     @property
     def world(self) -> World:
@@ -87,35 +89,42 @@ class ElasticRun:
     def _attempt(self) -> Iterator[None]:
         self._stepped = False
         try:
-            over = self._ask()
+            self._ask()
             yield
             # Finished: what may fail now is only the exchange for the next step.
             self._stepped = True
-            self._answer(over)
+            self._answer()
         except Exception as error:
             if not self._may_go_on(error):
                 self._membership.note_failure(self.step, error)
                 raise
-            self._membership.lose(error)
+            self._lose(error)
         # With the averages of all ranks behind it, a step counts also if peers are lost after it:
         # they get its result from this rank.
         if self._stepped:
             self.step += 1
 
-    def _ask(self) -> dist.Work | None:
+    def _ask(self) -> None:
         """Begins to exchange whether the generation is over for some rank."""
-        if not self._membership.goes_on:
-            return None
-        self._over[0] = self._membership.is_over
-        # Asynchronous: the step hides it.
-        return dist.all_reduce(self._over, dist.ReduceOp.MAX, async_op=True)
+        if self._membership.goes_on:
+            # New: one that was broken off may still write to the last one.
+            self._over = torch.tensor([int(self._membership.is_over)])
+            # Asynchronous: the step hides it.
+            self._exchange = dist.all_reduce(self._over, dist.ReduceOp.MAX, async_op=True)
 
-    def _answer(self, over: dist.Work | None) -> None:
+    def _answer(self) -> None:
         """Leaves the group on all ranks behind the same step, if it is over."""
-        if over is not None:
-            over.wait()
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange = None
             if self._over.item():
                 self._membership.leave()
+
+    def _lose(self, error: Exception) -> None:
+        """Drops all that holds the group's connections, and then the group."""
+        self._exchange = None
+        self._reducer.drop_step()
+        self._membership.lose(error)
 
     def _join(self) -> None:
         """Meets the others and takes rank 0's state, until that succeeds."""
@@ -128,8 +137,7 @@ class ElasticRun:
             except Exception as error:
                 if not self._may_go_on(error):
                     raise
-                self._membership.lose(error)
-            self._reducer.drop_step()
+                self._lose(error)
             self._reducer.seek(self.step)
 
     def _take_state(self, source: int) -> None:
@@ -150,7 +158,7 @@ class ElasticRun:
         except Exception as error:
             if not self._may_go_on(error):
                 raise
-            self._membership.lose(error)
+            self._lose(error)
             return False
         return True
 

@@ -89,7 +89,8 @@ class GoingOnWatch(Watch):
                 ends = self._lose(member, code) if code else None
                 if ends is not None:
                     return ends
-            if not self._living:
+            if not self._members & self._living:
+                # All have ended well. One that was still to join has nothing to go on with.
                 return self._stopped() if self._received else 0
             self._kill_stopped()
             if not self._received:

@@ -111,6 +111,8 @@ def start_ranks(
             f"max_failures must be 0 or more, and is for one machine, got {max_failures} for "
             f"{len(counts)} machines"
         )
+    if max_failures is not None and not sys.platform.startswith("linux"):
+        raise UsageError("max_failures needs Linux, which alone shows a process its connections")
     ranks = rank_environments(counts, node_rank)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
     machines: Machines | None = None

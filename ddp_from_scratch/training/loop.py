@@ -180,8 +180,11 @@ class Trainer:
                     break
                 except Exception as error:  # noqa: BLE001  # raised again where it ends the run
                     left = time.monotonic()
+                    if self.membership.goes_on:
+                        # What they have under way would hold the lost group's connections.
+                        stop.drop()
+                        self.reducer.drop_step()
                     self._lose(error)
-                stop.drop()
                 self._go_on(left)
         if not number:
             self._report_end(test_accuracy, time.monotonic() - began)
@@ -353,7 +356,6 @@ class Trainer:
                 break
             except Exception as error:  # noqa: BLE001  # raised again where it ends the run
                 self._lose(error)
-        self.reducer.drop_step()
         if state is not None:
             self._restore(state)
         self.reducer.seek(self.global_step, self.settings.seed)

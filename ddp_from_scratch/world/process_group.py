@@ -51,7 +51,8 @@ class World(Placement):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # Not after an exception: peers may be waiting in the group. A world of one has none, and
         # the next attempt (a notebook's) opens another group.
-        if error is None or (self.world_size == 1 and dist.is_initialized()):
+        # A run that goes on (`elastic`) may be between two groups.
+        if dist.is_initialized() and (error is None or self.world_size == 1):
             dist.destroy_process_group()
 
 
@@ -123,7 +124,20 @@ def replace_group(
     Raises:
         RuntimeError: not all ranks came.
     """
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    hook = sys.excepthook
+    try:
+        dist.init_process_group(
+            "gloo", timeout=timeout, world_size=world_size, rank=rank, store=store
+        )
+    except RuntimeError:
+        # torch names groups by their number, and counts one that did not come up: the name would
+        # differ from that on other ranks for ever. Closing a group begins the count again.
+        dist.init_process_group("gloo", world_size=1, rank=0, store=dist.HashStore())
+        dist.destroy_process_group()
+        raise
+    finally:
+        # torch wraps it each time, to put the rank before each line of a traceback.
+        sys.excepthook = hook
     world = replace(
         world, rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
     )
