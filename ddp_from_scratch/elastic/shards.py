@@ -71,8 +71,8 @@ class Shards(Observer):
         self.range()
         if self._has_sync_batch_norm():
             raise ValueError(
-                "synchronised batch norm cannot be used with shards=V: a rank's shards run one after "
-                "the other, so their batches are never there together"
+                "synchronised batch norm cannot be used with shards=V: a rank's shards run one "
+                "after the other, so their batches are never there together"
             )
 
     def range(self) -> range:
@@ -80,9 +80,7 @@ class Shards(Observer):
         group = self._process_group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if ranks > self._count:
-            raise ValueError(
-                f"shards must be at least as many as ranks, got {self._count} of {ranks}"
-            )
+            raise ValueError(f"{ranks} ranks need at least as many shards, got {self._count}")
         # Descending: so rank 0 runs shard 0 last, and ends with its buffers, which all ranks get.
         return shard_range(self._count, rank, ranks)[::-1]
 
@@ -97,7 +95,10 @@ class Shards(Observer):
         no_sync: Callable[[], AbstractContextManager[None]],
         drop_step: Callable[[], None],
     ) -> Iterator[None]:
-        """Runs a shard inside, under `no_sync` unless it is the last. An exception drops the step."""
+        """Runs a shard inside, under `no_sync` unless it is the last one.
+
+        An exception drops the step, and goes on.
+        """
         try:
             self._enter(index)
             last = self._due == [index]
