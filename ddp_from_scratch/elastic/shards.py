@@ -64,7 +64,7 @@ class Shards(Observer):
         self._due: list[int] = []
         self._inside: int | None = None
         # The buffers when the step began, and its number; until the optimizer steps.
-        self._before: tuple[list[tuple[torch.Tensor, torch.Tensor]], int] | None = None
+        self._before: tuple[dict[str, torch.Tensor], int] | None = None
         self._check()
 
     def _check(self) -> None:
@@ -124,8 +124,9 @@ class Shards(Observer):
             # A layer may have been converted since the last step.
             self._check()
             self._due = list(order)
-            buffers = [(buffer, buffer.clone()) for buffer in self._buffers().values()]
-            self._before = buffers, self.step
+            # Here and not only where there are several shards: a step that fails is repeated.
+            before = {name: buffer.clone() for name, buffer in self._buffers().items()}
+            self._before = before, self.step
         if index != self._due[0]:
             again = "again" if index not in self._due else "out of order"
             raise RuntimeError(f"shard {index} comes {again}: the next one is {self._due[0]}")
@@ -144,8 +145,9 @@ class Shards(Observer):
     @torch.no_grad()
     def _put_back(self) -> None:
         if self._before is not None:
-            for buffer, value in self._before[0]:
-                buffer.copy_(value)
+            # By name: a module may give a buffer another tensor.
+            for name, buffer in self._buffers().items():
+                buffer.copy_(self._before[0][name])
 
     # As an observer -----------------------------------------------------------------------------
 
