@@ -48,10 +48,12 @@ class ShardSampler(DistributedSampler[int]):
         self.batch_size = settings.rank_batch_size(world.world_size)
         self.batches_per_epoch = self.num_samples // self.batch_size
         self.start_batch = 0
-        self._at_once = 1 if settings.shards is None else settings.accumulate
-        self._mine = [world.rank]
+        self._mine, self._at_once = [world.rank], 1
         if settings.shards is not None:
             self._mine = list(shard_range(parts, world.rank, world.world_size)[::-1])
+            self._at_once = settings.accumulate
+        # Of each shard's images. Those that do not fill a batch, or a step of shards, are left out.
+        self._end = self.batches_per_epoch // self._at_once * self._at_once * self.batch_size
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
         """Uses the permutation of `epoch`, from `start_batch` on; earlier ones are not loaded."""
@@ -62,7 +64,7 @@ class ShardSampler(DistributedSampler[int]):
         """This rank's image indices from `start_batch` on."""
         of_each = [self._dealt_to(part) for part in self._mine]
         size = self._at_once * self.batch_size
-        begins = range(self.start_batch * self.batch_size, self.num_samples, size)
+        begins = range(self.start_batch * self.batch_size, self._end, size)
         return (index for i in begins for images in of_each for index in images[i : i + size])
 
     def _dealt_to(self, part: int) -> list[int]:
@@ -71,7 +73,7 @@ class ShardSampler(DistributedSampler[int]):
 
     def __len__(self) -> int:
         """The number of indices from `start_batch` on."""
-        return (self.num_samples - self.start_batch * self.batch_size) * len(self._mine)
+        return (self._end - self.start_batch * self.batch_size) * len(self._mine)
 
 
 def train_loader(dataset: Dataset[Sample], settings: Settings, world: World) -> DataLoader[Sample]:
