@@ -152,8 +152,10 @@ def by_definition(program: Program, steps: int = STEPS) -> str:
             parameter.grad = None
             if any(gradient is not None for gradient in gradients):
                 zero = torch.zeros_like(parameter)
-                leaves = [zero if g is None else g / SHARDS for g in gradients]
-                parameter.grad = tree_sum(leaves) + 0.0
+                # Of 16 bits they are divided before they are added.
+                before, after = (SHARDS, 1) if zero.element_size() == 2 else (1, SHARDS)
+                leaves = [zero if g is None else g / before for g in gradients]
+                parameter.grad = tree_sum(leaves) / after + 0.0
         for buffer, value in zip(model.buffers(), copies[0].buffers(), strict=True):
             buffer.copy_(value)
         optimizer.step()
