@@ -16,9 +16,9 @@ from tests.support.ranks import Crew
 from tests.support.tiers import slow
 
 
-def trained(world, name):
+def trained(world, name, steps=STEPS):
     training = Training(PROGRAMS[name])
-    for step in range(STEPS):
+    for step in range(steps):
         training.step(step)
     ddp.check_sync(training.model)
     return training.bits()
@@ -34,6 +34,14 @@ def test_bits_are_those_of_one_process(ranks, crew):
     for name, program in PROGRAMS.items():
         found = ranks(backend, int(world_size))(trained, name)
         assert set(found) == {by_definition(program)}, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_bits_after_many_steps(ranks, name):
+    expected = by_definition(PROGRAMS[name], 200)
+    for backend, world_size in (("gloo", 2), ("mpi", 3), ("gloo", 6)):
+        assert set(ranks(backend, world_size)(trained, name, 200)) == {expected}, backend
 
 
 # Steps that fail ----------------------------------------------------------------------------------
