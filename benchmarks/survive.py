@@ -50,6 +50,7 @@ _GOING_ON = re.compile(r"going on with (\d+) ranks .* after (\d+) ms, the step a
 _EPOCH = re.compile(r"epoch +(\d+)/")
 # Between two kills: some come while the last rank still joins.
 _PAUSE_S = (0.3, 2.5)
+_PARTS = ("noticed", "group", "step", "together")
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Run:
 
     Attributes:
         kills: when a rank was killed.
-        regroupings: when another group had finished a step: its ranks, and the ms of group and step.
+        regroupings: when another group had finished a step; its ranks; the ms of group and step.
         epochs: when each epoch ended.
         seconds: until its end.
         state: the last checkpoint.
@@ -262,7 +263,7 @@ def table(run: Run, alone: Run, nproc: int) -> Iterator[tuple[str, str, str]]:
             lost.append((together - group - step, group, step, together))
         if back := next((event[0] for event in events if event[1] == nproc), None):
             joined.append(1e3 * (back - killed))
-    for name, column in zip(("noticed", "group", "step", "together"), zip(*lost), strict=False):
+    for name, column in zip(_PARTS, zip(*lost, strict=True), strict=False):
         yield name, *_median_and_worst(column)
     if joined:
         yield "joined", *_median_and_worst(joined)

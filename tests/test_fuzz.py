@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.fuzz import check, run
+from tests.support.fuzz import check, run, run_on_shards
 from tests.support.fuzz_case import (
     Again,
     Backward,
@@ -25,6 +25,14 @@ from tests.support.tiers import slow
 def test_random_programs_do_what_one_process_does(ranks, backend, world_size, count):
     total = run(lambda: ranks(backend, world_size), world_size, count, seed=4)
     assert total["cases"] >= count
+
+
+@pytest.mark.parametrize(("backend", "count"), [("gloo", 12), slow("mpi", 12)])
+def test_random_programs_on_shards_have_one_result(ranks, backend, count):
+    def crews():
+        return ranks("gloo", 1), ranks(backend, 2), ranks(backend, 3)
+
+    assert run_on_shards(crews, 4, count, seed=4)["cases"] >= count // 2
 
 
 def both(*branches: int) -> Forward:

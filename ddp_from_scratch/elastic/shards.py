@@ -64,15 +64,15 @@ class Shards(Observer):
         self._due: list[int] = []
         self._inside: int | None = None
         # The buffers when the step began, and its number; until the optimizer steps.
-        self._before: tuple[list[tuple[torch.Tensor, torch.Tensor]], int] | None = None
+        self._before: tuple[dict[str, torch.Tensor], int] | None = None
         self._check()
 
     def _check(self) -> None:
         self.range()
         if self._has_sync_batch_norm():
             raise ValueError(
-                "synchronised batch norm cannot be used with shards=V: a rank's shards run one after "
-                "the other, so their batches are never there together"
+                "synchronised batch norm cannot be used with shards=V: a rank's shards run one "
+                "after the other, so their batches are never there together"
             )
 
     def range(self) -> range:
@@ -80,9 +80,7 @@ class Shards(Observer):
         group = self._process_group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if ranks > self._count:
-            raise ValueError(
-                f"shards must be at least as many as ranks, got {self._count} of {ranks}"
-            )
+            raise ValueError(f"{ranks} ranks need at least as many shards, got {self._count}")
         # Descending: so rank 0 runs shard 0 last, and ends with its buffers, which all ranks get.
         return shard_range(self._count, rank, ranks)[::-1]
 
@@ -97,7 +95,10 @@ class Shards(Observer):
         no_sync: Callable[[], AbstractContextManager[None]],
         drop_step: Callable[[], None],
     ) -> Iterator[None]:
-        """Runs a shard inside, under `no_sync` unless it is the last. An exception drops the step."""
+        """Runs a shard inside, under `no_sync` unless it is the last one.
+
+        An exception drops the step, and goes on.
+        """
         try:
             self._enter(index)
             last = self._due == [index]
@@ -123,8 +124,9 @@ class Shards(Observer):
             # A layer may have been converted since the last step.
             self._check()
             self._due = list(order)
-            buffers = [(buffer, buffer.clone()) for buffer in self._buffers().values()]
-            self._before = buffers, self.step
+            # Here and not only where there are several shards: a step that fails is repeated.
+            before = {name: buffer.clone() for name, buffer in self._buffers().items()}
+            self._before = before, self.step
         if index != self._due[0]:
             again = "again" if index not in self._due else "out of order"
             raise RuntimeError(f"shard {index} comes {again}: the next one is {self._due[0]}")
@@ -143,8 +145,9 @@ class Shards(Observer):
     @torch.no_grad()
     def _put_back(self) -> None:
         if self._before is not None:
-            for buffer, value in self._before[0]:
-                buffer.copy_(value)
+            # By name: a module may give a buffer another tensor.
+            for name, buffer in self._buffers().items():
+                buffer.copy_(self._before[0][name])
 
     # As an observer -----------------------------------------------------------------------------
 

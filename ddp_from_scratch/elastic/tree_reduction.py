@@ -37,8 +37,7 @@ class TreeReduction:
     """The partial sums of this rank's earlier shards, and the hook that averages over all shards.
 
     Sums have the dtype of the gradients: each node of the tree rounds once, so a sum of V shards
-    has log2 V roundings. The division by V comes first, as in `comm_hooks.average`, and is exact
-    (but where a value becomes subnormal).
+    has log2 V roundings. The division by V is exact, but where a value becomes subnormal.
 
     Args:
         shards: V, a power of two.
@@ -46,15 +45,22 @@ class TreeReduction:
     """
 
     def __init__(self, shards: int, windows: bool) -> None:
-        self._shards, self._windows, self._scale = shards, windows, 1 / shards
+        self._shards, self._windows = shards, windows
         self._sums: PartialSums[Gradients] = PartialSums(add_gradients)
 
     def add(self, shard: int, gradients: Gradients) -> None:
         """Adds the gradients of a shard that is not this rank's last; takes their memory."""
         for index, gradient in gradients.items():
             # The next shard's gradient will be written to the same window.
-            gradients[index] = (gradient.clone() if self._windows else gradient).mul_(self._scale)
+            gradients[index] = gradient.clone() if self._windows else gradient
+            self._divide(gradients[index], before=True)
         self._sums.push(Block(shard, 1), gradients)
+
+    def _divide(self, tensor: torch.Tensor, before: bool) -> None:
+        # Before the sum where that could overflow, as in `comm_hooks.average`. Behind it the
+        # division is that of one chunk, and not of every shard's gradients.
+        if before == (tensor.element_size() == 2):
+            tensor.mul_(1 / self._shards)
 
     def clear(self) -> None:
         """Drops the sums of this step."""
@@ -71,11 +77,13 @@ class TreeReduction:
 
         @torch.no_grad()
         def finish() -> torch.Tensor:
-            if exchange is not None:
-                exchange.finish(rows[0])
+            root = rows[0] if exchange is None else exchange.root()
+            self._divide(root, before=False)
             # Zeros may be -0.0 where gradients are missing on some shards, by how these are shared
             # out. No other value depends on the sign of a zero, so it is enough to drop it here.
-            buffer.add_(0.0)
+            root.add_(0.0)
+            if exchange is not None:
+                exchange.gather(root, rows[0])
             return buffer
 
         return Later(finish)
@@ -97,7 +105,8 @@ class TreeReduction:
             # Out of the counter: memory is free as soon as the bucket is launched.
             taken = {index: gradients.pop(index) for index in members if index in gradients}
             sums.push(block, taken)
-        flat = bucket.buffer().mul_(self._scale)
+        flat = bucket.buffer()
+        self._divide(flat, before=True)
         sums.push(Block(last, 1), dict(zip(members, bucket.gradients(), strict=True)))
         rows = [flat]
         for _, gradients in list(sums)[1:]:
@@ -139,16 +148,23 @@ class _Exchange:
             )
         )
 
-    def finish(self, into: torch.Tensor) -> None:
-        """Waits, adds what came along the tree, and gathers the chunks of all owners."""
+    def root(self) -> torch.Tensor:
+        """Waits for all partial sums of this rank's chunk; returns their sum."""
         self._work.wait()
         sums: PartialSums[torch.Tensor] = PartialSums(torch.Tensor.add_)
         rows = self._received.view(len(self._blocks), self._length)
         for block, row in zip(self._blocks, rows, strict=True):
             sums.push(block, row)
         ((_, root),) = sums
-        own = root.new_zeros(self._chunk)
+        return root
+
+    def gather(self, root: torch.Tensor, into: torch.Tensor) -> None:
+        """Gathers the chunks of all owners."""
+        size = self._chunk * self._group.size()
+        if size == into.numel():
+            dist.all_gather_into_tensor(into, root, group=self._group)
+            return
+        own, padded = root.new_zeros(self._chunk), root.new_empty(size)
         own[: self._length] = root
-        gathered = own.new_empty(self._chunk * self._group.size())
-        dist.all_gather_into_tensor(gathered, own, group=self._group)
-        into.copy_(gathered[: into.numel()])
+        dist.all_gather_into_tensor(padded, own, group=self._group)
+        into.copy_(padded[: into.numel()])

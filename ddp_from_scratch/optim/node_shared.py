@@ -196,6 +196,7 @@ class NodeSharedAdamW(NodeSharedOptimizer, AdamW):
 
 def _shared_memory_group(reducer: Reducer, name: str) -> SharedMemoryGroup:
     """Returns the group in whose memory the reducer's buckets lie."""
+    reducer.comm.check_free(name)
     group = reducer.comm.group()
     if not isinstance(group, SharedMemoryGroup):
         raise ValueError(

@@ -82,7 +82,7 @@ class CommState:
             RuntimeError: the hook is fixed.
             TypeError: `hook` is not callable.
         """
-        self._check_free("a comm hook")
+        self.check_free("a comm hook")
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.hook, self.state, self.args = hook, state, None
@@ -94,7 +94,8 @@ class CommState:
         self.set_hook(hook, state)
         self._fixed = True
 
-    def _check_free(self, what: str) -> None:
+    def check_free(self, what: str) -> None:
+        """Raises if the hook is fixed; `what` needs another one."""
         if self._fixed:
             raise RuntimeError(f"shards=V has a sum of its own and cannot be used with {what}")
 
@@ -105,7 +106,7 @@ class CommState:
             RuntimeError: the hook is fixed.
             ValueError: `amount` is negative or not finite.
         """
-        self._check_free("weight() or join()")
+        self.check_free("weight() or join()")
         on_cpu = takes_cpu_tensors(self._process_group)
         return GradientWeight(amount, self.group() if on_cpu else gloo_beside(self._process_group))
 
@@ -141,7 +142,7 @@ class CommState:
         Raises:
             RuntimeError: a comm hook is registered.
         """
-        self._check_free("local gradients")
+        self.check_free("local gradients")
         if self.hook is not default_hooks.average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
         self.set_hook(default_hooks.keep_local, self.state)

@@ -187,6 +187,8 @@ class Reducer:
         self.set_broadcast_buffers(broadcast_buffers or shards is not None)
         self._shards: Shards | None = None
         if shards is not None:
+            if bucket_cap_mb == AUTO:
+                raise ValueError('bucket_cap_mb="auto" cannot be used with shards=V')
             looks = self.checks.has_sync_batch_norm, self.buffer_sync.named
             self._shards = Shards(shards, self._buckets, *looks, process_group, fuse_wgrad)
             self.comm.fix_hook(self._shards.reduction.average, process_group)
@@ -321,7 +323,7 @@ class Reducer:
         return self._shards
 
     def drop_step(self) -> None:
-        """Forgets a step that failed, before the optimizer's step: it may be repeated. Idempotent."""
+        """Forgets a step that failed before the optimizer's: it may be repeated. Idempotent."""
         self._pass.drop()
         self._buckets.reset()
         self.comm.set_weight(None)

@@ -156,6 +156,13 @@ def _training(parser: Parser) -> None:
     add("--momentum", "of SGD", type=float)
     add("--weight-decay", "of SGD", type=float)
     add("--accumulate", "backward passes in an optimizer step", **_COUNT)
+    add(
+        "--shards",
+        "parts of a batch, a power of two: a rank computes several, and the result has the same "
+        "bits on any number of ranks. --batch-size is that of a shard",
+        metavar="V",
+        type=int,
+    )
     add("--precision", "of the forward pass (autocast); fp16 with loss scaling", choices=PRECISIONS)
     add(
         "--seed",

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sized
-from itertools import islice
 from multiprocessing import forkserver, parent_process
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ddp_from_scratch.elastic.tree import shard_range
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training.image_data import Sample
 from ddp_from_scratch.training.settings import Settings
@@ -37,13 +37,23 @@ class ShardSampler(DistributedSampler[int]):
 
     So step i of an epoch sees the same images on any number of ranks, as long as the global batch
     is as large. What is left over differs from epoch to epoch.
+
+    With `--shards` they are dealt to shards and not to ranks, and a rank has the batches of its
+    shards in turn: in each step `accumulate` of the first, then as many of the next.
     """
 
-    def __init__(self, dataset: Dataset[Any], batch_size: int, seed: int, world: World) -> None:
-        super().__init__(dataset, world.world_size, world.rank, seed=seed, drop_last=True)
-        self.batch_size = batch_size
-        self.batches_per_epoch = self.num_samples // batch_size
+    def __init__(self, dataset: Dataset[Any], settings: Settings, world: World) -> None:
+        parts = settings.parts(world.world_size)
+        super().__init__(dataset, parts, world.rank, seed=settings.seed, drop_last=True)
+        self.batch_size = settings.rank_batch_size(world.world_size)
+        self.batches_per_epoch = self.num_samples // self.batch_size
         self.start_batch = 0
+        self._mine, self._at_once = [world.rank], 1
+        if settings.shards is not None:
+            self._mine = list(shard_range(parts, world.rank, world.world_size)[::-1])
+            self._at_once = settings.accumulate
+        # Of each shard's images. Those that do not fill a batch, or a step of shards, are left out.
+        self._end = self.batches_per_epoch // self._at_once * self._at_once * self.batch_size
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
         """Uses the permutation of `epoch`, from `start_batch` on; earlier ones are not loaded."""
@@ -52,11 +62,18 @@ class ShardSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """This rank's image indices from `start_batch` on."""
-        return islice(super().__iter__(), self.start_batch * self.batch_size, None)
+        of_each = [self._dealt_to(part) for part in self._mine]
+        size = self._at_once * self.batch_size
+        begins = range(self.start_batch * self.batch_size, self._end, size)
+        return (index for i in begins for images in of_each for index in images[i : i + size])
+
+    def _dealt_to(self, part: int) -> list[int]:
+        self.rank = part  # of torch's sampler
+        return list(super().__iter__())
 
     def __len__(self) -> int:
         """The number of indices from `start_batch` on."""
-        return self.num_samples - self.start_batch * self.batch_size
+        return (self._end - self.start_batch * self.batch_size) * len(self._mine)
 
 
 def train_loader(dataset: Dataset[Sample], settings: Settings, world: World) -> DataLoader[Sample]:
@@ -70,16 +87,17 @@ def train_loader(dataset: Dataset[Sample], settings: Settings, world: World) -> 
         UsageError: the dataset does not fill one global batch, or ranks cannot share one evenly.
     """
     size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
-    if size < world.world_size * batch_size:
+    parts, of = settings.parts(world.world_size), "ranks" if settings.shards is None else "shards"
+    if size < parts * batch_size:
         raise UsageError(
             f"the training images must fill one batch of {batch_size} on each of "
-            f"{world.world_size} ranks, got {size} images; use a smaller batch size or fewer ranks"
+            f"{parts} {of}, got {size} images; use a smaller batch size or fewer {of}"
         )
     # Images are dropped: the average over ranks weighs every rank alike, so all of them need
     # equally many batches, each of the same size. Padding, DistributedSampler's default, would
     # count some images twice and end every epoch on a small batch, whose gradient is noisier at the
     # same learning rate and on which batch norm may fail.
-    sampler = ShardSampler(dataset, batch_size, settings.seed, world)
+    sampler = ShardSampler(dataset, settings, world)
     return _loader(dataset, sampler, settings, world, drop_last=True)
 
 

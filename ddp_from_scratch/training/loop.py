@@ -30,10 +30,10 @@ from ddp_from_scratch.training.loss_watch import LossWatch, place_of
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.process_setup import open_dataset, prepare_process
+from ddp_from_scratch.training.rank_data import RankData
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.training.shards import Shards
 from ddp_from_scratch.world.process_group import World
 
 
@@ -57,14 +57,14 @@ class Trainer:
         group = prepare_process(settings, world, {"the command": "train"})
         # For CPU tensors. None is the default group, which --go-on replaces by others.
         self.group = group if world.backend == "nccl" else None
-        self.data = open_dataset(settings.dataset, settings, world, self.group)
+        self.images = open_dataset(settings.dataset, settings, world, self.group)
         # Held until `run` ends: another run would remove this one's checkpoints.
         self.lock = ExitStack()
         self.writes = False
         self.epoch = self.step = self.global_step = 0
         with together(self.group):
             # 1. Data
-            self.shards = Shards(self.data, settings, world)
+            self.data = RankData(self.images, settings, world)
             # 2. Model
             self.model = self._build_model()
             # With --go-on this process is alone until 3.
@@ -88,6 +88,8 @@ class Trainer:
             self._restore(state)
             # Last: it sets PowerSGD's state to the restored scaler's scale.
             self.compression.restore(compressed, self.scaler, self.report)
+        if settings.shards is not None:
+            self.reducer.seek(self.global_step, settings.seed)
         self.membership.note_state()
 
     def _begin(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
@@ -102,9 +104,10 @@ class Trainer:
                 broadcast_parameters(self.model)
                 # From here on ranks draw different numbers: until now all have built the same
                 # model.
-                seed_generators(self.settings.seed + self.world.rank)
+                if self.settings.shards is None:
+                    seed_generators(self.settings.seed + self.world.rank)
                 found = checkpoint_of_all(
-                    self.settings, self.shards.model_spec, self.model, self.report, self.group
+                    self.settings, self.data.model_spec, self.model, self.report, self.group
                 )
                 if found[0] is not None:
                     self._report_changes(found[0])
@@ -113,7 +116,7 @@ class Trainer:
                 self._lose(error)
 
     def _build_model(self) -> nn.Module:
-        model = make_model(**self.shards.model_spec).to(self.world.device)
+        model = make_model(**self.data.model_spec).to(self.world.device)
         if self.settings.sync_batch_norm:
             convert_sync_batchnorm(model)
             if not any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
@@ -148,6 +151,7 @@ class Trainer:
             check_every=settings.check_sync or None,
             stall_after=settings.stall_after if settings.stall_after < math.inf else None,
             ready_order=None if state is None else state["ready_order"],
+            shards=settings.shards,
         )
         self.compression = Compression(settings, self.reducer, self.group)
         self.optimizer = SGD(
@@ -214,11 +218,11 @@ class Trainer:
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the epoch's end; returns the number of the signal that broke it off, or 0."""
         self.model.train()
-        self.shards.sampler.set_epoch(self.epoch, self.step * self.settings.accumulate)
+        self.data.sampler.set_epoch(self.epoch, self.step * self.settings.accumulate)
         first, began = self.step, time.monotonic()
-        batches = iter(self.shards.train)
+        batches = iter(self.data.train)
         steps = self.report.progress(
-            range(first, self.shards.steps_per_epoch),
+            range(first, self.data.steps_per_epoch),
             f"epoch {self.epoch + 1}/{self.settings.epochs}",
         )
         for _ in steps:
@@ -229,18 +233,40 @@ class Trainer:
                 self._report_regrouping(*self.regrouped)
             if number := self._answer(stop):
                 return number
-        images = (self.step - first) * self.shards.global_batch_size
+        images = (self.step - first) * self.data.global_batch_size
         self.images_per_second = images / (time.monotonic() - began)
         return 0
 
     def _step(self, batches: Iterator[Any]) -> None:
-        """Makes one optimizer step on `accumulate` batches of this rank."""
-        settings, device = self.settings, self.world.device
+        """Makes one optimizer step."""
+        settings = self.settings
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(
-                self.global_step, self.shards.steps_per_epoch, self.world.world_size
+                self.global_step, self.data.steps_per_epoch, self.world.world_size
             )
         self.optimizer.zero_grad()
+        if settings.shards is None:
+            totals = self._backward(batches)
+        else:
+            totals = torch.zeros_like(self.totals)
+            for shard in self.reducer.shard_range:
+                with self.reducer.shard(shard):
+                    totals += self._backward(batches)
+        if self.membership.goes_on:
+            dist.all_reduce(totals)
+        # From here to the end nothing communicates: a step that a lost rank breaks off has changed
+        # nothing.
+        self.totals += totals
+        self.scaler.step(self.optimizer)
+        # After the update: the next gradients come with the new scale.
+        self.scaler.update()
+        self.compression.follow(self.scaler)
+        self.step += 1
+        self.global_step += 1
+
+    def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
+        """Runs `accumulate` batches of this rank, or of one of its shards; returns their count."""
+        settings, device = self.settings, self.world.device
         totals = torch.zeros_like(self.totals)
         for remaining in reversed(range(settings.accumulate)):
             images, labels = (t.to(device, non_blocking=True) for t in next(batches))
@@ -255,17 +281,7 @@ class Trainer:
                 self.scaler.scale(loss / settings.accumulate).backward()
             totals += _count(loss, outputs, labels)
             self.losses.see(loss, self.global_step)
-        if self.membership.goes_on:
-            dist.all_reduce(totals)
-        # From here to the end nothing communicates: a step that a lost rank breaks off has changed
-        # nothing.
-        self.totals += totals
-        self.scaler.step(self.optimizer)
-        # After the update: the next gradients come with the new scale.
-        self.scaler.update()
-        self.compression.follow(self.scaler)
-        self.step += 1
-        self.global_step += 1
+        return totals
 
     def _answer(self, stop: StopSignal) -> int:
         """Ends an exchange and acts on its loss; returns the signal's number, or 0."""
@@ -281,7 +297,7 @@ class Trainer:
         if self.reported_loss:
             return
         self.reported_loss = True
-        place = place_of(not_finite, self.shards.steps_per_epoch)
+        place = place_of(not_finite, self.data.steps_per_epoch)
         if not self.settings.stop_on_nan:
             self.report.warning(
                 f"the loss is not finite {place}; going on, as --no-stop-on-nan says"
@@ -324,7 +340,7 @@ class Trainer:
         return test_accuracy
 
     def _evaluate(self) -> float:
-        return accuracy(self.model, self.shards.test, self.world, self.settings.precision)
+        return accuracy(self.model, self.data.test, self.world, self.settings.precision)
 
     def _totals_of_all(self) -> torch.Tensor:
         """The sums of all ranks' totals. Collective."""
@@ -371,7 +387,7 @@ class Trainer:
         self.world = self.membership.world
         self.report.speaks = self.world.rank == 0
         with together(self.group):
-            self.shards = Shards(self.data, self.settings, self.world)
+            self.data = RankData(self.images, self.settings, self.world)
             if not self.writes:
                 self._open_outputs()
         if meeting.source is None or meeting.alike:
@@ -390,8 +406,11 @@ class Trainer:
         if self.settings.checkpoint_dir is None:
             return
         # Gathered by all ranks first: inside `together` rank 0 works alone.
-        generators: list[Any] = [None] * self.world.world_size
-        dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
+        generators: list[Any] = []
+        # With shards they are seeded in each step.
+        if self.settings.shards is None:
+            generators = [None] * self.world.world_size
+            dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
         of_all = {
             "rng": generators,
             "compression": self.compression.state(),
@@ -405,10 +424,10 @@ class Trainer:
 
     def _state(self) -> checkpoint.State:
         """The part of a checkpoint that is alike on every rank."""
-        batch = self.shards.global_batch_size
+        batch = self.data.global_batch_size
         return {
             "model": self.model.state_dict(),
-            "model_spec": self.shards.model_spec,
+            "model_spec": self.data.model_spec,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ready_order": self.reducer.ready_order,
@@ -430,10 +449,8 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         self.epoch = state["epoch"]
         # With another global batch: images that do not fill one count as not seen yet.
-        self.step = min(
-            state["images"] // self.shards.global_batch_size, self.shards.steps_per_epoch
-        )
-        self.global_step = self.epoch * self.shards.steps_per_epoch + self.step
+        self.step = min(state["images"] // self.data.global_batch_size, self.data.steps_per_epoch)
+        self.global_step = self.epoch * self.data.steps_per_epoch + self.step
         # The totals are of all ranks: on one of them, the sum stays right.
         if (self.world.rank == 0 or self.membership.goes_on) and self.step == state["step"]:
             self.totals.copy_(state["totals"])
@@ -444,9 +461,9 @@ class Trainer:
         changes = self.settings.changes_since(state["settings"])
         for name, now in (
             ("world_size", self.world.world_size),
-            ("global_batch_size", self.shards.global_batch_size),
+            ("global_batch_size", self.data.global_batch_size),
         ):
-            if state[name] != now:
+            if state[name] != now and not (name == "world_size" and self.settings.shards):
                 changes.append(f"{name} {state[name]} -> {now}")
         if changes:
             self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
@@ -455,7 +472,7 @@ class Trainer:
 
     def _report_stragglers(self, found: StragglerReport) -> None:
         self.report.line(str(found))
-        batch = self.shards.global_batch_size
+        batch = self.data.global_batch_size
         # Called in the last backward pass of a step, which is not counted yet.
         self.metrics.log(self.global_step + 1, **straggler_log.values(found, self.reducer, batch))
 
@@ -476,14 +493,14 @@ class Trainer:
         saved = "nothing was saved (no --checkpoint-dir)"
         if self.saved_as is not None:
             saved = f"saved {self.saved_as}: --resume auto goes on"
-        steps = self.shards.steps_per_epoch
+        steps = self.data.steps_per_epoch
         self.report.result(f"stopped in epoch {self.epoch + 1}, step {self.step}/{steps}; {saved}")
         self.metrics.close()
         # No rank may end, and its launcher end the others, before rank 0 has written and said so.
         dist.barrier(group=self.group)
 
     def _report_end(self, test_accuracy: float, seconds: float) -> None:
-        settings, batch = self.settings, self.shards.global_batch_size
+        settings, batch = self.settings, self.data.global_batch_size
         self.metrics.close()
         self.report.line(
             f"{settings.backend}, {self.world.world_size} ranks, global batch {batch}, "
@@ -504,4 +521,7 @@ def _count(loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> t
     """Sum of losses, number of right answers, number of images; float64, on the device."""
     correct = (outputs.argmax(1) == labels).sum()
     count = torch.full_like(correct, len(labels))
-    return torch.stack([loss.double() * len(labels), correct.double(), count.double()])
+    # In multiples of 2**-20, which float64 adds up exactly to 2**33: so the sum has the same bits
+    # however shards are shared out over ranks.
+    total = (loss.double() * len(labels) * 2**20).round() / 2**20
+    return torch.stack([total, correct.double(), count.double()])

@@ -19,6 +19,7 @@ Examples:
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
@@ -40,6 +41,9 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         UsageError: an option is wrong, or does not fit the launcher.
     """
     settings, options = parse(arguments, str(__doc__), program)
+    if settings.go_on and settings.shards is None:
+        # The same in each rank, which reads the same command line.
+        settings = replace(settings, shards=_power_of_two(_counts(settings, options)[0]))
     # A job's interactive shell, as `srun --pty bash` gives it, is a step with a single task.
     in_slurm_shell = (
         environment.launcher() == "srun" and environment.started() == 1 and options.nproc
@@ -69,10 +73,7 @@ def _refuse_starting(settings: Settings, options: argparse.Namespace) -> None:
 
 def _start(settings: Settings, options: argparse.Namespace, command: Sequence[str]) -> int | None:
     """Starts the ranks; None where this process is the only one."""
-    backend = settings.backend
-    node_rank = options.node_rank or 0
-    default = _visible_gpus() if backend == "nccl" else 2
-    counts = environment.parse_counts(options.nproc or str(default), node_rank)
+    backend, counts = settings.backend, _counts(settings, options)
     if len(counts) > 1:
         if backend == "mpi":
             raise UsageError(
@@ -85,6 +86,10 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
             raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
     elif options.master_addr is not None or options.master_port is not None:
         raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
+    elif settings.go_on and settings.shards is not None and settings.shards < counts[0]:
+        raise UsageError(
+            f"--shards must be at least as many as ranks, got {settings.shards} of {counts[0]}"
+        )
     # A single rank needs no supervisor: this process trains.
     if counts == (1,):
         return None
@@ -94,7 +99,7 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
     return start_ranks(
         command,
         counts,
-        node_rank,
+        options.node_rank or 0,
         options.master_addr or "127.0.0.1",
         options.master_port or 29500,
         options.timeout,
@@ -102,6 +107,16 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
         preload=[_TRAINER],
         max_failures=allowed if settings.go_on else None,
     )
+
+
+def _counts(settings: Settings, options: argparse.Namespace) -> tuple[int, ...]:
+    """The number of ranks on each machine."""
+    default = _visible_gpus() if settings.backend == "nccl" else 2
+    return environment.parse_counts(options.nproc or str(default), options.node_rank or 0)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _visible_gpus() -> int:

@@ -61,6 +61,7 @@ class Settings:
     powersgd_rank: int | None = None
     sync_batch_norm: bool = False
     accumulate: int = 1
+    shards: int | None = None
     precision: str = "fp32"
     seed: int = 0
     deterministic: bool = False
@@ -105,6 +106,12 @@ class Settings:
         self._require(
             "bucket_cap_mb", "0 or more, or auto", lambda value: value == AUTO or value >= 0
         )
+        self._require("shards", "a power of two", lambda value: value > 0 and not value & value - 1)
+        for name in ("compress", "sync_batch_norm"):
+            if self.shards is not None and getattr(self, name):
+                raise UsageError(f"{option_of(name)} cannot be used with --shards: leave it out")
+        if self.shards is not None and self.bucket_cap_mb == AUTO:
+            raise UsageError("--bucket-cap-mb auto cannot be used with --shards: give a size")
         if not self.shared_memory and self.backend != "gloo":
             raise UsageError(
                 f"--no-shared-memory is for gloo, and the backend is {self.backend}: leave it out"
@@ -144,19 +151,24 @@ class Settings:
         if value is not None and not holds(value):
             raise UsageError(f"{option_of(name)} must be {expected}, got {value}")
 
+    def parts(self, world_size: int) -> int:
+        """The parts of a batch, each with a backward pass of its own: shards, or ranks."""
+        return self.shards or world_size
+
     def rank_batch_size(self, world_size: int) -> int:
-        """Images per rank and backward pass.
+        """Images of a rank, or of a shard, in a backward pass.
 
         Raises:
             UsageError: the global batch cannot be divided evenly.
         """
         if self.global_batch_size is None:
             return self.batch_size
-        parts = world_size * self.accumulate
+        parts = self.parts(world_size) * self.accumulate
         if self.global_batch_size % parts:
+            of = "ranks" if self.shards is None else "--shards"
             raise UsageError(
-                f"--global-batch-size must be a multiple of {world_size} ranks x --accumulate "
-                f"{self.accumulate} = {parts}, got {self.global_batch_size}"
+                f"--global-batch-size must be a multiple of {self.parts(world_size)} {of} x "
+                f"--accumulate {self.accumulate} = {parts}, got {self.global_batch_size}"
             )
         return self.global_batch_size // parts
 
@@ -168,9 +180,10 @@ class Settings:
         """
         if not self.scale_lr:
             return self.lr
-        # `lr` is meant for the batch of one rank: k times that batch takes k times `lr`, approached
-        # in equal increments over the first 5 epochs, or the first half of a run shorter than 10.
-        scale = world_size * self.accumulate
+        # `lr` is meant for the batch of one rank or shard: k times that batch takes k times `lr`,
+        # approached in equal increments over the first 5 epochs, or the first half of a run shorter
+        # than 10.
+        scale = self.parts(world_size) * self.accumulate
         warmup = max(1, min(5 * steps_per_epoch, self.epochs * steps_per_epoch // 2))
         return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))
 

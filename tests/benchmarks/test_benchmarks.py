@@ -13,7 +13,17 @@ import pytest
 import torch
 
 from benchmarks import __main__ as run_set
-from benchmarks import breakdown, ladder, memory, overlap, scaling, summary, timelines, two_hosts
+from benchmarks import (
+    breakdown,
+    ladder,
+    memory,
+    overlap,
+    scaling,
+    shards,
+    summary,
+    timelines,
+    two_hosts,
+)
 from benchmarks.harness.report import pyplot
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench import main
@@ -41,6 +51,7 @@ def test_options():
         (overlap.parse, ["--cap", "0"]),
         (memory.parse, ["--nproc", "0"]),
         (timelines.parse, ["--steps", "0"]),
+        (shards.parse, ["--nproc", "3"]),
     ):
         with pytest.raises(UsageError, match=f"^{wrong[0]} must be .*, got {wrong[1]}"):
             parse(wrong)
@@ -68,6 +79,17 @@ def test_step_time_runs_and_its_file_can_be_compared_and_summarised(tmp_path, mo
     assert "gloo, 2 ranks, alone" in summary
     later = (tmp_path / "step_time-layers500-gloo-2-alone.json").stat().st_mtime + 1
     assert run_set.summarise(tmp_path, since=later) == ""
+
+
+@pytest.mark.slow
+def test_shards_are_timed_beside_an_ordinary_step(tmp_path):
+    options = ["--rounds", "2", "--model", "mlp", "--backend", "gloo", "--results", str(tmp_path)]
+    done = run("-m", "benchmarks.shards", *options)
+    names = [
+        s["name"] for s in json.loads((tmp_path / "shards-mlp-gloo-2.json").read_text())["samples"]
+    ]
+    assert names[2:] == ["2 shards", "4 shards", "16 shards"]
+    assert all(name in done.stdout for name in names)
 
 
 @pytest.mark.parametrize("disturbed", [None, "someone ran"])

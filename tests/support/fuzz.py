@@ -15,6 +15,8 @@ torch's DistributedDataParallel is right, by that, too: gradients must have the 
 ranks. Where one process has the same numbers on all ranks, so must the ranks, to the bit. After an
 error that all ranks raise, they must train on with a new Reducer.
 
+With `--shards V` programs are played on V shards, by one rank and by `--ranks` (`fuzz_shards.py`).
+
 A failure is shrunk to a program of a few lines, which is printed; exit code 1.
 """
 
@@ -51,6 +53,7 @@ from tests.support.fuzz_case import (
 from tests.support.fuzz_expected import Expected
 from tests.support.fuzz_oracle import Oracle
 from tests.support.fuzz_play import HOOKS, Played, play
+from tests.support.fuzz_shards import check_shards, sharded_cases
 from tests.support.ranks import Crew
 
 CALL_LIMIT_S = 20.0
@@ -329,12 +332,7 @@ def run(crew: Any, world_size: int, count: int, seed: int) -> Counter[str]:
     found: list[Case] = []
 
     @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @hypothesis.settings(_settings(count))
     @hypothesis.given(cases(world_size))
     def fuzz(case: Case) -> None:
         try:
@@ -349,6 +347,30 @@ def run(crew: Any, world_size: int, count: int, seed: int) -> Counter[str]:
     return total
 
 
+def run_on_shards(crews: Any, shards: int, count: int, seed: int) -> Counter[str]:
+    """Plays `count` random cases on so many shards; `crews()` gives crews of several sizes."""
+    total: Counter[str] = Counter()
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(_settings(count))
+    @hypothesis.given(sharded_cases(cases(shards)))
+    def fuzz(case: Case) -> None:
+        check_shards(crews(), case)
+        total["cases"] += 1
+
+    fuzz()
+    return total
+
+
+def _settings(count: int) -> hypothesis.settings:
+    return hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -357,20 +379,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=["gloo", "mpi"], default="gloo")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--shards", type=int, metavar="V")
     args = parser.parse_args()
-    crews: list[Crew] = []
+    crews: dict[int, Crew] = {}
 
-    def crew() -> Crew:
-        if not crews or crews[-1].ended:
-            crews.append(Crew(args.backend, args.ranks))
-        return crews[-1]
+    def crew(size: int) -> Crew:
+        if size not in crews or crews[size].ended:
+            crews[size] = Crew(args.backend, size)
+        return crews[size]
 
     try:
-        total = run(crew, args.ranks, args.cases, args.seed)
+        if args.shards is None:
+            total = run(lambda: crew(args.ranks), args.ranks, args.cases, args.seed)
+        else:
+            both = lambda: (crew(1), crew(args.ranks))  # noqa: E731
+            total = run_on_shards(both, args.shards, args.cases, args.seed)
     except AssertionError as error:
         sys.exit(str(error))
     finally:
-        for started in crews:
+        for started in crews.values():
             started.end()
     print(", ".join(f"{count} {what}" for what, count in total.items()), "- no mismatch")
 

@@ -99,9 +99,16 @@ class Crew:
         ]
 
     def __call__(
-        self, function: Callable[..., Any], *arguments: Any, limit: float = CALL_LIMIT_S
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        limit: float = CALL_LIMIT_S,
+        dies: int | None = None,
     ) -> list[Any]:
-        """Calls `function(world, *arguments)` on every rank; the results in order of rank."""
+        """Calls `function(world, *arguments)` on every rank; the results in order of rank.
+
+        The rank `dies` must end its process; its result is None, and the crew is of no more use.
+        """
         for connection in self._connections:
             connection.send((function, arguments))
         results: dict[int, Any] = {}
@@ -123,8 +130,9 @@ class Crew:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]
                 try:
                     good, value = connection.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    good, value = False, f"the process ended\n{self._read_log()}"
+                except (EOFError, ConnectionResetError):
+                    good, value = rank == dies, f"the process ended\n{self._read_log()}"
+                    value = None if good else value
                 (results if good else errors)[rank] = value
             if errors:
                 limit = min(limit, 3.0)  # the others may be waiting for the rank that failed

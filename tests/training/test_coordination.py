@@ -35,6 +35,7 @@ DIFFERENT = {
     "powersgd_rank": (1, 2),
     "sync_batch_norm": (False, True),
     "accumulate": (1, 2),
+    "shards": (2, 4),
     "precision": ("fp32", "bf16"),
     "seed": (0, 1),
     "deterministic": (False, True),

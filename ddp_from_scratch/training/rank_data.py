@@ -9,7 +9,7 @@ from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world.process_group import World
 
 
-class Shards:
+class RankData:
     """The loaders of one rank. Does not communicate.
 
     Attributes:
@@ -25,6 +25,11 @@ class Shards:
     """
 
     def __init__(self, data: ImageData, settings: Settings, world: World) -> None:
+        if settings.shards is not None and settings.shards < world.world_size:
+            raise UsageError(
+                f"--shards must be at least the number of ranks, {world.world_size}, "
+                f"got {settings.shards}"
+            )
         self.train = train_loader(data.train, settings, world)
         self.test = test_loader(data.test, settings, world)
         assert isinstance(self.train.sampler, ShardSampler)
@@ -35,7 +40,8 @@ class Shards:
             raise UsageError(
                 f"--accumulate {settings.accumulate} is more than the {batches} batches of an epoch"
             )
-        self.global_batch_size = self.sampler.batch_size * world.world_size * settings.accumulate
+        parts = settings.parts(world.world_size)
+        self.global_batch_size = self.sampler.batch_size * parts * settings.accumulate
         # Batches that do not fill a step are left out, as images that do not fill a batch.
         self.steps_per_epoch = batches // settings.accumulate
         self.model_spec: dict[str, Any] = {

@@ -1,0 +1,167 @@
+"""Small training programs on shards, and what one process makes of them by definition."""
+
+import copy
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ddp_from_scratch as ddp
+from ddp_from_scratch.elastic.generators import seeded
+
+SHARDS = 8
+STEPS = 4
+CLASSES = 5
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten()),
+        *(nn.Linear(64, 7), nn.BatchNorm1d(7), nn.Linear(7, CLASSES)),
+    )
+
+
+class Transformer(nn.Module):
+    """Its embedding is its last layer's weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, CLASSES, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = images.flatten(1)[:, :9].abs().mul(10).long() % CLASSES
+        return self.head(self.layer(self.embedding(tokens))).mean(1)
+
+
+class Branches(nn.Module):
+    """Takes the branch that its input asks for; one branch is never taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(36, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, CLASSES) for _ in range(4))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        branch = int(images[0, 0, 0, 0].abs() * 1000) % 3
+        return self.branches[branch](self.stem(images.flatten(1)).relu())
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, and how it is trained."""
+
+    make: Callable[[], nn.Module]
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "AdamW"
+    flat: bool = False
+    accumulate: int = 1
+    dtype: torch.dtype = torch.float32
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(5)
+        return self.make().to(self.dtype)
+
+    def backward(self, model: nn.Module, step: int, shard: int, part: int) -> None:
+        """One backward pass on a batch of the shard's own."""
+        generator = torch.Generator().manual_seed(100 * step + 10 * shard + part)
+        images = torch.randn(3, 1, 6, 6, generator=generator).to(self.dtype)
+        labels = torch.randint(CLASSES, (3,), generator=generator)
+        (cross_entropy(model(images), labels) / self.accumulate).backward()
+
+
+VIEWS = {"gradient_as_bucket_view": True}
+SMALL = {"bucket_cap_mb": 1e-4}
+PROGRAMS = {
+    "cnn": Program(cnn, SMALL),
+    "cnn, accumulated, in views": Program(cnn, VIEWS | SMALL, "SGD", accumulate=2),
+    "cnn, a flat optimizer": Program(cnn, VIEWS, flat=True),
+    "cnn, at the end": Program(cnn, SMALL | {"overlap": False}),
+    "transformer": Program(Transformer, SMALL),
+    "transformer, fused": Program(Transformer, {"fuse_wgrad": True}, "SGD"),
+    "branches": Program(Branches, SMALL | {"find_unused_parameters": True}),
+    "branches, in views": Program(
+        Branches, VIEWS | SMALL | {"find_unused_parameters": True}, accumulate=2
+    ),
+    "16 bits": Program(Transformer, SMALL, dtype=torch.bfloat16),
+    "half": Program(cnn, dtype=torch.float16),
+}
+
+
+class Training:
+    """A program on this rank."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.model = program, program.model()
+        self.reducer = ddp.Reducer(self.model, shards=SHARDS, **program.options)
+        own = {"reducer": self.reducer} if program.flat else {}
+        kind: Any = getattr(ddp if program.flat else torch.optim, program.optimizer)
+        settings = {"momentum": 0.9} if program.optimizer == "SGD" else {}
+        self.optimizer = kind(self.model.parameters(), lr=0.01, **settings, **own)
+
+    def average(self, step: int) -> None:
+        for shard in self.reducer.shard_range:
+            with self.reducer.shard(shard):
+                for part in range(1, self.program.accumulate):
+                    with self.reducer.no_sync():
+                        self.program.backward(self.model, step, shard, part)
+                self.program.backward(self.model, step, shard, 0)
+
+    def step(self, step: int) -> None:
+        self.average(step)
+        self.optimizer.step()
+
+    def bits(self) -> str:
+        """A checksum of parameters, buffers and optimizer state."""
+        return checksum(self.model, self.optimizer)
+
+
+def checksum(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    states = optimizer.state_dict()["state"]
+    tensors = [*model.state_dict().values()]
+    tensors += [states[i][name] for i in sorted(states) for name in sorted(states[i])]
+    found = hashlib.sha256()
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:16]
+
+
+def by_definition(program: Program, steps: int = STEPS) -> str:
+    """The checksum of one process that knows nothing of ranks or buckets."""
+    model = program.model()
+    settings = {"momentum": 0.9} if program.optimizer == "SGD" else {}
+    kind = getattr(torch.optim, program.optimizer)
+    # Our flat optimizers have the bits of torch's fused ones.
+    optimizer = kind(model.parameters(), lr=0.01, fused=program.flat, **settings)
+    for step in range(steps):
+        copies = [copy.deepcopy(model) for _ in range(SHARDS)]
+        for shard, each in enumerate(copies):
+            with seeded(0, step, shard):
+                for part in reversed(range(program.accumulate)):
+                    program.backward(each, step, shard, part)
+        parameters = [list(each.parameters()) for each in copies]
+        for index, parameter in enumerate(model.parameters()):
+            gradients = [of_copy[index].grad for of_copy in parameters]
+            parameter.grad = None
+            if any(gradient is not None for gradient in gradients):
+                zero = torch.zeros_like(parameter)
+                # Of 16 bits they are divided before they are added.
+                before, after = (SHARDS, 1) if zero.element_size() == 2 else (1, SHARDS)
+                leaves = [zero if g is None else g / before for g in gradients]
+                parameter.grad = tree_sum(leaves) / after + 0.0
+        for buffer, value in zip(model.buffers(), copies[0].buffers(), strict=True):
+            buffer.copy_(value)
+        optimizer.step()
+    return checksum(model, optimizer)
+
+
+def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:
+    half = len(leaves) // 2
+    return leaves[0] if not half else tree_sum(leaves[:half]) + tree_sum(leaves[half:])

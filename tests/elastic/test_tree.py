@@ -1,0 +1,93 @@
+"""Partial sums of any partition give one expression."""
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+
+from ddp_from_scratch.elastic.generators import seeded
+from ddp_from_scratch.elastic.tree import Block, PartialSums, aligned_blocks, shard_range
+from ddp_from_scratch.elastic.tree_reduction import add_gradients
+
+
+def plus(low, high):
+    """The sum of two expressions, written out."""
+    return f"({low}+{high})"
+
+
+def expression(first, after):
+    """The tree from its definition: the two halves."""
+    half = (first + after) // 2
+    if after - first == 1:
+        return str(first)
+    return plus(expression(first, half), expression(half, after))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8, 64])
+def test_ranges_are_contiguous_and_near_equal(shards):
+    for ranks in range(1, shards + 1):
+        parts = [shard_range(shards, rank, ranks) for rank in range(ranks)]
+        assert [shard for part in parts for shard in part] == list(range(shards))
+        assert {len(part) for part in parts} <= {shards // ranks, shards // ranks + 1}
+
+
+def test_blocks_are_aligned_and_fewest():
+    assert aligned_blocks(range(1, 8)) == [(1, 1), (2, 2), (4, 4)]
+    assert aligned_blocks(range(0, 7)) == [(0, 4), (4, 2), (6, 1)]
+    assert aligned_blocks(range(8)) == [(0, 8)]
+    assert aligned_blocks(range(3, 3)) == []
+    for first, after in combinations(range(17), 2):
+        blocks = aligned_blocks(range(first, after))
+        assert [s for start, size in blocks for s in range(start, start + size)] == list(
+            range(first, after)
+        )
+        assert all(start % size == 0 and size & (size - 1) == 0 for start, size in blocks)
+        # No two of them are siblings.
+        assert not any(
+            a.start ^ a.size == b.start and a.size == b.size for a in blocks for b in blocks
+        )
+
+
+def partitions(shards):
+    """Every way to cut the shards into contiguous parts."""
+    for count in range(shards):
+        for cuts in combinations(range(1, shards), count):
+            edges = (0, *cuts, shards)
+            yield [range(a, b) for a, b in pairwise(edges)]
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_every_partition_leaves_the_same_root(shards, descending):
+    for parts in partitions(shards):
+        of_all = PartialSums(plus)
+        for part in parts[::-1] if descending else parts:
+            of_rank = PartialSums(plus)
+            for shard in part[::-1] if descending else part:
+                of_rank.push(Block(shard, 1), str(shard))
+            # What a rank sends is what the others count on.
+            assert [block for block, _ in of_rank] == aligned_blocks(part)
+            for block, value in of_rank:
+                of_all.push(block, value)
+        assert list(of_all) == [((0, shards), expression(0, shards))]
+
+
+def test_gradients_that_one_side_lacks():
+    low = {0: torch.tensor([1.0]), 1: torch.tensor([2.0])}
+    high = {1: torch.tensor([4.0]), 2: torch.tensor([8.0])}
+    assert add_gradients(low, high) == {0: 1.0, 1: 6.0, 2: 8.0}
+
+
+def test_shards_draw_numbers_of_their_own_and_leave_the_program_its():
+    def drawn(*numbers):
+        with seeded(*numbers):
+            return torch.rand(()).item()
+
+    torch.manual_seed(3)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(3)
+    first = torch.rand(()).item()
+    values = [drawn(0, 0, 0), drawn(0, 0, 1), drawn(0, 1, 0), drawn(1, 0, 0)]
+    assert [first, torch.rand(()).item()] == expected
+    assert len(set(values)) == 4
+    assert drawn(0, 0, 1) == values[1]
