@@ -17,7 +17,7 @@ from the newest checkpoint. How to read the table, medians and the worst in ms:
     joined      from the kill until as many ranks train as before
     a kill      how much longer the whole run took, for each kill
 
-A kill that comes before the last one's end is not in the first five rows.
+Where a kill follows before the others go on, the first rows count the second one alone.
 """
 
 import argparse
@@ -95,8 +95,10 @@ def main() -> int:
         draw_progress(
             "survive",
             f"{options.kills} kills of {options.nproc} ranks",
-            {"this library, --go-on": killed.epochs, "torchrun, --max-restarts": rival.epochs},
-            {"this library, --go-on": killed.kills, "torchrun, --max-restarts": rival.kills},
+            {
+                "this library, --go-on": (killed.epochs, killed.kills),
+                "torchrun, --max-restarts": (rival.epochs, rival.kills),
+            },
             options.results,
         )
     print(text_table(("", "median", "worst"), rows))
@@ -206,10 +208,10 @@ def _is_there(process: int) -> bool:
 def _ranks(process: int) -> Iterator[int]:
     """The processes of ranks: those at the end of the tree of this one."""
     for child in _children(process):
-        if grandchildren := list(_children(child)):
-            yield from grandchildren
-        elif _is_there(child) and "torch.distributed.run" in _command(process):
-            yield child
+        # Those of torchrun are its children, ours those of the process that forks them.
+        of_torchrun = "torch.distributed.run" in _command(process)
+        ranks = [child] if of_torchrun else _children(child)
+        yield from filter(_is_there, ranks)
 
 
 def _children(process: int) -> Iterator[int]:
@@ -254,13 +256,14 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.Size, bytes]:
 def table(run: Run, alone: Run, nproc: int) -> Iterator[tuple[str, str, str]]:
     """The rows of this library's run, as median and worst in ms."""
     lost, joined = [], []
-    for index, killed in enumerate(run.kills):
-        following = [*run.kills, run.seconds][index + 1]
-        events = [event for event in run.regroupings if killed < event[0] < following]
-        if events and events[0][1] < nproc:
-            at, _, group, step = events[0]
-            together = 1e3 * (at - killed)
-            lost.append((together - group - step, group, step, together))
+    ends = [*run.kills[1:], run.seconds]
+    for killed, end in zip(run.kills, ends, strict=True):
+        events = [event for event in run.regroupings if killed < event[0] < end]
+        for at, ranks, group, step in events:
+            if ranks < nproc:
+                together = 1e3 * (at - killed)
+                lost.append((together - group - step, group, step, together))
+                break
         if back := next((event[0] for event in events if event[1] == nproc), None):
             joined.append(1e3 * (back - killed))
     for name, column in zip(_PARTS, zip(*lost, strict=True), strict=False):
