@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_from_scratch import comm_hooks
     from ddp_from_scratch.comm_hooks import power_sgd
-    from ddp_from_scratch.elastic.run import elastic
+    from ddp_from_scratch.elasticity.run import elastic
     from ddp_from_scratch.errors import UsageError
     from ddp_from_scratch.launch.supervisor import start_ranks
     from ddp_from_scratch.optim.adam import Adam, AdamW
@@ -80,7 +80,7 @@ _MODULES = {
     "check_sync": "sync.check_sync",
     "comm_hooks": "comm_hooks",
     "convert_sync_batchnorm": "sync.sync_batch_norm",
-    "elastic": "elastic.run",
+    "elastic": "elasticity.run",
     "join": "reducer.join",
     "power_sgd": "comm_hooks",
     "process_group": "world.process_group",

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # Words of 8 bytes, each written by one process: the generation, then for every process these.
-_ASKS, _ARRIVED, _STEP = range(3)
+_ASKS, _ARRIVED, _STEP, _STATE = range(4)
+_EACH = 4
 _WORD = 8
 
 NO_STATE = -1  # the step of a process that has nothing to go on with
@@ -28,7 +29,7 @@ class Board:
     def __init__(self, folder: Path, capacity: int | None = None) -> None:
         self.folder = folder
         if capacity is not None:
-            (folder / "board").write_bytes(bytes(_WORD * (1 + 3 * capacity)))
+            (folder / "board").write_bytes(bytes(_WORD * (1 + _EACH * capacity)))
         with (folder / "board").open("r+b") as file:
             self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
 
@@ -82,12 +83,20 @@ class Board:
         """The steps that a process had finished when it arrived; NO_STATE if it has none."""
         return self._words[self._at(member, _STEP)]
 
+    def note_state(self, member: int) -> None:
+        """Says that this process has a state with which others may go on."""
+        self._words[self._at(member, _STATE)] = 1
+
+    def has_state(self, member: int) -> bool:
+        """True once a process has a state with which others may go on."""
+        return self._words[self._at(member, _STATE)] == 1
+
     def note_failure(self, member: int, step: int, text: str) -> None:
         """Leaves the exception that ends this process."""
         self._failure_file(member).write_text(json.dumps([step, text]))
 
     def _at(self, member: int, word: int) -> int:
-        return 1 + 3 * member + word
+        return 1 + _EACH * member + word
 
     def _members_file(self, generation: int) -> Path:
         return self.folder / f"members-{generation}"

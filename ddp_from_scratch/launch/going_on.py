@@ -9,7 +9,7 @@ a rank ends with code 2              the user's mistake: all ranks end
 the same exception at the same step  a bug and no fault: all ranks end; so does an exit code that
                                      comes twice before a process has joined
 more failures than allowed           the others go on; nothing is started any more
-no rank is left that has trained     the job ends
+no rank is left that has a state     the job ends
 """
 
 import os
@@ -58,10 +58,11 @@ class GoingOnWatch(Watch):
         self._board = Board(folder, capacity=nproc + max_failures)
         self._nproc, self._max_failures = nproc, max_failures
         super().__init__(command, [self._environment(m) for m in range(nproc)], preload)
-        # Processes by number, as in `self._children`: those that run, those of the present
-        # generation, and those that were not lost but have ended well.
+        # Processes by number, as in `self._children`: those that run, and those of the present
+        # generation.
         self._living: set[int] = set(range(nproc))
         self._members: set[int] = set()
+        self._ended_well = False
         self._failures = 0
         self._last_failure: tuple[int, str] | None = None
         # When a process was first seen to be stopped.
@@ -86,11 +87,12 @@ class GoingOnWatch(Watch):
                 if code is None:
                     continue
                 self._living.discard(member)
+                self._ended_well |= code == 0
                 ends = self._lose(member, code) if code else None
                 if ends is not None:
                     return ends
-            if not self._members & self._living:
-                # All have ended well. One that was still to join has nothing to go on with.
+            if not self._living or (self._ended_well and not self._carriers()):
+                # One that was still to join has nothing to go on with.
                 return self._stopped() if self._received else 0
             self._kill_stopped()
             if not self._received:
@@ -112,7 +114,8 @@ class GoingOnWatch(Watch):
             where = "the start" if step == NO_STATE else f"step {step + 1}"
             say(f"{where} failed again with {text}; all other ranks were stopped")
             return code
-        if code == _USAGE or not self._members & self._living:
+        was_last = self._board.has_state(member) and not self._carriers()
+        if code == _USAGE or was_last or not self._living:
             return self._failed(member, code)
         self._last_failure = failure
         self._failures += 1
@@ -131,12 +134,20 @@ class GoingOnWatch(Watch):
 
     def _regroup(self) -> None:
         """Announces the next generation where one is needed."""
-        lost = self._members - self._living
+        generation = self._board.generation
         asking = {member for member in self._living if self._board.asks(member)}
-        # A process that has ended well is missed by nobody.
-        lost = {member for member in lost if self._children[member].poll()}
+        # A process that has ended well is missed only where others wait for it to arrive.
+        lost = {
+            member
+            for member in self._members - self._living
+            if self._children[member].poll() or not self._board.has_arrived(member, generation)
+        }
         if lost or asking:
             self._announce((self._members & self._living) | asking)
+
+    def _carriers(self) -> set[int]:
+        """The processes that others can go on with."""
+        return {member for member in self._living if self._board.has_state(member)}
 
     def _announce(self, members: set[int]) -> None:
         self._members = set(members)

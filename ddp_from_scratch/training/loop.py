@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch.checks.straggler_report import StragglerReport
-from ddp_from_scratch.elastic.generators import seed_generators
-from ddp_from_scratch.elastic.membership import Membership
+from ddp_from_scratch.elasticity.generators import seed_generators
+from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.optim.sgd import SGD

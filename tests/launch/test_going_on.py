@@ -63,6 +63,9 @@ def test_a_board_keeps_what_each_process_writes(tmp_path: Path) -> None:
     assert not board.asks(0)
     board.announce([0, 2])
     assert not board.asks(2)
+    other.note_state(0)
+    assert board.has_state(0)
+    assert not board.has_state(2)
     assert board.failure(1) is None
     other.note_failure(1, 5, "ValueError: no")
     assert board.failure(1) == (5, "ValueError: no")
@@ -116,6 +119,8 @@ assert generation(2) == [0, 1, 2]
 def test_a_process_that_ended_well_is_not_missed(tmp_path: Path) -> None:
     program = """
 generation(1)
+board.arrive(me, 1, 0)
+board.note_state(me)
 if me == 0:
     sys.exit(0)
 if me == 1:
@@ -127,6 +132,38 @@ note("looked")
 assert generation(2) == [2], generation(2)
 """
     assert start(tmp_path, program, max_failures=0) == 0
+
+
+def test_a_process_that_ended_well_is_not_waited_for(tmp_path: Path) -> None:
+    program = """
+board.note_state(me)
+generation(1)
+board.arrive(me, 1, 0)
+if me == 0:
+    seen("asked", 1)
+    generation(2)
+    sys.exit(0)  # it does not arrive
+board.ask(me, 2)
+note("asked")
+assert generation(3) == [1, 2], generation(3)
+"""
+    assert start(tmp_path, program) == 0
+
+
+def test_the_job_is_over_when_all_that_have_trained_are(tmp_path: Path) -> None:
+    program = """
+generation(1)
+if me < 2:
+    board.note_state(me)
+    if me == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen("started", 2)
+else:
+    note("started")
+    board.ask(me, 2)
+    time.sleep(60)
+"""
+    assert start(tmp_path, program, nproc=2) == 0
 
 
 def test_a_users_mistake_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +226,7 @@ def test_the_job_ends_with_the_last_that_has_trained(tmp_path: Path) -> None:
     program = """
 if me < 2:
     generation(1)
+    board.note_state(me)
     seen("started", 2) if me else None
     if me == 0:
         os.kill(os.getpid(), signal.SIGKILL)

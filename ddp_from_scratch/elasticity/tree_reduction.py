@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.comm_hooks.default_hooks import Future
 from ddp_from_scratch.comm_hooks.later import Later
-from ddp_from_scratch.elastic.tree import Block, PartialSums, aligned_blocks, shard_range
+from ddp_from_scratch.elasticity.tree import Block, PartialSums, aligned_blocks, shard_range
 from ddp_from_scratch.group import check_group, of_member
 
 # By the parameter's index. A missing one is a gradient of zeros.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ddp_from_scratch.elastic.connections import cut, open_sockets
+from ddp_from_scratch.elasticity.connections import cut, open_sockets
 from ddp_from_scratch.launch.board import NO_STATE, Board
 from ddp_from_scratch.launch.environment import BOARD, MEMBER
 from ddp_from_scratch.world.process_group import World, replace_group
@@ -128,6 +128,8 @@ class Membership:
     def note_state(self) -> None:
         """Notes that this process has the state of its step, with which others may go on."""
         self._has_state = True
+        if self._board is not None:
+            self._board.note_state(self._member)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Closes the group, so that peers that wait for this rank notice at once.

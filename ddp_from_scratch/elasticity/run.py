@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.elastic.membership import Membership
+from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
