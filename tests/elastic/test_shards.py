@@ -323,6 +323,20 @@ def complex_sum(world):
     return model[0].grad.conj().conj()[4].item()
 
 
+def empty_and_single(world):
+    """Buckets of 0, 1 and 2 elements, on 3 ranks."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(size)) for size in (0, 1, 2)])
+    reducer = ddp.Reducer(model, shards=8, bucket_cap_mb=0)
+    for shard in reducer.shard_range:
+        with reducer.shard(shard):
+            sum((parameter * shard).sum() for parameter in model).backward()
+    return [parameter.grad.tolist() for parameter in model]
+
+
+def test_buckets_smaller_than_the_number_of_ranks(trio):
+    assert trio(empty_and_single) == [[[], [3.5], [3.5, 3.5]]] * 3
+
+
 def test_what_a_program_draws_between_shards_is_its_own(alone):
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     reducer = ddp.Reducer(model, shards=2)
