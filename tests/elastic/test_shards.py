@@ -170,7 +170,9 @@ def killed(world, name, rendezvous):
     return training.bits()
 
 
-@pytest.mark.parametrize("name", ["cnn", "cnn, a flat optimizer", slow("branches, in views")])
+@pytest.mark.parametrize(
+    "name", ["cnn", "cnn, watched", slow("cnn, a flat optimizer"), slow("branches, in views")]
+)
 def test_a_rank_is_killed_and_the_others_repeat_the_step(tmp_path, name):
     crew = Crew("gloo", 3)
     try:
