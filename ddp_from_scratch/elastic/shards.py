@@ -30,7 +30,7 @@ class Shards(Observer):
         buckets: those of all parameters that are averaged.
         has_sync_batch_norm: True if a layer takes its moments over several ranks.
         buffers: returns the module's buffers, by name.
-        process_group: the ranks that share the shards out; None means all, at each step.
+        process_group: the ranks that share the shards; None means all that there are at each step.
         windows: see `TreeReduction`.
 
     Attributes:
@@ -38,8 +38,7 @@ class Shards(Observer):
         reduction: sums the gradients.
 
     Raises:
-        ValueError: `count` is not a power of two, there are fewer shards than ranks, or a gradient
-            is sparse.
+        ValueError: a count or a module that cannot be; the text says why.
     """
 
     def __init__(

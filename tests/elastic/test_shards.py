@@ -312,7 +312,7 @@ def test_a_rank_with_every_shard_keeps_few_partial_sums(alone):
     assert held[-1] == 0
 
 
-def test_complex_gradients(ranks):
+def test_complex_gradients_of_shards(ranks):
     assert set(ranks("gloo", 3)(complex_sum)) == {(1 + 2j) * sum(range(8)) / 8}
 
 
