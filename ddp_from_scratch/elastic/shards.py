@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.bucket_list import BucketList
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.checks.gradient_checks import shortened
 from ddp_from_scratch.elastic.generators import seeded
 from ddp_from_scratch.elastic.tree import shard_range
 from ddp_from_scratch.elastic.tree_reduction import TreeReduction
@@ -107,7 +108,12 @@ class Shards(Observer):
                 self.reduction.add(index, self._take_gradients())
                 self._due.remove(index)
             elif self._due:
-                raise RuntimeError(f"shard {index} ended without a backward pass that averages")
+                missing = shortened(self._buckets.missing())
+                raise RuntimeError(
+                    f"shard {index} ended without gradients of {missing}: one backward pass "
+                    f"of it must be outside of no_sync(), and parameters that it does not use need "
+                    f"find_unused_parameters=True"
+                )
             self._inside = None
         except BaseException:
             drop_step()

@@ -273,6 +273,11 @@ def wrong_orders():
         with reducer.shard(0), reducer.no_sync():
             model(X).sum().backward()
 
+    def unused():
+        run(3, 2, 1)
+        with reducer.shard(0):
+            model.bias.sum().backward()
+
     def outside():
         model(X).sum().backward()
 
@@ -282,7 +287,8 @@ def wrong_orders():
         (ValueError, lambda: run(4), "shard 4 is not one of this rank's, which are [3, 2, 1, 0]"),
         (RuntimeError, nested, "shard 2 begins inside shard 3"),
         (RuntimeError, missing, "the optimizer steps before shards [1, 0] of this rank have run"),
-        (RuntimeError, local, "shard 0 ended without a backward pass that averages"),
+        (RuntimeError, local, "shard 0 ended without gradients of weight, bias: one backward pass"),
+        (RuntimeError, unused, "shard 0 ended without gradients of weight: one backward pass"),
         (RuntimeError, outside, "every backward pass goes into `with reducer.shard(i)`"),
     ]
     for error, call, text in calls:
