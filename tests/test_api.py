@@ -25,7 +25,7 @@ ROOMS = {
     "sync": {"buckets", "group"},
     "checks": {"autograd", "buckets", "group", "marks", "node", "sync"},
     "mpi": {"errors", "launch", "node"},
-    "elastic": {"buckets", "comm_hooks", "group"},
+    "elastic": {"buckets", "checks", "comm_hooks", "group"},
     "reducer": {
         *("autograd", "buckets", "checks", "comm_hooks", "elastic", "group", "node", "sync"),
     },

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.bucket_list import BucketList
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.checks.gradient_checks import shortened
 from ddp_from_scratch.elasticity.generators import seeded
 from ddp_from_scratch.elasticity.tree import shard_range
 from ddp_from_scratch.elasticity.tree_reduction import TreeReduction
@@ -30,7 +31,7 @@ class Shards(Observer):
         buckets: those of all parameters that are averaged.
         has_sync_batch_norm: True if a layer takes its moments over several ranks.
         buffers: returns the module's buffers, by name.
-        process_group: the ranks that share the shards out; None means all, at each step.
+        process_group: the ranks that share the shards; None means all that there are at each step.
         windows: see `TreeReduction`.
 
     Attributes:
@@ -38,8 +39,7 @@ class Shards(Observer):
         reduction: sums the gradients.
 
     Raises:
-        ValueError: `count` is not a power of two, there are fewer shards than ranks, or a gradient
-            is sparse.
+        ValueError: a count or a module that cannot be; the text says why.
     """
 
     def __init__(
@@ -108,7 +108,12 @@ class Shards(Observer):
                 self.reduction.add(index, self._take_gradients())
                 self._due.remove(index)
             elif self._due:
-                raise RuntimeError(f"shard {index} ended without a backward pass that averages")
+                missing = shortened(self._buckets.missing())
+                raise RuntimeError(
+                    f"shard {index} ended without gradients of {missing}: one backward pass "
+                    f"of it must be outside of no_sync(), and parameters that it does not use need "
+                    f"find_unused_parameters=True"
+                )
             self._inside = None
         except BaseException:
             drop_step()

@@ -10,10 +10,9 @@ along the tree, and sends the average to all:
              | sum of 6 7 |
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.comm_hooks.default_hooks import Future
@@ -79,8 +78,8 @@ class TreeReduction:
         def finish() -> torch.Tensor:
             root = rows[0] if exchange is None else exchange.root()
             self._divide(root, before=False)
-            # Zeros may be -0.0 where gradients are missing on some shards, by how these are shared
-            # out. No other value depends on the sign of a zero, so it is enough to drop it here.
+            # Where gradients are missing a zero may be -0.0, by how shards are shared out. No other
+            # value depends on its sign, so it is enough to drop that here.
             root.add_(0.0)
             if exchange is not None:
                 exchange.gather(root, rows[0])
@@ -118,33 +117,24 @@ class TreeReduction:
 
 
 class _Exchange:
-    """The partial sums of a bucket on their way to the owners of its chunks."""
+    """The partial sums of a bucket on their way to the owners of its chunks, and the sums back."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        rows: Sequence[torch.Tensor],
-        blocks: Sequence[Sequence[Block]],
+        self, group: dist.ProcessGroup, rows: list[torch.Tensor], blocks: list[list[Block]]
     ) -> None:
-        numel, ranks = rows[0].numel(), group.size()
-        # Equal chunks, as the all-gather wants them. The last ones may be shorter, or empty.
-        self._chunk = -(-numel // ranks)
-        lengths = [max(0, min(self._chunk, numel - q * self._chunk)) for q in range(ranks)]
-        self._group, self._length = group, lengths[group.rank()]
-        self._blocks = [block for of_rank in blocks for block in of_rank]
-        chunks = zip(*(row.split(lengths) for row in rows), strict=True)
-        sent = (
-            rows[0] if len(rows) == 1 else torch.cat([part for parts in chunks for part in parts])
-        )
-        self._received = sent.new_empty(len(self._blocks) * self._length)
+        ranks = group.size()
+        # Zeros behind the last element, where needed: the all-gather wants equal chunks.
+        if padding := -rows[0].numel() % ranks:
+            rows = [pad(row, (0, padding)) for row in rows]
+        chunk = rows[0].numel() // ranks
+        # By owner, and for each owner in the order of shards: one row is there as it lies.
+        sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
+        self._group, self._blocks = group, [block for of_rank in blocks for block in of_rank]
+        self._received = sent.new_empty(len(self._blocks), chunk)
+        splits = [len(of_rank) * chunk for of_rank in blocks], [len(rows) * chunk] * ranks
         self._work = of_member(
             dist.all_to_all_single(
-                self._received,
-                sent,
-                [len(of_rank) * self._length for of_rank in blocks],
-                [len(rows) * length for length in lengths],
-                group=group,
-                async_op=True,
+                self._received.view(-1), sent.view(-1), *splits, group=group, async_op=True
             )
         )
 
@@ -152,19 +142,15 @@ class _Exchange:
         """Waits for all partial sums of this rank's chunk; returns their sum."""
         self._work.wait()
         sums: PartialSums[torch.Tensor] = PartialSums(torch.Tensor.add_)
-        rows = self._received.view(len(self._blocks), self._length)
-        for block, row in zip(self._blocks, rows, strict=True):
+        for block, row in zip(self._blocks, self._received, strict=True):
             sums.push(block, row)
         ((_, root),) = sums
         return root
 
     def gather(self, root: torch.Tensor, into: torch.Tensor) -> None:
         """Gathers the chunks of all owners."""
-        size = self._chunk * self._group.size()
-        if size == into.numel():
-            dist.all_gather_into_tensor(into, root, group=self._group)
-            return
-        own, padded = root.new_zeros(self._chunk), root.new_empty(size)
-        own[: self._length] = root
-        dist.all_gather_into_tensor(padded, own, group=self._group)
-        into.copy_(padded[: into.numel()])
+        whole = root.numel() * self._group.size()
+        gathered = into if into.numel() == whole else root.new_empty(whole)
+        dist.all_gather_into_tensor(gathered, root, group=self._group)
+        if gathered is not into:
+            into.copy_(gathered[: into.numel()])

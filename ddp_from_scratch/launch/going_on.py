@@ -87,7 +87,7 @@ class GoingOnWatch(Watch):
                 if code is None:
                     continue
                 self._living.discard(member)
-                self._ended_well |= code == 0
+                self._ended_well |= code == 0 and self._board.has_state(member)
                 ends = self._lose(member, code) if code else None
                 if ends is not None:
                     return ends

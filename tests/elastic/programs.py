@@ -83,6 +83,7 @@ PROGRAMS = {
     "cnn, accumulated, in views": Program(cnn, VIEWS | SMALL, "SGD", accumulate=2),
     "cnn, a flat optimizer": Program(cnn, VIEWS, flat=True),
     "cnn, at the end": Program(cnn, SMALL | {"overlap": False}),
+    "cnn, watched": Program(cnn, {"check_every": 1, "stall_after": 60.0, "straggler_every": 2}),
     "transformer": Program(Transformer, SMALL),
     "transformer, fused": Program(Transformer, {"fuse_wgrad": True}, "SGD"),
     "branches": Program(Branches, SMALL | {"find_unused_parameters": True}),

@@ -170,7 +170,9 @@ def killed(world, name, rendezvous):
     return training.bits()
 
 
-@pytest.mark.parametrize("name", ["cnn", "cnn, a flat optimizer", slow("branches, in views")])
+@pytest.mark.parametrize(
+    "name", ["cnn", "cnn, watched", slow("cnn, a flat optimizer"), slow("branches, in views")]
+)
 def test_a_rank_is_killed_and_the_others_repeat_the_step(tmp_path, name):
     crew = Crew("gloo", 3)
     try:
@@ -271,6 +273,11 @@ def wrong_orders():
         with reducer.shard(0), reducer.no_sync():
             model(X).sum().backward()
 
+    def unused():
+        run(3, 2, 1)
+        with reducer.shard(0):
+            model.bias.sum().backward()
+
     def outside():
         model(X).sum().backward()
 
@@ -280,7 +287,8 @@ def wrong_orders():
         (ValueError, lambda: run(4), "shard 4 is not one of this rank's, which are [3, 2, 1, 0]"),
         (RuntimeError, nested, "shard 2 begins inside shard 3"),
         (RuntimeError, missing, "the optimizer steps before shards [1, 0] of this rank have run"),
-        (RuntimeError, local, "shard 0 ended without a backward pass that averages"),
+        (RuntimeError, local, "shard 0 ended without gradients of weight, bias: one backward pass"),
+        (RuntimeError, unused, "shard 0 ended without gradients of weight: one backward pass"),
         (RuntimeError, outside, "every backward pass goes into `with reducer.shard(i)`"),
     ]
     for error, call, text in calls:
@@ -310,7 +318,7 @@ def test_a_rank_with_every_shard_keeps_few_partial_sums(alone):
     assert held[-1] == 0
 
 
-def test_complex_gradients(ranks):
+def test_complex_gradients_of_shards(ranks):
     assert set(ranks("gloo", 3)(complex_sum)) == {(1 + 2j) * sum(range(8)) / 8}
 
 
@@ -321,6 +329,20 @@ def complex_sum(world):
         with reducer.shard(shard):
             (model[0] * (1 - 2j) * shard).sum().real.backward()
     return model[0].grad.conj().conj()[4].item()
+
+
+def empty_and_single(world):
+    """Buckets of 0, 1 and 2 elements, on 3 ranks."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(size)) for size in (0, 1, 2)])
+    reducer = ddp.Reducer(model, shards=8, bucket_cap_mb=0)
+    for shard in reducer.shard_range:
+        with reducer.shard(shard):
+            sum((parameter * shard).sum() for parameter in model).backward()
+    return [parameter.grad.tolist() for parameter in model]
+
+
+def test_buckets_smaller_than_the_number_of_ranks(trio):
+    assert trio(empty_and_single) == [[[], [3.5], [3.5, 3.5]]] * 3
 
 
 def test_what_a_program_draws_between_shards_is_its_own(alone):
