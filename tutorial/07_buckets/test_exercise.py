@@ -63,9 +63,7 @@ def beside_torch(exercise, cap):
 
     def after_step(step):
         for number, bucket in enumerate(parallel.buckets):
-            said = (
-                f"bucket {number} was not launched: `bucket_of` names the bucket of each parameter"
-            )
+            said = f"bucket {number} was not launched: has each parameter its `bucket_of`?"
             assert bucket.handle, said
         parallel.finish()
         if step == 0:
@@ -85,9 +83,5 @@ def beside_torch(exercise, cap):
 def test_rebuild_gives_the_bits_of_torchs_class(on_ranks, cap):
     for sizes, wanted, difference in on_ranks(3, beside_torch, cap):
         assert sizes == wanted, f"bytes of the buckets {sizes}, of those of torch's class {wanted}"
-        said = (
-            "the buckets have the right sizes, but parameters lie in other places than in torch's:"
-        )
-        assert difference == 0, (
-            f"{said} is it the order of being ready? For the same bits it must be"
-        )
+        said = "right sizes, other bits: do parameters lie in the order of being ready?"
+        assert difference == 0, said

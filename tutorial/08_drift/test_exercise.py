@@ -25,7 +25,9 @@ def test_repaired(on_ranks, name):
         assert parameters.isfinite().all()
     else:
         ((_, alone),) = on_ranks(1, run, name)
-        assert torch.allclose(parameters, alone, atol=1e-5), "not what one process computes"
+        assert torch.allclose(parameters, alone, atol=1e-5), (
+            "the ranks agree, but on something else than one process computes"
+        )
 
 
 def epochs(exercise):
