@@ -72,5 +72,6 @@ def save(exercise, folder):
 
 def test_save_and_load(on_ranks, tmp_path):
     for rank, (writers, weight) in enumerate(on_ranks(2, save, tmp_path)):
-        assert writers == ([0] if rank == 0 else []), f"rank {rank} writes the file"
+        said = f"ranks that write the file, as rank {rank} sees it: rank 0 alone is to"
+        assert writers == ([0] if rank == 0 else []), said
         assert weight.eq(1).all(), f"rank {rank} has read something else than rank 0 has saved"

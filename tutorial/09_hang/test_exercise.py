@@ -13,7 +13,9 @@ import torch.distributed as dist
     ],
 )
 def test_the_rank(exercise, report, rank):
-    assert getattr(exercise, report)() == rank, "read once more: which rank does not do as others?"
+    found = getattr(exercise, report)()
+    if found != rank:  # an assert would print the answer
+        pytest.fail(f"not rank {found}. Read once more: which rank does not do as the others do?")
 
 
 def answers(exercise):
