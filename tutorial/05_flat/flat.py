@@ -24,7 +24,7 @@ def milliseconds(functions):
     The functions take turns, so that a busy moment of the machine does not hit one of them alone.
     """
     times = {function: [] for function in functions}
-    for _ in range(12):
+    for _ in range(8):
         for function, calls in functions.items():
             dist.barrier()
             begin = perf_counter()
