@@ -25,7 +25,7 @@ from ddp_from_scratch.launch.environment import (
     RENDEZVOUS_FILE,
     rank_environments,
 )
-from ddp_from_scratch.launch.supervisor import Child, Watch, say
+from ddp_from_scratch.launch.watch import Child, Watch, say
 
 STOPPED_S = 5.0
 _POLL_S = 0.01

@@ -155,7 +155,9 @@ def test_the_job_is_over_when_all_that_have_trained_are(tmp_path: Path) -> None:
 generation(1)
 if me < 2:
     board.note_state(me)
+    note("trained")
     if me == 0:
+        seen("trained", 1)
         os.kill(os.getpid(), signal.SIGKILL)
     seen("started", 2)
 else:
