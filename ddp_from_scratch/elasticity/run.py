@@ -31,6 +31,11 @@ class StepReducer(Protocol):
 
     module: torch.nn.Module
 
+    @property
+    def shard_range(self) -> range:
+        """This rank's shards."""
+        ...
+
     def drop_step(self) -> None:
         """Forgets a step that was broken off."""
         ...
@@ -206,9 +211,11 @@ def elastic(
         timeout: seconds that a collective may take.
 
     Raises:
-        UsageError: the backend is not gloo, the reducer has no shards, or the optimizer's state is
-            spread over ranks.
+        UsageError: the backend is not gloo.
+        RuntimeError: the reducer has no shards.
     """
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic goes on with gloo, and the backend is {world.backend}")
+    # Raises without shards: on fewer ranks a step would have fewer samples.
+    _ = reducer.shard_range
     return ElasticRun(world, reducer, optimizer, *others, timeout=timeout)

@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,5 +165,10 @@ def test_under_another_launcher_a_run_is_an_ordinary_one(quiet: str, tmp_path: P
 
 def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
     world = ddp.World(0, 1, 0, 1, 0, "none", "mpi", None)  # type: ignore[arg-type]
+    gloo = replace(world, backend="gloo")
+    reducer = ddp.Reducer.__new__(ddp.Reducer)
+    reducer._shards = None
+    with pytest.raises(RuntimeError, match="this Reducer has no shards: make it with shards=V"):
+        ddp.elastic(gloo, reducer, None)  # type: ignore[arg-type]
     with pytest.raises(ddp.UsageError, match="goes on with gloo, and the backend is mpi"):
         ddp.elastic(world, None, None)  # type: ignore[arg-type]
