@@ -14,7 +14,7 @@ from tests.support.ranks import ROOT
 
 # As run.py, but for a part of the trainer that is replaced first, on each rank.
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, faulthandler; faulthandler.register(signal.SIGUSR2, all_threads=True)
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.training.main import main
 
@@ -52,10 +52,13 @@ def start(tmp_path: Path, fault: str, *options: str, nproc: int = 3) -> subproce
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    try:
-        out, err = process.communicate(timeout=90)
-    finally:
-        process.kill()
+    with process:
+        try:
+            out, err = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            out, err = process.communicate()
+            pytest.fail(f"it did not end: {out}{err}")
     assert process.returncode == code, out + err
     return out, err
 
