@@ -62,8 +62,12 @@ def main():
         title = (chapter / "README.md").read_text().splitlines()[0].removeprefix("# ")
         if sys.stdout.isatty():
             state = f"\033[{COLOURS.get(state, 33)}m{state}\033[0m"
-        print(f"{title:<44} {'tutorial/' + chapter.name:<32} {state}")
+        print(f"{title:<44} {'tutorial/' + chapter.name:<32} {state}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BrokenPipeError:  # `python -m tutorial | head -3` has read enough
+        # Python flushes the stream once more at its end, and must not fail there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

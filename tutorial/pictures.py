@@ -2,6 +2,7 @@
 
 # Safe for colour-blind readers (Okabe and Ito 2008), and red for waits.
 COLOURS = {
+    "computing": "#56b4e9",
     "forward": "#56b4e9",
     "backward": "#0072b2",
     "wait": "#d62728",

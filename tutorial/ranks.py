@@ -85,6 +85,8 @@ def _describe(error):
     """The error in one line, with the program's last line that led to it."""
     lines = traceback.extract_tb(error.__traceback__)
     own = [line for line in lines if "torch" not in Path(line.filename).parts] or lines
+    # A test that counts what an exercise sends stands between the exercise and torch.
+    own = [line for line in own if Path(line.filename).name == "exercise.py"] or own
     message = (str(error).strip().splitlines() or [""])[0]
     if "Timed out waiting" in message or "Connection closed by peer" in message:
         message = f"waited for another rank in vain ({PATIENCE.seconds} s at most)"

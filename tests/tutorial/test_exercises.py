@@ -2,6 +2,7 @@
 
 import ast
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -83,6 +84,20 @@ def test_learn_lists_nothing_begun():
     assert [re.search(r"tutorial/(\w+)", line)[1] for line in lines] == [c.name for c in CHAPTERS]
     assert all(line.endswith("not begun") for line in lines)
     assert "\033" not in done.stdout
+
+
+def test_learn_ends_well_where_nobody_reads_on():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "tutorial"],
+        cwd=ROOT,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_learn_counts_what_passes(tmp_path):

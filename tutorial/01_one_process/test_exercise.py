@@ -32,12 +32,15 @@ def measure_memory(widths, batch):
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize("widths", [(3, 2), (784, 128, 10), (64, 64, 64, 64)])
 def test_predict_memory(exercise, widths, batch):
-    assert exercise.predict_memory(widths, batch) == measure_memory(widths, batch)
+    predicted = exercise.predict_memory(widths, batch)
+    for kind, measured in measure_memory(widths, batch).items():
+        said = f"{kind}: bytes predicted, and measured, for widths {widths} and a batch of {batch}"
+        assert predicted[kind] == measured, said
 
 
 @pytest.mark.parametrize("widths", [(3, 2), (784, 128, 10)])
 def test_largest_batch(exercise, widths):
     fits = sum(measure_memory(widths, 17).values())
-    assert exercise.largest_batch(widths, fits) == 17
-    assert exercise.largest_batch(widths, fits - 1) == 16
-    assert exercise.largest_batch(widths, 1) == 0
+    assert exercise.largest_batch(widths, fits) == 17, "exactly what a batch of 17 needs"
+    assert exercise.largest_batch(widths, fits - 1) == 16, "a byte less than a batch of 17 needs"
+    assert exercise.largest_batch(widths, 1) == 0, "one byte: nothing fits"

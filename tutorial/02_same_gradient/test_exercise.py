@@ -12,6 +12,14 @@ def gradient(parameter, x, factor=1.0):
     return parameter.grad
 
 
+def ratio(vector, expected):
+    """Of two vectors, how much longer one is, if both have the same direction."""
+    times = vector.norm() / expected.norm()
+    if torch.allclose(vector, times * expected):
+        return f"but {times:.3g} times as long"
+    return "nor a multiple of it: the shards' weights are not in proportion to their sizes"
+
+
 @pytest.fixture
 def batch():
     torch.manual_seed(0)
@@ -22,7 +30,8 @@ def batch():
 def test_weighted_mean(exercise, batch, sizes):
     parameter, x = batch[0], batch[1][: sum(sizes)]
     gradients = [gradient(parameter, shard) for shard in x.split(sizes)]
-    torch.testing.assert_close(exercise.weighted_mean(gradients, sizes), gradient(parameter, x))
+    found, batchs = exercise.weighted_mean(gradients, sizes), gradient(parameter, x)
+    assert torch.allclose(found, batchs), f"not the batch's gradient, {ratio(found, batchs)}"
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -31,4 +40,6 @@ def test_loss_factor(exercise, batch, sizes):
     factors = [exercise.loss_factor(size, sizes) for size in sizes]
     shards = zip(x.split(sizes), factors, strict=True)
     gradients = [gradient(parameter, shard, factor) for shard, factor in shards]
-    torch.testing.assert_close(sum(gradients) / len(sizes), gradient(parameter, x))
+    mean, batchs = sum(gradients) / len(sizes), gradient(parameter, x)
+    said = f"with factors {factors}, the plain mean is not the batch's gradient"
+    assert torch.allclose(mean, batchs), f"{said}, {ratio(mean, batchs)}"

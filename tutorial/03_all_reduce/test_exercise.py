@@ -27,10 +27,13 @@ def broadcast(exercise, root):
 @pytest.mark.parametrize(("nproc", "root"), [(4, 0), (5, 3)])
 def test_tree_broadcast(on_ranks, nproc, root):
     results = on_ranks(nproc, broadcast, root)
-    assert [numbers for numbers, _ in results] == [[root + 1.0] * 5] * nproc
+    for rank, (numbers, _) in enumerate(results):
+        assert numbers == [root + 1.0] * 5, f"rank {rank} has not the numbers of rank {root}"
     sends = [count for _, count in results]
-    assert sum(sends) == nproc - 1, f"messages sent by each rank: {sends}"
-    assert max(sends) <= (nproc - 1).bit_length(), f"messages sent by each rank: {sends}"
+    said = f"messages sent by each rank: {sends}; every rank but rank {root} receives once"
+    assert sum(sends) == nproc - 1, said
+    said = f"messages sent by each rank: {sends}; one rank sends in more rounds than there are"
+    assert max(sends) <= (nproc - 1).bit_length(), said
 
 
 def scatter(exercise):
@@ -45,5 +48,8 @@ def test_reduce_scatter(on_ranks, nproc):
     results = on_ranks(nproc, scatter)
     ones = int("1" * nproc)
     expected = [[2 * rank * ones, (2 * rank + 1) * ones] for rank in range(nproc)]
-    assert [numbers for numbers, _ in results] == expected
-    assert [sent for _, sent in results] == [2 * (nproc - 1)] * nproc
+    for rank, (numbers, sent) in enumerate(results):
+        said = f"chunk {rank} of the sum, on rank {rank}; the digits show whose numbers are in it"
+        assert numbers == expected[rank], said
+        said = f"rank {rank} sends {sent} numbers, and {nproc - 1} chunks have {2 * (nproc - 1)}"
+        assert sent == 2 * (nproc - 1), said

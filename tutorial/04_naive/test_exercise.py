@@ -8,15 +8,15 @@ def models(exercise):
     model(torch.randn(8, 3))  # and other running means
     before = [tensor.clone() for tensor in model.state_dict().values()]
     exercise.broadcast_model(model)
-    return before, list(model.state_dict().values())
+    return before, model.state_dict()
 
 
 def test_broadcast_model(on_ranks):
     (rank_0, _), *_ = results = on_ranks(3, models)
     for rank, (before, after) in enumerate(results):
         assert rank == 0 or not before[0].equal(rank_0[0])
-        for tensor, expected in zip(after, rank_0, strict=True):
-            assert tensor.equal(expected), f"rank {rank} has other numbers than rank 0"
+        for (name, tensor), expected in zip(after.items(), rank_0, strict=True):
+            assert tensor.equal(expected), f"rank {rank} has another {name} than rank 0 had"
 
 
 def mean_square(y):

@@ -17,7 +17,8 @@ def one_by_one(sizes, latency, bandwidth):
 def in_one_piece(sizes, latency, bandwidth, copy_bandwidth):
     """Returns the time of one all-reduce of all gradients, in one flat tensor.
 
-    Each byte is copied twice, into the tensor and out of it, at `copy_bandwidth`.
+    Each byte is copied twice, into the tensor and out of it, at `copy_bandwidth`. Divisions are
+    left out here: both ways have them.
     """
     raise NotImplementedError("in_one_piece: two copies of all bytes, and one all-reduce")
 

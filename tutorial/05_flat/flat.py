@@ -3,8 +3,8 @@
 python -m tutorial.05_flat.flat
 """
 
-import math
 from functools import partial
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -18,20 +18,20 @@ SIZES = [4**power * 1000 for power in range(8)]  # bytes, to 16 MB
 GRADIENTS = [(256, 256), (256,)] * 24
 
 
-def milliseconds(functions, calls=5):
-    """The time of a call of each function: the least of 12 rows of calls, as noise only adds.
+def milliseconds(functions):
+    """The times of a call of each function, each the mean of a row of calls: `{function: calls}`.
 
     The functions take turns, so that a busy moment of the machine does not hit one of them alone.
     """
-    least = [math.inf] * len(functions)
-    for _ in range(12):
-        for index, function in enumerate(functions):
+    times = {function: [] for function in functions}
+    for _ in range(8):
+        for function, calls in functions.items():
             dist.barrier()
             begin = perf_counter()
             for _ in range(calls):
                 function()
-            least[index] = min(least[index], 1000 * (perf_counter() - begin) / calls)
-    return least
+            times[function].append(1000 * (perf_counter() - begin) / calls)
+    return list(times.values())
 
 
 def sync_each(gradients):
@@ -43,25 +43,46 @@ def sync_each(gradients):
 
 def sync_flat(gradients):
     """Replaces gradients by their means: copied into one flat tensor, one all-reduce, and back."""
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = copy_in(gradients)
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for gradient, mean in zip(
-        gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
-    ):
-        gradient.copy_(mean.view_as(gradient))
+    copy_back(flat, gradients)
+
+
+def copy_in(gradients):
+    """A flat tensor of all gradients, one behind the other."""
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def copy_back(flat, gradients):
+    """Copies each gradient's part of a flat tensor into it."""
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def divide(gradients):
+    """The divisions of `sync_each` alone."""
+    for gradient in gradients:
+        gradient /= dist.get_world_size()
 
 
 def run():
-    """The ms of an all-reduce of each size, and of the two ways to send the gradients."""
-    tensors = [torch.ones(size // 4) for size in SIZES]
-    by_size = milliseconds([partial(dist.all_reduce, tensor) for tensor in tensors])
+    """Times of an all-reduce of each size, of both ways to send gradients, and of their parts."""
     gradients = [torch.randn(shape) for shape in GRADIENTS]
     copies = [gradient.clone() for gradient in gradients]
     sync_each(gradients)
     sync_flat(copies)
     same = all(one.allclose(other) for one, other in zip(gradients, copies, strict=True))
-    return by_size, same, *milliseconds([partial(sync, copies) for sync in (sync_each, sync_flat)])
+    # Rows of 48 calls, as long as what they predict: a short one may be lucky. Fewer of large ones.
+    rows = {
+        partial(dist.all_reduce, torch.ones(size // 4)): min(48, 64_000_000 // size)
+        for size in SIZES
+    }
+    ways = [partial(way, copies) for way in (sync_each, sync_flat, divide)]
+    ways.append(lambda: copy_back(copy_in(copies), copies))
+    times = milliseconds(rows | dict.fromkeys(ways, 1))
+    return times[: len(rows)], times[len(rows) :], same
 
 
 def fit(sizes, times):
@@ -72,19 +93,26 @@ def fit(sizes, times):
 
 
 def main():
-    """Prints times, the fitted line, and what it predicts; draws the first two."""
+    """Prints times, the fitted line, and what it predicts; draws the times and the line."""
     options = read_options(__doc__, nproc=2)
-    by_size, same, each, flat = start(run, options.nproc)[0]
-    latency, per_byte = fit(SIZES, by_size)
+    by_size, ways, same = start(run, options.nproc)[0]
+    medians, least = [median(times) for times in by_size], [min(times) for times in by_size]
+    latency, per_byte = fit(SIZES, medians)
     line = [latency + per_byte * size for size in SIZES]
-    for size, measured, on_line in zip(SIZES, by_size, line, strict=True):
-        print(f"{size / 1000:>8,.0f} kB {measured:8.3f} ms, on the line {on_line:8.3f}")
+    print(f"{'':<12}    least   median  on the line")
+    for size, *times in zip(SIZES, least, medians, line, strict=True):
+        print(f"{size / 1000:>9,.0f} kB " + "{:8.3f} {:8.3f} {:12.3f}  ms".format(*times))
     print(f"latency {latency:.3f} ms, bandwidth {1e-6 / per_byte:.2f} GB/s")
     total = sum(4 * torch.Size(shape).numel() for shape in GRADIENTS)
     count = len(GRADIENTS)
+    each, flat, division, copies = map(median, ways)
     print(f"{count} gradients, {total / 1e6:.1f} MB, the same means both ways: {same}")
-    print(f"one by one   {each:6.1f} ms, on the line {count * latency + per_byte * total:6.1f}")
-    print(f"in one piece {flat:6.1f} ms, on the line {latency + per_byte * total:6.1f}")
+    print(f"to divide them {division:.1f} ms, to copy them twice {copies:.1f} ms", end="")
+    print(f" (copy bandwidth {2e-6 * total / copies:.1f} GB/s)")
+    ours = count * latency + per_byte * total + division
+    print(f"one by one   {each:6.1f} ms, predicted {ours:6.1f}")
+    ours = latency + per_byte * total + division + copies
+    print(f"in one piece {flat:6.1f} ms, predicted {ours:6.1f}")
     kilobytes = [size / 1000 for size in SIZES]
     label = f"{latency:.2f} ms + bytes / ({1e-6 / per_byte:.1f} GB/s)"
     pictures.lines(
@@ -92,7 +120,7 @@ def main():
         "an all-reduce",
         "kB",
         "ms",
-        {"measured": (kilobytes, by_size)},
+        {"median": (kilobytes, medians), "least": (kilobytes, least)},
         {label: (kilobytes, line)},
     )
 

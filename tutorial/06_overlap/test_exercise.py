@@ -16,7 +16,8 @@ import torch.distributed as dist
     ],
 )
 def test_first_mismatch(exercise, orders, place):
-    assert exercise.first_mismatch([list(order) for order in orders]) == place
+    found = exercise.first_mismatch([list(order) for order in orders])
+    assert found == place, f"the ranks launch {orders}"
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 3, 2], [3, 0, 1, 2]], ids=str)
@@ -24,10 +25,13 @@ def test_agreed_order(exercise, order):
     agreed, launched = exercise.AgreedOrder(), []
     for place, number in enumerate(order):
         now = agreed.ready(number)
-        assert set(now) <= set(order[: place + 1]), "launched before it was ready"
+        assert set(now) <= set(order[: place + 1]), f"{order}: launched before it was ready"
         launched += now
         missing = [n for n in order if n not in order[: place + 1]]
-        assert launched == list(range(min(missing, default=len(order)))), "launched too late"
+        assert launched == sorted(set(launched)), "launched twice, or not in the order 0, 1, 2, ..."
+        due = list(range(min(missing, default=len(order))))
+        said = f"with {order[: place + 1]} ready, {launched} are launched, and should be {due}"
+        assert launched == due, said
 
 
 def sums(exercise):
@@ -44,4 +48,6 @@ def sums(exercise):
 
 
 def test_sums_are_right_whatever_the_ranks_orders(on_ranks):
-    assert on_ranks(3, sums) == [[3, 30, 300, 3000, 30000]] * 3
+    for rank, found in enumerate(on_ranks(3, sums)):
+        said = f"rank {rank}: a launch met another rank's launch of another tensor"
+        assert found == [3, 30, 300, 3000, 30000], said

@@ -13,7 +13,9 @@ def agreed(exercise):
 
 
 def test_agree(on_ranks):
-    assert on_ranks(3, agreed) == [[2, 0, 1]] * 3
+    for rank, order in enumerate(on_ranks(3, agreed)):
+        assert isinstance(order, list), "a list of numbers, as was given"
+        assert order == [2, 0, 1], f"rank {rank} returns another order than rank 0 has"
 
 
 class Crossed(torch.nn.Module):
@@ -60,6 +62,9 @@ def beside_torch(exercise, cap):
     parallel = Watched(model)
 
     def after_step(step):
+        for number, bucket in enumerate(parallel.buckets):
+            said = f"bucket {number} was not launched: has each parameter its `bucket_of`?"
+            assert bucket.handle, said
         parallel.finish()
         if step == 0:
             order = exercise.agree(parallel.order)
@@ -77,5 +82,6 @@ def beside_torch(exercise, cap):
 @pytest.mark.parametrize("cap", [1, 10_000, 1_000_000])
 def test_rebuild_gives_the_bits_of_torchs_class(on_ranks, cap):
     for sizes, wanted, difference in on_ranks(3, beside_torch, cap):
-        assert sizes == wanted, "bytes of the buckets, and of those of torch's class"
-        assert difference == 0, "equal but for rounding is not enough: same sums, same order"
+        assert sizes == wanted, f"bytes of the buckets {sizes}, of those of torch's class {wanted}"
+        said = "right sizes, other bits: do parameters lie in the order of being ready?"
+        assert difference == 0, said

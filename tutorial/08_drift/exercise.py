@@ -79,7 +79,7 @@ def skipped_step(watch):
 
 def own_branch(watch):
     """Sends each shard through one of two branches, and averages the gradients that are there."""
-    raise NotImplementedError("own_branch: let all ranks average the same tensors, in one order")
+    raise NotImplementedError("own_branch: average the same tensors on all ranks; None is zeros")
     torch.manual_seed(0)
     model = nn.ModuleList([drift.make_model(), drift.make_model()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -25,7 +25,10 @@ def other_by_comparison():
 
 
 def skipped_by_flight_recorder():
-    """Returns the rank that has left out a call, by reports/flight_recorder.txt."""
+    """Returns the rank that has left out a call, by reports/flight_recorder.txt.
+
+    The file is a table, made from what the recorders of the four ranks have noted.
+    """
     raise NotImplementedError("skipped_by_flight_recorder: return the number of the rank")
 
 

@@ -105,7 +105,7 @@ class Sampler(threading.Thread):
         """Times of computing and of waiting in collectives, in ms, for the picture."""
         for (begin, frame), (end, _) in zip(self.seen, self.seen[1:], strict=False):
             waits = "dist." in frame.line or "backward" in frame.line
-            yield "wait" if waits else "forward", 1000 * begin, 1000 * end
+            yield "wait" if waits else "computing", 1000 * begin, 1000 * end
 
 
 def recorded():
