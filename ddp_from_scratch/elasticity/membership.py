@@ -1,19 +1,17 @@
 """This process among others that come and go: each generation of ranks has a group of its own."""
 
-import gc
 import os
 import time
-import traceback
-import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
-from ddp_from_scratch.elasticity.connections import cut, open_sockets
+from ddp_from_scratch.elasticity.closing import close_default_group
 from ddp_from_scratch.launch.board import NO_STATE, Board
 from ddp_from_scratch.launch.environment import BOARD, MEMBER
+from ddp_from_scratch.waiting import look_for_lost_ranks
 from ddp_from_scratch.world.process_group import World, replace_group
 
 # Seconds that ranks which have all arrived may take to connect. One that dies meanwhile costs the
@@ -62,8 +60,10 @@ class Membership:
         self._has_state = False
         self._connect_s = _CONNECT_S
         # Of the present group.
-        self._sockets: dict[int, int] = {}
+        self._members: list[int] = []
         self.took_over = False
+        if self.goes_on:
+            look_for_lost_ranks(self._is_broken)
 
     @property
     def in_group(self) -> bool:
@@ -97,27 +97,16 @@ class Membership:
             steps = [self._board.step(member) for member in members]
             store = dist.FileStore(str(self._board.folder / f"store-{generation}"), len(members))
             rank = members.index(self._member)
-            before = open_sockets()
             connect = timedelta(seconds=self._connect_s)
             try:
                 self.world = replace_group(self.world, store, rank, len(members), connect)
             except RuntimeError as error:  # one of them died just now
-                print(
-                    "DEBUG",
-                    self._member,
-                    generation,
-                    members,
-                    round(time.time() % 1000, 2),
-                    str(error)[:250].replace(chr(10), " "),
-                    flush=True,
-                )
                 self._connect_s *= 2
                 self.leave(error)
                 self._ask_for_next(generation)
                 continue
             self._connect_s = _CONNECT_S
-            self._sockets = dict(open_sockets().items() - before.items())
-            self._generation = generation
+            self._generation, self._members = generation, members
             assert dist.group.WORLD is not None, "it has just been opened"
             dist.group.WORLD.set_timeout(self._timeout)
             last = max(steps)
@@ -135,19 +124,14 @@ class Membership:
         """Closes the group, so that peers that wait for this rank notice at once.
 
         Args:
-            error: what it failed with; the values in its frames are dropped.
+            error: what it failed with; its traceback is dropped.
         """
-        cut(self._sockets)
         # The group ends with the last reference to it, and the frames of an error have many.
         while error is not None:
-            if error.__traceback__ is not None:
-                traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None
             error = error.__context__
-        group = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
-        if group is not None:
-            dist.destroy_process_group()
-            if group() is not None:
-                gc.collect()
+        if dist.is_initialized():
+            close_default_group()
 
     def lose(self, error: BaseException) -> None:
         """Leaves the group after a communication error, and asks for another one."""
@@ -159,6 +143,17 @@ class Membership:
         if self._board is not None:
             self._board.note_failure(self._member, step, f"{type(error).__name__}: {error}")
             self.leave()
+
+    def _is_broken(self) -> bool:
+        """True once a rank of the present group has left it."""
+        assert self._board is not None
+        if not self.is_over:
+            return False
+        living = self._board.members(self._board.generation)
+        return any(
+            member not in living or self._board.has_arrived(member, self._generation + 1)
+            for member in self._members
+        )
 
     def _arrive(self, step: int) -> tuple[int, list[int]]:
         """Waits until all processes of the last generation have come; returns it and them."""

@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
+from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world.process_group import World
 
 
@@ -120,7 +122,7 @@ class ElasticRun:
     def _answer(self) -> None:
         """Leaves the group on all ranks behind the same step, if it is over."""
         if self._exchange is not None:
-            self._exchange.wait()
+            wait(self._exchange)
             self._exchange = None
             if self._over.item():
                 self._membership.leave()
@@ -159,7 +161,7 @@ class ElasticRun:
     def _end(self) -> bool:
         """Meets the others behind the last step; False if one of them was lost before."""
         try:
-            dist.barrier()
+            wait(of_member(dist.barrier(async_op=True)))
         except Exception as error:
             if not self._may_go_on(error):
                 raise

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.launch.rank_process import is_communication_error
+from ddp_from_scratch.waiting import wait
 
 
 @contextmanager
@@ -117,6 +118,6 @@ class StopSignal:
     def answer(self) -> tuple[int, int, int]:
         """The highest signal number at any rank that asked (0: none), and the highest of `also`."""
         assert self._handle is not None, "answer() without ask()"
-        self._handle.wait()
+        wait(self._handle)
         number, first, second = self._flags.tolist()
         return number, first, second

@@ -16,6 +16,7 @@ from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.elasticity.generators import seed_generators
 from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
+from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.optim.sgd import SGD
 from ddp_from_scratch.reducer.reducer import Reducer
@@ -34,6 +35,7 @@ from ddp_from_scratch.training.rank_data import RankData
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world.process_group import World
 
 
@@ -253,7 +255,7 @@ class Trainer:
                 with self.reducer.shard(shard):
                     totals += self._backward(batches)
         if self.membership.goes_on:
-            dist.all_reduce(totals)
+            wait(of_member(dist.all_reduce(totals, async_op=True)))
         # From here to the end nothing communicates: a step that a lost rank breaks off has changed
         # nothing.
         self.totals += totals

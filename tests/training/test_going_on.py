@@ -14,13 +14,12 @@ from tests.support.ranks import ROOT
 
 # As run.py, but for a part of the trainer that is replaced first, on each rank.
 PROGRAM = """
-import os, signal, sys, faulthandler; faulthandler.register(signal.SIGUSR2, all_threads=True)
+import os, signal, sys
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.training.main import main
 
 me = os.environ.get("DDP_MEMBER")
 if me is not None:
-    from ddp_from_scratch.training import checkpoint, loop
     from ddp_from_scratch.training.loop import Trainer
 
     def die():
@@ -163,7 +162,7 @@ def test_a_mistake_is_said_once(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_can_be_stopped_and_resumed(
     quiet: dict[str, bytes], tmp_path: Path
 ) -> None:
-    stop = "before('_backward', lambda t: me == '1' and t.global_step == 7 and os.kill(PARENT, 15))"
+    stop = "before('_step', lambda t: me == '1' and t.global_step == 7 and os.kill(PARENT, 15))"
     # The supervisor is the parent of the process that ranks are forked from.
     parent = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"
     options = ["--epochs", "3", "--go-on"]
