@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_from_scratch import comm_hooks
     from ddp_from_scratch.comm_hooks import power_sgd
+    from ddp_from_scratch.elasticity.run import elastic
     from ddp_from_scratch.errors import UsageError
     from ddp_from_scratch.launch.supervisor import start_ranks
     from ddp_from_scratch.optim.adam import Adam, AdamW
@@ -52,6 +53,7 @@ __all__ = [
     "check_sync",
     "comm_hooks",
     "convert_sync_batchnorm",
+    "elastic",
     "join",
     "power_sgd",
     "process_group",
@@ -78,6 +80,7 @@ _MODULES = {
     "check_sync": "sync.check_sync",
     "comm_hooks": "comm_hooks",
     "convert_sync_batchnorm": "sync.sync_batch_norm",
+    "elastic": "elasticity.run",
     "join": "reducer.join",
     "power_sgd": "comm_hooks",
     "process_group": "world.process_group",

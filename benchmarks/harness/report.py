@@ -193,3 +193,36 @@ def _save(name: str, figure: Any, folder: Path | None) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
     print(f"drawn to {os.path.relpath(path)}", flush=True)
+
+
+def draw_progress(
+    name: str,
+    title: str,
+    lines: Mapping[str, tuple[Sequence[tuple[float, int]], Sequence[float]]],
+    folder: Path,
+) -> None:
+    """A picture of how far runs are by the clock, and of the moments in which they lost a rank.
+
+    Args:
+        name: of the file.
+        title: above it.
+        lines: by label, the seconds and numbers of epochs, and the seconds of losses. The first is
+            this library's.
+        folder: where to.
+    """
+    if pyplot is None:
+        print(_NO_PICTURE, flush=True)
+        return
+    figure, plot = pyplot.subplots(figsize=(8, 4))
+    colours = (COLOURS["ours"], COLOURS["torch"])
+    for (label, (epochs, losses)), colour in zip(lines.items(), colours, strict=False):
+        seconds, done = zip(*epochs, strict=True)
+        plot.plot(seconds, done, color=colour, label=label)
+        at = [max((epoch for when, epoch in epochs if when <= loss), default=0) for loss in losses]
+        plot.plot(losses, at, "x", color=colour)
+    plot.plot([], [], "x", color="black", label="kill -9 of a rank")
+    plot.set(xlabel="seconds", ylabel="epochs", title=title)
+    plot.legend()
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"{name}.png")
+    pyplot.close(figure)

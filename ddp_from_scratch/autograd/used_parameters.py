@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.waiting import wait
+
 
 class UsedParameters:
     """Records used parameters on this rank, and agrees on them with the other ranks.
@@ -93,7 +95,7 @@ class UsedParameters:
         assert work is not None, "this rank is not a member of the process group"
         # A rank that used all parameters knows the answer. It has sent its part and need not wait.
         if len(used) < self._count:
-            work.wait()
+            wait(work)
             found = dict(enumerate(counts.tolist()))
             used = {index for index, times in found.items() if times % beyond}
             inherited = {index for index, times in found.items() if times >= beyond}

@@ -22,6 +22,8 @@ STARTED_HERE = "DDP_STARTED_HERE"
 PARENT = "DDP_PARENT_PID"
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # a file to meet in, on one machine
 MACHINE_0 = "DDP_MACHINE_0"  # its address, on several: MASTER_ADDR is the way through the parent
+BOARD = "DDP_BOARD"  # the folder of `board.py`, where ranks may be lost and replaced
+MEMBER = "DDP_MEMBER"  # this process's number there
 TERMINAL = "DDP_TERMINAL_"  # with 1 or 2: the terminal behind standard output or error
 
 # Processes or threads that one machine is asked for: beyond this it is a slip of the finger, which
@@ -76,7 +78,7 @@ def started_here(environ: Mapping[str, str] = os.environ) -> bool:
 def reports_errors(environ: Mapping[str, str] = os.environ) -> bool:
     """True for the first rank of each machine, and without a launcher."""
     # Needed before ranks can agree on who reports an error: most often all have the same one.
-    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    names = (MEMBER, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     return next((environ[name] for name in names if name in environ), "0") == "0"
 
 

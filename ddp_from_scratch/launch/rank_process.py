@@ -73,7 +73,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         # Inside a group the ranks have agreed on who reports. Before it each is on its own, most
         # often with the same mistake: rank 0 reports, and its exit has the launcher stop the
         # others. One that is not stopped has a mistake of its own.
-        if not _in_group() and not reports_errors():
+        if not _in_company() and not reports_errors():
             time.sleep(5.0)
         _say(f"error: {_printable(str(error))}")
         code = 2
@@ -151,6 +151,11 @@ def _distributed() -> Any:
 def _in_group() -> bool:
     dist = _distributed()
     return dist is not None and bool(dist.is_initialized())
+
+
+def _in_company() -> bool:
+    # A rank that may be replaced begins in a group of one.
+    return _in_group() and int(_distributed().get_world_size()) > 1
 
 
 def _wait_to_be_stopped() -> None:

@@ -30,7 +30,7 @@ from ddp_from_scratch.checks.module_snapshot import ModuleSnapshot
 from ddp_from_scratch.checks.stall_watch import Progress, StallWatch
 from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.checks.straggler_watch import StragglerWatch
-from ddp_from_scratch.elastic.shards import Shards
+from ddp_from_scratch.elasticity.shards import Shards
 from ddp_from_scratch.group import check_group
 from ddp_from_scratch.reducer.bucket_tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.reducer.comm_state import CommState

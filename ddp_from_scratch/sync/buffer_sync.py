@@ -14,6 +14,7 @@ from ddp_from_scratch.buckets.memory import split_like
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import messages, send_tensors
+from ddp_from_scratch.waiting import wait
 
 
 class BufferHook(NamedTuple):
@@ -119,7 +120,7 @@ class BufferSync(Observer):
         """Waits for buffers under way, and for the futures of hooks. Idempotent."""
         sent, self._sent = self._sent, []
         for message in sent:
-            message.work.wait()
+            wait(message.work)
             if not self._is_source():
                 values = split_like(message.flat, message.buffers)
                 self._write(list(zip(message.buffers, values, strict=True)))

@@ -12,6 +12,7 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training.settings import (
     COMPRESSIONS,
     DATASETS,
+    MAX_FAILURES,
     MODELS,
     POWERSGD_RANK,
     PRECISIONS,
@@ -100,6 +101,17 @@ def _processes(parser: Parser) -> None:
         "port of machine 0, for machines that have its DDP_SECRET (default: 29500)",
         type=int,
         metavar="P",
+    )
+    add(
+        "--go-on",
+        "when a rank is lost go on with the others, and start another one in its place; on one "
+        "machine, with gloo, without a launcher",
+        **_SWITCH,
+    )
+    add(
+        "--max-failures",
+        f"lost ranks that are replaced with --go-on (default: {MAX_FAILURES})",
+        **_COUNT,
     )
     add("--timeout", "seconds to wait for other ranks", **_SECONDS)
     add(

@@ -22,7 +22,9 @@ class Compression:
     to and from checkpoints over `group`, which takes CPU tensors.
     """
 
-    def __init__(self, settings: Settings, reducer: Reducer, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, settings: Settings, reducer: Reducer, group: dist.ProcessGroup | None
+    ) -> None:
         self._reducer, self._group = reducer, group
         self._power_sgd: PowerSGDState | None = None
         # The scale that PowerSGD's state is in, as the gradients before it.

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.launch.rank_process import is_communication_error
+from ddp_from_scratch.waiting import wait
 
 
 @contextmanager
-def together(group: dist.ProcessGroup) -> Iterator[None]:
+def together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Makes every rank leave this block in the same way. Collective.
 
     Where any rank raised a UsageError inside, the lowest such rank raises its own and every other
@@ -36,7 +37,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     raise PeerError(f"rank {rank}: {texts[rank]}")
 
 
-def require_same(asked: Mapping[str, str], group: dist.ProcessGroup) -> None:
+def require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """Ends all ranks unless each was asked for the same. Collective.
 
     Raises:
@@ -66,15 +67,16 @@ class StopSignal:
     """SIGINT, SIGTERM, SIGUSR1 and SIGHUP, acted on by all ranks after the same step.
 
     A launcher's signal reaches ranks at different steps. So ranks exchange in each step whether one
-    has come, over a group for CPU tensors: `ask` begins it before the step, `answer` ends it after.
-    A second number travels along. Inside the `with` block a second signal ends the process at once.
+    has come, over a group for CPU tensors (None: the default group): `ask` begins it before the
+    step, `answer` ends it after. Two other numbers travel along. Inside the `with` block a second
+    signal ends the process at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._received = 0
-        # The signal's number and `also`: one all-reduce for both, whose MAX leaves the highest.
-        self._flags = torch.zeros(2, dtype=torch.int64)
+        # The signal's number and `also`: one all-reduce for all, whose MAX leaves the highest.
+        self._flags = torch.zeros(3, dtype=torch.int64)
         self._handle: dist.Work | None = None
 
     def __enter__(self) -> "StopSignal":
@@ -99,17 +101,23 @@ class StopSignal:
         self._received = number
         signal.signal(number, signal.SIG_DFL)
 
-    def ask(self, also: int = 0) -> None:
-        """Starts the exchange of this step."""
-        self._flags[0], self._flags[1] = self._received, also
+    def drop(self) -> None:
+        """Drops an exchange that a lost rank broke off."""
+        # New: the broken one may still write to the old ones.
+        self._flags, self._handle = torch.zeros_like(self._flags), None
+
+    def ask(self, *also: int) -> None:
+        """Starts the exchange of this step; `also` has at most two numbers."""
+        self._flags.zero_()
+        self._flags[: 1 + len(also)] = torch.tensor([self._received, *also])
         # Asynchronous: the step hides it.
         self._handle = dist.all_reduce(
             self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True
         )
 
-    def answer(self) -> tuple[int, int]:
-        """The highest signal number at any rank that asked (0: none), and the highest `also`."""
+    def answer(self) -> tuple[int, int, int]:
+        """The highest signal number at any rank that asked (0: none), and the highest of `also`."""
         assert self._handle is not None, "answer() without ask()"
-        self._handle.wait()
-        number, also = self._flags.tolist()
-        return number, also
+        wait(self._handle)
+        number, first, second = self._flags.tolist()
+        return number, first, second

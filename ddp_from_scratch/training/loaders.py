@@ -17,7 +17,7 @@ from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ddp_from_scratch.elastic.tree import shard_range
+from ddp_from_scratch.elasticity.tree import shard_range
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training.image_data import Sample
 from ddp_from_scratch.training.settings import Settings

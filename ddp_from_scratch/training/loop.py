@@ -13,8 +13,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch.checks.straggler_report import StragglerReport
-from ddp_from_scratch.elastic.generators import seed_generators
-from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.elasticity.generators import seed_generators
+from ddp_from_scratch.elasticity.membership import Membership
+from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
+from ddp_from_scratch.group import of_member
+from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.optim.sgd import SGD
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
@@ -32,6 +35,7 @@ from ddp_from_scratch.training.rank_data import RankData
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world.process_group import World
 
 
@@ -52,35 +56,66 @@ class Trainer:
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
-        self.group = prepare_process(settings, world, {"the command": "train"})
-        images = open_dataset(settings.dataset, settings, world, self.group)
+        group = prepare_process(settings, world, {"the command": "train"})
+        # For CPU tensors. None is the default group, which --go-on replaces by others.
+        self.group = group if world.backend == "nccl" else None
+        self.images = open_dataset(settings.dataset, settings, world, self.group)
+        # Held until `run` ends: another run would remove this one's checkpoints.
+        self.lock = ExitStack()
+        self.writes = False
+        self.epoch = self.step = self.global_step = 0
         with together(self.group):
             # 1. Data
-            self.data = RankData(images, settings, world)
+            self.data = RankData(self.images, settings, world)
             # 2. Model
             self.model = self._build_model()
-            self._open_outputs()
-        broadcast_parameters(self.model)
-        # From here on ranks draw different numbers: until now all have built the same model.
-        if settings.shards is None:
-            seed_generators(settings.seed + world.rank)
+            # With --go-on this process is alone until 3.
+            self.membership = Membership(world, settings.timeout)
+            if not self.membership.goes_on:
+                self._open_outputs()
         # 3. Where to begin
-        state, compressed = checkpoint_of_all(
-            settings, self.data.model_spec, self.model, self.report, self.group
-        )
+        state, compressed = self._begin()
         # 4. Engine
         self._make_engine(state)
-        self.epoch = self.step = self.global_step = 0
-        # Of this epoch and rank, as `_count`. Only sums over ranks leave this process.
+        # Of this epoch, as `_count`: this rank's, and only sums over ranks leave this process; with
+        # --go-on those of all ranks, since a lost rank's cannot be asked for.
         self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
         self.losses = LossWatch(world.rank, world.device)
         self.reported_loss = False
         self.saved_as: Path | None = None
+        # When the group was left, and when there was another; None once that is reported.
+        self.regrouped: tuple[float, float] | None = None
         self.images_per_second = 0.0
         if state is not None:
-            self._restore(state, compressed)
+            self._restore(state)
+            # Last: it sets PowerSGD's state to the restored scaler's scale.
+            self.compression.restore(compressed, self.scaler, self.report)
         if settings.shards is not None:
             self.reducer.seek(self.global_step, settings.seed)
+        self.membership.note_state()
+
+    def _begin(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
+        """The state to begin with, and its "compression" on rank 0; None at the start. Collective.
+
+        It comes from a checkpoint or, where this rank joins a run, from another rank.
+        """
+        while True:
+            try:
+                if self.membership.goes_on and (state := self._meet()) is not None:
+                    return state, None
+                broadcast_parameters(self.model)
+                # From here on ranks draw different numbers: until now all have built the same
+                # model.
+                if self.settings.shards is None:
+                    seed_generators(self.settings.seed + self.world.rank)
+                found = checkpoint_of_all(
+                    self.settings, self.data.model_spec, self.model, self.report, self.group
+                )
+                if found[0] is not None:
+                    self._report_changes(found[0])
+                return found
+            except Exception as error:  # noqa: BLE001  # raised again where it ends the run
+                self._lose(error)
 
     def _build_model(self) -> nn.Module:
         model = make_model(**self.data.model_spec).to(self.world.device)
@@ -92,18 +127,19 @@ class Trainer:
 
     def _open_outputs(self) -> None:
         """Opens the folders of checkpoints and metrics, on rank 0, which alone writes."""
-        # Held until `run` ends: another run would remove this one's checkpoints.
-        self.lock = ExitStack()
         folder = self.settings.checkpoint_dir
-        if folder is not None and self.world.rank == 0:
-            lock = checkpoint.prepare_folder(folder, resume=self.settings.resume)
+        self.writes = self.world.rank == 0
+        if folder is not None and self.writes:
+            # A rank that takes over goes on with the checkpoints of the one that was lost.
+            resume = "auto" if self.membership.took_over else self.settings.resume
+            lock = checkpoint.prepare_folder(folder, resume=resume)
             self.lock.callback(lock.close)
             if not lock.holds:
                 self.report.warning(
                     f"--checkpoint-dir {folder} is on a file system without locks: a second run "
                     f"there would not be noticed"
                 )
-        self.metrics = MetricsWriter(self.settings.log_dir if self.world.rank == 0 else None)
+        self.metrics = MetricsWriter(self.settings.log_dir if self.writes else None)
 
     def _make_engine(self, state: checkpoint.State | None) -> None:
         settings, world = self.settings, self.world
@@ -143,23 +179,43 @@ class Trainer:
             0, or the number of the signal that ended the run early, on every rank alike.
         """
         began = time.monotonic()
-        test_accuracy = None
         with self.lock, StopSignal(self.group) as stop:
-            while self.epoch < self.settings.epochs:
-                number = self._train_epoch(stop)
-                # The last steps' losses, which no step has exchanged. Before a checkpoint.
-                stop.ask(self.losses.settled())
-                self._answer(stop)
-                if number:
-                    timeline_report.close(self.timeline, self.report)
-                    self._report_stop(number)
-                    return number
-                test_accuracy = self._end_epoch()
+            while True:
+                try:
+                    number, test_accuracy = self._train(stop)
+                    break
+                except Exception as error:  # noqa: BLE001  # raised again where it ends the run
+                    left = time.monotonic()
+                    if self.membership.goes_on:
+                        # What they have under way would hold the lost group's connections.
+                        stop.drop()
+                        self.reducer.drop_step()
+                    self._lose(error)
+                self._go_on(left)
+        if not number:
+            self._report_end(test_accuracy, time.monotonic() - began)
+        return number
+
+    def _train(self, stop: StopSignal) -> tuple[int, float]:
+        """Trains from the present position to the end; the signal that stopped it, the accuracy."""
+        test_accuracy = None
+        if self.membership.changed and self.epoch and not self.step:
+            # A rank may have been lost while the last one was written.
+            self._save()
+        while self.epoch < self.settings.epochs:
+            number = self._train_epoch(stop)
+            # The last steps' losses, which no step has exchanged. Before a checkpoint.
+            stop.ask(self.losses.settled())
+            self._answer(stop)
+            if number:
+                timeline_report.close(self.timeline, self.report)
+                self._report_stop(number)
+                return number, math.nan
+            test_accuracy = self._end_epoch()
         timeline_report.close(self.timeline, self.report)
         if test_accuracy is None:  # resumed after the last epoch
             test_accuracy = self._evaluate()
-        self._report_end(test_accuracy, time.monotonic() - began)
-        return 0
+        return 0, test_accuracy
 
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the epoch's end; returns the number of the signal that broke it off, or 0."""
@@ -173,10 +229,10 @@ class Trainer:
         )
         for _ in steps:
             # The step hides this exchange, which so has the losses of earlier steps alone.
-            stop.ask(self.losses.known())
+            stop.ask(self.losses.known(), self.membership.is_over)
             self._step(batches)
-            self.step += 1
-            self.global_step += 1
+            if self.regrouped is not None:
+                self._report_regrouping(*self.regrouped)
             if number := self._answer(stop):
                 return number
         images = (self.step - first) * self.data.global_batch_size
@@ -192,19 +248,28 @@ class Trainer:
             )
         self.optimizer.zero_grad()
         if settings.shards is None:
-            self._backward(batches)
+            totals = self._backward(batches)
         else:
+            totals = torch.zeros_like(self.totals)
             for shard in self.reducer.shard_range:
                 with self.reducer.shard(shard):
-                    self._backward(batches)
+                    totals += self._backward(batches)
+        if self.membership.goes_on:
+            wait(of_member(dist.all_reduce(totals, async_op=True)))
+        # From here to the end nothing communicates: a step that a lost rank breaks off has changed
+        # nothing.
+        self.totals += totals
         self.scaler.step(self.optimizer)
         # After the update: the next gradients come with the new scale.
         self.scaler.update()
         self.compression.follow(self.scaler)
+        self.step += 1
+        self.global_step += 1
 
-    def _backward(self, batches: Iterator[Any]) -> None:
-        """Runs `accumulate` batches of this rank, or of one of its shards, backward."""
+    def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
+        """Runs `accumulate` batches of this rank, or of one of its shards; returns their count."""
         settings, device = self.settings, self.world.device
+        totals = torch.zeros_like(self.totals)
         for remaining in reversed(range(settings.accumulate)):
             images, labels = (t.to(device, non_blocking=True) for t in next(batches))
             # Only the last backward pass sends: the gradients of all are in .grad by then.
@@ -216,14 +281,17 @@ class Trainer:
                     loss = cross_entropy(outputs, labels)
                 # Divided here, since gradients of several backward passes add up.
                 self.scaler.scale(loss / settings.accumulate).backward()
-            self.totals += _count(loss, outputs, labels)
+            totals += _count(loss, outputs, labels)
             self.losses.see(loss, self.global_step)
+        return totals
 
     def _answer(self, stop: StopSignal) -> int:
         """Ends an exchange and acts on its loss; returns the signal's number, or 0."""
-        number, not_finite = stop.answer()
+        number, not_finite, is_over = stop.answer()
         if not_finite:
             self._report_loss(not_finite)
+        if is_over and not number:
+            raise CommunicationError("ranks were lost, or others want to join")
         return number
 
     def _report_loss(self, not_finite: int) -> None:
@@ -280,8 +348,58 @@ class Trainer:
         """The sums of all ranks' totals. Collective."""
         # A copy: later steps need this rank's own.
         totals = self.totals.clone()
-        dist.all_reduce(totals)
+        if not self.membership.goes_on:
+            dist.all_reduce(totals)
         return totals
+
+    # Ranks that are lost, and others that join ----------------------------------------------------
+
+    @property
+    def _position(self) -> int:
+        """The number of steps and of ends of epochs that are behind this rank."""
+        return self.global_step + self.epoch
+
+    def _lose(self, error: Exception) -> None:
+        """Leaves the group after the loss of a rank; raises any other error again."""
+        if not self.membership.goes_on or not is_communication_error(error):
+            self.membership.note_failure(self._position, error)
+            raise error
+        self.membership.lose(error)
+
+    def _go_on(self, left: float) -> None:
+        """Goes on with the ranks that there are, from the last step that any of them finished."""
+        while True:
+            try:
+                state = self._meet()
+                break
+            except Exception as error:  # noqa: BLE001  # raised again where it ends the run
+                self._lose(error)
+        if state is not None:
+            self._restore(state)
+        self.reducer.seek(self.global_step, self.settings.seed)
+        self.regrouped = left, time.monotonic()
+
+    def _meet(self) -> checkpoint.State | None:
+        """Opens the next generation's group, and makes this rank one of it. Collective.
+
+        Returns:
+            The state of the rank that is ahead of others; None where all are equal or at the start.
+        """
+        meeting = self.membership.meet(self._position)
+        self.world = self.membership.world
+        self.report.speaks = self.world.rank == 0
+        with together(self.group):
+            self.data = RankData(self.images, self.settings, self.world)
+            if not self.writes:
+                self._open_outputs()
+        if meeting.source is None or meeting.alike:
+            return None
+        state: list[Any] = [None]
+        if self.world.rank == meeting.source:
+            state = [self._state() | {"rng": [], "totals": self.totals}]
+        dist.broadcast_object_list(state, meeting.source)
+        found: checkpoint.State = state[0]
+        return found
 
     # Checkpoints --------------------------------------------------------------------------------
 
@@ -324,7 +442,7 @@ class Trainer:
             "global_batch_size": batch,
         }
 
-    def _restore(self, state: checkpoint.State, compressed: checkpoint.State | None) -> None:
+    def _restore(self, state: checkpoint.State) -> None:
         self.model.load_state_dict(state["model"])
         # Settings decide on momentum and weight decay, as they do on all else.
         groups = {"param_groups": self.optimizer.state_dict()["param_groups"]}
@@ -336,10 +454,12 @@ class Trainer:
         self.step = min(state["images"] // self.data.global_batch_size, self.data.steps_per_epoch)
         self.global_step = self.epoch * self.data.steps_per_epoch + self.step
         # The totals are of all ranks: on one of them, the sum stays right.
-        if self.world.rank == 0 and self.step == state["step"]:
+        if (self.world.rank == 0 or self.membership.goes_on) and self.step == state["step"]:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank])
+
+    def _report_changes(self, state: checkpoint.State) -> None:
         changes = self.settings.changes_since(state["settings"])
         for name, now in (
             ("world_size", self.world.world_size),
@@ -349,8 +469,6 @@ class Trainer:
                 changes.append(f"{name} {state[name]} -> {now}")
         if changes:
             self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
-        # Last: it sets PowerSGD's state to the restored scaler's scale.
-        self.compression.restore(compressed, self.scaler, self.report)
 
     # Printing -----------------------------------------------------------------------------------
 
@@ -359,6 +477,18 @@ class Trainer:
         batch = self.data.global_batch_size
         # Called in the last backward pass of a step, which is not counted yet.
         self.metrics.log(self.global_step + 1, **straggler_log.values(found, self.reducer, batch))
+
+    def _report_regrouping(self, left: float, met: float) -> None:
+        """Reports a new group behind its first step."""
+        self.regrouped = None
+        ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
+        self.report.line(
+            f"going on with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: another "
+            f"group after {1e3 * grouped:.0f} ms, the step after {1e3 * repeated:.0f} ms"
+        )
+        self.metrics.log(
+            self.global_step, ranks=ranks, group_seconds=grouped, step_seconds=repeated
+        )
 
     def _report_stop(self, number: int) -> None:
         self._save()

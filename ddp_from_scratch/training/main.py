@@ -19,12 +19,13 @@ Examples:
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
 from ddp_from_scratch.training.cli import parse
-from ddp_from_scratch.training.settings import Settings, option_of
+from ddp_from_scratch.training.settings import MAX_FAILURES, Settings, option_of
 
 _TRAINER = "ddp_from_scratch.training.loop"
 
@@ -40,20 +41,28 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         UsageError: an option is wrong, or does not fit the launcher.
     """
     settings, options = parse(arguments, str(__doc__), program)
+    if settings.go_on and settings.shards is None:
+        # The same in each rank, which reads the same command line.
+        settings = replace(settings, shards=_power_of_two(_counts(settings, options)[0]))
     # A job's interactive shell, as `srun --pty bash` gives it, is a step with a single task.
     in_slurm_shell = (
         environment.launcher() == "srun" and environment.started() == 1 and options.nproc
     )
     if environment.launcher() == "none" or in_slurm_shell:
-        code = _start(settings.backend, options, [sys.executable, *program, *arguments])
+        code = _start(settings, options, [sys.executable, *program, *arguments])
         if code is not None:
             return code
     elif not environment.started_here():
-        _refuse_starting(options)
+        _refuse_starting(settings, options)
     return _train_or_test(settings, options)
 
 
-def _refuse_starting(options: argparse.Namespace) -> None:
+def _refuse_starting(settings: Settings, options: argparse.Namespace) -> None:
+    if settings.go_on:
+        raise UsageError(
+            f"--go-on is for starting without a launcher: {environment.launcher()} ends or "
+            f"restarts all ranks when one fails"
+        )
     for name in ("nproc", "node_rank", "master_addr", "master_port"):
         if getattr(options, name) is not None:
             raise UsageError(
@@ -62,36 +71,52 @@ def _refuse_starting(options: argparse.Namespace) -> None:
             )
 
 
-def _start(backend: str, options: argparse.Namespace, command: Sequence[str]) -> int | None:
+def _start(settings: Settings, options: argparse.Namespace, command: Sequence[str]) -> int | None:
     """Starts the ranks; None where this process is the only one."""
-    node_rank = options.node_rank or 0
-    default = _visible_gpus() if backend == "nccl" else 2
-    counts = environment.parse_counts(options.nproc or str(default), node_rank)
+    backend, counts = settings.backend, _counts(settings, options)
     if len(counts) > 1:
         if backend == "mpi":
             raise UsageError(
                 "--backend mpi runs on several machines under mpirun: mpirun --host A:8,B:2 "
                 "python run.py --backend mpi"
             )
+        if settings.go_on:
+            raise UsageError("--go-on is for one machine, and --nproc names several")
         if options.node_rank is None or options.master_addr is None:
             raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
     elif options.master_addr is not None or options.master_port is not None:
         raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
+    elif settings.go_on and settings.shards is not None and settings.shards < counts[0]:
+        raise UsageError(
+            f"--shards must be at least as many as ranks, got {settings.shards} of {counts[0]}"
+        )
     # A single rank needs no supervisor: this process trains.
     if counts == (1,):
         return None
     if backend == "mpi":
         return start_mpirun(counts[0], command)
+    allowed = settings.max_failures if settings.max_failures is not None else MAX_FAILURES
     return start_ranks(
         command,
         counts,
-        node_rank,
+        options.node_rank or 0,
         options.master_addr or "127.0.0.1",
         options.master_port or 29500,
         options.timeout,
         # Imported once, before ranks are forked from the process that has it.
         preload=[_TRAINER],
+        max_failures=allowed if settings.go_on else None,
     )
+
+
+def _counts(settings: Settings, options: argparse.Namespace) -> tuple[int, ...]:
+    """The number of ranks on each machine."""
+    default = _visible_gpus() if settings.backend == "nccl" else 2
+    return environment.parse_counts(options.nproc or str(default), options.node_rank or 0)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _visible_gpus() -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_from_scratch
-from ddp_from_scratch.elastic.generators import seed_generators
+from ddp_from_scratch.elasticity.generators import seed_generators
 from ddp_from_scratch.training.coordination import require_same, together
 from ddp_from_scratch.training.datasets import load_dataset
 from ddp_from_scratch.training.image_data import ImageData
@@ -68,7 +68,7 @@ def cpu_group(world: World, timeout: float) -> dist.ProcessGroup:
 
 
 def open_dataset(
-    name: str, settings: Settings, world: World, group: dist.ProcessGroup
+    name: str, settings: Settings, world: World, group: dist.ProcessGroup | None
 ) -> ImageData:
     """The dataset, downloaded where asked by the first rank of each machine while others wait.
 

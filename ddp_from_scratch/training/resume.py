@@ -19,7 +19,7 @@ T = TypeVar("T")
 ModelSpec = dict[str, Any]
 
 
-def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup) -> T:
+def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Calls `read` on rank 0; its result, or its UsageError, is that of every rank. Collective."""
     found: list[Any] = [None]
     with together(group):
@@ -35,7 +35,7 @@ def checkpoint_of_all(
     model_spec: ModelSpec,
     model: nn.Module,
     report: Report,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
 ) -> tuple[checkpoint.State | None, checkpoint.State | None]:
     """As `find_checkpoint`, for every rank; and the "compression" in it, on rank 0 alone."""
     compression: list[checkpoint.State | None] = [None]

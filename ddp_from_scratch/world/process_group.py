@@ -5,7 +5,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 
@@ -51,7 +51,8 @@ class World(Placement):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # Not after an exception: peers may be waiting in the group. A world of one has none, and
         # the next attempt (a notebook's) opens another group.
-        if error is None or (self.world_size == 1 and dist.is_initialized()):
+        # A run that goes on (`elastic`) may be between two groups.
+        if dist.is_initialized() and (error is None or self.world_size == 1):
             dist.destroy_process_group()
 
 
@@ -105,6 +106,43 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
     # registered before it joined.
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)
+    return world
+
+
+def replace_group(
+    world: World, store: dist.Store, rank: int, world_size: int, timeout: timedelta
+) -> World:
+    """Opens a gloo group of other ranks on this machine, in the place of a closed one. Collective.
+
+    Args:
+        world: the present one.
+        store: new, of these ranks alone.
+        rank: the place in the new group.
+        world_size: its size.
+        timeout: until all ranks must have come, and of its collectives.
+
+    Raises:
+        RuntimeError: not all ranks came.
+    """
+    hook = sys.excepthook
+    try:
+        dist.init_process_group(
+            "gloo", timeout=timeout, world_size=world_size, rank=rank, store=store
+        )
+    except RuntimeError:
+        # torch names groups by their number, and counts one that did not come up: the name would
+        # differ from that on other ranks for ever. Closing a group begins the count again.
+        dist.init_process_group("gloo", world_size=1, rank=0, store=dist.HashStore())
+        dist.destroy_process_group()
+        raise
+    finally:
+        # torch wraps it each time, to put the rank before each line of a traceback.
+        sys.excepthook = hook
+    world = replace(
+        world, rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+    )
+    assert dist.group.WORLD is not None, "it has just been opened"
+    _until_exit[:] = [(world, weakref.ref(dist.group.WORLD))]
     return world
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.elastic.generators import seeded
+from ddp_from_scratch.elasticity.generators import seeded
 
 SHARDS = 8
 STEPS = 4

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ddp_from_scratch import start_ranks
-from ddp_from_scratch.launch import supervisor
+from ddp_from_scratch.launch import watch
 from tests.support.failing_run import Run
 
 SOON_S = 10.0
@@ -64,7 +64,7 @@ def test_ranks_may_clean_up_before_they_are_killed(
     clean = 'trap "touch $1/clean$RANK; exit 1" TERM; touch $1/ready$RANK; sleep 60 & wait'
     stubborn = 'trap "" TERM; touch $1/ready$RANK; while :; do sleep 0.1; done'
     fail = f"{wait_until_there('$1/ready1')}; {wait_until_there('$1/ready2')}; exit 3"
-    monkeypatch.setattr(supervisor, "_GRACE_S", 0.5)
+    monkeypatch.setattr(watch, "_GRACE_S", 0.5)
     began = time.monotonic()
     script = f"case $RANK in 0) {fail};; 1) {clean};; 2) {stubborn};; esac"
     assert start_ranks(shell(script, tmp_path), [3]) == 3
@@ -127,14 +127,14 @@ def test_a_second_signal_ends_them_at_once(tmp_path: Path) -> None:
     # Also where the first has ended one of them, and the other is given time.
     script = f'[ $RANK = 0 ] && {{ trap "" TERM; {twice}; sleep 60; }}; exec sleep 60'
     assert start_ranks(shell(script), [2]) == 130
-    assert time.monotonic() - began < supervisor._GRACE_S
+    assert time.monotonic() - began < watch._GRACE_S
 
 
 def test_a_rank_that_dies_of_the_signal_does_not_keep_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Rank 0 would save first, but waits for rank 1 to agree, which has not got so far.
-    monkeypatch.setattr(supervisor, "_GRACE_S", 0.5)
+    monkeypatch.setattr(watch, "_GRACE_S", 0.5)
     began = time.monotonic()
     wait = 'trap "" TERM; kill -TERM $PPID; while :; do sleep 0.1; done'
     assert start_ranks(shell(f'[ "$RANK" = 0 ] && {{ {wait}; }}; exec sleep 60'), [2]) == 143

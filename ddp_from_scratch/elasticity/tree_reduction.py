@@ -17,8 +17,9 @@ from torch.nn.functional import pad
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.comm_hooks.default_hooks import Future
 from ddp_from_scratch.comm_hooks.later import Later
-from ddp_from_scratch.elastic.tree import Block, PartialSums, aligned_blocks, shard_range
+from ddp_from_scratch.elasticity.tree import Block, PartialSums, aligned_blocks, shard_range
 from ddp_from_scratch.group import check_group, of_member
+from ddp_from_scratch.waiting import may_be_left_behind, wait
 
 # By the parameter's index. A missing one is a gradient of zeros.
 Gradients = dict[int, torch.Tensor]
@@ -140,7 +141,7 @@ class _Exchange:
 
     def root(self) -> torch.Tensor:
         """Waits for all partial sums of this rank's chunk; returns their sum."""
-        self._work.wait()
+        wait(self._work)
         sums: PartialSums[torch.Tensor] = PartialSums(torch.Tensor.add_)
         for block, row in zip(self._blocks, self._received, strict=True):
             sums.push(block, row)
@@ -150,7 +151,9 @@ class _Exchange:
     def gather(self, root: torch.Tensor, into: torch.Tensor) -> None:
         """Gathers the chunks of all owners."""
         whole = root.numel() * self._group.size()
-        gathered = into if into.numel() == whole else root.new_empty(whole)
-        dist.all_gather_into_tensor(gathered, root, group=self._group)
+        in_place = into.numel() == whole and not may_be_left_behind()
+        gathered = into if in_place else root.new_empty(whole)
+        work = dist.all_gather_into_tensor(gathered, root, group=self._group, async_op=True)
+        wait(of_member(work))
         if gathered is not into:
             into.copy_(gathered[: into.numel()])

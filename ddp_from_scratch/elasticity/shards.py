@@ -18,9 +18,9 @@ from ddp_from_scratch.buckets.bucket_list import BucketList
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.checks.gradient_checks import shortened
-from ddp_from_scratch.elastic.generators import seeded
-from ddp_from_scratch.elastic.tree import shard_range
-from ddp_from_scratch.elastic.tree_reduction import TreeReduction
+from ddp_from_scratch.elasticity.generators import seeded
+from ddp_from_scratch.elasticity.tree import shard_range
+from ddp_from_scratch.elasticity.tree_reduction import TreeReduction
 
 
 class Shards(Observer):

@@ -1,0 +1,286 @@
+"""python -m benchmarks.survive: kills ranks of a run at random moments, and compares the bits.
+
+Examples:
+    python -m benchmarks.survive                          20 kills of 4 ranks, and torchrun beside
+    python -m benchmarks.survive --kills 5 --no-torchrun  a drill of half a minute
+    python -m benchmarks.survive --kills 300 --epochs 2000 --no-torchrun    a soak
+
+One run is left alone, one loses a rank again and again (`run.py --go-on`): kill -9 at a random
+moment, a random rank, rank 0 among them. Both must end with the same checkpoint, bit for bit; else
+the exit code is 1. The same kills then hit `torchrun --max-restarts`, whose ranks all start again,
+from the newest checkpoint. How to read the table, medians and the worst in ms:
+
+    noticed     from the kill until the other ranks have left their group
+    group       until they have another one
+    step        until the step that was broken off is finished, by those that are left
+    together    the sum: what a kill costs the others
+    joined      from the kill until as many ranks train as before
+    a kill      how much longer the whole run took, for each kill
+
+Where a kill follows before the others go on, the first rows count the second one alone.
+"""
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.launch import add_results_option
+from benchmarks.harness.report import draw_progress
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.bench.result_file import write
+from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.launch.environment import MOST_HERE
+from ddp_from_scratch.launch.rank_process import run_to_exit
+
+_GOING_ON = re.compile(r"going on with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms")
+_EPOCH = re.compile(r"epoch +(\d+)/")
+# Between two kills: some come while the last rank still joins.
+_PAUSE_S = (0.3, 2.5)
+_PARTS = ("noticed", "group", "step", "together")
+
+
+@dataclass
+class Run:
+    """A run, as seen from outside: seconds from its start.
+
+    Attributes:
+        kills: when a rank was killed.
+        regroupings: when another group had finished a step; its ranks; the ms of group and step.
+        epochs: when each epoch ended.
+        seconds: until its end.
+        state: the last checkpoint.
+    """
+
+    kills: list[float] = field(default_factory=list)
+    regroupings: list[tuple[float, int, float, float]] = field(default_factory=list)
+    epochs: list[tuple[float, int]] = field(default_factory=list)
+    seconds: float = 0.0
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def main() -> int:
+    """Runs the drill, prints and writes what it found; returns the exit code."""
+    options = parse(sys.argv[1:])
+    train = ["--shards", str(options.shards), "--epochs", str(options.epochs)]
+    ours = [*train, "--nproc", str(options.nproc), "--go-on"]
+    ours += ["--max-failures", str(2 * options.kills)]
+    python = [sys.executable, "-m", "ddp_from_scratch"]
+    alone = observe([*python, *ours], 0, options)
+    killed = observe([*python, *ours], options.kills, options)
+    different = differences(alone.state, killed.state)
+    rows = list(table(killed, alone, options.nproc))
+    if options.torchrun:
+        launcher = ["torch.distributed.run", "--nproc-per-node", str(options.nproc)]
+        launcher = [sys.executable, "-m", *launcher, "--max-restarts", str(2 * options.kills)]
+        torchrun = [*launcher, "-m", "ddp_from_scratch", *train, "--resume", "auto"]
+        rival_alone = observe(torchrun, 0, options)
+        rival = observe(torchrun, options.kills, options)
+        rows.append(("a kill, torchrun", *_per_kill(rival, rival_alone)))
+        if rival.state:
+            different += [f"torchrun: {name}" for name in differences(alone.state, rival.state)]
+        draw_progress(
+            "survive",
+            f"{options.kills} kills of {options.nproc} ranks",
+            {
+                "this library, --go-on": (killed.epochs, killed.kills),
+                "torchrun, --max-restarts": (rival.epochs, rival.kills),
+            },
+            options.results,
+        )
+    print(text_table(("", "median", "worst"), rows))
+    for name in different:
+        print(f"not the same bits: {name}")
+    if not different:
+        count = len(list(tensors(alone.state)))
+        print(
+            f"{len(killed.kills)} kills: all {count} tensors of the checkpoint have the same bits"
+        )
+    write(
+        "survive",
+        "Runs of which ranks were killed",
+        [{"name": name, "median": median, "worst": worst} for name, median, worst in rows],
+        settings={"benchmark": "survive", **vars(options), "results": str(options.results)},
+        folder=options.results,
+    )
+    return 1 if different else 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UsageError: a value out of its range.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.survive",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--kills", type=int, default=20, help="(default: 20)")
+    parser.add_argument("--nproc", type=int, default=4, help="ranks (default: 4)")
+    parser.add_argument("--shards", type=int, default=8, help="(default: 8)")
+    parser.add_argument("--epochs", type=int, default=150, help="(default: 150)")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills (default: 0)")
+    parser.add_argument(
+        "--no-torchrun", dest="torchrun", action="store_false", help="leave the rival out"
+    )
+    add_results_option(parser)
+    options = parser.parse_args(arguments)
+    if not 1 <= options.nproc <= MOST_HERE or min(options.kills, options.epochs) < 1:
+        raise UsageError("--nproc, --kills and --epochs must be 1 or more")
+    return options
+
+
+def observe(command: Sequence[str], kills: int, options: argparse.Namespace) -> Run:
+    """Runs a command, kills that many of its ranks, and reads its last checkpoint.
+
+    Raises:
+        RuntimeError: it ended with another exit code than 0.
+    """
+    run = Run()
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        process = subprocess.Popen(
+            [*command, "--checkpoint-dir", folder],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        killer = threading.Thread(target=_kill, args=(process.pid, kills, run, began, options.seed))
+        killer.start()
+        said = []
+        assert process.stdout is not None, "a pipe"
+        for line in process.stdout:
+            now = time.monotonic() - began
+            said.append(line)
+            if found := _GOING_ON.search(line):
+                ranks, group, step = map(int, found.groups())
+                run.regroupings.append((now, ranks, group, step))
+            if found := _EPOCH.match(line):
+                run.epochs.append((now, int(found[1])))
+        code = process.wait()
+        run.seconds = time.monotonic() - began
+        killer.join()
+        if code:
+            raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{''.join(said[-40:])}")
+        newest = max(Path(folder).glob("checkpoint-*.pt"))
+        run.state = torch.load(newest, weights_only=True)
+    return run
+
+
+def _kill(process: int, kills: int, run: Run, began: float, seed: int) -> None:
+    """Kills ranks at random moments once the first epoch has ended, until the run ends."""
+    dice = random.Random(seed)
+    while not run.epochs and _is_there(process):
+        time.sleep(0.05)
+    while len(run.kills) < kills and _is_there(process):
+        time.sleep(dice.uniform(*_PAUSE_S))
+        if ranks := sorted(_ranks(process)):
+            with suppress(ProcessLookupError):
+                victim = dice.choice(ranks)
+                run.kills.append(time.monotonic() - began)
+                os.kill(victim, signal.SIGKILL)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _ranks(process: int) -> Iterator[int]:
+    """The processes of ranks: those at the end of the tree of this one."""
+    for child in _children(process):
+        # Those of torchrun are its children, ours those of the process that forks them.
+        of_torchrun = "torch.distributed.run" in _command(process)
+        ranks = [child] if of_torchrun else _children(child)
+        yield from filter(_is_there, ranks)
+
+
+def _children(process: int) -> Iterator[int]:
+    try:
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            yield from map(int, (thread / "children").read_text().split())
+    except OSError:
+        return
+
+
+def _command(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a checkpoint, by the way to them."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    elif isinstance(state, (dict, list, tuple)):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        for key, value in items:
+            yield from tensors(value, f"{name}/{key}")
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    """The names of tensors that are not the same in both, bit for bit."""
+    left, right = dict(tensors(one)), dict(tensors(other))
+    bits = {
+        name: name in left and name in right and _bits(left[name]) == _bits(right[name])
+        for name in left | right
+    }
+    return [name for name, same in bits.items() if not same]
+
+
+def _bits(tensor: torch.Tensor) -> tuple[torch.Size, bytes]:
+    return tensor.shape, tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def table(run: Run, alone: Run, nproc: int) -> Iterator[tuple[str, str, str]]:
+    """The rows of this library's run, as median and worst in ms."""
+    lost, joined = [], []
+    ends = [*run.kills[1:], run.seconds]
+    for killed, end in zip(run.kills, ends, strict=True):
+        events = [event for event in run.regroupings if killed < event[0] < end]
+        for at, ranks, group, step in events:
+            if ranks < nproc:
+                together = 1e3 * (at - killed)
+                lost.append((together - group - step, group, step, together))
+                break
+        if back := next((event[0] for event in events if event[1] == nproc), None):
+            joined.append(1e3 * (back - killed))
+    for name, column in zip(_PARTS, zip(*lost, strict=True), strict=False):
+        yield name, *_median_and_worst(column)
+    if joined:
+        yield "joined", *_median_and_worst(joined)
+    yield "a kill", *_per_kill(run, alone)
+
+
+def _median_and_worst(values: Sequence[float]) -> tuple[str, str]:
+    return f"{torch.tensor(values).median().item():,.0f}", f"{max(values):,.0f}"
+
+
+def _per_kill(run: Run, alone: Run) -> tuple[str, str]:
+    """The mean, since only the whole run was timed."""
+    return f"{1e3 * (run.seconds - alone.seconds) / max(len(run.kills), 1):,.0f}", ""
+
+
+if __name__ == "__main__":
+    run_to_exit(main)

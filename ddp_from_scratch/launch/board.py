@@ -1,0 +1,105 @@
+"""Memory that the supervisor of a job that goes on shares with its ranks.
+
+Each group of ranks that train together is a *generation*. The supervisor alone announces one: it
+knows which processes live, so two halves of a job can never go on side by side.
+
+    supervisor   writes the members of generation g to a file, then g to the board
+    a process    writes its step, then that it has arrived at g; opens a group when all members have
+                 asks for the next generation: when it lost a peer, or wants to join
+
+A process is known by its number, which no later one gets.
+"""
+
+import json
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+# Words of 8 bytes, each written by one process: the generation, then for every process these.
+_ASKS, _ARRIVED, _STEP, _STATE = range(4)
+_EACH = 4
+_WORD = 8
+
+NO_STATE = -1  # the step of a process that has nothing to go on with
+
+
+class Board:
+    """The board in this folder, of at most so many processes; `capacity` makes a new one."""
+
+    def __init__(self, folder: Path, capacity: int | None = None) -> None:
+        self.folder = folder
+        if capacity is not None:
+            (folder / "board").write_bytes(bytes(_WORD * (1 + _EACH * capacity)))
+        with (folder / "board").open("r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+
+    # The supervisor's ---------------------------------------------------------------------------
+
+    def announce(self, members: Sequence[int]) -> None:
+        """Begins the next generation with these processes."""
+        # Written first: who reads the number finds the file.
+        self._members_file(self.generation + 1).write_text(json.dumps(list(members)))
+        self._words[0] += 1
+
+    def asks(self, member: int) -> bool:
+        """True if a process waits for a generation that has not been announced."""
+        return self._words[self._at(member, _ASKS)] > self.generation
+
+    def failure(self, member: int) -> tuple[int, str] | None:
+        """The step at which a process ended with an exception, and its text; None if it did not."""
+        file = self._failure_file(member)
+        if not file.exists():
+            return None
+        step, text = json.loads(file.read_text())
+        return step, text
+
+    # A process's --------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """The last one that was announced; 0 before the first."""
+        return self._words[0]
+
+    def members(self, generation: int) -> list[int]:
+        """The processes of a generation that was announced."""
+        members: list[int] = json.loads(self._members_file(generation).read_text())
+        return members
+
+    def ask(self, member: int, generation: int) -> None:
+        """Asks for this generation, or a later one."""
+        self._words[self._at(member, _ASKS)] = generation
+
+    def arrive(self, member: int, generation: int, step: int) -> None:
+        """Says that this process comes to a generation, and how many steps it has finished."""
+        self._words[self._at(member, _STEP)] = step
+        # Last: the step of a process that has arrived does not change.
+        self._words[self._at(member, _ARRIVED)] = generation
+
+    def has_arrived(self, member: int, generation: int) -> bool:
+        """True if this process has come to this generation."""
+        return self._words[self._at(member, _ARRIVED)] >= generation
+
+    def step(self, member: int) -> int:
+        """The steps that a process had finished when it arrived; NO_STATE if it has none."""
+        return self._words[self._at(member, _STEP)]
+
+    def note_state(self, member: int) -> None:
+        """Says that this process has a state with which others may go on."""
+        self._words[self._at(member, _STATE)] = 1
+
+    def has_state(self, member: int) -> bool:
+        """True once a process has a state with which others may go on."""
+        return self._words[self._at(member, _STATE)] == 1
+
+    def note_failure(self, member: int, step: int, text: str) -> None:
+        """Leaves the exception that ends this process."""
+        self._failure_file(member).write_text(json.dumps([step, text]))
+
+    def _at(self, member: int, word: int) -> int:
+        return 1 + _EACH * member + word
+
+    def _members_file(self, generation: int) -> Path:
+        return self.folder / f"members-{generation}"
+
+    def _failure_file(self, member: int) -> Path:
+        return self.folder / f"failure-{member}"

@@ -1,0 +1,187 @@
+"""Watches the ranks of one machine as child processes, and ends them together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, TypeAlias
+
+from ddp_from_scratch.launch import output
+from ddp_from_scratch.launch.fork_server import ForkedRank, ForkServer, can_fork
+
+if TYPE_CHECKING:
+    from ddp_from_scratch.launch.multi_node import Machines
+
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_ENDS = (signal.SIGQUIT, signal.SIGUSR2)
+_POLL_S = 0.05
+_GRACE_S = 5.0  # between asking the ranks to stop, after one failed, and killing them
+
+# Both have `poll`, `wait` and `send_signal`.
+Child: TypeAlias = "subprocess.Popen[bytes] | ForkedRank"
+
+
+class Watch:
+    """The ranks of this machine as child processes that end together.
+
+    1. Start one for each environment, with signals handled already.
+    2. Watch: until all have ended well, one has failed, or a signal asks for the end.
+    3. End what still runs.
+    """
+
+    # Sent to the ranks at the first signal that stops them, at the second, and so on. Not SIGINT: a
+    # Python that is still importing would answer it with a traceback.
+    ladder: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[dict[str, str]],
+        preload: Sequence[str] = (),
+        machines: "Machines | None" = None,
+    ) -> None:
+        self._command = list(command)
+        self._environments = list(environments)
+        self._preload = preload
+        self._machines = machines
+        self._server: ForkServer | None = None
+        self._children: list[Child] = []
+        # Handlers append to it, and `_pass_on` alone reads: a signal may come between two starts.
+        self._received: list[int] = []
+        self._passed_on = 0
+        self._ended_by = 0
+
+    def run(self) -> int:
+        """Starts the ranks, and returns the exit code when all have ended."""
+        numbers = [*_STOPS, *_ENDS]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            numbers.remove(signal.SIGHUP)
+        # Before the first rank, which no signal may leave behind.
+        handlers = {number: signal.signal(number, self._remember) for number in numbers}
+        try:
+            # 1. Start
+            if can_fork(self._command):
+                self._server = ForkServer(self._preload)
+            for environment in self._environments:
+                self._children.append(self._start(os.environ | environment))
+            # 2. Watch
+            return self._wait()
+        finally:
+            # 3. End
+            self._end_all()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _start(self, environ: dict[str, str]) -> Child:
+        if self._server is not None:
+            return self._server.start(self._command, environ)
+        return subprocess.Popen(
+            self._command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if number in _ENDS:
+            self._ended_by = number
+        # A session that ends sends SIGHUP beside SIGTERM: that does not count as a second one.
+        elif number in (signal.SIGINT, signal.SIGTERM) or not self._received:
+            self._received.append(number)
+
+    def _pass_on(self) -> None:
+        """Acts on the signals that have come since the last call."""
+        while self._passed_on < len(self._received):
+            if self._passed_on == 0:
+                say("stopping all ranks; once more ends them at once")
+            self._signal(self.ladder[min(self._passed_on, len(self.ladder) - 1)])
+            self._passed_on += 1
+
+    def _wait(self) -> int:
+        """Until all children have ended well, or one has not; returns the exit code."""
+        polls = 0
+        while True:
+            self._pass_on()
+            if self._ended_by:
+                return self._ended()
+            codes = [child.poll() for child in self._children]
+            if all(code == 0 for code in codes):
+                if self._machines is None or self._machines.may_leave() or self._received:
+                    return 0
+            elif self._received:
+                # Asked to stop, they end one after another with the signal's code. But where one
+                # has died of it, the others wait for that one in vain.
+                if None not in codes or any(code and code < 0 for code in codes):
+                    return self._stopped()
+            elif any(codes):
+                return self._failed(*next((i, code) for i, code in enumerate(codes) if code))
+            # Twice a second, as often as the machines send signs of life.
+            polls += 1
+            if self._machines is not None and polls % 10 == 0:
+                elsewhere = self._machines.failure()
+                if elsewhere is not None:
+                    return self._stopped_elsewhere(elsewhere)
+            time.sleep(_POLL_S)
+
+    def _stopped(self) -> int:
+        self._tell_machines(f"stopped by {signal.Signals(self._received[0]).name}")
+        return 128 + self._received[0]
+
+    def _stopped_elsewhere(self, reason: str) -> int:
+        # A rank here that all ranks agreed with has the same code, and some rank has said why.
+        self._await_end(1.0)
+        codes = [child.poll() for child in self._children]
+        code = next((code for code in codes if code is not None and code > 1), None)
+        if code is None:
+            say(f"stopped: {reason}")
+        return code or 1
+
+    def _ended(self) -> int:
+        name = signal.Signals(self._ended_by).name
+        say(f"ending all ranks ({name})")
+        self._tell_machines(f"ended by {name}")
+        return 128 + self._ended_by
+
+    def _failed(self, index: int, code: int) -> int:
+        name = self._name(index)
+        text = f"{name} ended with exit code {code}"
+        if code < 0:
+            text = f"{name} was killed by {signal.Signals(-code).name}"
+            say(f"{text}; all other ranks were stopped")
+        self._tell_machines(text)
+        return 128 - code if code < 0 else code
+
+    def _name(self, index: int) -> str:
+        rank = self._environments[index].get("RANK")
+        return Path(self._command[0]).name if rank is None else f"rank {rank}"
+
+    def _tell_machines(self, reason: str) -> None:
+        if self._machines is not None:
+            self._machines.tell_failure(reason)
+
+    def _end_all(self) -> None:
+        """Asks all running children to stop, then kills them. Idempotent."""
+        self._signal(signal.SIGTERM)
+        self._await_end(_GRACE_S)
+        self._signal(signal.SIGKILL)
+        for child in self._children:
+            child.wait()
+        if self._server is not None:
+            self._server.close()
+
+    def _await_end(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while any(child.poll() is None for child in self._children) and time.monotonic() < end:
+            self._pass_on()
+            time.sleep(_POLL_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+
+def say(text: str) -> None:
+    """Prints a line to standard error."""
+    output.write(text, sys.stderr)

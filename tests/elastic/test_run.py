@@ -1,0 +1,175 @@
+"""Runs that go on: ranks are lost at chosen moments, and the bits stay those of a quiet run."""
+
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import ddp_from_scratch as ddp
+from ddp_from_scratch import start_ranks
+
+# Each run trains 8 steps on 8 shards. `fault(where, step)` is called at several places of a step.
+PROGRAM = """
+import hashlib, os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import ddp_from_scratch as ddp
+
+out, me = Path(sys.argv[1]), int(os.environ.get("DDP_MEMBER", 0))
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def fault(where, step):
+    {fault}
+
+class LateBackward(torch.autograd.Function):
+    "Calls fault() in backward, behind the loss and before all gradients."
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        fault("backward", run.step)
+        return g
+
+with ddp.process_group("gloo") as world:
+    torch.manual_seed(me)  # who joins must get the others' parameters
+    model = torch.nn.Sequential(
+        torch.nn.Linear(10, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3),
+        torch.nn.Linear(16, 4),
+    )
+    reducer = ddp.Reducer(model, shards=8, bucket_cap_mb=0)
+    optimizer = ddp.AdamW(model.parameters(), lr=0.05, reducer=reducer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    run = ddp.elastic(world, reducer, optimizer, scheduler)
+    if me == 0:
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    for attempt in run.attempts(8):
+        with attempt:
+            fault("begin", run.step)
+            optimizer.zero_grad()
+            for shard in reducer.shard_range:
+                with reducer.shard(shard):
+                    y = LateBackward.apply(model(torch.randn(6, 10)))
+                    y.square().mean().backward()
+            fault("averaged", run.step)
+            optimizer.step()
+            scheduler.step()
+            fault("stepped", run.step)
+    text = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        text.update(tensor.numpy().tobytes())
+    for state in optimizer.state_dict()["state"].values():
+        text.update(state["exp_avg"].numpy().tobytes())
+    place = f"{{world.rank}} of {{run.world.world_size}}" if me == 0 else ""
+    (out / f"end-{{me}}").write_text(f"{{text.hexdigest()}} {{scheduler.last_epoch}} {{place}}")
+"""
+
+
+def ends(
+    out: Path, fault: str = "pass", nproc: int = 3, max_failures: int = 3, code: int = 0
+) -> list[str]:
+    """What each process that came to the end had: checksum, steps of the scheduler."""
+    out.mkdir()
+    program = PROGRAM.format(fault=textwrap.indent(fault, "    ").strip())
+    command = [sys.executable, "-c", program, str(out)]
+    assert start_ranks(command, [nproc], max_failures=max_failures) == code
+    return [" ".join(file.read_text().split()[:2]) for file in sorted(out.glob("end-*"))]
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The end of a run of one rank that was left alone."""
+    (end,) = ends(tmp_path_factory.mktemp("quiet") / "out", nproc=1)
+    return end
+
+
+def test_ranks_that_are_left_alone_end_with_the_bits_of_one(quiet: str, tmp_path: Path) -> None:
+    assert ends(tmp_path / "out") == [quiet] * 3
+    assert quiet.endswith(" 8")
+
+
+PLACES = [("begin", 0), ("backward", 1), ("averaged", 2), ("stepped", 0)]
+OTHERS = [(w, r) for w in ("begin", "backward", "averaged", "stepped") for r in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("where", "who"),
+    [*PLACES, *(pytest.param(*o, marks=pytest.mark.slow) for o in OTHERS if o not in PLACES)],
+)
+def test_a_rank_that_is_killed_costs_no_bit(
+    where: str, who: int, quiet: str, tmp_path: Path
+) -> None:
+    # Once, at step 3. The other process that is started in its place has another number.
+    fault = f"if (where, step, me) == ({where!r}, 3, {who}): die()"
+    found = ends(tmp_path / "out", fault)
+    assert set(found) == {quiet}
+    assert len(found) in (2, 3)  # the last steps may be over before another one has joined
+
+
+def test_several_in_turn_until_one_is_left(quiet: str, tmp_path: Path) -> None:
+    fault = "if (where, step, me) in [('backward', 2, 1), ('averaged', 4, 0)]: die()"
+    assert ends(tmp_path / "out", fault, max_failures=0) == [quiet]
+
+
+def test_two_at_once(quiet: str, tmp_path: Path) -> None:
+    fault = "if (where, step) == ('backward', 4) and me in (0, 2): die()"
+    assert set(ends(tmp_path / "out", fault)) == {quiet}
+
+
+def test_one_joins_and_trains(quiet: str, tmp_path: Path) -> None:
+    # The others wait in step 6 until it wants to join.
+    fault = """
+from ddp_from_scratch.launch.board import Board
+board = Board(Path(os.environ["DDP_BOARD"]))
+if (where, step, me) == ("begin", 2, 1):
+    die()
+if me > 2:
+    (out / "joined").write_text(str(step))
+# Generations: with the dead one, without it, and with the one that joins.
+while (where, step) == ("stepped", 6) and me in (0, 2) and board.generation < 3:
+    time.sleep(0.01)
+"""
+    found = ends(tmp_path / "out", fault)
+    assert found == [quiet] * 3
+    assert int((tmp_path / "out" / "joined").read_text()) == 7
+
+
+def test_an_exception_is_a_lost_rank_and_the_second_time_a_bug(
+    quiet: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    once = "if (where, step, me) == ('averaged', 3, 1): raise ValueError('once')"
+    assert set(ends(tmp_path / "once", once)) == {quiet}
+    said = capfd.readouterr().err
+    assert "ValueError: once" in said
+    assert "process 1 ended with exit code 1: going on with 2 ranks" in said
+
+    # Before the averages: behind them another rank may have finished the step.
+    always = "if (where, step, run.world.rank) == ('backward', 3, 0): raise ValueError('no')"
+    assert ends(tmp_path / "always", always, code=1) == []
+    assert "step 4 failed again with ValueError: no" in capfd.readouterr().err
+
+
+def test_under_another_launcher_a_run_is_an_ordinary_one(quiet: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-c", PROGRAM.format(fault="pass"), str(out)]
+    assert start_ranks(command, [2]) == 0
+    assert (out / "end-0").read_text().startswith(quiet)
+
+
+def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
+    world = ddp.World(0, 1, 0, 1, 0, "none", "mpi", None)  # type: ignore[arg-type]
+    gloo = replace(world, backend="gloo")
+    reducer = ddp.Reducer.__new__(ddp.Reducer)
+    reducer._shards = None
+    with pytest.raises(RuntimeError, match="this Reducer has no shards: make it with shards=V"):
+        ddp.elastic(gloo, reducer, None)  # type: ignore[arg-type]
+    with pytest.raises(ddp.UsageError, match="goes on with gloo, and the backend is mpi"):
+        ddp.elastic(world, None, None)  # type: ignore[arg-type]

@@ -1,0 +1,63 @@
+"""Waits for a collective, with and without ranks that may be lost."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from ddp_from_scratch import waiting
+from ddp_from_scratch.errors import CommunicationError
+
+
+class Work:
+    """A collective that ends while it is waited for the `ends`-th time, or never."""
+
+    def __init__(self, ends: int | None, error: RuntimeError | None = None) -> None:
+        self._ends, self._error = ends, error
+        self.waits: list[timedelta | None] = []
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.waits.append(timeout)
+        if not self.is_completed():
+            raise RuntimeError("Operation timed out!")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return self._ends is not None and len(self.waits) >= self._ends
+
+
+@pytest.fixture(autouse=True)
+def ends_with_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(waiting, "_is_broken", None)
+    yield
+
+
+def test_a_job_that_ends_with_a_lost_rank_waits_once():
+    work = Work(ends=1)
+    waiting.wait(work)
+    assert work.waits == [None]
+    assert not waiting.may_be_left_behind()
+
+
+def test_a_late_rank_is_waited_for():
+    waiting.look_for_lost_ranks(lambda: False)
+    work = Work(ends=3)
+    waiting.wait(work)
+    assert len(work.waits) == 3 and None not in work.waits
+    assert waiting.may_be_left_behind()
+
+
+def test_a_lost_rank_ends_the_wait():
+    answers = iter([False, True])
+    waiting.look_for_lost_ranks(lambda: next(answers))
+    work = Work(ends=None)
+    with pytest.raises(CommunicationError, match="a rank of the group was lost"):
+        waiting.wait(work)
+    assert len(work.waits) == 2
+
+
+def test_a_collective_that_fails_raises_its_own_error():
+    waiting.look_for_lost_ranks(lambda: False)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        waiting.wait(Work(ends=2, error=RuntimeError("Connection closed by peer")))

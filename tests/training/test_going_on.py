@@ -1,0 +1,200 @@
+"""`run.py --go-on`: ranks are lost in each part of a run, and the checkpoint stays the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import ROOT
+
+# As run.py, but for a part of the trainer that is replaced first, on each rank.
+PROGRAM = """
+import os, signal, sys
+from ddp_from_scratch.launch.rank_process import run_to_exit
+from ddp_from_scratch.training.main import main
+
+me = os.environ.get("DDP_MEMBER")
+if me is not None:
+    from ddp_from_scratch.training.loop import Trainer
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(name, fault, owner=Trainer):
+        method = getattr(owner, name)
+        def replacement(*args, **options):
+            fault(args[0])
+            return method(*args, **options)
+        setattr(owner, name, replacement)
+
+    {fault}
+run_to_exit(lambda: main([sys.argv[0]], sys.argv[1:]))
+"""
+
+STEPS_PER_EPOCH = 5  # of 256 digits
+
+
+def start(tmp_path: Path, fault: str, *options: str, nproc: int = 3) -> subprocess.Popen[str]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(fault=fault.strip().replace("\n", "\n    ")))
+    command = [sys.executable, str(program), "--nproc", str(nproc), "--shards", "8"]
+    command += ["--checkpoint-dir", str(tmp_path / "checkpoints"), *options]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    with process:
+        try:
+            out, err = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            out, err = process.communicate()
+            pytest.fail(f"it did not end: {out}{err}")
+    assert process.returncode == code, out + err
+    return out, err
+
+
+def tensors(state: Any, name: str = "") -> dict[str, bytes]:
+    if isinstance(state, torch.Tensor):
+        return {name: state.contiguous().view(-1).view(torch.uint8).numpy().tobytes()}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    found = {}
+    for key, value in items:
+        if isinstance(value, dict | list | tuple | torch.Tensor):
+            found |= tensors(value, f"{name}/{key}")
+    return found
+
+
+def last(tmp_path: Path) -> dict[str, bytes]:
+    newest = max((tmp_path / "checkpoints").glob("checkpoint-*.pt"))
+    return tensors(torch.load(newest, weights_only=True))
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The checkpoint of a run on 2 ranks without --go-on."""
+    folder = tmp_path_factory.mktemp("quiet")
+    finish(start(folder, "", "--epochs", "3", nproc=2))
+    return last(folder)
+
+
+FAULTS = {
+    "a step": "before('_backward', lambda t: me == '1' and t.global_step == 7 and die())",
+    "the end of a step": "before('_answer', lambda t: me == '2' and t.global_step == 7 and die())",
+    "an evaluation": "before('_evaluate', lambda t: me == '0' and t.epoch == 1 and die())",
+    "before a checkpoint": "before('_save', lambda t: me == '1' and t.epoch == 2 and die())",
+    "in the last checkpoint": """
+import torch
+save = torch.save
+def half(state, file):
+    save(state, file)
+    if me == "0" and state["epoch"] == 3:
+        file.flush()
+        die()
+torch.save = half
+""",
+    "the start": "before('_begin', lambda t: me == '1' and die())",
+    "the first meeting": """
+import ddp_from_scratch.training.loop as training_loop
+broadcast = training_loop.broadcast_parameters
+training_loop.broadcast_parameters = lambda model: die() if me == "1" else broadcast(model)
+""",
+    "the joining of another": """
+before("_backward", lambda t: me == "1" and t.global_step == 4 and die())
+if me == "3":
+    before("_restore", lambda t: die())
+""",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_rank_that_is_killed_costs_no_bit(
+    name: str, quiet: dict[str, bytes], tmp_path: Path
+) -> None:
+    _, err = finish(start(tmp_path, FAULTS[name], "--epochs", "3", "--go-on"))
+    assert "was killed by SIGKILL" in err
+    assert last(tmp_path) == quiet
+
+
+def test_each_event_is_a_line_and_a_metric(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics"
+    fault = "before('_backward', lambda t: me == '1' and t.global_step == 7 and die())"
+    options = ["--epochs", "2", "--go-on", "--max-failures", "0", "--log-dir", str(metrics)]
+    out, err = finish(start(tmp_path, fault, *options))
+    assert err == (
+        "process 1 was killed by SIGKILL: going on with 2 ranks; no replacement is left of 0\n"
+    )
+    assert "going on with 2 ranks in epoch 2, step 3: another group after " in out
+    lines = [json.loads(line) for line in (metrics / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [line for line in lines if "ranks" in line]
+    assert (event["step"], event["ranks"]) == (8, 2)
+    assert event.keys() == {"step", "ranks", "group_seconds", "step_seconds"}
+
+
+def test_a_bug_ends_the_run(tmp_path: Path) -> None:
+    fault = """
+def fail(trainer):
+    if trainer.global_step == 3 and trainer.world.rank == 0:
+        raise ZeroDivisionError("no")
+before("_backward", fail)
+"""
+    _, err = finish(start(tmp_path, fault, "--epochs", "1", "--go-on"), code=1)
+    assert "ZeroDivisionError: no" in err
+    assert err.splitlines()[-1].startswith("step 4 failed again with ZeroDivisionError: no")
+
+
+def test_a_mistake_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = ["--go-on", "--log-dir", str(tmp_path / "file" / "x")]
+    _, err = finish(start(tmp_path, "", *options), code=2)
+    assert err.startswith("error: cannot write metrics to ")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_run_that_goes_on_can_be_stopped_and_resumed(
+    quiet: dict[str, bytes], tmp_path: Path
+) -> None:
+    stop = "before('_step', lambda t: me == '1' and t.global_step == 7 and os.kill(PARENT, 15))"
+    # The supervisor is the parent of the process that ranks are forked from.
+    parent = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"
+    options = ["--epochs", "3", "--go-on"]
+    out, _ = finish(start(tmp_path, stop.replace("PARENT", parent), *options), code=143)
+    assert "stopped in epoch 2, step " in out
+    finish(start(tmp_path, "", *options, "--resume", "auto", nproc=4))
+    assert last(tmp_path) == quiet
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "a failure count without it": (["--max-failures", "2"], "--max-failures is for --go-on"),
+    "mpi": (["--go-on", "--backend", "mpi"], "--go-on is for gloo, and the backend is mpi"),
+    "a timeline": (["--go-on", "--timeline", "x"], "--timeline cannot be had with --go-on"),
+    "stragglers": (["--go-on", "--stragglers", "5"], "--stragglers cannot be had with --go-on"),
+    "machines": (
+        ["--go-on", "--nproc", "2,2", "--node-rank", "0", "--master-addr", "x"],
+        "--go-on is for one machine",
+    ),
+    "too few shards": (
+        ["--go-on", "--nproc", "4", "--shards", "2"],
+        "--shards must be at least as many as ranks, got 2 of 4",
+    ),
+    "a negative count": (["--go-on", "--max-failures", "-1"], "--max-failures must be 0 or more"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_had_is_refused(name: str) -> None:
+    options, text = REFUSED[name]
+    done = subprocess.run(
+        [sys.executable, "run.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {text}")
+    assert len(done.stderr.splitlines()) == 1
