@@ -1,6 +1,5 @@
 """Waits for a collective, with and without ranks that may be lost."""
 
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -28,9 +27,8 @@ class Work:
 
 
 @pytest.fixture(autouse=True)
-def ends_with_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def ends_with_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_is_broken", None)
-    yield
 
 
 def test_a_job_that_ends_with_a_lost_rank_waits_once():
@@ -44,7 +42,8 @@ def test_a_late_rank_is_waited_for():
     waiting.look_for_lost_ranks(lambda: False)
     work = Work(ends=3)
     waiting.wait(work)
-    assert len(work.waits) == 3 and None not in work.waits
+    assert len(work.waits) == 3
+    assert None not in work.waits
     assert waiting.may_be_left_behind()
 
 
