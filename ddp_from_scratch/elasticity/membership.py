@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from ddp_from_scratch.elasticity.closing import close_default_group
 from ddp_from_scratch.launch.board import NO_STATE, Board
-from ddp_from_scratch.launch.environment import BOARD, MEMBER
+from ddp_from_scratch.launch.environment import BOARD, MACHINE_0, MEMBER
 from ddp_from_scratch.waiting import look_for_lost_ranks
 from ddp_from_scratch.world.process_group import World, replace_group
 
 # Seconds that ranks which have all arrived may take to connect. One that dies meanwhile costs the
 # others up to 5 times as much: gloo tries so often. Doubled after each failure, for slow machines.
 _CONNECT_S = 0.5
+_STORE_TIMEOUT = timedelta(seconds=10)
 _POLL_S = 0.001
 
 
@@ -95,11 +96,12 @@ class Membership:
             generation, members = self._arrive(step if self._has_state else NO_STATE)
             # Equal on all, since no step changes after its process has arrived.
             steps = [self._board.step(member) for member in members]
-            store = dist.FileStore(str(self._board.folder / f"store-{generation}"), len(members))
+            machines = self._board.machines(generation)
             rank = members.index(self._member)
             connect = timedelta(seconds=self._connect_s)
             try:
-                self.world = replace_group(self.world, store, rank, len(members), connect)
+                store = self._store(generation, len(members))
+                self.world = replace_group(self.world, store, rank, machines, connect)
             except RuntimeError as error:  # one of them died just now
                 self._connect_s *= 2
                 self.leave(error)
@@ -143,6 +145,16 @@ class Membership:
         if self._board is not None:
             self._board.note_failure(self._member, step, f"{type(error).__name__}: {error}")
             self.leave()
+
+    def _store(self, generation: int, members: int) -> dist.Store:
+        """A new store, of a generation's members alone."""
+        if MACHINE_0 not in os.environ:
+            assert self._board is not None
+            return dist.FileStore(str(self._board.folder / f"store-{generation}"), members)
+        # The supervisors', on machine 0.
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
+        return dist.PrefixStore(f"generation {generation}", store)
 
     def _is_broken(self) -> bool:
         """True once a rank of the present group has left it."""

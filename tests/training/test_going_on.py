@@ -177,10 +177,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "mpi": (["--go-on", "--backend", "mpi"], "--go-on is for gloo, and the backend is mpi"),
     "a timeline": (["--go-on", "--timeline", "x"], "--timeline cannot be had with --go-on"),
     "stragglers": (["--go-on", "--stragglers", "5"], "--stragglers cannot be had with --go-on"),
-    "machines": (
-        ["--go-on", "--nproc", "2,2", "--node-rank", "0", "--master-addr", "x"],
-        "--go-on is for one machine",
-    ),
     "too few shards": (
         ["--go-on", "--nproc", "4", "--shards", "2"],
         "--shards must be at least as many as ranks, got 2 of 4",
