@@ -4,6 +4,8 @@ import gc
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -14,6 +16,27 @@ from ddp_from_scratch.group import check_group
 
 # No program's own message has this one.
 _TAG = 2**31 - 1
+
+_LOOK_S = 0.25
+_PATIENCE_S = 1.0
+
+
+def cut_when_broken(group: dist.ProcessGroup, is_broken: Callable[[], bool]) -> None:
+    """Cuts a group's connections in a while, once `is_broken` says that a rank has left it.
+
+    For a rank that waits for one whose machine is gone: nothing tells it that the connection is.
+    """
+    known = weakref.ref(group)
+
+    def look() -> None:
+        while known() is not None and not is_broken():
+            time.sleep(_LOOK_S)
+        # Most ranks leave by themselves: at the end of a step, or by an error.
+        time.sleep(_PATIENCE_S)
+        if (left := known()) is not None:
+            _cut_connections(left)
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 def close_default_group() -> None:

@@ -2,13 +2,15 @@
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from ddp_from_scratch.elasticity.closing import close_default_group
+from ddp_from_scratch.elasticity.closing import close_default_group, cut_when_broken
 from ddp_from_scratch.launch.board import NO_STATE, Board
 from ddp_from_scratch.launch.environment import BOARD, MACHINE_0, MEMBER
 from ddp_from_scratch.waiting import look_for_lost_ranks
@@ -60,11 +62,7 @@ class Membership:
         self._generation = 0
         self._has_state = False
         self._connect_s = _CONNECT_S
-        # Of the present group.
-        self._members: list[int] = []
         self.took_over = False
-        if self.goes_on:
-            look_for_lost_ranks(self._is_broken)
 
     @property
     def in_group(self) -> bool:
@@ -108,9 +106,12 @@ class Membership:
                 self._ask_for_next(generation)
                 continue
             self._connect_s = _CONNECT_S
-            self._generation, self._members = generation, members
+            self._generation = generation
             assert dist.group.WORLD is not None, "it has just been opened"
             dist.group.WORLD.set_timeout(self._timeout)
+            is_broken = partial(self._is_broken, generation, members)
+            look_for_lost_ranks(is_broken)
+            cut_when_broken(dist.group.WORLD, is_broken)
             last = max(steps)
             self.took_over = rank == 0 and (self._has_state or self._member > 0)
             source = None if last == NO_STATE else steps.index(last)
@@ -156,15 +157,15 @@ class Membership:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
         return dist.PrefixStore(f"generation {generation}", store)
 
-    def _is_broken(self) -> bool:
-        """True once a rank of the present group has left it."""
+    def _is_broken(self, generation: int, members: Sequence[int]) -> bool:
+        """True once a rank of a generation has left its group."""
         assert self._board is not None
-        if not self.is_over:
+        if self._board.generation == generation:
             return False
         living = self._board.members(self._board.generation)
         return any(
-            member not in living or self._board.has_arrived(member, self._generation + 1)
-            for member in self._members
+            member not in living or self._board.has_arrived(member, generation + 1)
+            for member in members
         )
 
     def _arrive(self, step: int) -> tuple[int, list[int]]:

@@ -30,8 +30,13 @@ _EXCHANGE_S = 0.02
 class FarRank:
     """A rank on another machine, as its supervisor there reports of it."""
 
-    def __init__(self, exchange: Callable[[], None], order: Callable[[str, int], None]) -> None:
-        self._exchange, self._order = exchange, order
+    def __init__(
+        self,
+        exchange: Callable[[], None],
+        order: Callable[[str, int], None],
+        is_lost: Callable[[], bool],
+    ) -> None:
+        self._exchange, self._order, self._is_lost = exchange, order, is_lost
         self.code: int | None = None
         # No process of this machine.
         self.pid = None
@@ -42,10 +47,10 @@ class FarRank:
         return self.code
 
     def wait(self) -> int:
-        """Waits for its end, or that of its machine; returns the exit code."""
-        while (code := self.poll()) is None:
+        """Waits for its end, or until its machine is lost; returns the exit code."""
+        while (code := self.poll()) is None and not self._is_lost():
             time.sleep(_EXCHANGE_S)
-        return code
+        return -signal.SIGKILL if code is None else code
 
     def send_signal(self, number: int) -> None:
         """Has the signal sent."""
@@ -90,7 +95,10 @@ class OtherMachines:
         def order(kind: str, argument: int) -> None:
             self._orders[machine].append((kind, member, argument))
 
-        self._ranks[machine][member] = FarRank(self.exchange, order)
+        def is_lost() -> bool:
+            return machine in self.lost
+
+        self._ranks[machine][member] = FarRank(self.exchange, order, is_lost)
         order("start", 0)
         return self._ranks[machine][member]
 
