@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.launch.multi_node import Machines, Meeting
 
 # What most programs of ranks import, beside torch.
+MAX_FAILURES = 50_000
 _PRELOAD = ("ddp_from_scratch.world.process_group", "ddp_from_scratch.reducer.reducer", OPTIMIZERS)
 
 
@@ -100,12 +101,12 @@ def start_ranks(
     Raises:
         UsageError: the port is taken, machine 0 does not answer, or the machines were given
             different counts or secrets; a function cannot be sent (`rank_function.command_of`);
-            a machine has no process; `max_failures` is negative.
+            a machine has no process; `max_failures` is out of range.
     """
     if min(counts, default=0) < 1:
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
-    if max_failures is not None and max_failures < 0:
-        raise UsageError(f"max_failures must be 0 or more, got {max_failures}")
+    if max_failures is not None and not 0 <= max_failures <= MAX_FAILURES:
+        raise UsageError(f"max_failures must be 0 to {MAX_FAILURES:,}, got {max_failures}")
     ranks = rank_environments(counts, node_rank)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
     machines: Machines | None = None
@@ -142,7 +143,8 @@ def _start_going_on(
 ) -> int:
     """Runs the ranks of this machine as `start_ranks` does, where the others go on without some."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-")))
-    board = Board(folder, capacity=sum(counts) + max_failures)
+    # Machine 0's `max_failures` counts.
+    board = Board(folder, sum(counts) + (MAX_FAILURES if node_rank else max_failures))
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1", BOARD: str(folder)}
     meeting: Meeting | None = None
     if len(counts) > 1:

@@ -277,5 +277,5 @@ time.sleep(60)
 
 
 def test_a_count_below_0_is_refused() -> None:
-    with pytest.raises(UsageError, match="max_failures must be 0 or more, got -1"):
+    with pytest.raises(UsageError, match="max_failures must be 0 to 50,000, got -1"):
         start_ranks(["true"], [2], max_failures=-1)
