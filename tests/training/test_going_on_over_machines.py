@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -63,6 +63,7 @@ def machines(
     *options: str,
     address: str = "127.0.0.1",
     on: Callable[[int], list[str]] = lambda node: [],
+    own: Sequence[Sequence[str]] = ((), ()),
 ) -> Iterator[tuple[Machine, Machine]]:
     """Two machines with 2 ranks each."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -72,7 +73,7 @@ def machines(
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("DDP_SECRET", "a" * 16)
         found = []
         for node in range(2):
-            mine = [*every, "--node-rank", str(node)]
+            mine = [*every, "--node-rank", str(node), *own[node]]
             process = start(tmp_path, fault, *mine, nproc="2,2", on=on(node))
             stack.enter_context(process)
             stack.callback(process.kill)
@@ -91,6 +92,15 @@ def test_a_rank_that_is_killed_costs_no_bit(
     assert first.said("going on with 3 ranks in epoch 2, step 3: another group after ")
     assert second.lines == []
     assert last(tmp_path) == quiet
+
+
+def test_an_option_that_differs_is_named_once(tmp_path: Path) -> None:
+    options = ["--lr", "0.1"], ["--lr", "0.2"]
+    with machines(tmp_path, "", own=options) as (first, second):
+        assert (first.end(), second.end()) == (2, 2)
+    assert [*first.lines, *second.lines] == [
+        "error: --lr is 0.1 on rank 0 and 0.2 on rank 2: it must be the same on all ranks\n"
+    ]
 
 
 SLOWLY = "import time; before('_step', lambda t: time.sleep(0.25))"
