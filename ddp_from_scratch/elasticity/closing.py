@@ -1,5 +1,6 @@
 """Closes a gloo group in which collectives may be under way, and waits for none of them."""
 
+import atexit
 import gc
 import sys
 import threading
@@ -19,6 +20,7 @@ _TAG = 2**31 - 1
 
 _LOOK_S = 0.25
 _PATIENCE_S = 1.0
+_POLL_S = 0.02
 
 
 def cut_when_broken(group: dist.ProcessGroup, is_broken: Callable[[], bool]) -> None:
@@ -33,7 +35,7 @@ def cut_when_broken(group: dist.ProcessGroup, is_broken: Callable[[], bool]) -> 
             time.sleep(_LOOK_S)
         # Most ranks leave by themselves: at the end of a step, or by an error.
         time.sleep(_PATIENCE_S)
-        if (left := known()) is not None:
+        if (left := known()) is not None and not _ends.is_set():
             _cut_connections(left)
 
     threading.Thread(target=look, daemon=True).start()
@@ -50,14 +52,39 @@ def close_default_group() -> None:
     if _is_used(last):
         gc.collect()
     # The main thread must not be the one that drops the last reference.
-    threading.Thread(target=_close, args=[last], daemon=True).start()
+    thread = threading.Thread(target=_close, args=[last], daemon=True)
+    _closing[:] = [*(other for other in _closing if other.is_alive()), thread]
+    thread.start()
+
+
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Drops the frames of an error and of those before it, with the groups that they know."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def _close(last: list[dist.ProcessGroup]) -> None:
     _cut_connections(last[0])
     while _is_used(last):
-        time.sleep(0.1)
+        time.sleep(_POLL_S)
     last.clear()
+
+
+# Threads that close groups.
+_closing: list[threading.Thread] = []
+_ends = threading.Event()
+
+
+@atexit.register
+def _finish() -> None:
+    """Gives the threads a moment: one that comes back from gloo in a Python that ends aborts it."""
+    _ends.set()
+    drop_tracebacks(getattr(sys, "last_value", None))
+    sys.last_traceback = None
+    until = time.monotonic() + _PATIENCE_S
+    for thread in _closing:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _cut_connections(group: dist.ProcessGroup) -> None:

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ddp_from_scratch.elasticity.closing import close_default_group, cut_when_broken
+from ddp_from_scratch.elasticity.closing import (
+    close_default_group,
+    cut_when_broken,
+    drop_tracebacks,
+)
 from ddp_from_scratch.launch.board import NO_STATE, Board
 from ddp_from_scratch.launch.environment import BOARD, MACHINE_0, MEMBER
 from ddp_from_scratch.waiting import look_for_lost_ranks
@@ -130,9 +134,7 @@ class Membership:
             error: what it failed with; its traceback is dropped.
         """
         # The group ends with the last reference to it, and the frames of an error have many.
-        while error is not None:
-            error.__traceback__ = None
-            error = error.__context__
+        drop_tracebacks(error)
         if dist.is_initialized():
             close_default_group()
 
