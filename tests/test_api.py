@@ -28,7 +28,7 @@ ROOMS = {
     "mpi": {"errors", "launch", "node"},
     "world": {"errors", "launch", "mpi"},
     "elasticity": {
-        *("buckets", "checks", "comm_hooks", "errors", "group", "launch", "sync", "waiting"),
+        *("buckets", "checks", "comm_hooks", "errors", "group", "launch", "waiting"),
         "world",
     },
     "reducer": {

@@ -1,9 +1,12 @@
 """Closes a gloo group in which collectives may be under way, and waits for none of them."""
 
+import atexit
 import gc
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -14,6 +17,28 @@ from ddp_from_scratch.group import check_group
 
 # No program's own message has this one.
 _TAG = 2**31 - 1
+
+_LOOK_S = 0.25
+_PATIENCE_S = 1.0
+_POLL_S = 0.02
+
+
+def cut_when_broken(group: dist.ProcessGroup, is_broken: Callable[[], bool]) -> None:
+    """Cuts a group's connections in a while, once `is_broken` says that a rank has left it.
+
+    For a rank that waits for one whose machine is gone: nothing tells it that the connection is.
+    """
+    known = weakref.ref(group)
+
+    def look() -> None:
+        while known() is not None and not is_broken():
+            time.sleep(_LOOK_S)
+        # Most ranks leave by themselves: at the end of a step, or by an error.
+        time.sleep(_PATIENCE_S)
+        if (left := known()) is not None and not _ends.is_set():
+            _cut_connections(left)
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 def close_default_group() -> None:
@@ -27,14 +52,39 @@ def close_default_group() -> None:
     if _is_used(last):
         gc.collect()
     # The main thread must not be the one that drops the last reference.
-    threading.Thread(target=_close, args=[last], daemon=True).start()
+    thread = threading.Thread(target=_close, args=[last], daemon=True)
+    _closing[:] = [*(other for other in _closing if other.is_alive()), thread]
+    thread.start()
+
+
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Drops the frames of an error and of those before it, with the groups that they know."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def _close(last: list[dist.ProcessGroup]) -> None:
     _cut_connections(last[0])
     while _is_used(last):
-        time.sleep(0.1)
+        time.sleep(_POLL_S)
     last.clear()
+
+
+# Threads that close groups.
+_closing: list[threading.Thread] = []
+_ends = threading.Event()
+
+
+@atexit.register
+def _finish() -> None:
+    """Gives the threads a moment: one that comes back from gloo in a Python that ends aborts it."""
+    _ends.set()
+    drop_tracebacks(getattr(sys, "last_value", None))
+    sys.last_traceback = None
+    until = time.monotonic() + _PATIENCE_S
+    for thread in _closing:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _cut_connections(group: dist.ProcessGroup) -> None:

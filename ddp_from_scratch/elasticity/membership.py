@@ -2,21 +2,28 @@
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from ddp_from_scratch.elasticity.closing import close_default_group
+from ddp_from_scratch.elasticity.closing import (
+    close_default_group,
+    cut_when_broken,
+    drop_tracebacks,
+)
 from ddp_from_scratch.launch.board import NO_STATE, Board
-from ddp_from_scratch.launch.environment import BOARD, MEMBER
+from ddp_from_scratch.launch.environment import BOARD, MACHINE_0, MEMBER
 from ddp_from_scratch.waiting import look_for_lost_ranks
 from ddp_from_scratch.world.process_group import World, replace_group
 
 # Seconds that ranks which have all arrived may take to connect. One that dies meanwhile costs the
 # others up to 5 times as much: gloo tries so often. Doubled after each failure, for slow machines.
 _CONNECT_S = 0.5
+_STORE_TIMEOUT = timedelta(seconds=10)
 _POLL_S = 0.001
 
 
@@ -59,11 +66,7 @@ class Membership:
         self._generation = 0
         self._has_state = False
         self._connect_s = _CONNECT_S
-        # Of the present group.
-        self._members: list[int] = []
         self.took_over = False
-        if self.goes_on:
-            look_for_lost_ranks(self._is_broken)
 
     @property
     def in_group(self) -> bool:
@@ -95,20 +98,24 @@ class Membership:
             generation, members = self._arrive(step if self._has_state else NO_STATE)
             # Equal on all, since no step changes after its process has arrived.
             steps = [self._board.step(member) for member in members]
-            store = dist.FileStore(str(self._board.folder / f"store-{generation}"), len(members))
+            machines = self._board.machines(generation)
             rank = members.index(self._member)
             connect = timedelta(seconds=self._connect_s)
             try:
-                self.world = replace_group(self.world, store, rank, len(members), connect)
+                store = self._store(generation, len(members))
+                self.world = replace_group(self.world, store, rank, machines, connect)
             except RuntimeError as error:  # one of them died just now
                 self._connect_s *= 2
                 self.leave(error)
                 self._ask_for_next(generation)
                 continue
             self._connect_s = _CONNECT_S
-            self._generation, self._members = generation, members
+            self._generation = generation
             assert dist.group.WORLD is not None, "it has just been opened"
             dist.group.WORLD.set_timeout(self._timeout)
+            is_broken = partial(self._is_broken, generation, members)
+            look_for_lost_ranks(is_broken)
+            cut_when_broken(dist.group.WORLD, is_broken)
             last = max(steps)
             self.took_over = rank == 0 and (self._has_state or self._member > 0)
             source = None if last == NO_STATE else steps.index(last)
@@ -127,9 +134,7 @@ class Membership:
             error: what it failed with; its traceback is dropped.
         """
         # The group ends with the last reference to it, and the frames of an error have many.
-        while error is not None:
-            error.__traceback__ = None
-            error = error.__context__
+        drop_tracebacks(error)
         if dist.is_initialized():
             close_default_group()
 
@@ -144,15 +149,25 @@ class Membership:
             self._board.note_failure(self._member, step, f"{type(error).__name__}: {error}")
             self.leave()
 
-    def _is_broken(self) -> bool:
-        """True once a rank of the present group has left it."""
+    def _store(self, generation: int, members: int) -> dist.Store:
+        """A new store, of a generation's members alone."""
+        if MACHINE_0 not in os.environ:
+            assert self._board is not None
+            return dist.FileStore(str(self._board.folder / f"store-{generation}"), members)
+        # The supervisors', on machine 0.
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
+        return dist.PrefixStore(f"generation {generation}", store)
+
+    def _is_broken(self, generation: int, members: Sequence[int]) -> bool:
+        """True once a rank of a generation has left its group."""
         assert self._board is not None
-        if not self.is_over:
+        if self._board.generation == generation:
             return False
         living = self._board.members(self._board.generation)
         return any(
-            member not in living or self._board.has_arrived(member, self._generation + 1)
-            for member in self._members
+            member not in living or self._board.has_arrived(member, generation + 1)
+            for member in members
         )
 
     def _arrive(self, step: int) -> tuple[int, list[int]]:

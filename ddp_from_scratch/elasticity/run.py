@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.elasticity.handing_on import hand_on
 from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
-from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world.process_group import World
 
@@ -149,13 +149,16 @@ class ElasticRun:
 
     def _take_state(self, source: int) -> None:
         """Gives all ranks this one's parameters, buffers, step and other states. Collective."""
-        broadcast_parameters(self._reducer.module, source)
-        states: list[Any] = [self.step, *(one.state_dict() for one in self._stateful)]
-        # On every other rank only the number of entries matters.
-        dist.broadcast_object_list(states, source)
-        self.step = states[0]
+        module = self._reducer.module
+        # Not its `state_dict`, which lacks buffers that are not persistent.
+        tensors = {name: t.detach() for name, t in _tensors(module)}
+        mine = self.step, tensors, [one.state_dict() for one in self._stateful]
+        self.step, tensors, states = hand_on(mine, source)
         if self.world.rank != source:
-            for one, state in zip(self._stateful, states[1:], strict=True):
+            with torch.no_grad():
+                for name, tensor in _tensors(module):
+                    tensor.copy_(tensors[name])
+            for one, state in zip(self._stateful, states, strict=True):
                 one.load_state_dict(state)
 
     def _end(self) -> bool:
@@ -174,6 +177,11 @@ class ElasticRun:
 
     def _note_step(self, *_: object) -> None:
         self._stepped = True
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def elastic(

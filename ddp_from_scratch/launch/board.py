@@ -7,13 +7,15 @@ knows which processes live, so two halves of a job can never go on side by side.
     a process    writes its step, then that it has arrived at g; opens a group when all members have
                  asks for the next generation: when it lost a peer, or wants to join
 
-A process is known by its number, which no later one gets.
+A process is known by its number, which no later one gets. Each machine has a board of its own, and
+supervisors copy the words of one to the other (`other_machines.py`).
 """
 
 import json
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # Words of 8 bytes, each written by one process: the generation, then for every process these.
 _ASKS, _ARRIVED, _STEP, _STATE = range(4)
@@ -35,11 +37,25 @@ class Board:
 
     # The supervisor's ---------------------------------------------------------------------------
 
-    def announce(self, members: Sequence[int]) -> None:
-        """Begins the next generation with these processes."""
+    def announce(
+        self, members: Sequence[int], machines: Sequence[int], generation: int | None = None
+    ) -> None:
+        """Begins a generation with these processes, on these machines; by default the next one."""
+        number = self.generation + 1 if generation is None else generation
         # Written first: who reads the number finds the file.
-        self._members_file(self.generation + 1).write_text(json.dumps(list(members)))
-        self._words[0] += 1
+        self._members_file(number).write_text(json.dumps([list(members), list(machines)]))
+        self._words[0] = number
+
+    def words(self, member: int) -> list[int]:
+        """All that a process says of itself, to be copied to another machine's board."""
+        at = self._at(member, 0)
+        return self._words[at : at + _EACH].tolist()
+
+    def copy_words(self, member: int, words: Sequence[int]) -> None:
+        """Writes what a process of another machine says of itself."""
+        # In their order: a step is there before the arrival that it belongs to.
+        for word in (_STEP, _ARRIVED, _ASKS, _STATE):
+            self._words[self._at(member, word)] = words[word]
 
     def asks(self, member: int) -> bool:
         """True if a process waits for a generation that has not been announced."""
@@ -53,6 +69,10 @@ class Board:
         step, text = json.loads(file.read_text())
         return step, text
 
+    def all_words(self) -> list[list[int]]:
+        """Those of every process, by its number."""
+        return [self.words(member) for member in range(len(self._words) // _EACH)]
+
     # A process's --------------------------------------------------------------------------------
 
     @property
@@ -62,8 +82,13 @@ class Board:
 
     def members(self, generation: int) -> list[int]:
         """The processes of a generation that was announced."""
-        members: list[int] = json.loads(self._members_file(generation).read_text())
+        members: list[int] = self._announced(generation)[0]
         return members
+
+    def machines(self, generation: int) -> list[int]:
+        """The machine of each of its processes."""
+        machines: list[int] = self._announced(generation)[1]
+        return machines
 
     def ask(self, member: int, generation: int) -> None:
         """Asks for this generation, or a later one."""
@@ -97,6 +122,9 @@ class Board:
 
     def _at(self, member: int, word: int) -> int:
         return 1 + _EACH * member + word
+
+    def _announced(self, generation: int) -> Any:
+        return json.loads(self._members_file(generation).read_text())
 
     def _members_file(self, generation: int) -> Path:
         return self.folder / f"members-{generation}"

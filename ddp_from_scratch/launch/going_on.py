@@ -5,6 +5,7 @@ Event                                What happens
 a rank is killed, or fails           the others go on as a new generation; another process is
                                      started in its place, and joins at the end of a step
 a rank is stopped (SIGSTOP)          killed after `STOPPED_S`
+a machine does not answer            its ranks are lost (`other_machines.py`)
 a rank ends with code 2              the user's mistake: all ranks end
 the same exception at the same step  a bug and no fault: all ranks end; so does an exit code that
                                      comes twice before a process has joined
@@ -15,49 +16,53 @@ no rank is left that has a state     the job ends
 import os
 import signal
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ddp_from_scratch.launch.board import NO_STATE, Board
-from ddp_from_scratch.launch.environment import (
-    BOARD,
-    MEMBER,
-    RENDEZVOUS_FILE,
-    rank_environments,
-)
-from ddp_from_scratch.launch.watch import Child, Watch, say
+from ddp_from_scratch.launch.environment import MEMBER
+from ddp_from_scratch.launch.other_machines import OtherMachines
+from ddp_from_scratch.launch.watch import Child, Watch, kill_stopped, say
 
-STOPPED_S = 5.0
+if TYPE_CHECKING:
+    from ddp_from_scratch.launch.multi_node import Meeting
+
 _POLL_S = 0.01
 _USAGE = 2  # the exit code of a UsageError
 
 
 class GoingOnWatch(Watch):
-    """The ranks of one machine, of which some may be lost.
+    """The ranks of a job, of which some may be lost; on the machine that decides.
 
     Args:
         command, preload: as for `Watch`.
-        common: variables of all ranks.
-        nproc: ranks at the start.
+        environment: makes a rank's environment, of its number.
+        counts: ranks of each machine at the start.
         max_failures: processes that are started in the place of others.
-        folder: this job's own, for the board.
+        board: this machine's.
+        meeting: the store of several machines.
+        timeout: seconds that another machine may take to come.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        common: dict[str, str],
-        nproc: int,
+        environment: Callable[[int], dict[str, str]],
+        counts: Sequence[int],
         max_failures: int,
-        folder: Path,
+        board: Board,
         preload: Sequence[str],
+        meeting: "Meeting | None" = None,
+        timeout: float = 600.0,
     ) -> None:
-        # Each process is alone in its world until its first generation.
-        (alone,) = rank_environments([1], 0)
-        self._common = common | alone | {BOARD: str(folder)}
-        self._board = Board(folder, capacity=nproc + max_failures)
-        self._nproc, self._max_failures = nproc, max_failures
-        super().__init__(command, [self._environment(m) for m in range(nproc)], preload)
+        self._environment, self._board, self._max_failures = environment, board, max_failures
+        # Of each process.
+        self._machines_of = [node for node, count in enumerate(counts) for _ in range(count)]
+        nproc = len(self._machines_of)
+        super().__init__(command, list(map(environment, range(nproc))), preload)
+        self._others: OtherMachines | None = None
+        if meeting is not None:
+            self._others = OtherMachines(meeting, len(counts), board, self._remember, timeout)
         # Processes by number, as in `self._children`: those that run, and those of the present
         # generation.
         self._living: set[int] = set(range(nproc))
@@ -68,9 +73,21 @@ class GoingOnWatch(Watch):
         # When a process was first seen to be stopped.
         self._stopped_at: dict[int, float] = {}
 
-    def _environment(self, member: int) -> dict[str, str]:
-        alone = str(self._board.folder / f"alone-{member}")
-        return self._common | {MEMBER: str(member), RENDEZVOUS_FILE: alone}
+    def run(self) -> int:
+        """Starts the ranks, and returns the exit code when all have ended."""
+        code = 1
+        try:
+            code = super().run()
+        finally:
+            if self._others is not None:
+                self._others.end(code)
+        return code
+
+    def _start(self, environ: dict[str, str]) -> Child:
+        member = int(environ[MEMBER])
+        if self._others is not None and self._machines_of[member]:
+            return self._others.start(self._machines_of[member], member)
+        return super()._start(environ)
 
     def _name(self, index: int) -> str:
         return f"process {index}"
@@ -80,6 +97,8 @@ class GoingOnWatch(Watch):
         self._announce(self._living)
         while True:
             self._pass_on()
+            if self._others is not None:
+                self._others.exchange()
             if self._ended_by:
                 return self._ended()
             for member in sorted(self._living):
@@ -94,7 +113,7 @@ class GoingOnWatch(Watch):
             if not self._living or (self._ended_well and not self._carriers()):
                 # One that was still to join has nothing to go on with.
                 return self._stopped() if self._received else 0
-            self._kill_stopped()
+            kill_stopped(self._children, self._stopped_at)
             if not self._received:
                 self._regroup()
             time.sleep(_POLL_S)
@@ -119,12 +138,16 @@ class GoingOnWatch(Watch):
             return self._failed(member, code)
         self._last_failure = failure
         self._failures += 1
+        machine = self._machines_of[member]
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
+        if self._others is not None and machine in self._others.lost:
+            how = f"was on machine {machine}"
         then = f"no replacement is left of {self._max_failures}"
         if self._failures <= self._max_failures:
             then = f"starting another (failure {self._failures} of {self._max_failures})"
+            self._machines_of.append(machine)
             self._environments.append(self._environment(len(self._children)))
             self._living.add(len(self._children))
             self._children.append(self._start(os.environ | self._environments[-1]))
@@ -151,26 +174,8 @@ class GoingOnWatch(Watch):
 
     def _announce(self, members: set[int]) -> None:
         self._members = set(members)
-        self._board.announce(sorted(members))
-
-    def _kill_stopped(self) -> None:
-        """Kills processes that are stopped for longer than `STOPPED_S`."""
-        for member in self._living:
-            if not _is_stopped(self._children[member]):
-                self._stopped_at.pop(member, None)
-                continue
-            since = self._stopped_at.setdefault(member, time.monotonic())
-            if time.monotonic() - since > STOPPED_S:
-                self._children[member].send_signal(signal.SIGKILL)
-
-
-def _is_stopped(child: Child) -> bool:
-    try:
-        # The state is the first field behind the name, which is in parentheses.
-        text = Path(f"/proc/{child.pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] == "T"
+        ordered = sorted(members)
+        self._board.announce(ordered, [self._machines_of[member] for member in ordered])
 
 
 def _ranks(number: int) -> str:

@@ -14,7 +14,8 @@ def choose_interface(placement: Placement) -> None:
     """Keeps one machine's traffic on loopback, and several machines' on the way to the master."""
     # gloo would take the interface that the host's name resolves to, nccl the first: on one machine
     # a port open to others, on several often the wrong one.
-    if placement.one_machine:
+    # A process that goes on begins alone in its world, also on several machines.
+    if placement.one_machine and MACHINE_0 not in os.environ:
         loopback = _loopback()
         if loopback is not None:
             # Ranks whose user chose another interface can do without loopback.

@@ -33,10 +33,14 @@ _ATTEMPT_S = 5.0
 _LAST_WORD_S = 2.0
 
 
-class Machines:
-    """Messages between the supervisors of several machines, through a store on machine 0.
+class Meeting:
+    """A store on machine 0 that the supervisors of several machines, and their ranks, all reach.
 
-    Takes the arguments of `start_ranks`. `environment` is for the ranks, which use the same store.
+    Takes the arguments of `start_ranks`.
+
+    Attributes:
+        store: the store.
+        environment: for the ranks.
 
     Raises:
         UsageError: the port is taken, `addr` is not machine 0's, is loopback there by another name
@@ -47,7 +51,7 @@ class Machines:
     def __init__(
         self, counts: Sequence[int], node_rank: int, addr: str, port: int, timeout: float
     ) -> None:
-        self._node_rank, self._nodes, self._timeout = node_rank, len(counts), timeout
+        self._node_rank, self._timeout = node_rank, timeout
         self._listeners: list[socket.socket] = []
         local = self._open(addr, port) if node_rank == 0 else self._reach(addr, port)
         # The ranks are clients of this store, as they are of torchrun's agent.
@@ -59,18 +63,6 @@ class Machines:
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         self._agree(",".join(str(count) for count in counts))
-        # No lock: the supervisor alone sets `_last_word` and `_leaving`, the thread the others.
-        self._failure: str | None = None  # of another machine, or the end of machine 0
-        self._last_word: str | None = None  # of this one
-        self._leaving = self._may_leave = False
-        self._answered = time.monotonic()
-        # Of each machine: how many, and when the last came by this machine's clock.
-        self._beats: dict[int, tuple[int, float]] = {}
-        self._wake, self._delivered, self._closed = (threading.Event() for _ in range(3))
-        # A thread does the talking: a call to a store on a machine that is gone does not return,
-        # and the main thread, waiting in it, would hear no signal.
-        self._thread = threading.Thread(target=self._talk, daemon=True)
-        self._thread.start()
 
     # Opening the store, or a way to it: both return its port on this machine's loopback -----------
 
@@ -114,7 +106,7 @@ class Machines:
 
     def _open_store(self, port: int, listening: int | None = None) -> None:
         """Opens the store itself on a socket that listens already, or else a connection to it."""
-        self._store = dist.TCPStore(
+        self.store = dist.TCPStore(
             "127.0.0.1",
             port,
             is_master=listening is not None,
@@ -124,15 +116,51 @@ class Machines:
         )
 
     def _agree(self, counts: str) -> None:
-        if self._store.add(f"machine {self._node_rank}", 1) > 1:
+        if self.store.add(f"machine {self._node_rank}", 1) > 1:
             raise UsageError(f"--node-rank {self._node_rank} was given on two machines")
         if self._node_rank == 0:
-            self._store.set("counts", counts)
-        first = self._store.get("counts").decode()
+            self.store.set("counts", counts)
+        first = self.store.get("counts").decode()
         if counts != first:
             # Else the others would wait for this machine's ranks until their timeout.
             self._set_failure(f"--nproc is {counts} there and {first} on machine 0")
             raise UsageError(f"--nproc is {counts} here and {first} on machine 0: it must be equal")
+
+    def close(self) -> None:
+        """Ends the connections. Idempotent."""
+        for listener in self._listeners:
+            # A thread that waits in `accept` would keep it open.
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+    def _set_failure(self, text: str) -> None:
+        self.store.set("failure", f"machine {self._node_rank}: {text}")
+        # Its answer says that the word before it has arrived: this process, through which both go,
+        # may end at once.
+        self.store.check(["failure"])
+
+
+class Machines(Meeting):
+    """Messages between the supervisors of machines that all end when a rank fails."""
+
+    def __init__(
+        self, counts: Sequence[int], node_rank: int, addr: str, port: int, timeout: float
+    ) -> None:
+        super().__init__(counts, node_rank, addr, port, timeout)
+        self._nodes = len(counts)
+        # No lock: the supervisor alone sets `_last_word` and `_leaving`, the thread the others.
+        self._failure: str | None = None  # of another machine, or the end of machine 0
+        self._last_word: str | None = None  # of this one
+        self._leaving = self._may_leave = False
+        self._answered = time.monotonic()
+        # Of each machine: how many, and when the last came by this machine's clock.
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._wake, self._delivered, self._closed = (threading.Event() for _ in range(3))
+        # A thread does the talking: a call to a store on a machine that is gone does not return,
+        # and the main thread, waiting in it, would hear no signal.
+        self._thread = threading.Thread(target=self._talk, daemon=True)
+        self._thread.start()
 
     # The supervisor's questions and messages; none waits for another machine ----------------------
 
@@ -162,11 +190,7 @@ class Machines:
         self._closed.set()
         self._wake.set()
         self._thread.join(_LAST_WORD_S)
-        for listener in self._listeners:
-            # A thread that waits in `accept` would keep it open.
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
+        super().close()
 
     # The thread -----------------------------------------------------------------------------------
 
@@ -179,8 +203,8 @@ class Machines:
                     self._delivered.set()
                 if self._leaving and not left:
                     # The sum keeps machine 0's store open, the other excuses this one's silence.
-                    self._store.add("left", 1)
-                    self._store.add(f"left {self._node_rank}", 1)
+                    self.store.add("left", 1)
+                    self.store.add(f"left {self._node_rank}", 1)
                     left = True
                 self._listen_to_others()
             except RuntimeError:  # machine 0 has gone: after a failure, or once all may leave
@@ -190,30 +214,24 @@ class Machines:
             self._answered = time.monotonic()
             # Machine 0 stays until no other needs its store.
             self._may_leave = left and (
-                self._node_rank > 0 or self._store.add("left", 0) >= self._nodes
+                self._node_rank > 0 or self.store.add("left", 0) >= self._nodes
             )
             self._wake.wait(_BEAT_S)
             self._wake.clear()
 
     def _listen_to_others(self) -> None:
-        self._store.add(f"alive {self._node_rank}", 1)
-        if self._store.check(["failure"]):
-            self._failure = self._store.get("failure").decode()
+        self.store.add(f"alive {self._node_rank}", 1)
+        if self.store.check(["failure"]):
+            self._failure = self.store.get("failure").decode()
         # Machine 0 watches the others; they notice its own end by a store that does not answer.
         for other in range(1, self._nodes) if self._node_rank == 0 else ():
-            count, now = self._store.add(f"alive {other}", 0), time.monotonic()
+            count, now = self.store.add(f"alive {other}", 0), time.monotonic()
             before, since = self._beats.get(other, (0, now))
             self._beats[other] = (before, since) if count == before else (count, now)
             # A count of 0 is a machine that has not come yet, and whose silence means nothing.
             silence = now - self._beats[other][1]
-            if count and silence > self._timeout and not self._store.add(f"left {other}", 0):
+            if count and silence > self._timeout and not self.store.add(f"left {other}", 0):
                 self._failure = _lost(other, silence)
-
-    def _set_failure(self, text: str) -> None:
-        self._store.set("failure", f"machine {self._node_rank}: {text}")
-        # Its answer says that the word before it has arrived: this process, through which both go,
-        # may end at once.
-        self._store.check(["failure"])
 
 
 def _lost(machine: int, silence: float) -> str:

@@ -27,7 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.board import Board
 from ddp_from_scratch.launch.environment import (
+    BOARD,
+    MEMBER,
     PARENT,
     RENDEZVOUS_FILE,
     STARTED_HERE,
@@ -38,14 +41,16 @@ from ddp_from_scratch.launch.environment import (
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
 from ddp_from_scratch.launch.going_on import GoingOnWatch
 from ddp_from_scratch.launch.interfaces import require_loopback
+from ddp_from_scratch.launch.other_machines import Follower
 from ddp_from_scratch.launch.rank_function import command_of
 from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG
 from ddp_from_scratch.launch.watch import Child, Watch, say
 
 if TYPE_CHECKING:
-    from ddp_from_scratch.launch.multi_node import Machines
+    from ddp_from_scratch.launch.multi_node import Machines, Meeting
 
 # What most programs of ranks import, beside torch.
+MAX_FAILURES = 50_000
 _PRELOAD = ("ddp_from_scratch.world.process_group", "ddp_from_scratch.reducer.reducer", OPTIMIZERS)
 
 
@@ -86,8 +91,8 @@ def start_ranks(
         master_port: the port that machine 0 listens on.
         timeout: seconds to wait for the other machines, and for a sign of life from them later.
         preload: modules that are imported once, before ranks are forked.
-        max_failures: processes that may be started in the place of failed ones (`going_on.py`). On
-            one machine, for programs with `ddp.elastic`. None ends all ranks when one fails.
+        max_failures: processes that may be started in the place of failed ones (`going_on.py`), for
+            programs with `ddp.elastic`. Machine 0's counts. None ends all ranks when one fails.
 
     Returns:
         0 when every rank ended with 0, 128 + N after signal N, else the exit code of the first rank
@@ -96,17 +101,12 @@ def start_ranks(
     Raises:
         UsageError: the port is taken, machine 0 does not answer, or the machines were given
             different counts or secrets; a function cannot be sent (`rank_function.command_of`);
-            a machine has no process; `max_failures` is negative, or there are several machines.
+            a machine has no process; `max_failures` is out of range.
     """
     if min(counts, default=0) < 1:
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
-    if max_failures is not None and (len(counts) > 1 or max_failures < 0):
-        raise UsageError(
-            f"max_failures must be 0 or more, and is for one machine, got {max_failures} for "
-            f"{len(counts)} machines"
-        )
-    if max_failures is not None and not sys.platform.startswith("linux"):
-        raise UsageError("max_failures needs Linux, which alone shows a process its connections")
+    if max_failures is not None and not 0 <= max_failures <= MAX_FAILURES:
+        raise UsageError(f"max_failures must be 0 to {MAX_FAILURES:,}, got {max_failures}")
     ranks = rank_environments(counts, node_rank)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
     machines: Machines | None = None
@@ -114,6 +114,9 @@ def start_ranks(
         if callable(command):
             sent = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-"))
             command = command_of(command, Path(sent))
+        if max_failures is not None:
+            at = node_rank, master_addr, master_port, timeout
+            return _start_going_on(stack, command, counts, max_failures, preload, *at)
         if len(counts) > 1:
             # Here and not above: it imports torch, which a parent on one machine does without.
             from ddp_from_scratch.launch import multi_node
@@ -124,11 +127,45 @@ def start_ranks(
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-"))  # mode 0700
             common[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")
-            if max_failures is not None:
-                return GoingOnWatch(
-                    command, common, counts[0], max_failures, Path(folder), preload
-                ).run()
         return Watch(command, [common | rank for rank in ranks], preload, machines).run()
+
+
+def _start_going_on(
+    stack: ExitStack,
+    command: Sequence[str],
+    counts: Sequence[int],
+    max_failures: int,
+    preload: Sequence[str],
+    node_rank: int,
+    master_addr: str,
+    master_port: int,
+    timeout: float,
+) -> int:
+    """Runs the ranks of this machine as `start_ranks` does, where the others go on without some."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-")))
+    # Machine 0's `max_failures` counts.
+    board = Board(folder, sum(counts) + (MAX_FAILURES if node_rank else max_failures))
+    common = {PARENT: str(os.getpid()), STARTED_HERE: "1", BOARD: str(folder)}
+    meeting: Meeting | None = None
+    if len(counts) > 1:
+        # Here and not above: it imports torch, which a parent on one machine does without.
+        from ddp_from_scratch.launch import multi_node
+
+        meeting = multi_node.Meeting(counts, node_rank, master_addr, master_port, timeout)
+        stack.callback(meeting.close)
+        common |= meeting.environment
+    # Each process is alone in its world until its first generation.
+    (alone,) = rank_environments([1], 0)
+
+    def environment(member: int) -> dict[str, str]:
+        own = {MEMBER: str(member), RENDEZVOUS_FILE: str(folder / f"alone-{member}")}
+        return common | alone | own
+
+    if meeting is not None and node_rank > 0:
+        return Follower(command, environment, board, meeting, node_rank, timeout, preload).run()
+    return GoingOnWatch(
+        command, environment, counts, max_failures, board, preload, meeting, timeout
+    ).run()
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from ddp_from_scratch.launch import output
-from ddp_from_scratch.launch.fork_server import ForkedRank, ForkServer, can_fork
+from ddp_from_scratch.launch.fork_server import ForkServer, can_fork
 
 if TYPE_CHECKING:
     from ddp_from_scratch.launch.multi_node import Machines
@@ -19,10 +19,29 @@ if TYPE_CHECKING:
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDS = (signal.SIGQUIT, signal.SIGUSR2)
 _POLL_S = 0.05
+STOPPED_S = 5.0  # until a stopped rank counts as lost, where others go on
 _GRACE_S = 5.0  # between asking the ranks to stop, after one failed, and killing them
 
-# Both have `poll`, `wait` and `send_signal`.
-Child: TypeAlias = "subprocess.Popen[bytes] | ForkedRank"
+
+class Child(Protocol):
+    """The part of `subprocess.Popen` that a supervisor needs."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process on this machine; None where there is none."""
+        ...
+
+    def poll(self) -> int | None:
+        """Returns its exit code; None while it runs."""
+        ...
+
+    def wait(self) -> int:
+        """Waits for its end; returns the exit code."""
+        ...
+
+    def send_signal(self, number: int, /) -> None:
+        """Sends a signal."""
+        ...
 
 
 class Watch:
@@ -83,7 +102,7 @@ class Watch:
             self._command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
         )
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _remember(self, number: int, frame: FrameType | None = None) -> None:
         if number in _ENDS:
             self._ended_by = number
         # A session that ends sends SIGHUP beside SIGTERM: that does not count as a second one.
@@ -180,6 +199,24 @@ class Watch:
         for child in self._children:
             if child.poll() is None:
                 child.send_signal(number)
+
+
+def kill_stopped(children: Sequence[Child], since: dict[int, float]) -> None:
+    """Kills those that are stopped for longer than `STOPPED_S`; `since` is when that was seen."""
+    for index, child in enumerate(children):
+        if child.poll() is not None or not _is_stopped(child):
+            since.pop(index, None)
+        elif time.monotonic() - since.setdefault(index, time.monotonic()) > STOPPED_S:
+            child.send_signal(signal.SIGKILL)
+
+
+def _is_stopped(child: Child) -> bool:
+    try:
+        # The state is the first field behind the name, which is in parentheses.
+        text = Path(f"/proc/{child.pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
 
 
 def say(text: str) -> None:

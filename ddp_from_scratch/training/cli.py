@@ -104,8 +104,8 @@ def _processes(parser: Parser) -> None:
     )
     add(
         "--go-on",
-        "when a rank is lost go on with the others, and start another one in its place; on one "
-        "machine, with gloo, without a launcher",
+        "when a rank or a machine is lost go on with the others, and start other ranks in their "
+        "place; with gloo, without a launcher",
         **_SWITCH,
     )
     add(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.waiting import wait
 
@@ -27,11 +28,13 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
     except UsageError as error:
         mine = error
     # Else the others would go on to wait for a rank that has gone.
+    failed = torch.tensor([int(mine is not None)])
+    wait(of_member(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True)))
+    if not failed.item():
+        return
     texts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, str(mine) if mine else None, group=group)
-    rank = next((r for r, text in enumerate(texts) if text is not None), None)
-    if rank is None:
-        return
+    rank = next(r for r, text in enumerate(texts) if text is not None)
     if rank == dist.get_rank(group) and mine is not None:
         raise mine
     raise PeerError(f"rank {rank}: {texts[rank]}")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.contents import check_fit
@@ -19,6 +20,7 @@ from ddp_from_scratch.training.process_setup import open_dataset, prepare_proces
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import on_rank_zero
 from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world.process_group import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,7 +45,7 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
             outputs = model(images.to(world.device, non_blocking=True))
         totals[0] += (outputs.argmax(1) == labels).sum()
         totals[1] += len(labels)
-    dist.all_reduce(totals)
+    wait(of_member(dist.all_reduce(totals, async_op=True)))
     correct, count = totals.tolist()
     return float(correct / count)
 

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.elasticity.generators import seed_generators
+from ddp_from_scratch.elasticity.handing_on import hand_on
 from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.group import of_member
@@ -30,13 +31,15 @@ from ddp_from_scratch.training.evaluate import DTYPES, accuracy
 from ddp_from_scratch.training.loss_watch import LossWatch, place_of
 from ddp_from_scratch.training.metrics import MetricsWriter
 from ddp_from_scratch.training.models import make_model
-from ddp_from_scratch.training.process_setup import open_dataset, prepare_process
+from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, require_alike
 from ddp_from_scratch.training.rank_data import RankData
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world.process_group import World
+
+_ASKED = {"the command": "train"}
 
 
 class Trainer:
@@ -56,7 +59,7 @@ class Trainer:
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
-        group = prepare_process(settings, world, {"the command": "train"})
+        group = prepare_process(settings, world, _ASKED)
         # For CPU tensors. None is the default group, which --go-on replaces by others.
         self.group = group if world.backend == "nccl" else None
         self.images = open_dataset(settings.dataset, settings, world, self.group)
@@ -388,17 +391,19 @@ class Trainer:
         meeting = self.membership.meet(self._position)
         self.world = self.membership.world
         self.report.speaks = self.world.rank == 0
+        if not self.world.one_machine:
+            # Until now each has seen its own machine's command alone.
+            require_alike(self.settings, self.group, _ASKED)
         with together(self.group):
             self.data = RankData(self.images, self.settings, self.world)
             if not self.writes:
                 self._open_outputs()
         if meeting.source is None or meeting.alike:
             return None
-        state: list[Any] = [None]
+        mine = None
         if self.world.rank == meeting.source:
-            state = [self._state() | {"rng": [], "totals": self.totals}]
-        dist.broadcast_object_list(state, meeting.source)
-        found: checkpoint.State = state[0]
+            mine = self._state() | {"rng": [], "totals": self.totals}
+        found: checkpoint.State = hand_on(mine, meeting.source)
         return found
 
     # Checkpoints --------------------------------------------------------------------------------

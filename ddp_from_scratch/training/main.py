@@ -43,7 +43,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     settings, options = parse(arguments, str(__doc__), program)
     if settings.go_on and settings.shards is None:
         # The same in each rank, which reads the same command line.
-        settings = replace(settings, shards=_power_of_two(_counts(settings, options)[0]))
+        settings = replace(settings, shards=_power_of_two(sum(_counts(settings, options))))
     # A job's interactive shell, as `srun --pty bash` gives it, is a step with a single task.
     in_slurm_shell = (
         environment.launcher() == "srun" and environment.started() == 1 and options.nproc
@@ -80,15 +80,13 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
                 "--backend mpi runs on several machines under mpirun: mpirun --host A:8,B:2 "
                 "python run.py --backend mpi"
             )
-        if settings.go_on:
-            raise UsageError("--go-on is for one machine, and --nproc names several")
         if options.node_rank is None or options.master_addr is None:
             raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
     elif options.master_addr is not None or options.master_port is not None:
         raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
-    elif settings.go_on and settings.shards is not None and settings.shards < counts[0]:
+    if settings.go_on and settings.shards is not None and settings.shards < sum(counts):
         raise UsageError(
-            f"--shards must be at least as many as ranks, got {settings.shards} of {counts[0]}"
+            f"--shards must be at least as many as ranks, got {settings.shards} of {sum(counts)}"
         )
     # A single rank needs no supervisor: this process trains.
     if counts == (1,):

@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -28,8 +30,7 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
         UsageError: on every rank: settings or versions differ.
     """
     group = cpu_group(world, settings.timeout)
-    # `asked` comes first in the message, and wins where both name an option.
-    require_same(versions() | asked | settings.to_compare() | asked, group)
+    require_alike(settings, group, asked)
     torch.set_num_threads(settings.threads)
     if settings.deterministic:
         # cuBLAS repeats only with it.
@@ -42,6 +43,19 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
     return group
 
 
+def require_alike(
+    settings: Settings, group: dist.ProcessGroup | None, asked: Mapping[str, str]
+) -> None:
+    """Compares versions, options and what else was asked for on all ranks. Collective.
+
+    Raises:
+        UsageError: on every rank: they differ.
+    """
+    # `asked` comes first in the message, and wins where both name an option.
+    require_same(versions() | dict(asked) | settings.to_compare() | dict(asked), group)
+
+
+@cache
 def versions() -> dict[str, str]:
     """The versions of the code that this rank runs."""
     # Another torch may round, or communicate, in another way.

@@ -110,21 +110,21 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
 
 
 def replace_group(
-    world: World, store: dist.Store, rank: int, world_size: int, timeout: timedelta
+    world: World, store: dist.Store, rank: int, machines: Sequence[int], timeout: timedelta
 ) -> World:
-    """Opens a gloo group of other ranks on this machine, in the place of a closed one. Collective.
+    """Opens a gloo group of other ranks, in the place of a closed one. Collective.
 
     Args:
         world: the present one.
         store: new, of these ranks alone.
         rank: the place in the new group.
-        world_size: its size.
+        machines: the machine of each rank.
         timeout: until all ranks must have come, and of its collectives.
 
     Raises:
         RuntimeError: not all ranks came.
     """
-    hook = sys.excepthook
+    hook, world_size = sys.excepthook, len(machines)
     try:
         dist.init_process_group(
             "gloo", timeout=timeout, world_size=world_size, rank=rank, store=store
@@ -139,7 +139,12 @@ def replace_group(
         # torch wraps it each time, to put the rank before each line of a traceback.
         sys.excepthook = hook
     world = replace(
-        world, rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+        world,
+        rank=rank,
+        world_size=world_size,
+        local_rank=machines[:rank].count(machines[rank]),
+        local_world_size=machines.count(machines[rank]),
+        node_rank=machines[rank],
     )
     assert dist.group.WORLD is not None, "it has just been opened"
     _until_exit[:] = [(world, weakref.ref(dist.group.WORLD))]

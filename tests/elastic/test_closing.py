@@ -60,4 +60,4 @@ def test_what_is_under_way_is_broken_off_on_both_sides(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     assert start_ranks([sys.executable, str(program), str(tmp_path)], [2]) == 0
     assert "Application timeout" in (tmp_path / "broken off").read_text()
-    assert "Connection closed by peer" in (tmp_path / "noticed").read_text()
+    assert "by peer" in (tmp_path / "noticed").read_text()

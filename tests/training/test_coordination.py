@@ -48,9 +48,15 @@ DIFFERENT = {
     "timeline_steps": (1, 2),
     "stragglers": (None, 100),
     "check_sync": (None, 0),
+    "go_on": (False, True),
+    "max_failures": (None, 2),
 }
 # Without these a value is refused on each rank by itself.
-NEEDED = {"powersgd_rank": {"compress": "powersgd"}, "timeline_steps": {"timeline": Path("t")}}
+NEEDED = {
+    "powersgd_rank": {"compress": "powersgd"},
+    "timeline_steps": {"timeline": Path("t")},
+    "max_failures": {"go_on": True},
+}
 OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
 
 

@@ -1,81 +1,14 @@
 """`run.py --go-on`: ranks are lost in each part of a run, and the checkpoint stays the same."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.support.ranks import ROOT
-
-# As run.py, but for a part of the trainer that is replaced first, on each rank.
-PROGRAM = """
-import os, signal, sys
-from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.training.main import main
-
-me = os.environ.get("DDP_MEMBER")
-if me is not None:
-    from ddp_from_scratch.training.loop import Trainer
-
-    def die():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def before(name, fault, owner=Trainer):
-        method = getattr(owner, name)
-        def replacement(*args, **options):
-            fault(args[0])
-            return method(*args, **options)
-        setattr(owner, name, replacement)
-
-    {fault}
-run_to_exit(lambda: main([sys.argv[0]], sys.argv[1:]))
-"""
-
-STEPS_PER_EPOCH = 5  # of 256 digits
-
-
-def start(tmp_path: Path, fault: str, *options: str, nproc: int = 3) -> subprocess.Popen[str]:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(fault=fault.strip().replace("\n", "\n    ")))
-    command = [sys.executable, str(program), "--nproc", str(nproc), "--shards", "8"]
-    command += ["--checkpoint-dir", str(tmp_path / "checkpoints"), *options]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
-    )
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    with process:
-        try:
-            out, err = process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            out, err = process.communicate()
-            pytest.fail(f"it did not end: {out}{err}")
-    assert process.returncode == code, out + err
-    return out, err
-
-
-def tensors(state: Any, name: str = "") -> dict[str, bytes]:
-    if isinstance(state, torch.Tensor):
-        return {name: state.contiguous().view(-1).view(torch.uint8).numpy().tobytes()}
-    items = state.items() if isinstance(state, dict) else enumerate(state)
-    found = {}
-    for key, value in items:
-        if isinstance(value, dict | list | tuple | torch.Tensor):
-            found |= tensors(value, f"{name}/{key}")
-    return found
-
-
-def last(tmp_path: Path) -> dict[str, bytes]:
-    newest = max((tmp_path / "checkpoints").glob("checkpoint-*.pt"))
-    return tensors(torch.load(newest, weights_only=True))
+from tests.training.going_on_runs import finish, last, start
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +110,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "mpi": (["--go-on", "--backend", "mpi"], "--go-on is for gloo, and the backend is mpi"),
     "a timeline": (["--go-on", "--timeline", "x"], "--timeline cannot be had with --go-on"),
     "stragglers": (["--go-on", "--stragglers", "5"], "--stragglers cannot be had with --go-on"),
-    "machines": (
-        ["--go-on", "--nproc", "2,2", "--node-rank", "0", "--master-addr", "x"],
-        "--go-on is for one machine",
-    ),
     "too few shards": (
         ["--go-on", "--nproc", "4", "--shards", "2"],
         "--shards must be at least as many as ranks, got 2 of 4",

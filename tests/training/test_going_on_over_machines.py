@@ -1,0 +1,185 @@
+"""`run.py --go-on` on several machines: each may lose ranks, or be lost."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.network import missing, two_hosts
+from tests.training.going_on_runs import finish, last, start
+
+SOON_S = 40.0
+
+
+class Machine:
+    """A supervisor, whose output is read while it runs."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.lines = process, list[str]()
+        self._readers = [
+            threading.Thread(target=self.lines.extend, args=[stream])
+            for stream in (process.stdout, process.stderr)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def said(self, text: str) -> bool:
+        return any(text in line for line in self.lines)
+
+    def wait_for(self, text: str) -> None:
+        end = time.monotonic() + SOON_S
+        while not self.said(text):
+            assert time.monotonic() < end, f"{text!r} is not in {self.lines}"
+            assert self.process.poll() is None, f"{text!r} is not in {self.lines}"
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        code = self.process.wait(SOON_S)
+        for reader in self._readers:
+            reader.join(SOON_S)
+        return code
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The checkpoint of a run on 2 ranks of one machine without --go-on."""
+    folder = tmp_path_factory.mktemp("quiet")
+    finish(start(folder, "", "--epochs", "3", nproc=2))
+    return last(folder)
+
+
+@contextmanager
+def machines(
+    tmp_path: Path,
+    fault: str,
+    *options: str,
+    address: str = "127.0.0.1",
+    on: Callable[[int], list[str]] = lambda node: [],
+    own: Sequence[Sequence[str]] = ((), ()),
+) -> Iterator[tuple[Machine, Machine]]:
+    """Two machines with 2 ranks each."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    every = ["--go-on", "--master-addr", address, "--master-port", port, *options]
+    with ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("DDP_SECRET", "a" * 16)
+        found = []
+        for node in range(2):
+            mine = [*every, "--node-rank", str(node), *own[node]]
+            process = start(tmp_path, fault, *mine, nproc="2,2", on=on(node))
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            found.append(Machine(process))
+        yield found[0], found[1]
+
+
+@pytest.mark.parametrize("member", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_costs_no_bit(
+    member: int, quiet: dict[str, bytes], tmp_path: Path
+) -> None:
+    fault = f"before('_backward', lambda t: me == '{member}' and t.global_step == 7 and die())"
+    with machines(tmp_path, fault, "--epochs", "3") as (first, second):
+        assert (first.end(), second.end()) == (0, 0)
+    assert first.said(f"process {member} was killed by SIGKILL: going on with 3 ranks")
+    assert first.said("going on with 3 ranks in epoch 2, step 3: another group after ")
+    assert second.lines == []
+    assert last(tmp_path) == quiet
+
+
+def test_an_option_that_differs_is_named_once(tmp_path: Path) -> None:
+    options = ["--lr", "0.1"], ["--lr", "0.2"]
+    with machines(tmp_path, "", own=options) as (first, second):
+        assert (first.end(), second.end()) == (2, 2)
+    assert [*first.lines, *second.lines] == [
+        "error: --lr is 0.1 on rank 0 and 0.2 on rank 2: it must be the same on all ranks\n"
+    ]
+
+
+SLOWLY = "import time; before('_step', lambda t: time.sleep(0.25))"
+
+
+def test_a_signal_on_one_machine_stops_all(quiet: dict[str, bytes], tmp_path: Path) -> None:
+    with machines(tmp_path, SLOWLY, "--epochs", "3") as (first, second):
+        first.wait_for("epoch   1/3")
+        second.process.send_signal(signal.SIGINT)
+        assert (first.end(), second.end()) == (130, 130)
+    assert first.said("stopped in epoch 2, step ")
+    finish(start(tmp_path, "", "--epochs", "3", "--go-on", "--resume", "auto"))
+    assert last(tmp_path) == quiet
+
+
+def test_a_machine_that_has_gone_is_lost(quiet: dict[str, bytes], tmp_path: Path) -> None:
+    with machines(tmp_path, SLOWLY, "--epochs", "3") as (first, second):
+        first.wait_for("epoch   1/3")
+        second.process.kill()
+        assert first.end() == 0
+    assert first.said("machine 1 has not answered for 5 s: its ranks are lost")
+    assert first.said("process 3 was on machine 1: going on with 2 ranks; starting another")
+    assert last(tmp_path) == quiet
+
+
+def test_without_machine_0_the_run_ends(tmp_path: Path) -> None:
+    with machines(tmp_path, SLOWLY, "--epochs", "30") as (first, second):
+        first.wait_for("epoch   1/30")
+        first.process.kill()
+        assert second.end() == 1
+    assert second.said("machine 0 no longer answers: all ranks here were stopped")
+    assert not _ranks_of(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_cable_is_pulled_and_put_back(tmp_path: Path) -> None:
+    why = missing()
+    if why is not None:
+        pytest.skip(why)
+    epochs = ["--epochs", "20"]
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    finish(start(quiet, "", *epochs, nproc=2))
+    with two_hosts() as hosts:
+
+        def cable(state: str) -> None:
+            at = ["ip", "-n", hosts[1].name, "link", "set", "wire", state]
+            subprocess.run(at, check=True)
+
+        options = {"address": hosts[0].address, "on": lambda node: hosts[node].command()}
+        allowed = [*epochs, "--max-failures", "4"]
+        with machines(tmp_path, SLOWLY, *allowed, **options) as (first, second):
+            first.wait_for("epoch   2/20")
+            cable("down")
+            first.wait_for("going on with 2 ranks in epoch ")
+            second.wait_for("machine 0 has not answered for 5 s: ending the ranks here")
+            cable("up")
+            first.wait_for("going on with 4 ranks in epoch ")
+            assert (first.end(), second.end()) == (0, 0)
+    assert first.said("machine 1 answers again")
+    assert last(tmp_path) == last(quiet)
+
+
+def _ranks_of(tmp_path: Path) -> list[str]:
+    """The processes that run the program in this folder, once those that end have had a moment."""
+    end = time.monotonic() + 10
+    while found := [
+        name
+        for name in os.listdir("/proc")
+        if re.fullmatch(r"\d+", name) and str(tmp_path) in _command(name)
+    ]:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def _command(process: str) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:
+        return ""
