@@ -1,4 +1,4 @@
-"""Exercises of chapter 2: ranks with shards of unequal size.
+"""Exercises of chapter 2: shards of unequal size.
 
 python -m pytest tutorial/02_same_gradient
 """

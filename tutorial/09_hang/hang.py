@@ -1,4 +1,4 @@
-"""Four programs that hang, each with a tool that says where.
+"""Four programs that hang with gloo, each with a tool that says where.
 
 python -m tutorial.09_hang.hang
 """
