@@ -89,7 +89,8 @@ def test_a_rank_that_is_killed_costs_no_bit(
     with machines(tmp_path, fault, "--epochs", "3") as (first, second):
         assert (first.end(), second.end()) == (0, 0)
     assert first.said(f"process {member} was killed by SIGKILL: going on with 3 ranks")
-    assert first.said("going on with 3 ranks in epoch 2, step 3: another group after ")
+    # With 3 ranks, or 4 where the other one has come meanwhile.
+    assert first.said(" in epoch 2, step 3: another group after ")
     assert second.lines == []
     assert last(tmp_path) == quiet
 

@@ -67,8 +67,9 @@ def stop_in_step(trainer, step):
     compute = trainer._step
 
     def compute_and_signal(batches):
+        number = trainer.global_step
         compute(batches)
-        if trainer.global_step == step:
+        if number == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer._step = compute_and_signal
