@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.launch.multi_node import Meeting
 
 _POLL_S = 0.01
+_SETTLED_S = 0.25
 _USAGE = 2  # the exit code of a UsageError
 
 
@@ -67,6 +68,7 @@ class GoingOnWatch(Watch):
         # generation.
         self._living: set[int] = set(range(nproc))
         self._members: set[int] = set()
+        self._announced_at = 0.0
         self._ended_well = False
         self._failures = 0
         self._last_failure: tuple[int, str] | None = None
@@ -165,7 +167,10 @@ class GoingOnWatch(Watch):
             for member in self._members - self._living
             if self._children[member].poll() or not self._board.has_arrived(member, generation)
         }
-        if lost or asking:
+        # Who joins waits for a moment: some may still be on their way into the last generation, and
+        # the others would wait there for them.
+        is_settled = time.monotonic() - self._announced_at > _SETTLED_S
+        if lost or asking & self._members or (asking and is_settled):
             self._announce((self._members & self._living) | asking)
 
     def _carriers(self) -> set[int]:
@@ -173,7 +178,7 @@ class GoingOnWatch(Watch):
         return {member for member in self._living if self._board.has_state(member)}
 
     def _announce(self, members: set[int]) -> None:
-        self._members = set(members)
+        self._members, self._announced_at = set(members), time.monotonic()
         ordered = sorted(members)
         self._board.announce(ordered, [self._machines_of[member] for member in ordered])
 
