@@ -8,7 +8,7 @@ Examples:
 A step on the same global batch, in the same rounds: an ordinary Reducer, on gloo also one without
 shared memory, and Reducers with as many shards as ranks, twice and eight times as many. Each median
 has a 95 % bootstrap interval; ratios are to the ordinary Reducer, round by round. More shards take
-more and smaller kernels, and adding up; and shards send messages, also within a machine.
+more and smaller kernels, and adding up.
 """
 
 import argparse

@@ -28,11 +28,12 @@ ROOMS = {
     "mpi": {"errors", "launch", "node"},
     "world": {"errors", "launch", "mpi"},
     "elasticity": {
-        *("buckets", "checks", "comm_hooks", "errors", "group", "launch", "waiting"),
-        "world",
+        *("buckets", "checks", "comm_hooks", "errors", "group", "launch", "node"),
+        *("waiting", "world"),
     },
     "reducer": {
         *("autograd", "buckets", "checks", "comm_hooks", "elasticity", "group", "node", "sync"),
+        "waiting",
     },
     "optim": {"buckets", "node", "reducer", "sync"},
     "torch_ddp": {"buckets", "comm_hooks", "group", "reducer", "sync"},

@@ -8,7 +8,12 @@ along the tree, and sends the average to all:
              | 4          |                 |
     rank 2   | 5          |                 |                  rank 2: root of chunk 2
              | sum of 6 7 |
+
+Ranks that all share memory need no messages: each reads everybody's partial sums there.
 """
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +24,7 @@ from ddp_from_scratch.comm_hooks.default_hooks import Future
 from ddp_from_scratch.comm_hooks.later import Later
 from ddp_from_scratch.elasticity.tree import Block, PartialSums, aligned_blocks, shard_range
 from ddp_from_scratch.group import check_group, of_member
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.waiting import may_be_left_behind, wait
 
 # By the parameter's index. A missing one is a gradient of zeros.
@@ -68,30 +74,43 @@ class TreeReduction:
 
     def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
         """Averages the bucket, which holds this rank's last shard, over all shards."""
-        group = check_group(process_group)
+        # Not `check_group`: torch does not list the group that the Reducer opens beside gloo's.
+        group = process_group or check_group(None)
         parts = [shard_range(self._shards, rank, group.size()) for rank in range(group.size())]
         rows = self._rows(bucket, parts[group.rank()].start)
         blocks = [aligned_blocks(part) for part in parts]
-        exchange = _Exchange(group, rows, blocks) if group.size() > 1 else None
-        buffer = bucket.buffer()
+        counts = tuple(map(len, blocks))
+        fold = partial(self._fold, [block for of_rank in blocks for block in of_rank])
+        end: Callable[[], object]
+        if group.size() == 1:
+            end = partial(fold, rows)
+        elif isinstance(group, SharedMemoryGroup) and group.machines == 1 and group.shares_memory:
+            end = partial(wait, group.fold_rows(rows, counts, fold))
+        else:
+            end = _Exchange(group, rows, counts, fold).end
 
-        @torch.no_grad()
         def finish() -> torch.Tensor:
-            root = rows[0] if exchange is None else exchange.root()
-            self._divide(root, before=False)
-            # Where gradients are missing a zero may be -0.0, by how shards are shared out. No other
-            # value depends on its sign, so it is enough to drop that here.
-            root.add_(0.0)
-            if exchange is not None:
-                exchange.gather(root, rows[0])
-            return buffer
+            end()
+            return bucket.buffer()
 
         return Later(finish)
 
-    # One collective is started here, the other in `wait`. All ranks launch buckets in order of
-    # their index, and `Reducer._finish` waits for them in that order after the last launch (the
-    # buffers' broadcast and the agreement on used parameters lie between), so every rank issues the
-    # same collectives in the same order.
+    @torch.no_grad()
+    def _fold(self, blocks: list[Block], rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the average in the memory of the first row."""
+        sums: PartialSums[torch.Tensor] = PartialSums(torch.Tensor.add_)
+        for block, row in zip(blocks, rows, strict=True):
+            sums.push(block, row)
+        ((_, root),) = sums
+        self._divide(root, before=False)
+        # Where gradients are missing a zero may be -0.0, by how shards are shared out. No other
+        # value depends on its sign, so it is enough to drop that here.
+        return root.add_(0.0)
+
+    # Of messages one collective is started here, the other in `wait`. All ranks launch buckets in
+    # order of their index, and `Reducer._finish` waits for them in that order after the last launch
+    # (the buffers' broadcast and the agreement on used parameters lie between). So every rank
+    # issues the same collectives in the same order.
     average.one_collective = True  # type: ignore[attr-defined]
 
     def _rows(self, bucket: Bucket, last: int) -> list[torch.Tensor]:
@@ -118,11 +137,21 @@ class TreeReduction:
 
 
 class _Exchange:
-    """The partial sums of a bucket on their way to the owners of its chunks, and the sums back."""
+    """The partial sums of a bucket on their way to the owners of its chunks, and the sums back.
+
+    Args:
+        rows: this rank's partial sums; the first one gets what all ranks' rows are folded to.
+        counts: how many rows each rank has.
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup, rows: list[torch.Tensor], blocks: list[list[Block]]
+        self,
+        group: dist.ProcessGroup,
+        rows: list[torch.Tensor],
+        counts: tuple[int, ...],
+        fold: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     ) -> None:
+        self._group, self._into, self._fold = group, rows[0], fold
         ranks = group.size()
         # Zeros behind the last element, where needed: the all-gather wants equal chunks.
         if padding := -rows[0].numel() % ranks:
@@ -130,30 +159,22 @@ class _Exchange:
         chunk = rows[0].numel() // ranks
         # By owner, and for each owner in the order of shards: one row is there as it lies.
         sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
-        self._group, self._blocks = group, [block for of_rank in blocks for block in of_rank]
-        self._received = sent.new_empty(len(self._blocks), chunk)
-        splits = [len(of_rank) * chunk for of_rank in blocks], [len(rows) * chunk] * ranks
+        self._received = sent.new_empty(sum(counts), chunk)
+        splits = [count * chunk for count in counts], [len(rows) * chunk] * ranks
         self._work = of_member(
             dist.all_to_all_single(
                 self._received.view(-1), sent.view(-1), *splits, group=group, async_op=True
             )
         )
 
-    def root(self) -> torch.Tensor:
-        """Waits for all partial sums of this rank's chunk; returns their sum."""
+    def end(self) -> None:
+        """Folds this rank's chunk, and gathers the chunks of all owners."""
         wait(self._work)
-        sums: PartialSums[torch.Tensor] = PartialSums(torch.Tensor.add_)
-        for block, row in zip(self._blocks, self._received, strict=True):
-            sums.push(block, row)
-        ((_, root),) = sums
-        return root
-
-    def gather(self, root: torch.Tensor, into: torch.Tensor) -> None:
-        """Gathers the chunks of all owners."""
-        whole = root.numel() * self._group.size()
+        own, into = self._fold(self._received.unbind()), self._into
+        whole = own.numel() * self._group.size()
         in_place = into.numel() == whole and not may_be_left_behind()
-        gathered = into if in_place else root.new_empty(whole)
-        work = dist.all_gather_into_tensor(gathered, root, group=self._group, async_op=True)
+        gathered = into if in_place else own.new_empty(whole)
+        work = dist.all_gather_into_tensor(gathered, own, group=self._group, async_op=True)
         wait(of_member(work))
         if gathered is not into:
             into.copy_(gathered[: into.numel()])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from ddp_from_scratch.launch.board import NO_STATE, Board
 from ddp_from_scratch.launch.environment import MEMBER
 from ddp_from_scratch.launch.other_machines import OtherMachines
-from ddp_from_scratch.launch.watch import Child, Watch, kill_stopped, say
+from ddp_from_scratch.launch.watch import STOPS, Child, Watch, kill_stopped, say
 
 if TYPE_CHECKING:
     from ddp_from_scratch.launch.multi_node import Meeting
@@ -122,6 +122,9 @@ class GoingOnWatch(Watch):
 
     def _lose(self, member: int, code: int) -> int | None:
         """Replaces a process that has failed; returns the exit code where the job ends with it."""
+        # A process that got a signal by itself has agreed with the others to stop: they end, too.
+        if code - 128 in STOPS and not self._received:
+            self._received.append(code - 128)
         if self._received:
             # Asked to stop, ranks end one after another with the signal's code. But where one has
             # died of it, the others wait for that one in vain.

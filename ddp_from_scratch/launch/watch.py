@@ -16,7 +16,7 @@ from ddp_from_scratch.launch.fork_server import ForkServer, can_fork
 if TYPE_CHECKING:
     from ddp_from_scratch.launch.multi_node import Machines
 
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDS = (signal.SIGQUIT, signal.SIGUSR2)
 _POLL_S = 0.05
 STOPPED_S = 5.0  # until a stopped rank counts as lost, where others go on
@@ -76,7 +76,7 @@ class Watch:
 
     def run(self) -> int:
         """Starts the ranks, and returns the exit code when all have ended."""
-        numbers = [*_STOPS, *_ENDS]
+        numbers = [*STOPS, *_ENDS]
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
         # Before the first rank, which no signal may leave behind.

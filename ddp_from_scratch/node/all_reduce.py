@@ -37,6 +37,9 @@ STAGED_FROM = 512 * 1024
 
 Receive = Callable[[int, torch.Tensor], None]
 
+# Folds rows of one size and dtype into the first one; may overwrite all of them.
+Fold = Callable[[Sequence[torch.Tensor]], object]
+
 
 class AllReduce:
     """all_reduce over a group: `prepare`, then a meeting at the barrier, then the call itself.
@@ -75,7 +78,7 @@ class AllReduce:
         # Early, so that the first piece needs no barrier of its own. A stage that does not exist
         # yet cannot be made here: making it is collective, and the ranks have not met.
         if not place and self._stage is not None and self._is_staged(tensor):
-            self._stage.fill(tensor)
+            self._stage.fill([tensor])
         return place
 
     def __call__(
@@ -120,6 +123,33 @@ class AllReduce:
         for chunk in self._reduced_chunks(shares, reduction):
             receive(begin, chunk)
             begin += chunk.numel()
+
+    def prepare_rows(self, rows: Sequence[torch.Tensor], counts: tuple[int, ...]) -> str:
+        """Copies the rows' first piece in, where there is a stage: as `prepare`."""
+        if self._stage is not None:
+            self._stage.fill(rows, counts)
+        return ""
+
+    def fold_rows(self, rows: Sequence[torch.Tensor], counts: tuple[int, ...], fold: Fold) -> None:
+        """Replaces this rank's first row by what `fold` makes of all ranks' rows. On one machine.
+
+        Args:
+            rows: of one size and dtype, dense and flat.
+            counts: how many rows each rank has.
+            fold: called with this rank's share of all rows, in order of ranks.
+
+        Raises:
+            NoSharedMemory: on all ranks alike.
+        """
+        stage = self._get_stage()
+        if stage is None:
+            raise NoSharedMemory("there is no shared memory for a stage")
+        if not stage.filled:
+            stage.fill(rows, counts)
+            self._barrier.wait()
+        for piece in stage.pieces():
+            fold(piece.shares)
+        stage.take()
 
     def free(self) -> None:
         self._eager.cache_clear()
@@ -175,7 +205,7 @@ class AllReduce:
     ) -> None:
         # Not by `prepare` where the stage is new, or where tensors lay in windows on some ranks.
         if not stage.filled or not self._barrier.same_place:
-            stage.fill(tensor)
+            stage.fill([tensor])
             self._barrier.wait()
         for piece in stage.pieces():
             self._reduce(piece.shares, reduction, crossing, everywhere=False)

@@ -15,6 +15,7 @@ from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
 from ddp_from_scratch.node.backend import shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
+from ddp_from_scratch.waiting import may_be_left_behind
 
 
 class CommState:
@@ -58,8 +59,10 @@ class CommState:
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective where `shared_memory_beside` is."""
         own = check_group(self._process_group)
-        sends = shared_memory_beside(own) if self._shared_memory else own
-        self._shares = _shares_memory(own), _shares_memory(sends)
+        # Memory that ranks share is set up by all of them, and would wait for one that was lost.
+        beside = self._shared_memory and not may_be_left_behind()
+        sends = shared_memory_beside(own) if beside else own
+        self._shares = self._shares_memory(own), self._shares_memory(sends)
         return sends
 
     @property
@@ -135,6 +138,12 @@ class CommState:
         self.args = LaunchArgs(hook, state, weight, scale, weakref.ref(own))
         return self.args
 
+    def _shares_memory(self, group: dist.ProcessGroup) -> bool:
+        if not isinstance(group, SharedMemoryGroup):
+            return False
+        # Shards are summed by messages where there are several machines (`tree_reduction.py`).
+        return group.shares_memory and (group.machines == 1 or not self._fixed)
+
     @contextmanager
     def keeping_local(self) -> Iterator[None]:
         """Keeps local gradients in the buckets inside the context; used by `node_shared.py`.
@@ -150,10 +159,6 @@ class CommState:
             yield
         finally:
             self.set_hook(default_hooks.average, self.state)
-
-
-def _shares_memory(group: dist.ProcessGroup) -> bool:
-    return isinstance(group, SharedMemoryGroup) and group.shares_memory
 
 
 def _stands_for(state: Any, group: dist.ProcessGroup | None) -> bool:

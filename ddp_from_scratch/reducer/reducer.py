@@ -95,8 +95,9 @@ class Reducer:
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
         shards: a power of two. A step's batch is this many equal shards, each rank runs those of
-            `shard_range`, and their gradients are summed along a fixed tree (`elastic/`): the same
-            bits on any number of ranks. Implies `broadcast_buffers`; buckets keep their layout.
+            `shard_range`, and their gradients are summed along a fixed tree (`elasticity/`): the
+            same bits on any number of ranks. Implies `broadcast_buffers`; buckets keep their
+            layout.
 
     Attributes:
         module, process_group, ignore: as given.
@@ -148,7 +149,7 @@ class Reducer:
         on_cpu = all(parameter.device.type == "cpu" for parameter in trainable.values())
         if fuse_wgrad and not on_cpu:
             raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
-        self.comm = CommState(process_group, overlap, shared_memory and on_cpu and not shards)
+        self.comm = CommState(process_group, overlap, shared_memory and on_cpu)
         as_view = gradient_as_bucket_view or fuse_wgrad
         # Memory of a group ends with it, and shards may go on in another group.
         memory_of = None if shards else self._memory_of()

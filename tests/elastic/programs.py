@@ -98,9 +98,10 @@ PROGRAMS = {
 class Training:
     """A program on this rank."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, group: Any = None, **options: Any) -> None:
         self.program, self.model = program, program.model()
-        self.reducer = ddp.Reducer(self.model, shards=SHARDS, **program.options)
+        options |= program.options
+        self.reducer = ddp.Reducer(self.model, group, shards=SHARDS, **options)
         own = {"reducer": self.reducer} if program.flat else {}
         kind: Any = getattr(ddp if program.flat else torch.optim, program.optimizer)
         settings = {"momentum": 0.9} if program.optimizer == "SGD" else {}

@@ -124,21 +124,20 @@ def test_two_at_once(quiet: str, tmp_path: Path) -> None:
 
 
 def test_one_joins_and_trains(quiet: str, tmp_path: Path) -> None:
-    # The others wait in step 6 until it wants to join.
+    # The others wait in step 5 until it wants to join: at the latest behind step 6 it is let in.
     fault = """
 from ddp_from_scratch.launch.board import Board
 board = Board(Path(os.environ["DDP_BOARD"]))
 if (where, step, me) == ("begin", 2, 1):
     die()
 if me > 2:
-    (out / "joined").write_text(str(step))
-# Generations: with the dead one, without it, and with the one that joins.
-while (where, step) == ("stepped", 6) and me in (0, 2) and board.generation < 3:
+    (out / "trained").write_text(str(step))
+while (where, step) == ("stepped", 5) and me < 3 and max(board.members(board.generation)) < 3:
     time.sleep(0.01)
 """
     found = ends(tmp_path / "out", fault)
     assert found == [quiet] * 3
-    assert int((tmp_path / "out" / "joined").read_text()) == 7
+    assert (tmp_path / "out" / "trained").read_text() == "7"
 
 
 def test_an_exception_is_a_lost_rank_and_the_second_time_a_bug(

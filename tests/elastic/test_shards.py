@@ -11,28 +11,35 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
+from ddp_from_scratch.elasticity.closing import close_default_group
+from tests.comm_hooks.test_power_sgd import group_over
 from tests.elastic.programs import PROGRAMS, SHARDS, STEPS, Program, Training, by_definition, cnn
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
 
 
-def trained(world, name, steps=STEPS):
-    training = Training(PROGRAMS[name])
+def trained(world, name, steps=STEPS, way="shared memory"):
+    group = group_over(world, [world.world_size - 1, 1]) if way == "2 machines" else None
+    training = Training(PROGRAMS[name], group, shared_memory=way != "messages")
     for step in range(steps):
         training.step(step)
     ddp.check_sync(training.model)
+    shared = training.reducer.stats().transport == "shared memory"
+    assert shared == (way == "shared memory" and world.world_size > 1)
     return training.bits()
 
 
 @pytest.mark.parametrize(
     "crew",
-    ["gloo-1", "gloo-2", "gloo-3", "gloo-4", "mpi-2", "mpi-3", "node-3"]
-    + [slow(name) for name in ("mpi-1", "gloo-6", "gloo-8", "mpi-4", "mpi-8")],
+    ["gloo-1", "gloo-2", "gloo-3", "mpi-2", "mpi-3", "node-3"]
+    + ["gloo-3-messages", "gloo-4-messages", "gloo-3-2 machines", "mpi-3-2 machines"]
+    + [slow(name) for name in ("mpi-1", "gloo-4", "gloo-6", "gloo-8", "mpi-4", "mpi-8")]
+    + [slow(name) for name in ("gloo-6-messages", "gloo-8-messages")],
 )
 def test_bits_are_those_of_one_process(ranks, crew):
-    backend, world_size = crew.split("-")
+    backend, world_size, *way = crew.split("-")
     for name, program in PROGRAMS.items():
-        found = ranks(backend, int(world_size))(trained, name)
+        found = ranks(backend, int(world_size))(trained, name, STEPS, *way)
         assert set(found) == {by_definition(program)}, name
 
 
@@ -40,8 +47,12 @@ def test_bits_are_those_of_one_process(ranks, crew):
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_bits_after_many_steps(ranks, name):
     expected = by_definition(PROGRAMS[name], 200)
-    for backend, world_size in (("gloo", 2), ("mpi", 3), ("gloo", 6)):
-        assert set(ranks(backend, world_size)(trained, name, 200)) == {expected}, backend
+    ways = [("gloo", size, "shared memory") for size in (1, 2, 3, 4, 6, 8)]
+    ways += [("gloo", size, "messages") for size in (2, 3, 8)]
+    ways += [("mpi", size, "shared memory") for size in (3, 4)]
+    for backend, world_size, way in ways:
+        found = ranks(backend, world_size)(trained, name, 200, way)
+        assert set(found) == {expected}, (backend, world_size, way)
 
 
 # Steps that fail ----------------------------------------------------------------------------------
@@ -156,7 +167,7 @@ def killed(world, name, rendezvous):
         die_in_the_last_shard(training)
     with pytest.raises(RuntimeError):
         training.step(1)
-    dist.destroy_process_group()
+    close_default_group()  # torch's own waits for what gloo never ends (`waiting.py`)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(rendezvous, 2),

@@ -22,7 +22,7 @@ from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import ProcessGroupNode, shared_memory, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
-from ddp_from_scratch.node.staging import PIECE_ACROSS
+from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
 from tests.mpi.test_collectives import all_reduce_every_dtype, all_reduce_operations
 from tests.mpi.test_groups import a_group_that_is_split
@@ -57,6 +57,44 @@ def test_all_reduce_in_windows_and_out(crew):
 
 def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(crew):
     crew(fast_and_slow_ranks)
+
+
+def sum_up(rows):
+    for row in rows[1:]:
+        rows[0].add_(row)
+        row.fill_(-1)  # a fold may overwrite all rows
+
+
+def rows_in_shared_memory(world):
+    group, counts = dist.new_group(), tuple(range(1, world.world_size + 1))
+    first = sum(counts[: world.rank])
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for numel in (0, 1, 1000, 3 * PIECE // dtype.itemsize + 7):
+            place = torch.arange(numel).remainder(7).to(dtype)
+            rows = [place + first + row for row in range(counts[world.rank])]
+            others = [row.clone() for row in rows[1:]]
+            group.fold_rows(rows, counts, sum_up).wait()
+            everyone = sum(counts)
+            total = place.double() * everyone + everyone * (everyone - 1) / 2
+            assert rows[0].double().equal(total), (dtype, numel)
+            assert all(row.equal(other) for row, other in zip(rows[1:], others, strict=True))
+    with pytest.raises(RuntimeError, match=r"fold_rows on the .* backend needs dense tensors"):
+        group.fold_rows([torch.ones(3).to_sparse()], counts, sum_up)
+    work = group.fold_rows([torch.ones(5 + world.rank)] * counts[world.rank], counts, sum_up)
+    with pytest.raises(CommunicationError, match=r"fold_rows of \d+ rows of 5 x torch.float32"):
+        work.wait()
+
+
+@pytest.mark.parametrize("backend", ["node", "mpi"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rows_are_folded_in_shared_memory(ranks, backend, world_size):
+    ranks(backend, world_size)(rows_in_shared_memory if world_size > 1 else one_rank_folds)
+
+
+def one_rank_folds(world):
+    rows = [torch.ones(5), torch.ones(5)]
+    dist.group.WORLD.fold_rows(rows, (2,), sum_up).wait()
+    assert rows[0].eq(2).all()
 
 
 def every_other_collective(world):
@@ -357,7 +395,7 @@ def with_little_room(world, where):
         model = torch.nn.Linear(3, 3)
         reducer = Reducer(model, group)
     assert [text.endswith("no room") for text in told] == [True] * (world.rank == 0)
-    assert f"by {world.backend})" in repr(reducer)
+    assert f"by {dist.get_backend()})" in repr(reducer)
     model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
     assert model.weight.grad.eq(1.5).all()
 
@@ -520,7 +558,7 @@ KILLED_IN_SETUP = """
 import os, signal, sys
 from datetime import timedelta
 import torch.distributed as dist
-from ddp_from_scratch.node.staging import PIECE_ACROSS
+from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
 rank, victim = int(sys.argv[1]), int(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 3, rank == 0)

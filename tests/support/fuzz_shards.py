@@ -90,6 +90,7 @@ def play_shards(world: Any, case: Case) -> list[State]:
         find_unused_parameters=case.find_unused_parameters,
         fuse_wgrad=case.fuse_wgrad,
         overlap=case.overlap,
+        shared_memory=case.shared_memory,
         shards=case.world_size,
     )
 

@@ -84,6 +84,14 @@ before("_backward", fail)
     assert err.splitlines()[-1].startswith("step 4 failed again with ZeroDivisionError: no")
 
 
+def test_one_rank_that_is_asked_to_stop_stops_all(tmp_path: Path) -> None:
+    fault = """
+before("_step", lambda t: me == "1" and t.global_step == 7 and os.kill(os.getpid(), 15))"""
+    out, err = finish(start(tmp_path, fault, "--go-on", "--epochs", "3"), 143)
+    assert "stopped in epoch 2, step 4/5; saved" in out
+    assert "going on" not in err
+
+
 def test_a_mistake_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     options = ["--go-on", "--log-dir", str(tmp_path / "file" / "x")]
