@@ -1,7 +1,9 @@
 """Fixtures of all tests."""
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,13 @@ from tests.support.tiers import slow
 # The console scripts of this Python (mpirun, torchrun) before any other's.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 torch.set_num_threads(1)
+
+
+def pytest_runtest_setup() -> None:
+    """Removes what killed mpiruns have left: the next one of the same number would not start."""
+    for folder in Path(tempfile.gettempdir()).glob("ompi.*"):
+        if not Path("/proc", folder.suffix[1:]).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -33,23 +33,10 @@ CALL_LIMIT_S = 60.0
 LIMIT_S = CALL_LIMIT_S / 2  # of a collective
 
 
-# What Open MPI's mpirun says where one that was killed and had the same process number has left its
-# folder behind.
-NOT_STARTED = "listener thread failed to start"
-
-
 class Crew:
     """The ranks of one process group, waiting for functions to call."""
 
     def __init__(self, backend: str, world_size: int) -> None:
-        try:
-            self._start(backend, world_size)
-        except AssertionError as error:
-            if NOT_STARTED not in str(error):
-                raise
-            self._start(backend, world_size)
-
-    def _start(self, backend: str, world_size: int) -> None:
         self.backend, self.world_size = backend, world_size
         self._connections: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="crew-")
