@@ -150,6 +150,10 @@ class StragglerWatch(Observer):
             self._phases.pop()
         self._enter("data")
 
+    def on_seek(self) -> None:
+        """Forgets the steps since the last report, which ranks that join do not have."""
+        self._steps, self._phases = [], []
+
     def _report(self, iteration: int) -> None:
         rows = [self._seconds(step) for step in self._steps]
         own = torch.tensor(rows, dtype=torch.float64, device=self._device)

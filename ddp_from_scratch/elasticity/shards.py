@@ -84,9 +84,11 @@ class Shards(Observer):
         # Descending: so rank 0 runs shard 0 last, and ends with its buffers, which all ranks get.
         return shard_range(self._count, rank, ranks)[::-1]
 
-    def seek(self, step: int, seed: int) -> None:
-        """Goes on from this step, with generators seeded by it and `seed`."""
-        self.step, self._seed = step, seed
+    def seek(self, step: int, seed: int | None) -> None:
+        """Goes on from this step, with generators seeded by it and `seed`; None leaves that."""
+        self.step = step
+        if seed is not None:
+            self._seed = seed
 
     @contextmanager
     def run(

@@ -313,10 +313,20 @@ class Reducer:
         """Runs shard `index` inside: forward, and one backward pass outside of `no_sync()`."""
         return self._with_shards().run(index, self.no_sync, self.drop_step)
 
-    def seek(self, step: int, seed: int = 0) -> None:
-        """Goes on with shards from `step`, the number of steps before it. Alike on all ranks."""
+    def seek(self, step: int, seed: int | None = None) -> None:
+        """Goes on with shards from `step`, the number of steps before it. Alike on all ranks.
+
+        Between two steps. The ranks may be others than before.
+
+        Args:
+            step: from 0.
+            seed: of the generators; None leaves it, 0 at the start.
+        """
         self._with_shards().seek(step, seed)
         self.iteration = step
+        self._pass.drop()
+        for observer in self._observers:
+            observer.on_seek()
 
     def _with_shards(self) -> Shards:
         if self._shards is None:

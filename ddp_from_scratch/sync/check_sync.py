@@ -96,6 +96,10 @@ class DriftCheck(Observer):
         """Compares this optimizer's state, too, from now on. Idempotent."""
         self._optimizers[optimizer] = None
 
+    def on_seek(self) -> None:
+        """Forgets the optimizers: on ranks that join, none has stepped yet."""
+        self._optimizers.clear()
+
     def on_average(self, iteration: int, takes_part: bool) -> None:
         """Compares ranks if a check is due. Collective; leaves out a rank without data in `join()`.
 

@@ -42,7 +42,7 @@ with ddp.process_group("gloo") as world:
         torch.nn.Linear(10, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3),
         torch.nn.Linear(16, 4),
     )
-    reducer = ddp.Reducer(model, shards=8, bucket_cap_mb=0)
+    reducer = ddp.Reducer(model, shards=8, bucket_cap_mb=0, **{options})
     optimizer = ddp.AdamW(model.parameters(), lr=0.05, reducer=reducer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     run = ddp.elastic(world, reducer, optimizer, scheduler)
@@ -73,11 +73,16 @@ with ddp.process_group("gloo") as world:
 
 
 def ends(
-    out: Path, fault: str = "pass", nproc: int = 3, max_failures: int = 3, code: int = 0
+    out: Path,
+    fault: str = "pass",
+    nproc: int = 3,
+    max_failures: int = 3,
+    code: int = 0,
+    **options: object,
 ) -> list[str]:
     """What each process that came to the end had: checksum, steps of the scheduler."""
     out.mkdir()
-    program = PROGRAM.format(fault=textwrap.indent(fault, "    ").strip())
+    program = PROGRAM.format(fault=textwrap.indent(fault, "    ").strip(), options=options)
     command = [sys.executable, "-c", program, str(out)]
     assert start_ranks(command, [nproc], max_failures=max_failures) == code
     return [" ".join(file.read_text().split()[:2]) for file in sorted(out.glob("end-*"))]
@@ -123,9 +128,8 @@ def test_two_at_once(quiet: str, tmp_path: Path) -> None:
     assert set(ends(tmp_path / "out", fault)) == {quiet}
 
 
-def test_one_joins_and_trains(quiet: str, tmp_path: Path) -> None:
-    # The others wait in step 5 until it wants to join: at the latest behind step 6 it is let in.
-    fault = """
+# The others wait in step 5 until it wants to join: at the latest behind step 6 it is let in.
+ONE_JOINS = """
 from ddp_from_scratch.launch.board import Board
 board = Board(Path(os.environ["DDP_BOARD"]))
 if (where, step, me) == ("begin", 2, 1):
@@ -135,7 +139,23 @@ if me > 2:
 while (where, step) == ("stepped", 5) and me < 3 and max(board.members(board.generation)) < 3:
     time.sleep(0.01)
 """
-    found = ends(tmp_path / "out", fault)
+
+
+# What these options note in a step, one who joins has not noted.
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"static_graph": True},
+        {"skip_unused": True},
+        {"find_unused_parameters": True},
+        {"check_every": 1},
+        {"straggler_every": 4},
+        {"stall_after": 20.0},
+    ],
+)
+def test_one_joins_and_trains(options: dict[str, object], quiet: str, tmp_path: Path) -> None:
+    found = ends(tmp_path / "out", ONE_JOINS, **options)
     assert found == [quiet] * 3
     assert (tmp_path / "out" / "trained").read_text() == "7"
 
@@ -158,7 +178,7 @@ def test_an_exception_is_a_lost_rank_and_the_second_time_a_bug(
 def test_under_another_launcher_a_run_is_an_ordinary_one(quiet: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    command = [sys.executable, "-c", PROGRAM.format(fault="pass"), str(out)]
+    command = [sys.executable, "-c", PROGRAM.format(fault="pass", options={}), str(out)]
     assert start_ranks(command, [2]) == 0
     assert (out / "end-0").read_text().startswith(quiet)
 
