@@ -176,6 +176,9 @@ class ElasticRun:
         return self._membership.goes_on and is_communication_error(error)
 
     def _note_step(self, *_: object) -> None:
+        if self._stepped:
+            # One that was lost between the two could not be told from one behind both.
+            raise RuntimeError("the optimizer steps twice in an attempt, which is one step")
         self._stepped = True
 
 
@@ -217,15 +220,22 @@ def elastic(
         world: that of `process_group("gloo")`.
         reducer: with `shards`; so that no sample is lost or seen twice.
         optimizer: steps once in each attempt, at its end.
-        others: what else has a `state_dict` that the run goes on with.
+        others: what else has a `state_dict` that the run goes on with, but no second optimizer: a
+            step that only one of them has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
 
     Raises:
         UsageError: the backend is not gloo.
-        RuntimeError: the reducer has no shards.
+        TypeError: an optimizer is among the others.
+        RuntimeError: the reducer has no shards. From `optimizer.step()`: its second in an attempt.
     """
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic goes on with gloo, and the backend is {world.backend}")
     # Raises without shards: on fewer ranks a step would have fewer samples.
     _ = reducer.shard_range
+    if any(isinstance(one, torch.optim.Optimizer) for one in others):
+        raise TypeError(
+            "ddp.elastic goes on with one optimizer, which steps once in an attempt: give it all "
+            "parameters, in groups where they need settings of their own"
+        )
     return ElasticRun(world, reducer, optimizer, *others, timeout=timeout)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import start_ranks
@@ -192,3 +193,19 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
         ddp.elastic(gloo, reducer, None)  # type: ignore[arg-type]
     with pytest.raises(ddp.UsageError, match="goes on with gloo, and the backend is mpi"):
         ddp.elastic(world, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_attempt_is_one_step_of_one_optimizer() -> None:
+    model = torch.nn.Linear(2, 2)
+    reducer = ddp.Reducer(model, shards=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world = ddp.World(0, 1, 0, 1, 0, "none", "gloo", torch.device("cpu"))
+    with pytest.raises(TypeError, match="goes on with one optimizer"):
+        ddp.elastic(world, reducer, optimizer, torch.optim.Adam(model.parameters()))
+    run = ddp.elastic(world, reducer, optimizer)
+    for attempt in run.attempts(1):
+        with attempt:
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="steps twice in an attempt"):
+                optimizer.step()

@@ -78,7 +78,7 @@ def test_a_rank_that_fails_ends_the_run(launcher: str, backend: str, failure: st
 @pytest.mark.parametrize(("launcher", "backend"), [("start_ranks", "gloo"), ("mpirun", "mpi")])
 def test_a_rank_that_hangs_is_named_before_the_timeout(launcher: str, backend: str) -> None:
     command = [*LAUNCHERS[launcher], DRIVER, "hang", "--backend", backend]
-    with Run(*command, "--stall-after", "0.5", "--timeout", "10") as run:
+    with Run(*command, "--stall-after", "0.5", "--timeout", "4") as run:
         run.wait_for("The step goes on waiting until the process group's timeout ends the run.")
         assert "step 2, rank 0: has waited " in run.err
         assert "  rank 1: 0 of 11 gradients have arrived, bucket 0 waits for " in run.err

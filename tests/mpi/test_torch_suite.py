@@ -14,8 +14,8 @@ import pytest
 from tests.support.ranks import MPIRUN
 
 RUNNER = Path(__file__).parents[1] / "support" / "torch_suite.py"
-# Enough that a torch which skips everything is noticed; 97, 122 and 132 with torch 2.15.
-AT_LEAST = {2: 85, 3: 105, 4: 115}
+# Enough that a torch which skips everything is noticed; 122 and 132 with torch 2.15.
+AT_LEAST = {3: 105, 4: 115}
 
 # torch's reasons to skip a test that have nothing to do with this backend.
 REASONS = re.compile(
@@ -37,7 +37,7 @@ def read(folder, world_size):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not importlib.util.find_spec("expecttest"), reason="needs expecttest")
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", AT_LEAST)
 def test_torchs_own_tests(world_size, tmp_path):
     result = subprocess.run(
         ["mpirun", "-n", str(world_size), sys.executable, str(RUNNER), str(tmp_path)],
