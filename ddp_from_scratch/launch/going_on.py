@@ -138,17 +138,19 @@ class GoingOnWatch(Watch):
             where = "the start" if step == NO_STATE else f"step {step + 1}"
             say(f"{where} failed again with {text}; all other ranks were stopped")
             return code
-        was_last = self._board.has_state(member) and not self._carriers()
-        if code == _USAGE or was_last or not self._living:
-            return self._failed(member, code)
-        self._last_failure = failure
-        self._failures += 1
         machine = self._machines_of[member]
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         if self._others is not None and machine in self._others.lost:
             how = f"was on machine {machine}"
+        if code != _USAGE and self._board.has_state(member) and not self._carriers():
+            say(f"process {member} {how}: no rank is left that has trained; the run ends")
+            return 128 - code if code < 0 else code
+        if code == _USAGE or not self._living:
+            return self._failed(member, code)
+        self._last_failure = failure
+        self._failures += 1
         then = f"no replacement is left of {self._max_failures}"
         if self._failures <= self._max_failures:
             then = f"starting another (failure {self._failures} of {self._max_failures})"

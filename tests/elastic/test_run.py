@@ -1,5 +1,6 @@
 """Runs that go on: ranks are lost at chosen moments, and the bits stay those of a quiet run."""
 
+import signal
 import sys
 import textwrap
 from dataclasses import replace
@@ -140,6 +141,15 @@ if me > 2:
 while (where, step) == ("stepped", 5) and me < 3 and max(board.members(board.generation)) < 3:
     time.sleep(0.01)
 """
+
+
+def test_without_a_rank_that_has_trained_the_run_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fault = "if (where, step) == ('backward', 4): die()"
+    assert ends(tmp_path / "out", fault, code=128 + signal.SIGKILL) == []
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert told.endswith("was killed by SIGKILL: no rank is left that has trained; the run ends")
 
 
 # What these options note in a step, one who joins has not noted.
