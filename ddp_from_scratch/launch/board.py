@@ -118,7 +118,11 @@ class Board:
 
     def note_failure(self, member: int, step: int, text: str) -> None:
         """Leaves the exception that ends this process."""
-        self._failure_file(member).write_text(json.dumps([step, text]))
+        file = self._failure_file(member)
+        # Whole as soon as it is there: the supervisor of another machine looks while it is written.
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps([step, text]))
+        part.replace(file)
 
     def _at(self, member: int, word: int) -> int:
         return 1 + _EACH * member + word

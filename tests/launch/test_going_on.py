@@ -47,7 +47,9 @@ def notes(out: Path) -> list[str]:
     return sorted(file.name for file in out.iterdir())
 
 
-def test_a_board_keeps_what_each_process_writes(tmp_path: Path) -> None:
+def test_a_board_keeps_what_each_process_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     board = Board(tmp_path, capacity=3)
     other = Board(tmp_path)
     assert (other.generation, other.step(2)) == (0, 0)
@@ -68,6 +70,14 @@ def test_a_board_keeps_what_each_process_writes(tmp_path: Path) -> None:
     assert board.has_state(0)
     assert not board.has_state(2)
     assert board.failure(1) is None
+    write = Path.write_text
+
+    def slowly(file: Path, text: str) -> int:
+        write(file, text[:1])
+        assert board.failure(1) is None  # another process looks just then
+        return write(file, text)
+
+    monkeypatch.setattr(Path, "write_text", slowly)
     other.note_failure(1, 5, "ValueError: no")
     assert board.failure(1) == (5, "ValueError: no")
 

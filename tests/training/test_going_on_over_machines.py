@@ -98,7 +98,7 @@ def test_a_rank_that_is_killed_costs_no_bit(
 def test_an_option_that_differs_is_named_once(tmp_path: Path) -> None:
     options = ["--lr", "0.1"], ["--lr", "0.2"]
     with machines(tmp_path, "", own=options) as (first, second):
-        assert (first.end(), second.end()) == (2, 2)
+        assert (first.end(), second.end()) == (2, 2), first.lines + second.lines
     assert [*first.lines, *second.lines] == [
         "error: --lr is 0.1 on rank 0 and 0.2 on rank 2: it must be the same on all ranks\n"
     ]
