@@ -157,12 +157,8 @@ def test_without_a_rank_that_has_trained_the_run_ends(
     "options",
     [
         {},
-        {"static_graph": True},
-        {"skip_unused": True},
-        {"find_unused_parameters": True},
-        {"check_every": 1},
-        {"straggler_every": 4},
-        {"stall_after": 20.0},
+        {"static_graph": True, "check_every": 1},
+        {"straggler_every": 4, "find_unused_parameters": True, "stall_after": 20.0},
     ],
 )
 def test_one_joins_and_trains(options: dict[str, object], quiet: str, tmp_path: Path) -> None:
