@@ -3,6 +3,7 @@
 Examples:
     python -m benchmarks.survive                          20 kills of 4 ranks, and torchrun beside
     python -m benchmarks.survive --kills 5 --no-torchrun  a drill of half a minute
+    python -m benchmarks.survive --kills 5 --every 8 --epochs 300    the picture: some minutes
     python -m benchmarks.survive --kills 300 --epochs 2000 --no-torchrun    a soak
 
 One run is left alone, one loses a rank again and again (`run.py --go-on`): kill -9 at a random
@@ -34,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,8 +50,6 @@ from ddp_from_scratch.launch.rank_process import run_to_exit
 
 _GOING_ON = re.compile(r"going on with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms")
 _EPOCH = re.compile(r"epoch +(\d+)/")
-# Between two kills: some come while the last rank still joins.
-_PAUSE_S = (0.3, 2.5)
 _PARTS = ("noticed", "group", "step", "together")
 
 
@@ -89,11 +89,11 @@ def main() -> int:
         torchrun = [*launcher, "-m", "ddp_from_scratch", *train, "--resume", "auto"]
         rival_alone = observe(torchrun, 0, options)
         rival = observe(torchrun, options.kills, options)
-        rows.append(("a kill, torchrun", *_per_kill(rival, rival_alone)))
+        rows.append(("a kill, torchrun", _per_kill(rival, rival_alone), None))
         if rival.state:
             different += [f"torchrun: {name}" for name in differences(alone.state, rival.state)]
         draw_progress(
-            "survive",
+            f"survive-{options.kills}",
             f"{options.kills} kills of {options.nproc} ranks",
             {
                 "this library, --go-on": (killed.epochs, killed.kills),
@@ -101,7 +101,8 @@ def main() -> int:
             },
             options.results,
         )
-    print(text_table(("", "median", "worst"), rows))
+    cells = [[name, *("" if v is None else f"{v:,.0f}" for v in values)] for name, *values in rows]
+    print(text_table(("", "median", "worst"), cells))
     for name in different:
         print(f"not the same bits: {name}")
     if not different:
@@ -110,9 +111,9 @@ def main() -> int:
             f"{len(killed.kills)} kills: all {count} tensors of the checkpoint have the same bits"
         )
     write(
-        "survive",
+        f"survive-{options.kills}",
         "Runs of which ranks were killed",
-        [{"name": name, "median": median, "worst": worst} for name, median, worst in rows],
+        [{"name": name, "median": middle, "worst": worst} for name, middle, worst in rows],
         settings={"benchmark": "survive", **vars(options), "results": str(options.results)},
         folder=options.results,
     )
@@ -131,6 +132,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kills", type=int, default=20, help="(default: 20)")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=1.5,
+        help="seconds between two kills, at the mean; within 2 a rank still joins (default: 1.5)",
+    )
     parser.add_argument("--nproc", type=int, default=4, help="ranks (default: 4)")
     parser.add_argument("--shards", type=int, default=8, help="(default: 8)")
     parser.add_argument("--epochs", type=int, default=150, help="(default: 150)")
@@ -142,6 +149,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 1 <= options.nproc <= MOST_HERE or min(options.kills, options.epochs) < 1:
         raise UsageError("--nproc, --kills and --epochs must be 1 or more")
+    if not options.every > 0:
+        raise UsageError(f"--every must be more than 0 seconds, got {options.every:g}")
     return options
 
 
@@ -161,7 +170,8 @@ def observe(command: Sequence[str], kills: int, options: argparse.Namespace) -> 
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        killer = threading.Thread(target=_kill, args=(process.pid, kills, run, began, options.seed))
+        plan = process.pid, kills, options.every, run, began, options.seed
+        killer = threading.Thread(target=_kill, args=plan)
         killer.start()
         said = []
         assert process.stdout is not None, "a pipe"
@@ -183,13 +193,13 @@ def observe(command: Sequence[str], kills: int, options: argparse.Namespace) -> 
     return run
 
 
-def _kill(process: int, kills: int, run: Run, began: float, seed: int) -> None:
+def _kill(process: int, kills: int, every: float, run: Run, began: float, seed: int) -> None:
     """Kills ranks at random moments once the first epoch has ended, until the run ends."""
     dice = random.Random(seed)
     while not run.epochs and _is_there(process):
         time.sleep(0.05)
     while len(run.kills) < kills and _is_there(process):
-        time.sleep(dice.uniform(*_PAUSE_S))
+        time.sleep(dice.uniform(0.2 * every, 1.8 * every))
         if ranks := sorted(_ranks(process)):
             with suppress(ProcessLookupError):
                 victim = dice.choice(ranks)
@@ -253,7 +263,11 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.Size, bytes]:
     return tensor.shape, tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def table(run: Run, alone: Run, nproc: int) -> Iterator[tuple[str, str, str]]:
+# A row of the table: its name, median and worst.
+Row = tuple[str, float, float | None]
+
+
+def table(run: Run, alone: Run, nproc: int) -> Iterator[Row]:
     """The rows of this library's run, as median and worst in ms."""
     lost, joined = [], []
     ends = [*run.kills[1:], run.seconds]
@@ -267,19 +281,15 @@ def table(run: Run, alone: Run, nproc: int) -> Iterator[tuple[str, str, str]]:
         if back := next((event[0] for event in events if event[1] == nproc), None):
             joined.append(1e3 * (back - killed))
     for name, column in zip(_PARTS, zip(*lost, strict=True), strict=False):
-        yield name, *_median_and_worst(column)
+        yield name, median(column), max(column)
     if joined:
-        yield "joined", *_median_and_worst(joined)
-    yield "a kill", *_per_kill(run, alone)
+        yield "joined", median(joined), max(joined)
+    yield "a kill", _per_kill(run, alone), None
 
 
-def _median_and_worst(values: Sequence[float]) -> tuple[str, str]:
-    return f"{torch.tensor(values).median().item():,.0f}", f"{max(values):,.0f}"
-
-
-def _per_kill(run: Run, alone: Run) -> tuple[str, str]:
+def _per_kill(run: Run, alone: Run) -> float:
     """The mean, since only the whole run was timed."""
-    return f"{1e3 * (run.seconds - alone.seconds) / max(len(run.kills), 1):,.0f}", ""
+    return 1e3 * (run.seconds - alone.seconds) / max(len(run.kills), 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Pictures of a benchmark."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,7 +202,7 @@ def draw_progress(
     lines: Mapping[str, tuple[Sequence[tuple[float, int]], Sequence[float]]],
     folder: Path,
 ) -> None:
-    """A picture of how far runs are by the clock, and of the moments in which they lost a rank.
+    """A picture of how far and how fast runs are by the clock, and when they lost ranks.
 
     Args:
         name: of the file.
@@ -213,16 +214,21 @@ def draw_progress(
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
         return
-    figure, plot = pyplot.subplots(figsize=(8, 4))
+    figure, (far, fast) = pyplot.subplots(2, sharex=True, figsize=(8, 6))
     colours = (COLOURS["ours"], COLOURS["torch"])
     for (label, (epochs, losses)), colour in zip(lines.items(), colours, strict=False):
         seconds, done = zip(*epochs, strict=True)
-        plot.plot(seconds, done, color=colour, label=label)
+        far.plot(seconds, done, color=colour, label=label)
         at = [max((epoch for when, epoch in epochs if when <= loss), default=0) for loss in losses]
-        plot.plot(losses, at, "x", color=colour)
-    plot.plot([], [], "x", color="black", label="kill -9 of a rank")
-    plot.set(xlabel="seconds", ylabel="epochs", title=title)
-    plot.legend()
+        far.plot(losses, at, "x", color=colour)
+        # An epoch that is run again, from a checkpoint, counts again: it is as fast.
+        in_each = Counter(int(second) for second in seconds)
+        whole = range(int(seconds[-1]))
+        fast.step(whole, [in_each[second] for second in whole], where="post", color=colour)
+    far.plot([], [], "x", color="black", label="kill -9 of a rank")
+    far.set(ylabel="epochs", title=title)
+    fast.set(xlabel="seconds", ylabel="epochs per second")
+    far.legend()
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"{name}.png")
     pyplot.close(figure)
