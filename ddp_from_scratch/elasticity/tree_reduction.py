@@ -9,7 +9,8 @@ along the tree, and sends the average to all:
     rank 2   | 5          |                 |                  rank 2: root of chunk 2
              | sum of 6 7 |
 
-Ranks that all share memory need no messages: each reads everybody's partial sums there.
+Ranks that share memory need no messages: each reads everybody's partial sums there. Between
+machines go the sums that each of them has left.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,15 +80,13 @@ class TreeReduction:
         parts = [shard_range(self._shards, rank, group.size()) for rank in range(group.size())]
         rows = self._rows(bucket, parts[group.rank()].start)
         blocks = [aligned_blocks(part) for part in parts]
-        counts = tuple(map(len, blocks))
-        fold = partial(self._fold, [block for of_rank in blocks for block in of_rank])
         end: Callable[[], object]
         if group.size() == 1:
-            end = partial(fold, rows)
-        elif isinstance(group, SharedMemoryGroup) and group.machines == 1 and group.shares_memory:
-            end = partial(wait, group.fold_rows(rows, counts, fold))
+            end = partial(self.fold, blocks[0], rows)
+        elif isinstance(group, SharedMemoryGroup) and group.shares_memory:
+            end = partial(wait, group.fold_rows(rows, blocks, self))
         else:
-            end = _Exchange(group, rows, counts, fold).end
+            end = _Exchange(group, rows, blocks, self.fold).end
 
         def finish() -> torch.Tensor:
             end()
@@ -96,16 +95,26 @@ class TreeReduction:
         return Later(finish)
 
     @torch.no_grad()
-    def _fold(self, blocks: list[Block], rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the average in the memory of the first row."""
+    def fold(self, places: Sequence[Block], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums that these rows leave; the average, in the first one's memory, of all."""
         sums: PartialSums[torch.Tensor] = PartialSums(torch.Tensor.add_)
-        for block, row in zip(blocks, rows, strict=True):
+        for block, row in zip(places, rows, strict=True):
             sums.push(block, row)
-        ((_, root),) = sums
-        self._divide(root, before=False)
-        # Where gradients are missing a zero may be -0.0, by how shards are shared out. No other
-        # value depends on its sign, so it is enough to drop that here.
-        return root.add_(0.0)
+        left = list(sums)
+        block, root = left[0]
+        if block.size == self._shards:
+            self._divide(root, before=False)
+            # Where gradients are missing a zero may be -0.0, by how shards are shared out. No other
+            # value depends on its sign, so it is enough to drop that here.
+            root.add_(0.0)
+        return [row for _, row in left]
+
+    def left(self, places: Sequence[Block]) -> list[Block]:
+        """The blocks of the sums that `fold` leaves."""
+        sums: PartialSums[None] = PartialSums(lambda *_: None)
+        for block in places:
+            sums.push(block, None)
+        return [block for block, _ in sums]
 
     # Of messages one collective is started here, the other in `wait`. All ranks launch buckets in
     # order of their index, and `Reducer._finish` waits for them in that order after the last launch
@@ -141,17 +150,19 @@ class _Exchange:
 
     Args:
         rows: this rank's partial sums; the first one gets what all ranks' rows are folded to.
-        counts: how many rows each rank has.
+        blocks: by rank, those of its rows.
+        fold: see `TreeReduction`.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         rows: list[torch.Tensor],
-        counts: tuple[int, ...],
-        fold: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        blocks: list[list[Block]],
+        fold: Callable[[Sequence[Block], Sequence[torch.Tensor]], list[torch.Tensor]],
     ) -> None:
-        self._group, self._into, self._fold = group, rows[0], fold
+        self._group, self._into = group, rows[0]
+        self._fold = partial(fold, [block for of_rank in blocks for block in of_rank])
         ranks = group.size()
         # Zeros behind the last element, where needed: the all-gather wants equal chunks.
         if padding := -rows[0].numel() % ranks:
@@ -159,8 +170,8 @@ class _Exchange:
         chunk = rows[0].numel() // ranks
         # By owner, and for each owner in the order of shards: one row is there as it lies.
         sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
-        self._received = sent.new_empty(sum(counts), chunk)
-        splits = [count * chunk for count in counts], [len(rows) * chunk] * ranks
+        self._received = sent.new_empty(sum(map(len, blocks)), chunk)
+        splits = [len(of_rank) * chunk for of_rank in blocks], [len(rows) * chunk] * ranks
         self._work = of_member(
             dist.all_to_all_single(
                 self._received.view(-1), sent.view(-1), *splits, group=group, async_op=True
@@ -170,7 +181,7 @@ class _Exchange:
     def end(self) -> None:
         """Folds this rank's chunk, and gathers the chunks of all owners."""
         wait(self._work)
-        own, into = self._fold(self._received.unbind()), self._into
+        (own,), into = self._fold(self._received.unbind()), self._into
         whole = own.numel() * self._group.size()
         in_place = into.numel() == whole and not may_be_left_behind()
         gathered = into if in_place else own.new_empty(whole)

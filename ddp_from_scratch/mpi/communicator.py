@@ -35,5 +35,10 @@ class MPICommunicator:
         # The bound method keeps the request, and with it both buffers, alive.
         return self.handle.Iallgather(own, gathered).Test
 
+    def exchange(
+        self, sent: torch.Tensor, sizes: list[int], received: torch.Tensor, expected: list[int]
+    ) -> None:
+        inter_node.exchange(self.handle, sent, sizes, received, expected)
+
     def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
         inter_node.all_reduce(self.handle, flat, reduction)

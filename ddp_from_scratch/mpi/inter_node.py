@@ -1,4 +1,4 @@
-"""All-reduce by messages, among ranks of several machines.
+"""All-reduce and exchange by messages, among ranks of several machines.
 
 MPI reduces the dtypes that it has. It has no 16-bit floats, and float32 would be twice the bytes:
 they cross as they are, and the rank that owns a part sums it in float32.
@@ -9,6 +9,8 @@ they cross as they are, and the rank that owns a part sums it in float32.
 Each rank sends 2 (n - 1) / n of its bytes, as in an all-reduce of MPI's. One rank sums a part for
 everybody, in the order of ranks, and rounds once: all have the same bits.
 """
+
+from typing import Any
 
 import torch
 
@@ -54,12 +56,25 @@ def _gathered(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduct
 def _in_parts(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduction) -> None:
     size = communicator.size
     shares = [share_of(flat.numel(), rank, size) for rank in range(size)]
-    nbytes = [(end - begin) * flat.itemsize for begin, end in shares]
+    sizes = [end - begin for begin, end in shares]
     begin, end = shares[communicator.rank]
     own = flat[begin:end]  # the part that this rank sums for all
     everybodys = own.new_empty(size, own.numel())
-    communicator.Alltoallv(
-        [raw(flat)[0], nbytes, MPI.BYTE], [raw(everybodys)[0], [own.nbytes] * size, MPI.BYTE]
-    )
+    exchange(communicator, flat, sizes, everybodys, [own.numel()] * size)
     reduction.fold_into(own, everybodys.unbind())
-    communicator.Allgatherv(MPI.IN_PLACE, [raw(flat)[0], nbytes, MPI.BYTE])
+    communicator.Allgatherv(MPI.IN_PLACE, _parts(flat, sizes))
+
+
+def exchange(
+    communicator: MPI.Intracomm,
+    sent: torch.Tensor,
+    sizes: list[int],
+    received: torch.Tensor,
+    expected: list[int],
+) -> None:
+    """See `Communicator.exchange`."""
+    communicator.Alltoallv(_parts(sent, sizes), _parts(received, expected))
+
+
+def _parts(tensor: torch.Tensor, sizes: list[int]) -> Any:
+    return [raw(tensor)[0], [size * tensor.itemsize for size in sizes], MPI.BYTE]

@@ -20,6 +20,8 @@ other machines it is rounded before, too, since it crosses in 16 bits.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 
@@ -37,8 +39,17 @@ STAGED_FROM = 512 * 1024
 
 Receive = Callable[[int, torch.Tensor], None]
 
-# Folds rows of one size and dtype into the first one; may overwrite all of them.
-Fold = Callable[[Sequence[torch.Tensor]], object]
+
+class RowTree(Protocol):
+    """Sums rows of one size and dtype, each of which has a place in a tree."""
+
+    def fold(self, places: Sequence[Any], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sums up what belongs together, of some places or all; may overwrite the rows."""
+        ...
+
+    def left(self, places: Sequence[Any]) -> list[Any]:
+        """The places of what `fold` makes of these: the root alone, where all are there."""
+        ...
 
 
 class AllReduce:
@@ -124,19 +135,23 @@ class AllReduce:
             receive(begin, chunk)
             begin += chunk.numel()
 
-    def prepare_rows(self, rows: Sequence[torch.Tensor], counts: tuple[int, ...]) -> str:
+    def prepare_rows(self, rows: Sequence[torch.Tensor], places: Sequence[Sequence[Any]]) -> str:
         """Copies the rows' first piece in, where there is a stage: as `prepare`."""
         if self._stage is not None:
-            self._stage.fill(rows, counts)
+            self._fill_rows(self._stage, rows, places)
         return ""
 
-    def fold_rows(self, rows: Sequence[torch.Tensor], counts: tuple[int, ...], fold: Fold) -> None:
-        """Replaces this rank's first row by what `fold` makes of all ranks' rows. On one machine.
+    def fold_rows(
+        self, rows: Sequence[torch.Tensor], places: Sequence[Sequence[Any]], tree: RowTree
+    ) -> None:
+        """Replaces this rank's first row by the root of the tree that all ranks' rows make.
+
+        A machine's rows are folded there, in shares, and what is left crosses the network.
 
         Args:
             rows: of one size and dtype, dense and flat.
-            counts: how many rows each rank has.
-            fold: called with this rank's share of all rows, in order of ranks.
+            places: by rank, those of its rows.
+            tree: gets this rank's share of the rows.
 
         Raises:
             NoSharedMemory: on all ranks alike.
@@ -145,11 +160,43 @@ class AllReduce:
         if stage is None:
             raise NoSharedMemory("there is no shared memory for a stage")
         if not stage.filled:
-            stage.fill(rows, counts)
+            self._fill_rows(stage, rows, places)
             self._barrier.wait()
+        machines = [list(chain(*map(places.__getitem__, m))) for m in self._nodes.machines]
+        left = list(map(tree.left, machines))
         for piece in stage.pieces():
-            fold(piece.shares)
+            into = piece.shares[0]
+            folded = tree.fold(machines[self._nodes.peers.rank], piece.shares)
+            if self._nodes.count > 1 and into.numel():
+                self._fold_across(folded, left, tree, into)
+            elif folded[0] is not into:
+                into.copy_(folded[0])
         stage.take()
+
+    def _fill_rows(
+        self, stage: Stage, rows: Sequence[torch.Tensor], places: Sequence[Sequence[Any]]
+    ) -> None:
+        here = self._nodes.machines[self._nodes.peers.rank]
+        stage.fill(rows, tuple(len(places[rank]) for rank in here), max(map(len, places)))
+
+    def _fold_across(
+        self,
+        rows: list[torch.Tensor],
+        places: list[list[Any]],
+        tree: RowTree,
+        into: torch.Tensor,
+    ) -> None:
+        """Folds what machines have left of a share: each of them a part, for all."""
+        peers = self._nodes.peers
+        parts = [share_of(into.numel(), machine, peers.size) for machine in range(peers.size)]
+        sizes = [end - begin for begin, end in parts]
+        own = sizes[peers.rank]
+        sent = torch.cat([row[begin:end] for begin, end in parts for row in rows])
+        received = into.new_empty(sum(map(len, places)), own)
+        from_each = [len(of_machine) * own for of_machine in places]
+        peers.exchange(sent, [len(rows) * size for size in sizes], received.view(-1), from_each)
+        (root,) = tree.fold(list(chain(*places)), received.unbind())
+        peers.exchange(root.repeat(peers.size), [own] * peers.size, into, sizes)
 
     def free(self) -> None:
         self._eager.cache_clear()

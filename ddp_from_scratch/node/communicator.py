@@ -46,6 +46,14 @@ class Communicator(Protocol):
         A caller that stops polling before that calls nothing else on the communicator.
         """
 
+    def exchange(
+        self, sent: torch.Tensor, sizes: list[int], received: torch.Tensor, expected: list[int]
+    ) -> None:
+        """Sends each rank its part of a dense, flat tensor, and receives one of each.
+
+        `sizes` and `expected` are elements, by rank, as they lie in `sent` and in `received`.
+        """
+
     def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
         """Replaces a dense, flat tensor by the reduction of all, with the same bits on all ranks.
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
-from ddp_from_scratch.node.all_reduce import AllReduce, Fold, Receive
+from ddp_from_scratch.node.all_reduce import AllReduce, Receive, RowTree
 from ddp_from_scratch.node.arguments import check_memory, elements, size_of
 from ddp_from_scratch.node.barrier import CheckedBarrier, Progress
 from ddp_from_scratch.node.communicator import Communicator
@@ -268,14 +268,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         )
         self._submit("reduce_to_owners", [tensor], _AT_ONCE, operation).wait()
 
-    def fold_rows(self, rows: Tensors, counts: tuple[int, ...], fold: Fold) -> dist.Work:
+    def fold_rows(self, rows: Tensors, places: Sequence[Sequence[Any]], tree: RowTree) -> dist.Work:
         """Folds all ranks' rows into each rank's first; see `AllReduce.fold_rows`. Collective."""
         check_memory(self.backend, "fold_rows", written=rows)
         size = elements(rows[0].numel(), rows[0].dtype)
         operation = Operation(
-            f"fold_rows of {sum(counts)} rows of {size}",
-            partial(self._reduce.fold_rows, rows, counts, fold),
-            partial(self._reduce.prepare_rows, rows, counts),
+            f"fold_rows of {sum(map(len, places))} rows of {size}",
+            partial(self._reduce.fold_rows, rows, places, tree),
+            partial(self._reduce.prepare_rows, rows, places),
         )
         return self._submit("fold_rows", rows, None, operation)
 

@@ -63,15 +63,21 @@ class Stage:
     def filled(self) -> bool:
         return self._first is not None
 
-    def fill(self, rows: Sequence[torch.Tensor], counts: tuple[int, ...] | None = None) -> None:
+    def fill(
+        self,
+        rows: Sequence[torch.Tensor],
+        counts: tuple[int, ...] | None = None,
+        most: int = 1,
+    ) -> None:
         """Copies the rows' first piece in, before the ranks meet. Repeated: in its place.
 
-        `counts` is how many rows each rank has, where that is not one.
+        `counts` is how many rows each rank of the machine has, where that is not one; `most` how
+        many any rank has on any machine, so that all machines have the same pieces.
         """
         dense = [row.contiguous() for row in rows]
         self._first = dense[0]
         self._counts = counts or (1,) * len(self._memory.segments)
-        size = self._piece // (max(self._counts) * self._first.itemsize)
+        size = self._piece // (most * self._first.itemsize)
         flat = [row.view(-1) for row in dense]
         if self._first.numel() <= size:
             self._pieces = [tuple(flat)]

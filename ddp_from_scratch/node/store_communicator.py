@@ -170,15 +170,16 @@ class StoreCommunicator:
         """As MPI's `inter_node.all_reduce`: each rank reduces a part for all, in rank order."""
         shares = [share_of(flat.numel(), rank, self.size) for rank in range(self.size)]
         begin, end = shares[self.rank]
-        nbytes = [(stop - start) * flat.itemsize for start, stop in shares]
+        sizes = [stop - start for start, stop in shares]
         own = flat[begin:end]
         everybodys = own.new_empty(self.size, own.numel())
-        self._exchange(flat, nbytes, everybodys, [own.nbytes] * self.size)
+        self.exchange(flat, sizes, everybodys, [own.numel()] * self.size)
         reduction.fold_into(own, everybodys.unbind())
-        self._exchange(own.repeat(self.size), [own.nbytes] * self.size, flat, nbytes)
+        self.exchange(own.repeat(self.size), [own.numel()] * self.size, flat, sizes)
 
-    def _exchange(
+    def exchange(
         self, sent: torch.Tensor, sizes: list[int], received: torch.Tensor, expected: list[int]
     ) -> None:
         into, of = (tensor.view(-1).view(torch.uint8) for tensor in (received, sent))
-        self._gloo.alltoall_base(into, of, expected, sizes).wait()
+        nbytes = [[size * sent.itemsize for size in part] for part in (expected, sizes)]
+        self._gloo.alltoall_base(into, of, *nbytes).wait()

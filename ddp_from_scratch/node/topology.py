@@ -21,12 +21,14 @@ class Nodes:
         node: those of this machine, which share memory.
         peers: rank i of every machine that has one, where this is rank i of its own.
         count: number of machines.
+        machines: for each of the peers, the ranks of its machine.
     """
 
     everyone: Communicator
     node: Communicator
     peers: Communicator
     count: int
+    machines: list[list[int]]
 
     @classmethod
     def of(cls, everyone: Communicator, node: Communicator | None = None) -> Self:
@@ -40,12 +42,21 @@ class Nodes:
             here.free()
         peers = everyone.split(node.rank)
         # Every machine has a first rank, so the peers of that one count the machines.
-        return cls(everyone, node, peers, count=node.allgather(peers.size)[0])
+        count = node.allgather(peers.size)[0]
+        # A machine is known by its first rank.
+        own = node.allgather(everyone.rank)[0]
+        of_ranks = everyone.allgather(own)
+        machines = [
+            [rank for rank, other in enumerate(of_ranks) if other == machine]
+            for machine in peers.allgather(own)
+        ]
+        return cls(everyone, node, peers, count, machines)
 
     @property
     def here(self) -> "Nodes":
         """This machine's ranks, as if there were no others."""
-        return Nodes(self.node, self.node, self.node, count=1)
+        here = [list(range(self.node.size))]
+        return Nodes(self.node, self.node, self.node, count=1, machines=here)
 
     def free(self) -> None:
         """Frees `node` and `peers`, but not `everyone`. Collective."""

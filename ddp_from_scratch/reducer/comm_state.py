@@ -139,10 +139,7 @@ class CommState:
         return self.args
 
     def _shares_memory(self, group: dist.ProcessGroup) -> bool:
-        if not isinstance(group, SharedMemoryGroup):
-            return False
-        # Shards are summed by messages where there are several machines (`tree_reduction.py`).
-        return group.shares_memory and (group.machines == 1 or not self._fixed)
+        return isinstance(group, SharedMemoryGroup) and group.shares_memory
 
     @contextmanager
     def keeping_local(self) -> Iterator[None]:

@@ -241,11 +241,15 @@ def test_on_one_machine_nothing_is_compressed(pair):
 
 
 def group_over(world, sizes):
-    """A new group whose ranks stand for machines of so many ranks each."""
+    """A new group whose ranks stand for machines of so many ranks each, or by their numbers."""
+
+    def machine(rank):
+        return sizes(rank) if callable(sizes) else machines(sizes, rank)
+
     with pytest.MonkeyPatch.context() as patched:
         for kind in (StoreCommunicator, MPICommunicator):
             patched.setattr(
-                kind, "split_by_machine", lambda self: self.split(machines(sizes, self.world_rank))
+                kind, "split_by_machine", lambda self: self.split(machine(self.world_rank))
             )
         group = dist.new_group()
         Reducer(Given(), group).remove()  # on gloo the group beside is opened here

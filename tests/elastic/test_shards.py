@@ -19,13 +19,17 @@ from tests.support.tiers import slow
 
 
 def trained(world, name, steps=STEPS, way="shared memory"):
-    group = group_over(world, [world.world_size - 1, 1]) if way == "2 machines" else None
+    group = None
+    if way == "2 machines":
+        group = group_over(world, [world.world_size - 1, 1])
+    elif way == "ranks in turn":  # as mpirun --map-by node places them
+        group = group_over(world, lambda rank: rank % 2)
     training = Training(PROGRAMS[name], group, shared_memory=way != "messages")
     for step in range(steps):
         training.step(step)
     ddp.check_sync(training.model)
     shared = training.reducer.stats().transport == "shared memory"
-    assert shared == (way == "shared memory" and world.world_size > 1)
+    assert shared == (way != "messages" and world.world_size > 1)
     return training.bits()
 
 
@@ -34,7 +38,8 @@ def trained(world, name, steps=STEPS, way="shared memory"):
     ["gloo-1", "gloo-2", "gloo-3", "mpi-2", "mpi-3", "node-3"]
     + ["gloo-3-messages", "gloo-4-messages", "gloo-3-2 machines", "mpi-3-2 machines"]
     + [slow(name) for name in ("mpi-1", "gloo-4", "gloo-6", "gloo-8", "mpi-4", "mpi-8")]
-    + [slow(name) for name in ("gloo-6-messages", "gloo-8-messages")],
+    + [slow(name) for name in ("gloo-6-messages", "gloo-8-messages", "mpi-4-2 machines")]
+    + [slow(name) for name in ("gloo-4-ranks in turn", "mpi-4-ranks in turn")],
 )
 def test_bits_are_those_of_one_process(ranks, crew):
     backend, world_size, *way = crew.split("-")

@@ -22,8 +22,9 @@ from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import ProcessGroupNode, shared_memory, shared_memory_beside
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
-from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS
+from ddp_from_scratch.node.staging import PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
+from tests.comm_hooks.test_power_sgd import group_over
 from tests.mpi.test_collectives import all_reduce_every_dtype, all_reduce_operations
 from tests.mpi.test_groups import a_group_that_is_split
 from tests.mpi.test_meeting import fast_and_slow_ranks
@@ -59,42 +60,65 @@ def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(crew):
     crew(fast_and_slow_ranks)
 
 
-def sum_up(rows):
-    for row in rows[1:]:
-        rows[0].add_(row)
-        row.fill_(-1)  # a fold may overwrite all rows
+class Total:
+    """A tree of one node."""
+
+    def fold(self, places, rows):
+        assert len(places) == len(rows)
+        for row in rows[1:]:
+            rows[0].add_(row)
+            row.fill_(-1)  # a fold may overwrite all rows
+        return [rows[0]]
+
+    def left(self, places):
+        return places[:1]
 
 
-def rows_in_shared_memory(world):
-    group, counts = dist.new_group(), tuple(range(1, world.world_size + 1))
+def rows_in_shared_memory(world, sizes):
+    group = group_over(world, sizes)
+    # On gloo the Reducer has opened one beside.
+    group = shared_memory_beside(group)
+    assert group.machines == len(sizes)
+    counts = range(1, world.world_size + 1)
+    places = [[None] * count for count in counts]
     first = sum(counts[: world.rank])
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for numel in (0, 1, 1000, 3 * PIECE // dtype.itemsize + 7):
+    for dtype in (torch.float32, torch.float16):
+        for numel in (0, 1, 1000, PIECE_ACROSS // dtype.itemsize + 7):
             place = torch.arange(numel).remainder(7).to(dtype)
             rows = [place + first + row for row in range(counts[world.rank])]
             others = [row.clone() for row in rows[1:]]
-            group.fold_rows(rows, counts, sum_up).wait()
+            group.fold_rows(rows, places, Total()).wait()
             everyone = sum(counts)
             total = place.double() * everyone + everyone * (everyone - 1) / 2
             assert rows[0].double().equal(total), (dtype, numel)
             assert all(row.equal(other) for row, other in zip(rows[1:], others, strict=True))
     with pytest.raises(RuntimeError, match=r"fold_rows on the .* backend needs dense tensors"):
-        group.fold_rows([torch.ones(3).to_sparse()], counts, sum_up)
-    work = group.fold_rows([torch.ones(5 + world.rank)] * counts[world.rank], counts, sum_up)
+        group.fold_rows([torch.ones(3).to_sparse()], places, Total())
+    work = group.fold_rows([torch.ones(5 + world.rank)] * counts[world.rank], places, Total())
     with pytest.raises(CommunicationError, match=r"fold_rows of \d+ rows of 5 x torch.float32"):
         work.wait()
 
 
-@pytest.mark.parametrize("backend", ["node", "mpi"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_rows_are_folded_in_shared_memory(ranks, backend, world_size):
-    ranks(backend, world_size)(rows_in_shared_memory if world_size > 1 else one_rank_folds)
+@pytest.mark.parametrize(
+    ("backend", "sizes"),
+    [
+        *(("gloo", (3,)), ("mpi", (3,)), ("gloo", (2, 1)), ("mpi", (2, 1)), slow("node", (3,))),
+        *(slow("gloo", (2, 2)), slow("mpi", (2, 2)), slow("gloo", (3, 2, 1))),
+    ],
+)
+def test_rows_are_folded_in_shared_memory(ranks, backend, sizes):
+    ranks(backend, sum(sizes))(rows_in_shared_memory, sizes)
 
 
 def one_rank_folds(world):
     rows = [torch.ones(5), torch.ones(5)]
-    dist.group.WORLD.fold_rows(rows, (2,), sum_up).wait()
+    shared_memory_beside(dist.group.WORLD).fold_rows(rows, [[1, 2]], Total()).wait()
     assert rows[0].eq(2).all()
+
+
+@pytest.mark.parametrize("backend", ["node", "mpi"])
+def test_one_rank_folds_its_own_rows(ranks, backend):
+    ranks(backend, 1)(one_rank_folds)
 
 
 def every_other_collective(world):
@@ -558,7 +582,7 @@ KILLED_IN_SETUP = """
 import os, signal, sys
 from datetime import timedelta
 import torch.distributed as dist
-from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS
+from ddp_from_scratch.node.staging import PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
 rank, victim = int(sys.argv[1]), int(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 3, rank == 0)
