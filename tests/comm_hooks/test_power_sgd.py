@@ -12,12 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState, power_sgd_hook
-from ddp_from_scratch.mpi.communicator import MPICommunicator
 from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
-from ddp_from_scratch.node.store_communicator import StoreCommunicator
 from tests.comm_hooks.test_comm_hooks import assert_one_model, build, train
-from tests.mpi.test_several_machines import machines
+from tests.support.machines import group_over, machines
 from tests.support.tiers import slow
 
 
@@ -238,22 +236,6 @@ def average_in_full(world, step):
 
 def test_on_one_machine_nothing_is_compressed(pair):
     pair(in_full_on_one_machine)
-
-
-def group_over(world, sizes):
-    """A new group whose ranks stand for machines of so many ranks each, or by their numbers."""
-
-    def machine(rank):
-        return sizes(rank) if callable(sizes) else machines(sizes, rank)
-
-    with pytest.MonkeyPatch.context() as patched:
-        for kind in (StoreCommunicator, MPICommunicator):
-            patched.setattr(
-                kind, "split_by_machine", lambda self: self.split(machine(self.world_rank))
-            )
-        group = dist.new_group()
-        Reducer(Given(), group).remove()  # on gloo the group beside is opened here
-    return group
 
 
 def low_rank_between(world, sizes):

@@ -12,8 +12,8 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.elasticity.closing import close_default_group
-from tests.comm_hooks.test_power_sgd import group_over
 from tests.elastic.programs import PROGRAMS, SHARDS, STEPS, Program, Training, by_definition, cnn
+from tests.support.machines import group_over
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
 

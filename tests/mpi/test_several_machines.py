@@ -17,11 +17,7 @@ from ddp_from_scratch.node.all_reduce import STAGED_FROM
 from ddp_from_scratch.node.reduction import CHUNK
 from ddp_from_scratch.node.staging import PIECE_ACROSS
 from tests.mpi.test_windows import OPERATIONS, ROW, SIZES
-
-
-def machines(sizes, rank):
-    """The number of the machine that `rank` is on."""
-    return next(i for i in range(len(sizes)) if rank < sum(sizes[: i + 1]))
+from tests.support.machines import Total, machines
 
 
 def over_machines(world, sizes):
@@ -223,13 +219,18 @@ def bytes_between_machines(world, sizes):
     ways = [group._nodes.peers, group._nodes.everyone]
     m = len(sizes)
 
-    def sent(tensor):
-        """By all ranks together."""
+    def sent(tensor, rows=1):
+        """By all ranks together, in an all_reduce, or in the sum of so many rows of each."""
         recorders = []
         for way in ways:
             recorders.append(Recorder(way.handle))
             way.handle = recorders[-1]
-        all_reduce_in(group, tensor.fill_(1))
+        tensor.fill_(1)
+        if rows == 1:
+            all_reduce_in(group, tensor)
+        else:
+            each = [tensor, *(torch.zeros_like(tensor) for _ in range(1, rows))]
+            group.fold_rows(each, [[None] * rows] * world.world_size, Total()).wait()
         assert tensor.eq(world.world_size).all()
         for way, recorder in zip(ways, recorders, strict=True):
             way.handle = recorder._communicator
@@ -240,6 +241,8 @@ def bytes_between_machines(world, sizes):
         half = sent(make(ROW, dtype=torch.bfloat16))
         assert full == 2 * (m - 1) * ROW * 4
         assert half == full / 2
+    # Rows are folded before they cross.
+    assert sent(torch.empty(ROW), rows=3) == full
     # In pieces that MPI can count.
     countable, datatypes.COUNTABLE = datatypes.COUNTABLE, 100_000
     try:

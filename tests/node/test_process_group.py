@@ -24,13 +24,13 @@ from ddp_from_scratch.node import ProcessGroupNode, shared_memory, shared_memory
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
 from ddp_from_scratch.node.staging import PIECE_ACROSS
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
-from tests.comm_hooks.test_power_sgd import group_over
 from tests.mpi.test_collectives import all_reduce_every_dtype, all_reduce_operations
 from tests.mpi.test_groups import a_group_that_is_split
 from tests.mpi.test_meeting import fast_and_slow_ranks
-from tests.mpi.test_several_machines import REDUCED_SIXTEEN_BITS, machines
+from tests.mpi.test_several_machines import REDUCED_SIXTEEN_BITS
 from tests.mpi.test_windows import OPERATIONS, SIZES, check_all_reduce
 from tests.support.failing_run import Run
+from tests.support.machines import Total, group_over, machines
 from tests.support.tiers import slow
 
 
@@ -58,20 +58,6 @@ def test_all_reduce_in_windows_and_out(crew):
 
 def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(crew):
     crew(fast_and_slow_ranks)
-
-
-class Total:
-    """A tree of one node."""
-
-    def fold(self, places, rows):
-        assert len(places) == len(rows)
-        for row in rows[1:]:
-            rows[0].add_(row)
-            row.fill_(-1)  # a fold may overwrite all rows
-        return [rows[0]]
-
-    def left(self, places):
-        return places[:1]
 
 
 def rows_in_shared_memory(world, sizes):

@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis
 import numpy as np
+import torch.distributed as dist
 from hypothesis import strategies as st
 
 import ddp_from_scratch as ddp
@@ -26,6 +27,7 @@ from tests.support.fuzz_case import (
     Zero,
 )
 from tests.support.fuzz_oracle import Oracle
+from tests.support.machines import group_over
 from tests.support.ranks import Crew
 
 
@@ -53,7 +55,7 @@ def sharded_cases(draw: st.DrawFn, ordinary: st.SearchStrategy[Case]) -> Case:
 
 
 def check_shards(crews: Sequence[Crew], case: Case) -> None:
-    """Plays a case on all crews.
+    """Plays a case on all crews, those of three ranks or more also as two machines.
 
     Raises:
         AssertionError: bits differ between crews, or values from those of one process.
@@ -62,7 +64,11 @@ def check_shards(crews: Sequence[Crew], case: Case) -> None:
     # Without errors, and without operations that make no sense.
     hypothesis.assume(oracle.case.operations == case.operations)
     hypothesis.assume(not any(e.must or e.may for e in oracle.expected))
-    played = [crew(play_shards, oracle.case) for crew in crews]
+    played = [
+        crew(play_shards, oracle.case, machines)
+        for crew in crews
+        for machines in (1, 2)[: 1 + (crew.world_size > 2)]
+    ]
     steps = [n for n, op in enumerate(oracle.case.operations) if isinstance(op, Step)]
     for number, step in enumerate(steps):
         expected = oracle.expected[step].states
@@ -80,11 +86,13 @@ def check_shards(crews: Sequence[Crew], case: Case) -> None:
                     assert same, f"{other}\nhas not the bits of\n{first}\n{what}"
 
 
-def play_shards(world: Any, case: Case) -> list[State]:
+def play_shards(world: Any, case: Case, machines: int) -> list[State]:
     """Plays the case on this rank's shards; what it held after each step."""
     model = Net(case, 0)
+    group = group_over(world, lambda rank: rank % 2) if machines == 2 else None
     reducer = ddp.Reducer(
         model,
+        group,
         bucket_cap_mb=case.bucket_cap_mb,
         gradient_as_bucket_view=case.gradient_as_bucket_view,
         find_unused_parameters=case.find_unused_parameters,
@@ -117,4 +125,6 @@ def play_shards(world: Any, case: Case) -> list[State]:
         if isinstance(op, Step):
             states.append(player.state())
     reducer.remove()
+    if group is not None:
+        dist.destroy_process_group(group)
     return states

@@ -1,0 +1,50 @@
+"""Groups whose ranks count as ranks of several machines: they share memory only within one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_from_scratch as ddp
+from ddp_from_scratch.mpi.communicator import MPICommunicator
+from ddp_from_scratch.node.store_communicator import StoreCommunicator
+
+
+def machines(sizes: Sequence[int], rank: int) -> int:
+    """The number of the machine that `rank` is on."""
+    return next(i for i in range(len(sizes)) if rank < sum(sizes[: i + 1]))
+
+
+def group_over(world: ddp.World, sizes: Sequence[int] | Callable[[int], int]) -> Any:
+    """A new group whose ranks stand for machines of so many ranks each, or by their numbers."""
+
+    def machine(rank: int) -> int:
+        return sizes(rank) if callable(sizes) else machines(sizes, rank)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for kind in (StoreCommunicator, MPICommunicator):
+            patched.setattr(
+                kind, "split_by_machine", lambda self: self.split(machine(self.world_rank))
+            )
+        group = dist.new_group()
+        # On gloo the group beside is opened here.
+        ddp.Reducer(torch.nn.Linear(1, 1), group).remove()
+    return group
+
+
+class Total:
+    """A `RowTree` of one node."""
+
+    def fold(self, places: Sequence[Any], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sums all rows up in the first one, and spoils the others."""
+        assert len(places) == len(rows)
+        for row in rows[1:]:
+            rows[0].add_(row)
+            row.fill_(-1)
+        return [rows[0]]
+
+    def left(self, places: Sequence[Any]) -> list[Any]:
+        """One row is left."""
+        return list(places[:1])
