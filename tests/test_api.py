@@ -27,12 +27,10 @@ ROOMS = {
     "checks": {"autograd", "buckets", "group", "marks", "node", "sync"},
     "mpi": {"errors", "launch", "node"},
     "world": {"errors", "launch", "mpi"},
-    "elasticity": {
-        *("buckets", "checks", "comm_hooks", "errors", "group", "launch", "node"),
-        *("waiting", "world"),
-    },
+    "shards": {"buckets", "checks", "comm_hooks", "group", "node", "sync", "waiting"},
+    "elasticity": {"errors", "group", "launch", "waiting", "world"},
     "reducer": {
-        *("autograd", "buckets", "checks", "comm_hooks", "elasticity", "group", "node", "sync"),
+        *("autograd", "buckets", "checks", "comm_hooks", "group", "node", "shards", "sync"),
         "waiting",
     },
     "optim": {"buckets", "node", "reducer", "sync"},
@@ -51,7 +49,7 @@ ROOMS = {
             "optim",
             "profiling",
         ),
-        *("reducer", "sync", "waiting", "world"),
+        *("reducer", "shards", "sync", "waiting", "world"),
     },
 }
 

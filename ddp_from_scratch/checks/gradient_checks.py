@@ -115,11 +115,16 @@ class GradientChecks:
 
     def has_sync_batch_norm(self) -> bool:
         """True if a layer in training takes its moments over several ranks."""
+        return bool(self.sync_batch_norms())
+
+    def sync_batch_norms(self) -> list[_BatchNorm]:
+        """The layers in training that take their moments over several ranks."""
         # Looks at the module, not at the snapshot: layers may have been converted since.
-        return any(
-            isinstance(layer, _BatchNorm) and hasattr(layer, "process_group") and layer.training
+        return [
+            layer
             for layer in self._module.modules()
-        )
+            if isinstance(layer, _BatchNorm) and hasattr(layer, "process_group") and layer.training
+        ]
 
     def check_static(self, differences: Sequence[tuple[int, int, int]]) -> None:
         """Raises if the backward pass differs from the first one."""

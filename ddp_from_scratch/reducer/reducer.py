@@ -30,12 +30,12 @@ from ddp_from_scratch.checks.module_snapshot import ModuleSnapshot
 from ddp_from_scratch.checks.stall_watch import Progress, StallWatch
 from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.checks.straggler_watch import StragglerWatch
-from ddp_from_scratch.elasticity.shards import Shards
 from ddp_from_scratch.group import check_group
 from ddp_from_scratch.reducer.bucket_tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.reducer.comm_state import CommState
 from ddp_from_scratch.reducer.profiler_ranges import ProfilerRanges, profiling
 from ddp_from_scratch.reducer.stats import ReducerStats
+from ddp_from_scratch.shards.shards import Shards
 from ddp_from_scratch.sync.buffer_sync import BufferSync
 from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
@@ -95,7 +95,7 @@ class Reducer:
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
         shards: a power of two. A step's batch is this many equal shards, each rank runs those of
-            `shard_range`, and their gradients are summed along a fixed tree (`elasticity/`): the
+            `shard_range`, and their gradients are summed along a fixed tree (`shards/`): the
             same bits on any number of ranks. Implies `broadcast_buffers`; buckets keep their
             layout.
 
@@ -190,7 +190,7 @@ class Reducer:
         if shards is not None:
             if bucket_cap_mb == AUTO:
                 raise ValueError('bucket_cap_mb="auto" cannot be used with shards=V')
-            looks = self.checks.has_sync_batch_norm, self.buffer_sync.named
+            looks = self.checks.sync_batch_norms, self.buffer_sync.named
             self._shards = Shards(shards, self._buckets, *looks, process_group, fuse_wgrad)
             self.comm.fix_hook(self._shards.reduction.average, process_group)
             self._observers.append(self._shards)
@@ -311,7 +311,19 @@ class Reducer:
 
     def shard(self, index: int) -> AbstractContextManager[None]:
         """Runs shard `index` inside: forward, and one backward pass outside of `no_sync()`."""
-        return self._with_shards().run(index, self.no_sync, self.drop_step)
+        return self._with_shards().run(index, self)
+
+    def run_shards(self, function: Callable[[int], object]) -> None:
+        """Calls a function for each of `shard_range`, as if inside `shard(i)`.
+
+        With synchronised batch norm the shards of a rank run in lock step, each in a thread of its
+        own and one at a time, and take the moments of all shards. Then the function should set
+        what torch keeps for each thread (autocast aside), and all graphs are there at once.
+
+        Raises:
+            RuntimeError: shards run different layers.
+        """
+        self._with_shards().run_all(function, self)
 
     def seek(self, step: int, seed: int | None = None) -> None:
         """Goes on with shards from `step`, the number of steps before it. Alike on all ranks.
@@ -471,6 +483,9 @@ class Reducer:
         # parameters are unused there.
         if self._pass.may_be_unused or not self.comm.several_at_once:
             return self.comm.overlap and not self.checks.layers_communicate()
+        if self._shards is not None and self._shards.in_lock_step:
+            # Other shards of this rank are in backward, too.
+            return False
         return self.comm.overlap
 
     # Pack, launch -------------------------------------------------------------------------------

@@ -7,14 +7,39 @@ One collective in forward, for the moments; one in backward:
 """
 
 import copy
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+
+
+class Batches(Protocol):
+    """The batches that a layer takes as one."""
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Returns a row of each batch, in their order. Collective."""
+        ...
+
+    def add_up(self, row: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of a row of each batch; may overwrite `row`. Collective."""
+        ...
+
+
+# Set where a rank has several batches in a step (`shards/lock_step.py`).
+several_batches: ContextVar[Batches | None] = ContextVar("several_batches", default=None)
+
+
+def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Adds neighbours, then their sums, and so on: the bits depend on the rows alone."""
+    while len(rows) > 1:
+        pairs = rows[: len(rows) // 2 * 2]
+        rows = torch.cat([pairs[::2] + pairs[1::2], rows[len(pairs) :]])
+    return rows[0]
 
 
 def convert_sync_batchnorm(
@@ -111,13 +136,16 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training or not dist.is_initialized():
             return super().forward(input)
-        world_size = dist.get_world_size(self.process_group)
-        if world_size < 1:
-            raise ValueError("this rank is not a member of the batch norm's process group")
-        if world_size == 1:
-            return super().forward(input)
+        batches = several_batches.get()
+        if batches is None:
+            world_size = dist.get_world_size(self.process_group)
+            if world_size < 1:
+                raise ValueError("this rank is not a member of the batch norm's process group")
+            if world_size == 1:
+                return super().forward(input)
+            batches = _OneOfEachRank(self.process_group)
         self._check_channels(input)
-        moments = _moments_of_all_ranks(input, self.process_group)
+        moments = _moments_of_all(input, batches)
         if self.track_running_stats:
             self._update_running_statistics(moments)
         anchor = None
@@ -127,7 +155,7 @@ class SyncBatchNorm(_BatchNorm):
             # on this rank, too.
             anchor = torch.empty((), requires_grad=True, device=input.device)
         output: torch.Tensor = _Normalize.apply(
-            input, self.weight, self.bias, anchor, moments, self.eps, self.process_group
+            input, self.weight, self.bias, anchor, moments, self.eps, batches
         )
         return output
 
@@ -175,6 +203,22 @@ class SyncBatchNorm(_BatchNorm):
         return new
 
 
+class _OneOfEachRank:
+    """The batches of a group's ranks."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._process_group = process_group
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        everyone = row.new_empty(dist.get_world_size(self._process_group), len(row))
+        dist.all_gather_into_tensor(everyone.view(-1), row, group=self._process_group)
+        return everyone
+
+    def add_up(self, row: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(row, group=self._process_group)
+        return row
+
+
 @dataclass(frozen=True)
 class _Moments:
     """The moments of all ranks' values, for each channel, in float64."""
@@ -187,17 +231,14 @@ class _Moments:
 
 
 @torch.no_grad()
-def _moments_of_all_ranks(x: torch.Tensor, process_group: dist.ProcessGroup | None) -> _Moments:
-    """Gathers and merges all ranks' moments. Collective: one all-gather of 2 C + 2 numbers.
+def _moments_of_all(x: torch.Tensor, batches: Batches) -> _Moments:
+    """Gathers and merges all batches' moments. Collective: one all-gather of 2 C + 2 numbers.
 
     Raises:
         ValueError: on every rank: all of them together have one value per channel.
     """
     # Everything in one tensor, for a single collective.
-    mine = _pack_moments(x)
-    everyone = mine.new_empty(dist.get_world_size(process_group) * len(mine))
-    dist.all_gather_into_tensor(everyone, mine, group=process_group)
-    rows = everyone.view(-1, len(mine))
+    rows = batches.gather(_pack_moments(x))
     moments = _merge_moments(rows, x.size(1))
     # bool() and int() wait for a GPU, so they are called only where the answer may matter.
     if not x.requires_grad:
@@ -230,12 +271,12 @@ def _pack_moments(x: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_moments(packed: torch.Tensor, channels: int) -> _Moments:
-    """Merges the moments of each rank, one in each row of `packed`."""
+    """Merges the moments of each batch, one in each row of `packed`."""
     means, squares, counts, _ = packed.split([channels, channels, 1, 1], dim=1)
     # At least 1: a batch that is empty on all ranks must not divide by zero.
     count = counts.sum(0).clamp(min=1)
-    mean = (counts * means).sum(0) / count
-    variance = (squares + counts * (means - mean).square()).sum(0) / count
+    mean = sum_of_rows(counts * means) / count
+    variance = sum_of_rows(squares + counts * (means - mean).square()) / count
     return _Moments(count, mean, variance)
 
 
@@ -256,13 +297,13 @@ class _Normalize(torch.autograd.Function):
         anchor: torch.Tensor | None,
         moments: _Moments,
         eps: float,
-        process_group: dist.ProcessGroup | None,
+        batches: Batches,
     ) -> torch.Tensor:
         wide = _wide(x.dtype)
         mean = moments.mean.to(wide)
         inverse = (moments.variance + eps).rsqrt().to(wide)
         ctx.save_for_backward(x, weight, mean, inverse, moments.count.to(wide))
-        ctx.process_group = process_group
+        ctx.batches = batches
         # x comes first: the result takes its strides from the first operand (memory format).
         y = x.to(wide) - _along_channels(mean, x)
         y.mul_(_along_channels(inverse if weight is None else inverse * weight, x))
@@ -283,11 +324,11 @@ class _Normalize(torch.autograd.Function):
         if weight is not None and ctx.needs_input_grad[1]:
             d_weight = sums[1] * inverse
         if ctx.needs_input_grad[2]:
-            # This rank's part, copied before the all-reduce below overwrites it.
+            # This batch's part, copied before the sum below overwrites it.
             d_bias = sums[0].clone()
         # If neither needs a gradient, the input needs none on any rank: all skip the collective.
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
-            dist.all_reduce(sums, group=ctx.process_group)
+            sums = ctx.batches.add_up(sums.view(-1)).view_as(sums)
         if ctx.needs_input_grad[0]:
             of_dy, of_product = sums / count
             dx = centred.mul_(_along_channels(-of_product * inverse.square(), x))

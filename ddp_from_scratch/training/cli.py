@@ -214,7 +214,7 @@ def _synchronisation(parser: Parser) -> None:
     )
     add(
         "--sync-batch-norm",
-        "batch norm over the batches of all ranks, not of each by itself",
+        "batch norm over the batches of all ranks (or --shards), not of each by itself",
         **_SWITCH,
     )
     add(

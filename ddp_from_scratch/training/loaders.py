@@ -17,8 +17,8 @@ from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ddp_from_scratch.elasticity.tree import shard_range
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.shards.tree import shard_range
 from ddp_from_scratch.training.image_data import Sample
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world.process_group import World

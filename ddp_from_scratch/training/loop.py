@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch.checks.straggler_report import StragglerReport
-from ddp_from_scratch.elasticity.generators import seed_generators
 from ddp_from_scratch.elasticity.handing_on import hand_on
 from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
@@ -21,6 +20,7 @@ from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.optim.sgd import SGD
 from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.shards.generators import seed_generators
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.check_sync import check_sync
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
@@ -254,9 +254,13 @@ class Trainer:
             totals = self._backward(batches)
         else:
             totals = torch.zeros_like(self.totals)
-            for shard in self.reducer.shard_range:
-                with self.reducer.shard(shard):
-                    totals += self._backward(batches)
+
+            def run(_shard: int) -> None:
+                # All at once: in lock step other shards draw theirs in the middle of this one.
+                own = [next(batches) for _ in range(settings.accumulate)]
+                totals.add_(self._backward(iter(own)))
+
+            self.reducer.run_shards(run)
         if self.membership.goes_on:
             wait(of_member(dist.all_reduce(totals, async_op=True)))
         # From here to the end nothing communicates: a step that a lost rank breaks off has changed

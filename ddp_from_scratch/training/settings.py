@@ -107,9 +107,8 @@ class Settings:
             "bucket_cap_mb", "0 or more, or auto", lambda value: value == AUTO or value >= 0
         )
         self._require("shards", "a power of two", lambda value: value > 0 and not value & value - 1)
-        for name in ("compress", "sync_batch_norm"):
-            if self.shards is not None and getattr(self, name):
-                raise UsageError(f"{option_of(name)} cannot be used with --shards: leave it out")
+        if self.shards is not None and self.compress is not None:
+            raise UsageError("--compress cannot be used with --shards: leave it out")
         if self.shards is not None and self.bucket_cap_mb == AUTO:
             raise UsageError("--bucket-cap-mb auto cannot be used with --shards: give a size")
         if not self.shared_memory and self.backend != "gloo":

@@ -11,6 +11,7 @@ import torch
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import start_ranks
+from tests.support.tiers import slow
 
 # Each run trains 8 steps on 8 shards. `fault(where, step)` is called at several places of a step.
 PROGRAM = """
@@ -44,10 +45,17 @@ with ddp.process_group("gloo") as world:
         torch.nn.Linear(10, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3),
         torch.nn.Linear(16, 4),
     )
+    if {in_lock_step}:
+        ddp.convert_sync_batchnorm(model)
     reducer = ddp.Reducer(model, shards=8, bucket_cap_mb=0, **{options})
     optimizer = ddp.AdamW(model.parameters(), lr=0.05, reducer=reducer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     run = ddp.elastic(world, reducer, optimizer, scheduler)
+
+    def one_shard(shard):
+        y = LateBackward.apply(model(torch.randn(6, 10)))
+        y.square().mean().backward()
+
     if me == 0:
         torch.manual_seed(0)
         for parameter in model.parameters():
@@ -56,10 +64,7 @@ with ddp.process_group("gloo") as world:
         with attempt:
             fault("begin", run.step)
             optimizer.zero_grad()
-            for shard in reducer.shard_range:
-                with reducer.shard(shard):
-                    y = LateBackward.apply(model(torch.randn(6, 10)))
-                    y.square().mean().backward()
+            reducer.run_shards(one_shard)
             fault("averaged", run.step)
             optimizer.step()
             scheduler.step()
@@ -80,11 +85,13 @@ def ends(
     nproc: int = 3,
     max_failures: int = 3,
     code: int = 0,
+    in_lock_step: bool = False,
     **options: object,
 ) -> list[str]:
     """What each process that came to the end had: checksum, steps of the scheduler."""
     out.mkdir()
-    program = PROGRAM.format(fault=textwrap.indent(fault, "    ").strip(), options=options)
+    fault = textwrap.indent(fault, "    ").strip()
+    program = PROGRAM.format(fault=fault, options=options, in_lock_step=in_lock_step)
     command = [sys.executable, "-c", program, str(out)]
     assert start_ranks(command, [nproc], max_failures=max_failures) == code
     return [" ".join(file.read_text().split()[:2]) for file in sorted(out.glob("end-*"))]
@@ -118,6 +125,19 @@ def test_a_rank_that_is_killed_costs_no_bit(
     found = ends(tmp_path / "out", fault)
     assert set(found) == {quiet}
     assert len(found) in (2, 3)  # the last steps may be over before another one has joined
+
+
+@pytest.mark.parametrize("where", ["layer", slow("backward"), slow("averaged")])
+def test_a_rank_is_killed_in_lock_step(where: str, tmp_path: Path) -> None:
+    fault = f"if (where, step, me) == ({where!r}, 3, 1): die()"
+    if where == "layer":  # in one of its last shards, while others wait there
+        fault = """
+if (where, step, me) == ("begin", 3, 1):
+    count = []
+    model[1].register_forward_pre_hook(lambda *_: count.append(0) or len(count) < 2 or die())
+"""
+    (quiet,) = ends(tmp_path / "quiet", nproc=1, in_lock_step=True)
+    assert set(ends(tmp_path / "out", fault, in_lock_step=True)) == {quiet}
 
 
 def test_several_in_turn_until_one_is_left(quiet: str, tmp_path: Path) -> None:
@@ -185,7 +205,12 @@ def test_an_exception_is_a_lost_rank_and_the_second_time_a_bug(
 def test_under_another_launcher_a_run_is_an_ordinary_one(quiet: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    command = [sys.executable, "-c", PROGRAM.format(fault="pass", options={}), str(out)]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM.format(fault="pass", options={}, in_lock_step=False),
+        str(out),
+    ]
     assert start_ranks(command, [2]) == 0
     assert (out / "end-0").read_text().startswith(quiet)
 

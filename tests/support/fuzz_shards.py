@@ -4,8 +4,10 @@ One process that plays all shards says what each step must leave, up to the orde
 of all sizes must hold the same bits after it.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -49,7 +51,8 @@ def sharded_cases(draw: st.DrawFn, ordinary: st.SearchStrategy[Case]) -> Case:
         case,
         operations=tuple(operations),
         broadcast_buffers=True,
-        **dict.fromkeys(("wrapped", "static_graph", "divided", "batch_norm", "node_shared"), False),
+        fuse_wgrad=case.fuse_wgrad and not case.batch_norm,
+        **dict.fromkeys(("wrapped", "static_graph", "divided", "node_shared"), False),
         **dict.fromkeys(("hook", "writes", "straggler_every"), None),
     )
 
@@ -107,6 +110,8 @@ def play_shards(world: Any, case: Case, machines: int) -> list[State]:
             return getattr(ddp, case.optimizer)(parameters, reducer=reducer, **settings)
         return TORCHS[case.optimizer](parameters, **settings)
 
+    if case.batch_norm:
+        ddp.convert_sync_batchnorm(model, group)
     player = Player(case, 0, model, no_sync=reducer.no_sync, optimizer=optimizer)
     states: list[State] = []
     numbered: list[tuple[int, Operation]] = []
@@ -115,11 +120,7 @@ def play_shards(world: Any, case: Case, machines: int) -> list[State]:
             numbered.append((number, op))
             continue
         if isinstance(op, Step):
-            for shard in reducer.shard_range:
-                player.rank = shard
-                with reducer.shard(shard):
-                    for of_shard in numbered:
-                        player.play(*of_shard)
+            reducer.run_shards(partial(_play_shard, player, tuple(numbered)))
             numbered.clear()
         player.play(number, op)
         if isinstance(op, Step):
@@ -128,3 +129,11 @@ def play_shards(world: Any, case: Case, machines: int) -> list[State]:
     if group is not None:
         dist.destroy_process_group(group)
     return states
+
+
+def _play_shard(player: Player, operations: Sequence[tuple[int, Operation]], shard: int) -> None:
+    # A copy with graphs of its own: in lock step others play their parts in the middle of it.
+    player = copy.copy(player)
+    player.rank, player.graphs = shard, []
+    for number, op in operations:
+        player.play(number, op)

@@ -57,6 +57,17 @@ def test_a_rank_that_is_killed_costs_no_bit(
     assert last(tmp_path) == quiet
 
 
+def test_a_rank_is_killed_in_lock_step(tmp_path: Path) -> None:
+    options = ["--epochs", "2", "--sync-batch-norm"]
+    finish(start(tmp_path, "", *options, nproc=2))
+    expected = last(tmp_path)
+    fault = "before('_backward', lambda t: me == '1' and t.global_step == 7 and die())"
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    finish(start(killed, fault, *options, "--go-on"))
+    assert last(killed) == expected
+
+
 def test_each_event_is_a_line_and_a_metric(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics"
     fault = "before('_backward', lambda t: me == '1' and t.global_step == 7 and die())"

@@ -5,9 +5,9 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
-from ddp_from_scratch.elasticity.generators import seeded
-from ddp_from_scratch.elasticity.tree import Block, PartialSums, aligned_blocks, shard_range
-from ddp_from_scratch.elasticity.tree_reduction import add_gradients
+from ddp_from_scratch.shards.generators import seeded
+from ddp_from_scratch.shards.tree import Block, PartialSums, aligned_blocks, shard_range
+from ddp_from_scratch.shards.tree_reduction import add_gradients
 
 
 def plus(low, high):

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,22 @@ def seed_generators(seed: int) -> None:
     np.random.seed(np.random.SeedSequence(seed).generate_state(8))
 
 
+def generator_states() -> tuple[Any, ...]:
+    """Returns the states of these generators; on GPUs that of the current one."""
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), gpu, random.getstate(), np.random.get_state()
+
+
+def set_generator_states(states: tuple[Any, ...]) -> None:
+    """Puts all generators back into these states."""
+    cpu, gpu, python, numpy = states
+    torch.set_rng_state(cpu)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu)
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
     """Seeds all generators from these numbers inside; outside they go on as if nothing had been.
@@ -23,12 +40,9 @@ def seeded(*numbers: int) -> Iterator[None]:
     So what a program draws between shards, such as an order of samples, does not depend on how
     many shards this rank has run.
     """
-    python, numpy = random.getstate(), np.random.get_state()
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(gpus):
-        seed_generators(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    before = generator_states()
+    seed_generators(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+    try:
+        yield
+    finally:
+        set_generator_states(before)

@@ -23,9 +23,9 @@ from torch.nn.functional import pad
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.comm_hooks.default_hooks import Future
 from ddp_from_scratch.comm_hooks.later import Later
-from ddp_from_scratch.elasticity.tree import Block, PartialSums, aligned_blocks, shard_range
 from ddp_from_scratch.group import check_group, of_member
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
+from ddp_from_scratch.shards.tree import Block, PartialSums, aligned_blocks, shard_range
 from ddp_from_scratch.waiting import may_be_left_behind, wait
 
 # By the parameter's index. A missing one is a gradient of zeros.

@@ -1,6 +1,7 @@
-"""Runs one rank's shards of a step, one after the other: `with reducer.shard(i)`.
+"""Runs one rank's shards of a step: `with reducer.shard(i)`, or `reducer.run_shards`.
 
-The phases of a step on a rank, whose shards come in descending order:
+The phases of a step on a rank, whose shards come in descending order, one after the other or in
+lock step (`lock_step.py`):
 
 - each shard: buffers are what they were when the step began, `.grad` is None, and all generators
   are seeded by the step and the shard.
@@ -10,17 +11,42 @@ The phases of a step on a rank, whose shards come in descending order:
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_from_scratch.buckets.bucket_list import BucketList
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.checks.gradient_checks import shortened
-from ddp_from_scratch.elasticity.generators import seeded
-from ddp_from_scratch.elasticity.tree import shard_range
-from ddp_from_scratch.elasticity.tree_reduction import TreeReduction
+from ddp_from_scratch.shards.generators import seeded
+from ddp_from_scratch.shards.lock_step import (
+    DIFFERENT_LAYERS,
+    View,
+    gather_shards,
+    run_in_lock_step,
+)
+from ddp_from_scratch.shards.tree import shard_range
+from ddp_from_scratch.shards.tree_reduction import TreeReduction
+from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm
+
+
+class Averaging(Protocol):
+    """The part of a Reducer that is used here."""
+
+    module: torch.nn.Module
+    sync: bool
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulates gradients locally inside."""
+        ...
+
+    def drop_step(self) -> None:
+        """Forgets a step that failed."""
+        ...
 
 
 class Shards(Observer):
@@ -29,7 +55,7 @@ class Shards(Observer):
     Args:
         count: V, the shards of a step on all ranks together.
         buckets: those of all parameters that are averaged.
-        has_sync_batch_norm: True if a layer takes its moments over several ranks.
+        norms: returns the layers that take their moments over several ranks.
         buffers: returns the module's buffers, by name.
         process_group: the ranks that share the shards; None means all that there are at each step.
         windows: see `TreeReduction`.
@@ -37,6 +63,8 @@ class Shards(Observer):
     Attributes:
         step: the number of averages so far. It seeds the generators, with the shard.
         reduction: sums the gradients.
+        in_lock_step: True while shards run in lock step.
+        inside: the shard that runs now; None between shards.
 
     Raises:
         ValueError: a count or a module that cannot be; the text says why.
@@ -46,7 +74,7 @@ class Shards(Observer):
         self,
         count: int,
         buckets: BucketList,
-        has_sync_batch_norm: Callable[[], bool],
+        norms: Callable[[], list[_BatchNorm]],
         buffers: Callable[[], Mapping[str, torch.Tensor]],
         process_group: dist.ProcessGroup | None,
         windows: bool,
@@ -56,24 +84,39 @@ class Shards(Observer):
         if len(buckets.flat) < len(buckets.all):
             raise ValueError("sparse gradients cannot be summed over shards: use sparse=False")
         self._count, self._buckets, self._buffers = count, buckets, buffers
-        self._has_sync_batch_norm = has_sync_batch_norm
+        self._norms, self._windows = norms, windows
         self._process_group = process_group
         self.step, self._seed = 0, 0
         self.reduction = TreeReduction(count, windows)
-        # The shards of this step that have not ended, in their order. Empty between steps.
+        # Shards of this step: those that have not ended, and those that have not begun, in order.
+        # Both are empty between steps.
         self._due: list[int] = []
-        self._inside: int | None = None
+        self._ahead: list[int] = []
+        self.inside: int | None = None
+        self.in_lock_step = False
         # The buffers when the step began, and its number; until the optimizer steps.
         self._before: tuple[dict[str, torch.Tensor], int] | None = None
         self._check()
 
     def _check(self) -> None:
         self.range()
-        if self._has_sync_batch_norm():
-            raise ValueError(
-                "synchronised batch norm cannot be used with shards=V: a rank's shards run one "
-                "after the other, so their batches are never there together"
-            )
+        ours = self._process_group or dist.group.WORLD
+        for layer in self._norms():
+            if not isinstance(layer, SyncBatchNorm):
+                raise ValueError(
+                    "torch.nn.SyncBatchNorm cannot be used with shards=V: convert the module with "
+                    "ddp.convert_sync_batchnorm"
+                )
+            if (layer.process_group or dist.group.WORLD) is not ours:
+                raise ValueError(
+                    "with shards=V synchronised batch norm needs the Reducer's process group, and "
+                    "a layer has another one"
+                )
+            if self._windows:
+                raise ValueError(
+                    "fuse_wgrad cannot be used with shards=V and synchronised batch norm: leave it "
+                    "out"
+                )
 
     def range(self) -> range:
         """Returns this rank's shards in the group that is open now, in the order to run them."""
@@ -91,53 +134,81 @@ class Shards(Observer):
             self._seed = seed
 
     @contextmanager
-    def run(
-        self,
-        index: int,
-        no_sync: Callable[[], AbstractContextManager[None]],
-        drop_step: Callable[[], None],
-    ) -> Iterator[None]:
-        """Runs a shard inside, under `no_sync` unless it is the last one.
-
-        An exception drops the step, and goes on.
-        """
+    def run(self, index: int, owner: Averaging) -> Iterator[None]:
+        """Runs a shard inside. An exception drops the step, and goes on."""
         try:
-            self._enter(index)
-            last = self._due == [index]
-            with seeded(self._seed, self.step, index), nullcontext() if last else no_sync():
-                yield
-            if not last:
-                self.reduction.add(index, self._take_gradients())
-                self._due.remove(index)
-            elif self._due:
-                missing = shortened(self._buckets.missing())
+            if self._norms():
                 raise RuntimeError(
-                    f"shard {index} ended without gradients of {missing}: one backward pass "
-                    f"of it must be outside of no_sync(), and parameters that it does not use need "
-                    f"find_unused_parameters=True"
+                    "the module has synchronised batch norm, which takes all shards at once: use "
+                    "reducer.run_shards(function) and not `with reducer.shard(i)`"
                 )
-            self._inside = None
+            with self._shard(index, owner):
+                yield
         except BaseException:
-            drop_step()
+            owner.drop_step()
             raise
+
+    def run_all(self, function: Callable[[int], object], owner: Averaging) -> None:
+        """Calls a function for each shard. An exception drops the step, and goes on."""
+
+        def run(index: int) -> None:
+            with self._shard(index, owner):
+                function(index)
+
+        order = self.range()
+        try:
+            if not self._norms():
+                for index in order:
+                    run(index)
+                return
+            attributes = [(self, "inside"), (owner, "sync")]
+            view = View(owner.module, list(self._buffers().values()), attributes)
+            gather = partial(gather_shards, shards=self._count, process_group=self._process_group)
+            self.in_lock_step = True
+            run_in_lock_step(run, order, owner.module, view, gather)
+        except BaseException:
+            owner.drop_step()
+            raise
+        finally:
+            self.in_lock_step = False
+
+    @contextmanager
+    def _shard(self, index: int, owner: Averaging) -> Iterator[None]:
+        """Runs a shard inside, under `no_sync` unless it is the last one."""
+        self._enter(index)
+        last = index == self.range()[-1]
+        with seeded(self._seed, self.step, index), nullcontext() if last else owner.no_sync():
+            yield
+        if not last:
+            self.reduction.add(index, self._take_gradients())
+            self._due.remove(index)
+        elif self._due:
+            missing = shortened(self._buckets.missing())
+            raise RuntimeError(
+                f"shard {index} ended without gradients of {missing}: one backward pass "
+                f"of it must be outside of no_sync(), and parameters that it does not use need "
+                f"find_unused_parameters=True"
+            )
+        self.inside = None
 
     def _enter(self, index: int) -> None:
         order = self.range()
-        if self._inside is not None:
-            raise RuntimeError(f"shard {index} begins inside shard {self._inside}")
+        if self.inside is not None:
+            raise RuntimeError(f"shard {index} begins inside shard {self.inside}")
         if index not in order:
             raise ValueError(f"shard {index} is not one of this rank's, which are {list(order)}")
         if not self._due:
             # A layer may have been converted since the last step.
             self._check()
-            self._due = list(order)
+            self._due, self._ahead = list(order), list(order)
             # Here and not only where there are several shards: a step that fails is repeated.
             before = {name: buffer.clone() for name, buffer in self._buffers().items()}
             self._before = before, self.step
-        if index != self._due[0]:
-            again = "again" if index not in self._due else "out of order"
-            raise RuntimeError(f"shard {index} comes {again}: the next one is {self._due[0]}")
-        self._inside = index
+        if self._ahead[:1] != [index]:
+            again = "again" if index not in self._ahead else "out of order"
+            raise RuntimeError(f"shard {index} comes {again}: the next one is {self._ahead[0]}")
+        self._ahead.remove(index)
+        self.inside = index
         self._put_back()
         self._take_gradients()
 
@@ -160,9 +231,11 @@ class Shards(Observer):
 
     def on_launch(self, bucket: GradientBucket) -> None:
         """Raises outside of this rank's last shard, where gradients would be lost."""
-        if self._due != [self._inside]:
+        if self._due != [self.inside]:
             raise RuntimeError(
-                "with shards=V every backward pass goes into `with reducer.shard(i)`"
+                DIFFERENT_LAYERS
+                if self.in_lock_step
+                else "with shards=V every backward pass goes into `with reducer.shard(i)`"
             )
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
@@ -173,7 +246,7 @@ class Shards(Observer):
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises if shards are missing in this step."""
         # In the last shard a backward pass may step each bucket that has landed.
-        if self._due and self._due != [self._inside]:
+        if self._due and self._due != [self.inside]:
             raise RuntimeError(
                 f"the optimizer steps before shards {self._due} of this rank have run"
             )
@@ -187,4 +260,4 @@ class Shards(Observer):
         self._put_back()
         if self._before is not None:
             self.step = self._before[1]
-        self._due, self._inside, self._before = [], None, None
+        self._due, self._ahead, self.inside, self._before = [], [], None, None

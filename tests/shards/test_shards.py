@@ -12,7 +12,7 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.elasticity.closing import close_default_group
-from tests.elastic.programs import PROGRAMS, SHARDS, STEPS, Program, Training, by_definition, cnn
+from tests.shards.programs import PROGRAMS, SHARDS, STEPS, Program, Training, by_definition, cnn
 from tests.support.machines import group_over
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
@@ -225,10 +225,7 @@ def refused(world):
         return ddp.Reducer(model or nn.Linear(2, 2), **{"shards": 4} | options)
 
     sparse = nn.Embedding(3, 2, sparse=True)
-    norm = ddp.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     with_shards, without = make(), ddp.Reducer(nn.Linear(2, 2))
-    late = make(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    ddp.convert_sync_batchnorm(late.module)
     hook = ddp.comm_hooks.bf16_compress_hook
     shared = ddp.NodeSharedSGD
     return [
@@ -236,8 +233,6 @@ def refused(world):
         message(ValueError, lambda: make(shards=0)),
         message(ValueError, lambda: make(shards=1)),
         message(ValueError, lambda: make(sparse)),
-        message(ValueError, lambda: make(norm)),
-        message(ValueError, lambda: late.shard(late.shard_range[0]).__enter__()),
         message(ValueError, lambda: make(bucket_cap_mb="auto")),
         message(
             RuntimeError, lambda: shared(with_shards.module.parameters(), 1, reducer=with_shards)
@@ -255,8 +250,6 @@ REFUSALS = [
     "shards must be a power of two, got 0",
     "2 ranks need at least as many shards, got 1",
     "sparse gradients cannot be summed over shards",
-    "synchronised batch norm cannot be used with shards=V",
-    "synchronised batch norm cannot be used with shards=V",
     'bucket_cap_mb="auto" cannot be used with shards=V',
     "shards=V has a sum of its own and cannot be used with NodeSharedSGD",
     "cannot be used with weight() or join()",

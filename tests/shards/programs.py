@@ -2,16 +2,20 @@
 
 import copy
 import hashlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.elasticity.generators import seeded
+from ddp_from_scratch.shards.generators import seeded
 
 SHARDS = 8
 STEPS = 4
@@ -23,6 +27,34 @@ def cnn() -> nn.Module:
         *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten()),
         *(nn.Linear(64, 7), nn.BatchNorm1d(7), nn.Linear(7, CLASSES)),
     )
+
+
+class Checkpointed(nn.Module):
+    """Computes its first half again in backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        layers = cnn()
+        self.first, self.second = layers[:4], layers[4:]
+        self.use_reentrant = use_reentrant
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        images = images.clone().requires_grad_()
+        return self.second(checkpoint(self.first, images, use_reentrant=self.use_reentrant))
+
+
+class Counting(nn.Module):
+    """Has a buffer that it writes, and whose value backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(1))
+        self.layers = cnn()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(images.mean().abs())
+        hidden = self.layers[0](images) * self.seen
+        return self.layers[1:](hidden) + random.random() + np.random.rand()
 
 
 class Transformer(nn.Module):
@@ -46,11 +78,12 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(36, 6)
+        self.norm = nn.BatchNorm1d(6)
         self.branches = nn.ModuleList(nn.Linear(6, CLASSES) for _ in range(4))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         branch = int(images[0, 0, 0, 0].abs() * 1000) % 3
-        return self.branches[branch](self.stem(images.flatten(1)).relu())
+        return self.branches[branch](self.norm(self.stem(images.flatten(1))).relu())
 
 
 @dataclass(frozen=True)
@@ -63,6 +96,7 @@ class Program:
     flat: bool = False
     accumulate: int = 1
     dtype: torch.dtype = torch.float32
+    autocast: bool = False
 
     def model(self) -> nn.Module:
         torch.manual_seed(5)
@@ -73,7 +107,9 @@ class Program:
         generator = torch.Generator().manual_seed(100 * step + 10 * shard + part)
         images = torch.randn(3, 1, 6, 6, generator=generator).to(self.dtype)
         labels = torch.randint(CLASSES, (3,), generator=generator)
-        (cross_entropy(model(images), labels) / self.accumulate).backward()
+        with torch.autocast("cpu", torch.bfloat16, self.autocast):
+            outputs = model(images)
+        (cross_entropy(outputs, labels) / self.accumulate).backward()
 
 
 VIEWS = {"gradient_as_bucket_view": True}
@@ -95,11 +131,34 @@ PROGRAMS = {
 }
 
 
+# Their batch norms are synchronised. What one process makes of them is what it makes in lock step.
+IN_LOCK_STEP = {
+    "cnn": PROGRAMS["cnn"],
+    "accumulated": PROGRAMS["cnn, accumulated, in views"],
+    "a flat optimizer": PROGRAMS["cnn, a flat optimizer"],
+    "watched": PROGRAMS["cnn, watched"],
+    "branches": Program(Branches, VIEWS | SMALL | {"find_unused_parameters": True}, accumulate=2),
+    "static": Program(cnn, SMALL | {"static_graph": True}),
+    "checkpointed": Program(lambda: Checkpointed(False), SMALL),
+    "checkpointed, reentrant": Program(
+        lambda: Checkpointed(True), SMALL | {"find_unused_parameters": True}
+    ),
+    "counting": Program(Counting),
+    "autocast": Program(cnn, autocast=True),
+    "half": PROGRAMS["half"],
+}
+
+
 class Training:
     """A program on this rank."""
 
-    def __init__(self, program: Program, group: Any = None, **options: Any) -> None:
+    def __init__(
+        self, program: Program, group: Any = None, in_lock_step: bool = False, **options: Any
+    ) -> None:
         self.program, self.model = program, program.model()
+        self.in_lock_step = in_lock_step
+        if in_lock_step:
+            ddp.convert_sync_batchnorm(self.model, group)
         options |= program.options
         self.reducer = ddp.Reducer(self.model, group, shards=SHARDS, **options)
         own = {"reducer": self.reducer} if program.flat else {}
@@ -108,12 +167,18 @@ class Training:
         self.optimizer = kind(self.model.parameters(), lr=0.01, **settings, **own)
 
     def average(self, step: int) -> None:
+        if self.in_lock_step:
+            self.reducer.run_shards(partial(self.run, step))
+            return
         for shard in self.reducer.shard_range:
             with self.reducer.shard(shard):
-                for part in range(1, self.program.accumulate):
-                    with self.reducer.no_sync():
-                        self.program.backward(self.model, step, shard, part)
-                self.program.backward(self.model, step, shard, 0)
+                self.run(step, shard)
+
+    def run(self, step: int, shard: int) -> None:
+        for part in range(1, self.program.accumulate):
+            with self.reducer.no_sync():
+                self.program.backward(self.model, step, shard, part)
+        self.program.backward(self.model, step, shard, 0)
 
     def step(self, step: int) -> None:
         self.average(step)

@@ -1,0 +1,244 @@
+"""Runs shards of a rank in lock step, for layers that take the batches of all shards as one.
+
+Each shard but the last has a thread. One runs at a time, as far as the next such layer:
+
+    shard 3   forward to the layer |                                    | on to the next |
+    shard 2                        | forward to the layer |             |                | on ...
+    shard 1                                               | to the layer, gather rows of all |
+
+What a shard changes of the process (gradients, buffers, generators) the others do not see.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from ddp_from_scratch.group import of_member, on_gpu_of
+from ddp_from_scratch.shards.generators import generator_states, set_generator_states
+from ddp_from_scratch.shards.tree import shard_range
+from ddp_from_scratch.sync.sync_batch_norm import several_batches, sum_of_rows
+from ddp_from_scratch.waiting import wait
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+
+DIFFERENT_LAYERS = (
+    "shards of this rank differ in their synchronised batch norms: each must run the same ones, as "
+    "often and in the same order, in forward and in backward"
+)
+
+
+class View:
+    """A shard's view of the process.
+
+    Args:
+        module: with the parameters and buffers.
+        buffers: those that each shard has for itself.
+        attributes: an object's, by its name, with a value for each shard.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        buffers: Sequence[torch.Tensor],
+        attributes: Sequence[tuple[object, str]],
+    ) -> None:
+        self._parameters, self._attributes = list(module.parameters()), attributes
+        own = {id(buffer) for buffer in buffers}
+        # One that two modules share is there twice.
+        self._places = [
+            (layer._buffers, name)
+            for layer in module.modules()
+            for name, buffer in layer._buffers.items()
+            if id(buffer) in own
+        ]
+
+    def copy_buffers(self) -> None:
+        """Gives the module buffers of this shard alone, with the same values."""
+        # Other tensors, and not other values: autograd would count writes by other shards.
+        copies = copy.deepcopy([owner[name] for owner, name in self._places])
+        for (owner, name), buffer in zip(self._places, copies, strict=True):
+            owner[name] = buffer
+
+    def capture(self) -> tuple[Any, ...]:
+        """Returns all of it, as it is now."""
+        return (
+            [parameter.grad for parameter in self._parameters],
+            [owner[name] for owner, name in self._places],
+            [getattr(owner, name) for owner, name in self._attributes],
+            generator_states(),
+        )
+
+    def restore(self, captured: tuple[Any, ...]) -> None:
+        """Makes all of it what it was."""
+        gradients, buffers, attributes, generators = captured
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for (owner, name), buffer in zip(self._places, buffers, strict=True):
+            owner[name] = buffer
+        for (one, name), value in zip(self._attributes, attributes, strict=True):
+            setattr(one, name, value)
+        set_generator_states(generators)
+
+
+class ShardBatches:
+    """The batches of all shards, as a layer in one of them asks for them."""
+
+    def __init__(self, view: View, outside: tuple[Any, ...], gather: Gather) -> None:
+        self._view, self._outside, self._gather = view, outside, gather
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of all shards, in their order."""
+        mine = self._view.capture()
+        self._view.restore(self._outside)
+        try:
+            return self._gather(row)
+        finally:
+            self._view.restore(mine)
+
+    def add_up(self, row: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of the rows of all shards, along the tree."""
+        return sum_of_rows(self.gather(row))
+
+
+class _Over(BaseException):
+    """Ends a thread, where it waits in a layer."""
+
+
+class Turn:
+    """A function in a thread, which runs only while the caller of `resume` waits for it.
+
+    Attributes:
+        row: what it has come to a layer with; None if it is in none.
+    """
+
+    def __init__(self, function: Callable[["Turn"], None]) -> None:
+        self.row: torch.Tensor | None = None
+        self._error: BaseException | None = None
+        self._rows: SimpleQueue[torch.Tensor | _Over | None] = SimpleQueue()
+        self._stops: SimpleQueue[None] = SimpleQueue()
+        run = partial(copy_context().run, function, self)
+        self._thread = threading.Thread(target=self._run, args=[run], daemon=True)
+        self._thread.start()
+
+    def resume(self, rows: torch.Tensor | None = None) -> None:
+        """Lets it run to the next layer or to its end, and raises what the function does.
+
+        Args:
+            rows: those that it waits for; None at its beginning.
+        """
+        self._rows.put(rows)
+        self._stops.get()
+        if self._error is not None:
+            raise self._error
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Waits for the rows of all. Called by the function."""
+        self.row = row
+        self._stops.put(None)
+        rows = self._rows.get()
+        if isinstance(rows, _Over):
+            raise rows
+        self.row = None
+        assert rows is not None, "it has begun"
+        return rows
+
+    def end(self) -> None:
+        """Ends the thread, in whichever layer it waits. Idempotent."""
+        self._rows.put(_Over())
+        self._thread.join()
+
+    def _run(self, run: Callable[[], None]) -> None:
+        try:
+            if not isinstance(self._rows.get(), _Over):
+                run()
+        except _Over:
+            pass
+        except BaseException as error:  # noqa: BLE001  # raised again in `resume`
+            self._error = error
+        finally:
+            self._stops.put(None)
+
+
+def run_in_lock_step(
+    run: Callable[[int], None],
+    shards: Sequence[int],
+    module: torch.nn.Module,
+    view: View,
+    gather: Gather,
+) -> None:
+    """Calls `run` for each shard; the last one's runs in the calling thread.
+
+    Args:
+        run: what each shard does with `module`.
+        shards: those of this rank, in descending order.
+        module: with the layers.
+        view: of the process, for each shard.
+        gather: returns the rows of all shards, of this rank's in ascending order. Collective.
+
+    Raises:
+        RuntimeError: the shards do not run the same layers.
+    """
+    outside = view.capture()
+    device = next(module.parameters()).device.type
+    # Threads have settings of their own, as far as torch does not say otherwise.
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+    def take_part(shard: int, gather: Gather) -> None:
+        several_batches.set(ShardBatches(view, outside, gather))
+        # Backward in this thread, also on a GPU: there all would share one, and wait in it.
+        with torch.autograd.set_multithreading_enabled(False):
+            run(shard)
+
+    def take_turns(shard: int, turn: Turn) -> None:
+        view.copy_buffers()
+        try:
+            with on_gpu_of(module), torch.autocast(device, dtype, enabled):
+                take_part(shard, turn.gather)
+        finally:
+            view.restore(outside)
+
+    def gather_all(row: torch.Tensor) -> torch.Tensor:
+        rows = [row, *(turn.row for turn in reversed(turns))]
+        if any(other is None or other.shape != row.shape for other in rows):
+            raise RuntimeError(DIFFERENT_LAYERS)
+        found = gather(torch.stack([other for other in rows if other is not None]))
+        for turn in turns:
+            turn.resume(found)
+        return found
+
+    turns = [Turn(partial(take_turns, shard)) for shard in shards[:-1]]
+    try:
+        for turn in turns:
+            turn.resume()
+        copy_context().run(take_part, shards[-1], gather_all)
+        if any(turn.row is not None for turn in turns):
+            raise RuntimeError(DIFFERENT_LAYERS)
+    finally:
+        for turn in turns:
+            turn.end()
+
+
+def gather_shards(
+    rows: torch.Tensor, shards: int, process_group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Returns the rows of all shards, of those of each rank (its shards, n). Collective."""
+    rank_count = dist.get_world_size(process_group)
+    if rank_count == 1:
+        return rows
+    counts = [len(shard_range(shards, rank, rank_count)) for rank in range(rank_count)]
+    most = max(counts)
+    mine = pad(rows, (0, 0, 0, most - len(rows)))
+    everyone = rows.new_empty(rank_count, *mine.shape)
+    work = dist.all_gather_into_tensor(
+        everyone.view(-1), mine.view(-1), group=process_group, async_op=True
+    )
+    wait(of_member(work))
+    return torch.cat([one[:count] for one, count in zip(everyone, counts, strict=True)])
