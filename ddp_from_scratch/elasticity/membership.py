@@ -47,6 +47,7 @@ class Membership:
 
     Args:
         world: that of `process_group("gloo")`.
+        most_ranks: that can share a step.
         timeout: seconds that a collective may take.
 
     Attributes:
@@ -56,8 +57,8 @@ class Membership:
         took_over: True if this rank 0 came after another one.
     """
 
-    def __init__(self, world: World, timeout: float) -> None:
-        self.world = world
+    def __init__(self, world: World, most_ranks: int, timeout: float) -> None:
+        self.world, self._most_ranks = world, most_ranks
         self._timeout = timedelta(seconds=timeout)
         folder = os.environ.get(BOARD)
         self.goes_on = folder is not None
@@ -125,7 +126,7 @@ class Membership:
         """Notes that this process has the state of its step, with which others may go on."""
         self._has_state = True
         if self._board is not None:
-            self._board.note_state(self._member)
+            self._board.note_state(self._member, self._most_ranks)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Closes the group, so that peers that wait for this rank notice at once.

@@ -34,6 +34,11 @@ class StepReducer(Protocol):
     module: torch.nn.Module
 
     @property
+    def shard_count(self) -> int:
+        """The shards of a step."""
+        ...
+
+    @property
     def shard_range(self) -> range:
         """This rank's shards."""
         ...
@@ -63,7 +68,7 @@ class ElasticRun:
         timeout: float,
     ) -> None:
         self.step = 0
-        self._membership = Membership(world, timeout)
+        self._membership = Membership(world, reducer.shard_count, timeout)
         self._reducer = reducer
         self._stateful: list[Stateful] = [optimizer, *others]
         # True once this attempt's optimizer has stepped: then the step is finished.

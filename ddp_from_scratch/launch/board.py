@@ -26,10 +26,15 @@ NO_STATE = -1  # the step of a process that has nothing to go on with
 
 
 class Board:
-    """The board in this folder, of at most so many processes; `capacity` makes a new one."""
+    """The board in this folder, of at most so many processes; `capacity` makes a new one.
+
+    Attributes:
+        folder: where it is.
+        processes: how many have been started; the supervisor's own.
+    """
 
     def __init__(self, folder: Path, capacity: int | None = None) -> None:
-        self.folder = folder
+        self.folder, self.processes = folder, 0
         if capacity is not None:
             (folder / "board").write_bytes(bytes(_WORD * (1 + _EACH * capacity)))
         with (folder / "board").open("r+b") as file:
@@ -70,8 +75,8 @@ class Board:
         return step, text
 
     def all_words(self) -> list[list[int]]:
-        """Those of every process, by its number."""
-        return [self.words(member) for member in range(len(self._words) // _EACH)]
+        """Those of every process that was started, by its number."""
+        return [self.words(member) for member in range(self.processes)]
 
     # A process's --------------------------------------------------------------------------------
 
@@ -108,13 +113,17 @@ class Board:
         """The steps that a process had finished when it arrived; NO_STATE if it has none."""
         return self._words[self._at(member, _STEP)]
 
-    def note_state(self, member: int) -> None:
-        """Says that this process has a state with which others may go on."""
-        self._words[self._at(member, _STATE)] = 1
+    def note_state(self, member: int, most_ranks: int) -> None:
+        """Says that this process has a state with which others may go on, and how many can."""
+        self._words[self._at(member, _STATE)] = most_ranks
 
     def has_state(self, member: int) -> bool:
         """True once a process has a state with which others may go on."""
-        return self._words[self._at(member, _STATE)] == 1
+        return self.most_ranks(member) > 0
+
+    def most_ranks(self, member: int) -> int:
+        """The most ranks that a process's state can be used by; 0 until it has one."""
+        return self._words[self._at(member, _STATE)]
 
     def note_failure(self, member: int, step: int, text: str) -> None:
         """Leaves the exception that ends this process."""

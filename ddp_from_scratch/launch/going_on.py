@@ -6,6 +6,7 @@ a rank is killed, or fails           the others go on as a new generation; anoth
                                      started in its place, and joins at the end of a step
 a rank is stopped (SIGSTOP)          killed after `STOPPED_S`
 a machine does not answer            its ranks are lost (`other_machines.py`)
+a machine comes, or comes again      its ranks join at the end of a step
 a rank ends with code 2              the user's mistake: all ranks end
 the same exception at the same step  a bug and no fault: all ranks end; so does an exit code that
                                      comes twice before a process has joined
@@ -16,7 +17,8 @@ no rank is left that has a state     the job ends
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ddp_from_scratch.launch.board import NO_STATE, Board
@@ -25,7 +27,7 @@ from ddp_from_scratch.launch.other_machines import OtherMachines
 from ddp_from_scratch.launch.watch import STOPS, Child, Watch, kill_stopped, say
 
 if TYPE_CHECKING:
-    from ddp_from_scratch.launch.multi_node import Meeting
+    import torch.distributed as dist
 
 _POLL_S = 0.01
 _SETTLED_S = 0.25
@@ -41,7 +43,8 @@ class GoingOnWatch(Watch):
         counts: ranks of each machine at the start.
         max_failures: processes that are started in the place of others.
         board: this machine's.
-        meeting: the store of several machines.
+        store: of several machines.
+        asked: see `start_ranks`.
         timeout: seconds that another machine may take to come.
     """
 
@@ -53,7 +56,8 @@ class GoingOnWatch(Watch):
         max_failures: int,
         board: Board,
         preload: Sequence[str],
-        meeting: "Meeting | None" = None,
+        store: "dist.Store | None" = None,
+        asked: Mapping[str, str] = MappingProxyType({}),
         timeout: float = 600.0,
     ) -> None:
         self._environment, self._board, self._max_failures = environment, board, max_failures
@@ -62,8 +66,9 @@ class GoingOnWatch(Watch):
         nproc = len(self._machines_of)
         super().__init__(command, list(map(environment, range(nproc))), preload)
         self._others: OtherMachines | None = None
-        if meeting is not None:
-            self._others = OtherMachines(meeting, len(counts), board, self._remember, timeout)
+        if store is not None:
+            called = self._remember, self._let_in
+            self._others = OtherMachines(store, counts, asked, board, *called, timeout)
         # Processes by number, as in `self._children`: those that run, and those of the present
         # generation.
         self._living: set[int] = set(range(nproc))
@@ -87,6 +92,7 @@ class GoingOnWatch(Watch):
 
     def _start(self, environ: dict[str, str]) -> Child:
         member = int(environ[MEMBER])
+        self._board.processes = member + 1
         if self._others is not None and self._machines_of[member]:
             return self._others.start(self._machines_of[member], member)
         return super()._start(environ)
@@ -154,12 +160,24 @@ class GoingOnWatch(Watch):
         then = f"no replacement is left of {self._max_failures}"
         if self._failures <= self._max_failures:
             then = f"starting another (failure {self._failures} of {self._max_failures})"
-            self._machines_of.append(machine)
-            self._environments.append(self._environment(len(self._children)))
-            self._living.add(len(self._children))
-            self._children.append(self._start(os.environ | self._environments[-1]))
+            self._start_one_more(machine)
         left = len(self._members & self._living)
         say(f"process {member} {how}: going on with {_ranks(left)}; {then}")
+        return None
+
+    def _start_one_more(self, machine: int) -> None:
+        self._machines_of.append(machine)
+        self._environments.append(self._environment(len(self._children)))
+        self._living.add(len(self._children))
+        self._children.append(self._start(os.environ | self._environments[-1]))
+
+    def _let_in(self, machine: int, count: int) -> str | None:
+        """Starts the ranks of a machine that has come; returns why not, if not."""
+        most = min((self._board.most_ranks(member) for member in self._carriers()), default=0)
+        if len(self._living) + count > most:
+            return f"the job can use {most} ranks, and has {len(self._living)}"
+        for _ in range(count):
+            self._start_one_more(machine)
         return None
 
     def _regroup(self) -> None:

@@ -44,14 +44,11 @@ class Meeting:
 
     Raises:
         UsageError: the port is taken, `addr` is not machine 0's, is loopback there by another name
-            or does not answer as machine 0 does, the secrets differ, or the machines were given
-            different counts or the same position.
+            or does not answer as machine 0 does, or the secrets differ.
     """
 
-    def __init__(
-        self, counts: Sequence[int], node_rank: int, addr: str, port: int, timeout: float
-    ) -> None:
-        self._node_rank, self._timeout = node_rank, timeout
+    def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
+        self._timeout = timeout
         self._listeners: list[socket.socket] = []
         local = self._open(addr, port) if node_rank == 0 else self._reach(addr, port)
         # The ranks are clients of this store, as they are of torchrun's agent.
@@ -62,7 +59,6 @@ class Meeting:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        self._agree(",".join(str(count) for count in counts))
 
     # Opening the store, or a way to it: both return its port on this machine's loopback -----------
 
@@ -115,17 +111,6 @@ class Meeting:
             master_listen_fd=listening,
         )
 
-    def _agree(self, counts: str) -> None:
-        if self.store.add(f"machine {self._node_rank}", 1) > 1:
-            raise UsageError(f"--node-rank {self._node_rank} was given on two machines")
-        if self._node_rank == 0:
-            self.store.set("counts", counts)
-        first = self.store.get("counts").decode()
-        if counts != first:
-            # Else the others would wait for this machine's ranks until their timeout.
-            self._set_failure(f"--nproc is {counts} there and {first} on machine 0")
-            raise UsageError(f"--nproc is {counts} here and {first} on machine 0: it must be equal")
-
     def close(self) -> None:
         """Ends the connections. Idempotent."""
         for listener in self._listeners:
@@ -134,21 +119,20 @@ class Meeting:
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
 
-    def _set_failure(self, text: str) -> None:
-        self.store.set("failure", f"machine {self._node_rank}: {text}")
-        # Its answer says that the word before it has arrived: this process, through which both go,
-        # may end at once.
-        self.store.check(["failure"])
-
 
 class Machines(Meeting):
-    """Messages between the supervisors of machines that all end when a rank fails."""
+    """Messages between the supervisors of machines that all end when a rank fails.
+
+    Raises:
+        UsageError: the machines were given different counts or the same position; see `Meeting`.
+    """
 
     def __init__(
         self, counts: Sequence[int], node_rank: int, addr: str, port: int, timeout: float
     ) -> None:
-        super().__init__(counts, node_rank, addr, port, timeout)
-        self._nodes = len(counts)
+        super().__init__(node_rank, addr, port, timeout)
+        self._node_rank, self._nodes = node_rank, len(counts)
+        self._agree(",".join(str(count) for count in counts))
         # No lock: the supervisor alone sets `_last_word` and `_leaving`, the thread the others.
         self._failure: str | None = None  # of another machine, or the end of machine 0
         self._last_word: str | None = None  # of this one
@@ -161,6 +145,23 @@ class Machines(Meeting):
         # and the main thread, waiting in it, would hear no signal.
         self._thread = threading.Thread(target=self._talk, daemon=True)
         self._thread.start()
+
+    def _agree(self, counts: str) -> None:
+        if self.store.add(f"machine {self._node_rank}", 1) > 1:
+            raise UsageError(f"--node-rank {self._node_rank} was given on two machines")
+        if self._node_rank == 0:
+            self.store.set("counts", counts)
+        first = self.store.get("counts").decode()
+        if counts != first:
+            # Else the others would wait for this machine's ranks until their timeout.
+            self._set_failure(f"--nproc is {counts} there and {first} on machine 0")
+            raise UsageError(f"--nproc is {counts} here and {first} on machine 0: it must be equal")
+
+    def _set_failure(self, text: str) -> None:
+        self.store.set("failure", f"machine {self._node_rank}: {text}")
+        # Its answer says that the word before it has arrived: this process, through which both go,
+        # may end at once.
+        self.store.check(["failure"])
 
     # The supervisor's questions and messages; none waits for another machine ----------------------
 

@@ -1,12 +1,16 @@
 """A job that goes on, on several machines: machine 0 decides, the supervisors of others obey.
 
     machine 0                          through its store                    machine 1
+                  <-- "arrival 1": who it is; "answer 1": "" or why not --> arrive
     GoingOnWatch  -- "job": orders, generation, words of all processes -->  Follower
                   <-- "report 1": exit codes, words of its processes -----
 
+Each supervisor that comes has a ticket, which is in its keys: the second one of a machine gets none
+of the orders for the first.
+
 A machine that does not answer for `LOST_S` is lost with its ranks; so is machine 0 for the others,
 which then end theirs. So never do two halves of a job go on side by side. A machine that answers
-again gets other ranks.
+again, or whose supervisor is started again, gets other ranks.
 """
 
 import json
@@ -17,26 +21,52 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.board import Board
 from ddp_from_scratch.launch.watch import Child, Watch, kill_stopped, say
 
 if TYPE_CHECKING:
-    from ddp_from_scratch.launch.multi_node import Meeting
+    import torch.distributed as dist
 
 LOST_S = 5.0
 _EXCHANGE_S = 0.02
 
 
-class FarRank:
-    """A rank on another machine, as its supervisor there reports of it."""
+class FarMachine:
+    """Another machine, as its supervisor there reports of it.
 
-    def __init__(
-        self,
-        exchange: Callable[[], None],
-        order: Callable[[str, int], None],
-        is_lost: Callable[[], bool],
-    ) -> None:
-        self._exchange, self._order, self._is_lost = exchange, order, is_lost
+    Attributes:
+        ticket: its supervisor's; None until the first has come.
+        orders: for its supervisor.
+        ranks: its processes, by number.
+        lost: True while it does not answer.
+        ended: True once it has noticed the job's end.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.ranks: dict[int, FarRank] = {}
+        self.lost = False
+        self.come(None, now)
+
+    def come(self, ticket: int | None, now: float) -> None:
+        """Begins with a supervisor that knows nothing yet; the processes of the last are gone."""
+        self.ticket = ticket
+        self.ranks = {member: rank for member, rank in self.ranks.items() if rank.code is None}
+        self.orders = [("start", member, 0) for member in self.ranks]
+        # The last sign of life, and when it came.
+        self.beat, self.since = 0, now
+        self.signals, self.ended = 0, False
+
+    def order(self, kind: str, member: int, argument: int) -> None:
+        """Has something done there."""
+        self.orders.append((kind, member, argument))
+
+
+class FarRank:
+    """A rank on another machine."""
+
+    def __init__(self, machine: FarMachine, member: int, exchange: Callable[[], None]) -> None:
+        self._machine, self._member, self._exchange = machine, member, exchange
         self.code: int | None = None
         # No process of this machine.
         self.pid = None
@@ -48,59 +78,61 @@ class FarRank:
 
     def wait(self) -> int:
         """Waits for its end, or until its machine is lost; returns the exit code."""
-        while (code := self.poll()) is None and not self._is_lost():
+        while (code := self.poll()) is None and not self._machine.lost:
             time.sleep(_EXCHANGE_S)
         return -signal.SIGKILL if code is None else code
 
     def send_signal(self, number: int) -> None:
         """Has the signal sent."""
-        self._order("signal", number)
+        self._machine.order("signal", self._member, number)
 
 
 class OtherMachines:
     """Machine 0's view of the others.
 
     Args:
-        meeting: the store that all reach.
-        nodes: the number of machines.
+        store: that all reach.
+        counts: ranks of each machine.
+        asked: the options that must be alike on all, by name.
         board: machine 0's.
         on_signal: gets the number of each signal that stops a supervisor elsewhere.
+        on_join: gets the number and the count of ranks of a machine that was not there at the
+            start; returns why it cannot come, or None.
         timeout: seconds that a machine may take to come.
     """
 
     def __init__(
         self,
-        meeting: "Meeting",
-        nodes: int,
+        store: "dist.Store",
+        counts: Sequence[int],
+        asked: Mapping[str, str],
         board: Board,
         on_signal: Callable[[int], None],
+        on_join: Callable[[int, int], str | None],
         timeout: float,
     ) -> None:
-        self._store, self._board, self._on_signal = meeting.store, board, on_signal
-        self._others = range(1, nodes)
-        self._orders: dict[int, list[tuple[str, int, int]]] = {n: [] for n in self._others}
-        self._ranks: dict[int, dict[int, FarRank]] = {n: {} for n in self._others}
-        # Of each machine: its last sign of life, and when it came.
-        self._beats = dict.fromkeys(self._others, (0, time.monotonic()))
+        self._store, self._board, self._on_signal = store, board, on_signal
+        self._counts, self._asked, self._on_join = list(counts), asked, on_join
         self._timeout = timeout
-        self._signals = dict.fromkeys(self._others, 0)
-        self.lost: set[int] = set()
-        self._ended: set[int] = set()
+        now = time.monotonic()
+        self._machines = {node: FarMachine(now) for node in range(1, len(counts))}
+        # Supervisors that were not answered, by ticket: what they say, and since when.
+        self._waiting: dict[int, tuple[dict[str, Any], float]] = {}
+        self._tickets = 0
         self._end: int | None = None
         self._exchanged = 0.0
 
-    def start(self, machine: int, member: int) -> FarRank:
+    @property
+    def lost(self) -> set[int]:
+        """The machines that do not answer."""
+        return {node for node, machine in self._machines.items() if machine.lost}
+
+    def start(self, node: int, member: int) -> FarRank:
         """Has a rank started."""
-
-        def order(kind: str, argument: int) -> None:
-            self._orders[machine].append((kind, member, argument))
-
-        def is_lost() -> bool:
-            return machine in self.lost
-
-        self._ranks[machine][member] = FarRank(self.exchange, order, is_lost)
-        order("start", 0)
-        return self._ranks[machine][member]
+        machine = self._machines[node]
+        machine.ranks[member] = FarRank(machine, member, self.exchange)
+        machine.order("start", member, 0)
+        return machine.ranks[member]
 
     def exchange(self) -> None:
         """Reads all reports and writes the job's state, fifty times a second at most."""
@@ -108,46 +140,97 @@ class OtherMachines:
         if now - self._exchanged < _EXCHANGE_S:
             return
         self._exchanged = now
-        for machine in self._others:
-            if self._store.check([f"report {machine}"]):
-                self._read(machine, json.loads(self._store.get(f"report {machine}")), now)
-            beat, since = self._beats[machine]
-            if machine not in self.lost and now - since > (LOST_S if beat else self._timeout):
-                self._lose(machine, now - since)
+        self._answer(now)
+        for node, machine in self._machines.items():
+            key = f"report {machine.ticket}"
+            if machine.ticket is not None and self._store.check([key]):
+                self._read(node, machine, json.loads(self._store.get(key)), now)
+            silence = now - machine.since
+            if not machine.lost and silence > (LOST_S if machine.beat else self._timeout):
+                self._lose(node, machine, silence)
         self._store.set("job", json.dumps(self._state()))
 
     def end(self, code: int) -> None:
         """Tells the machines that the job has ended, and waits until they have noticed."""
         self._end = code
         until = time.monotonic() + LOST_S
-        while set(self._others) - self.lost - self._ended and time.monotonic() < until:
+        while any(not m.lost and not m.ended for m in self._machines.values()):
+            if time.monotonic() > until:
+                return
             self.exchange()
             time.sleep(_EXCHANGE_S)
 
-    def _read(self, machine: int, report: Mapping[str, Any], now: float) -> None:
-        if report["beat"] == self._beats[machine][0]:
+    def _answer(self, now: float) -> None:
+        """Lets the supervisors in that have come, or says why not."""
+        while self._store.check([f"arrival {self._tickets + 1}"]):
+            self._tickets += 1
+            arrival = json.loads(self._store.get(f"arrival {self._tickets}"))
+            self._waiting[self._tickets] = arrival, now
+        for ticket, (arrival, since) in list(self._waiting.items()):
+            node, counts = arrival["node"], arrival["counts"]
+            machine = self._machines.get(node)
+            again = machine is not None and machine.ticket is not None
+            # A machine that dies and comes back at once has not been missed yet.
+            if again and node not in self.lost and now - since <= LOST_S + 1:
+                continue
+            del self._waiting[ticket]
+            text = self._refusal(node, counts, arrival["asked"])
+            if text is None and machine is None:
+                self._machines[node] = FarMachine(now)
+                self._counts.append(counts[node])
+                text = self._on_join(node, counts[node])
+                if text is not None:
+                    del self._machines[node], self._counts[node]
+            if text is None:
+                if machine is None or again:
+                    say(f"machine {node} has come{' again' if again else ''}")
+                self._machines[node].come(ticket, now)
+                self._machines[node].lost = False
+            self._store.set(f"answer {ticket}", text or "")
+
+    def _refusal(self, node: int, counts: Sequence[int], asked: Mapping[str, str]) -> str | None:
+        """Why a supervisor cannot come; None if it can."""
+        machine, there = self._machines.get(node), len(self._counts)
+        if machine is not None and machine.ticket is not None and not machine.lost:
+            return f"--node-rank {node} was given on two machines"
+        if node > there:
+            return f"--node-rank is {node}, and the next machine that comes is {there}"
+        # A machine that is new has its own count behind the others'.
+        expected = [*self._counts, *counts[there : node + 1]]
+        if list(counts) != expected[: len(counts)] or len(counts) < there:
+            texts = (",".join(map(str, some)) for some in (counts, self._counts))
+            return "--nproc is {} here and {} on machine 0: it must be equal".format(*texts)
+        if machine is None or machine.ticket is not None:
+            # At the start ranks compare them, and end together.
+            for name, value in self._asked.items():
+                if asked.get(name) != value:
+                    return f"{name} is {asked.get(name)} here and {value} on machine 0"
+        return None
+
+    def _read(self, node: int, machine: FarMachine, report: Mapping[str, Any], now: float) -> None:
+        if report["beat"] == machine.beat:
             return
-        self._beats[machine] = report["beat"], now
-        if machine in self.lost:
-            self.lost.discard(machine)
-            say(f"machine {machine} answers again")
+        machine.beat, machine.since = report["beat"], now
+        if machine.lost:
+            machine.lost = False
+            say(f"machine {node} answers again")
         for text, (code, words, failure) in report["ranks"].items():
-            member, rank = int(text), self._ranks[machine][int(text)]
+            member = int(text)
+            rank = machine.ranks[member]
             if rank.code is None:
                 self._board.copy_words(member, words)
                 if failure is not None and self._board.failure(member) is None:
                     self._board.note_failure(member, *failure)
                 rank.code = code
-        for number in report["signals"][self._signals[machine] :]:
-            self._signals[machine] += 1
+        for number in report["signals"][machine.signals :]:
+            machine.signals += 1
             self._on_signal(number)
-        if report["ended"]:
-            self._ended.add(machine)
+        machine.ended |= report["ended"]
 
-    def _lose(self, machine: int, silence: float) -> None:
-        self.lost.add(machine)
-        say(f"machine {machine} has not answered for {silence:.0f} s: its ranks are lost")
-        for rank in self._ranks[machine].values():
+    def _lose(self, node: int, machine: FarMachine, silence: float) -> None:
+        machine.lost = True
+        say(f"machine {node} has not answered for {silence:.0f} s: its ranks are lost")
+        for rank in machine.ranks.values():
             if rank.code is None:
                 # Should only the way to it be gone.
                 rank.send_signal(signal.SIGKILL)
@@ -159,13 +242,31 @@ class OtherMachines:
         if generation:
             announced = self._board.members(generation), self._board.machines(generation)
         return {
-            "orders": self._orders,
+            "orders": {machine.ticket: machine.orders for machine in self._machines.values()},
             "generation": generation,
             "announced": announced,
             "words": self._board.all_words(),
             "end": self._end,
             "beat": self._exchanged,
         }
+
+
+def arrive(
+    store: "dist.Store", node_rank: int, counts: Sequence[int], asked: Mapping[str, str]
+) -> int:
+    """Asks machine 0 to let this machine in; returns the ticket of this supervisor.
+
+    Raises:
+        UsageError: machine 0's answer is no.
+    """
+    ticket: int = store.add("tickets", 1)
+    arrival = {"node": node_rank, "counts": list(counts), "asked": dict(asked)}
+    store.set(f"arrival {ticket}", json.dumps(arrival))
+    while not store.check([f"answer {ticket}"]):
+        time.sleep(_EXCHANGE_S)
+    if text := store.get(f"answer {ticket}").decode():
+        raise UsageError(text)
+    return ticket
 
 
 class Follower(Watch):
@@ -175,8 +276,8 @@ class Follower(Watch):
         command, preload: as for `Watch`.
         environment: makes a rank's environment, of its number in the job.
         board: this machine's.
-        meeting: the store on machine 0.
-        node_rank: this machine's position.
+        store: machine 0's.
+        ticket: see `arrive`.
         timeout: seconds to wait for machine 0, should it not answer.
     """
 
@@ -185,8 +286,8 @@ class Follower(Watch):
         command: Sequence[str],
         environment: Callable[[int], dict[str, str]],
         board: Board,
-        meeting: "Meeting",
-        node_rank: int,
+        store: "dist.Store",
+        ticket: int,
         timeout: float,
         preload: Sequence[str],
     ) -> None:
@@ -195,7 +296,7 @@ class Follower(Watch):
         self._ranks: dict[int, Child] = {}
         self._done = 0
         self._stopped_at: dict[int, float] = {}
-        self._link = _Link(meeting, node_rank)
+        self._link = _Link(store, ticket)
 
     def _wait(self) -> int:
         """Obeys machine 0 until it ends the job; returns its exit code."""
@@ -220,6 +321,11 @@ class Follower(Watch):
                 if job is not None and not cut_off:
                     if job["end"] is not None:
                         return int(job["end"])
+                    if str(self._link.ticket) not in job["orders"]:
+                        say(
+                            "another command has taken this machine's place: its ranks were stopped"
+                        )
+                        return 1
                     self._obey(job)
                 kill_stopped(self._children, self._stopped_at)
                 time.sleep(_EXCHANGE_S / 2)
@@ -229,7 +335,7 @@ class Follower(Watch):
 
     def _obey(self, job: Mapping[str, Any]) -> None:
         """Does what is new in the orders, and copies the board."""
-        for kind, member, argument in job["orders"][str(self._link.node_rank)][self._done :]:
+        for kind, member, argument in job["orders"][str(self._link.ticket)][self._done :]:
             self._done += 1
             if kind == "start":
                 self._environments.append(self._environment_of(member))
@@ -260,8 +366,8 @@ class Follower(Watch):
 class _Link:
     """The exchange with machine 0, in a thread: a call to a store that is gone does not return."""
 
-    def __init__(self, meeting: "Meeting", node_rank: int) -> None:
-        self.node_rank, self._store = node_rank, meeting.store
+    def __init__(self, store: "dist.Store", ticket: int) -> None:
+        self.ticket, self._store = ticket, store
         self.job: dict[str, Any] | None = None
         self.report: dict[str, Any] = {"ranks": {}, "signals": [], "ended": False}
         self.heard = time.monotonic()
@@ -282,7 +388,7 @@ class _Link:
             try:
                 beat += 1
                 report = json.dumps(self.report | {"beat": beat})
-                self._store.set(f"report {self.node_rank}", report)
+                self._store.set(f"report {self.ticket}", report)
                 if last:
                     # Machine 0 may be gone once it has read this.
                     return

@@ -21,9 +21,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ddp_from_scratch.errors import UsageError
@@ -41,13 +42,15 @@ from ddp_from_scratch.launch.environment import (
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
 from ddp_from_scratch.launch.going_on import GoingOnWatch
 from ddp_from_scratch.launch.interfaces import require_loopback
-from ddp_from_scratch.launch.other_machines import Follower
+from ddp_from_scratch.launch.other_machines import Follower, arrive
 from ddp_from_scratch.launch.rank_function import command_of
 from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG
 from ddp_from_scratch.launch.watch import Child, Watch, say
 
 if TYPE_CHECKING:
-    from ddp_from_scratch.launch.multi_node import Machines, Meeting
+    import torch.distributed as dist
+
+    from ddp_from_scratch.launch.multi_node import Machines
 
 # What most programs of ranks import, beside torch.
 MAX_FAILURES = 50_000
@@ -64,6 +67,7 @@ def start_ranks(
     *,
     preload: Sequence[str] = _PRELOAD,
     max_failures: int | None = None,
+    asked: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Runs a command or a function once for each rank of this machine; waits for all of them.
 
@@ -93,6 +97,7 @@ def start_ranks(
         preload: modules that are imported once, before ranks are forked.
         max_failures: processes that may be started in the place of failed ones (`going_on.py`), for
             programs with `ddp.elastic`. Machine 0's counts. None ends all ranks when one fails.
+        asked: options by name, that a machine which comes later, or again, must have alike.
 
     Returns:
         0 when every rank ended with 0, 128 + N after signal N, else the exit code of the first rank
@@ -115,7 +120,7 @@ def start_ranks(
             sent = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-"))
             command = command_of(command, Path(sent))
         if max_failures is not None:
-            at = node_rank, master_addr, master_port, timeout
+            at = node_rank, master_addr, master_port, timeout, asked
             return _start_going_on(stack, command, counts, max_failures, preload, *at)
         if len(counts) > 1:
             # Here and not above: it imports torch, which a parent on one machine does without.
@@ -140,20 +145,22 @@ def _start_going_on(
     master_addr: str,
     master_port: int,
     timeout: float,
+    asked: Mapping[str, str],
 ) -> int:
     """Runs the ranks of this machine as `start_ranks` does, where the others go on without some."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-")))
-    # Machine 0's `max_failures` counts.
-    board = Board(folder, sum(counts) + (MAX_FAILURES if node_rank else max_failures))
+    # Also for the ranks of machines that come later.
+    board = Board(folder, sum(counts) + 2 * MAX_FAILURES)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1", BOARD: str(folder)}
-    meeting: Meeting | None = None
+    store: dist.Store | None = None
     if len(counts) > 1:
         # Here and not above: it imports torch, which a parent on one machine does without.
         from ddp_from_scratch.launch import multi_node
 
-        meeting = multi_node.Meeting(counts, node_rank, master_addr, master_port, timeout)
+        meeting = multi_node.Meeting(node_rank, master_addr, master_port, timeout)
         stack.callback(meeting.close)
         common |= meeting.environment
+        store = meeting.store
     # Each process is alone in its world until its first generation.
     (alone,) = rank_environments([1], 0)
 
@@ -161,10 +168,11 @@ def _start_going_on(
         own = {MEMBER: str(member), RENDEZVOUS_FILE: str(folder / f"alone-{member}")}
         return common | alone | own
 
-    if meeting is not None and node_rank > 0:
-        return Follower(command, environment, board, meeting, node_rank, timeout, preload).run()
+    if store is not None and node_rank > 0:
+        ticket = arrive(store, node_rank, counts, asked)
+        return Follower(command, environment, board, store, ticket, timeout, preload).run()
     return GoingOnWatch(
-        command, environment, counts, max_failures, board, preload, meeting, timeout
+        command, environment, counts, max_failures, board, preload, store, asked, timeout
     ).run()
 
 

@@ -305,6 +305,11 @@ class Reducer:
             raise
 
     @property
+    def shard_count(self) -> int:
+        """The shards of a step on all ranks together."""
+        return self._with_shards().count
+
+    @property
     def shard_range(self) -> range:
         """The shards that this rank runs in a step of the present group, in this order."""
         return self._with_shards().range()

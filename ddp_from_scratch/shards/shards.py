@@ -61,6 +61,7 @@ class Shards(Observer):
         windows: see `TreeReduction`.
 
     Attributes:
+        count: as given.
         step: the number of averages so far. It seeds the generators, with the shard.
         reduction: sums the gradients.
         in_lock_step: True while shards run in lock step.
@@ -83,7 +84,7 @@ class Shards(Observer):
             raise ValueError(f"shards must be a power of two, got {count}")
         if len(buckets.flat) < len(buckets.all):
             raise ValueError("sparse gradients cannot be summed over shards: use sparse=False")
-        self._count, self._buckets, self._buffers = count, buckets, buffers
+        self.count, self._buckets, self._buffers = count, buckets, buffers
         self._norms, self._windows = norms, windows
         self._process_group = process_group
         self.step, self._seed = 0, 0
@@ -122,10 +123,10 @@ class Shards(Observer):
         """Returns this rank's shards in the group that is open now, in the order to run them."""
         group = self._process_group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        if ranks > self._count:
-            raise ValueError(f"{ranks} ranks need at least as many shards, got {self._count}")
+        if ranks > self.count:
+            raise ValueError(f"{ranks} ranks need at least as many shards, got {self.count}")
         # Descending: so rank 0 runs shard 0 last, and ends with its buffers, which all ranks get.
-        return shard_range(self._count, rank, ranks)[::-1]
+        return shard_range(self.count, rank, ranks)[::-1]
 
     def seek(self, step: int, seed: int | None) -> None:
         """Goes on from this step, with generators seeded by it and `seed`; None leaves that."""
@@ -163,7 +164,7 @@ class Shards(Observer):
                 return
             attributes = [(self, "inside"), (owner, "sync")]
             view = View(owner.module, list(self._buffers().values()), attributes)
-            gather = partial(gather_shards, shards=self._count, process_group=self._process_group)
+            gather = partial(gather_shards, shards=self.count, process_group=self._process_group)
             self.in_lock_step = True
             run_in_lock_step(run, order, owner.module, view, gather)
         except BaseException:

@@ -73,7 +73,7 @@ class Trainer:
             # 2. Model
             self.model = self._build_model()
             # With --go-on this process is alone until 3.
-            self.membership = Membership(world, settings.timeout)
+            self.membership = Membership(world, settings.shards or 1, settings.timeout)
             if not self.membership.goes_on:
                 self._open_outputs()
         # 3. Where to begin

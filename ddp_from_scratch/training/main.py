@@ -94,6 +94,11 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
     if backend == "mpi":
         return start_mpirun(counts[0], command)
     allowed = settings.max_failures if settings.max_failures is not None else MAX_FAILURES
+    asked = {}
+    if settings.go_on and len(counts) > 1:
+        from ddp_from_scratch.training.process_setup import versions
+
+        asked = versions() | settings.to_compare()
     return start_ranks(
         command,
         counts,
@@ -104,6 +109,7 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
         # Imported once, before ranks are forked from the process that has it.
         preload=[_TRAINER],
         max_failures=allowed if settings.go_on else None,
+        asked=asked,
     )
 
 

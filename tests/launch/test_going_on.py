@@ -12,6 +12,7 @@ import pytest
 from ddp_from_scratch import UsageError, start_ranks
 from ddp_from_scratch.launch import watch
 from ddp_from_scratch.launch.board import NO_STATE, Board
+from ddp_from_scratch.launch.going_on import GoingOnWatch
 
 # `out` is the test's folder; a process leaves what it saw in a file there.
 PRELUDE = """
@@ -66,7 +67,7 @@ def test_a_board_keeps_what_each_process_writes(
     assert not board.asks(0)
     board.announce([0, 2], [0, 0])
     assert not board.asks(2)
-    other.note_state(0)
+    other.note_state(0, 4)
     assert board.has_state(0)
     assert not board.has_state(2)
     assert board.failure(1) is None
@@ -80,6 +81,24 @@ def test_a_board_keeps_what_each_process_writes(
     monkeypatch.setattr(Path, "write_text", slowly)
     other.note_failure(1, 5, "ValueError: no")
     assert board.failure(1) == (5, "ValueError: no")
+
+
+def test_a_machine_joins_where_there_are_shards_for_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = Board(tmp_path, capacity=9)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(GoingOnWatch, "_start", lambda self, environ: started.append(environ))
+    job = GoingOnWatch(["true"], lambda member: {"DDP_MEMBER": str(member)}, [2], 0, board, ())
+    monkeypatch.setattr(job, "_children", [None, None])
+    # Nobody has a state that it could get.
+    assert job._let_in(1, 1) == "the job can use 0 ranks, and has 2"
+    board.note_state(1, 4)
+    assert job._let_in(1, 3) == "the job can use 4 ranks, and has 2"
+    assert started == []
+    assert job._let_in(1, 2) is None
+    assert [environ["DDP_MEMBER"] for environ in started] == ["2", "3"]
+    assert job._let_in(2, 1) == "the job can use 4 ranks, and has 4"
 
 
 def test_each_process_begins_alone(tmp_path: Path) -> None:
@@ -131,7 +150,7 @@ def test_a_process_that_ended_well_is_not_missed(tmp_path: Path) -> None:
     program = """
 generation(1)
 board.arrive(me, 1, 0)
-board.note_state(me)
+board.note_state(me, 8)
 if me == 0:
     sys.exit(0)
 if me == 1:
@@ -147,7 +166,7 @@ assert generation(2) == [2], generation(2)
 
 def test_a_process_that_ended_well_is_not_waited_for(tmp_path: Path) -> None:
     program = """
-board.note_state(me)
+board.note_state(me, 8)
 generation(1)
 board.arrive(me, 1, 0)
 if me == 0:
@@ -165,7 +184,7 @@ def test_the_job_is_over_when_all_that_have_trained_are(tmp_path: Path) -> None:
     program = """
 generation(1)
 if me < 2:
-    board.note_state(me)
+    board.note_state(me, 8)
     note("trained")
     if me == 0:
         seen("trained", 1)
@@ -239,7 +258,7 @@ def test_the_job_ends_with_the_last_that_has_trained(tmp_path: Path) -> None:
     program = """
 if me < 2:
     generation(1)
-    board.note_state(me)
+    board.note_state(me, 8)
     seen("started", 2) if me else None
     if me == 0:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,6 @@
 import json
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,17 +20,37 @@ class Job:
         self.now, self.beat = 100.0, 0
         monkeypatch.setattr(other_machines.time, "monotonic", lambda: self.now)
         self.store, self.board = dist.HashStore(), Board(folder, capacity=4)
+        self.board.processes = 3
         self.signals: list[int] = []
-        meeting: Any = SimpleNamespace(store=self.store)
-        self.machines = OtherMachines(meeting, 2, self.board, self.signals.append, 60.0)
+        self.joined: list[tuple[int, int]] = []
+        called = self.signals.append, self.join
+        asked = {"--lr": "0.1"}
+        self.machines = OtherMachines(self.store, [1, 2], asked, self.board, *called, 60.0)
+        self.ticket = 0
         self.ranks = {member: self.machines.start(1, member) for member in (1, 2)}
 
-    def reports(self, codes: dict[int, int | None], **more: Any) -> None:
-        """Machine 1 reports these processes' exit codes."""
+    def join(self, node: int, count: int) -> str | None:
+        self.joined.append((node, count))
+        return "too many" if count > 4 else None
+
+    def comes(self, node: int, *counts: int, lr: str = "0.1") -> str | None:
+        """A supervisor of this machine comes; its answer, None where there is none yet."""
+        self.ticket += 1
+        arrival = {"node": node, "counts": counts, "asked": {"--lr": lr}}
+        self.store.set(f"arrival {self.ticket}", json.dumps(arrival))
+        self.after(0.1)
+        return self.answer()
+
+    def answer(self) -> str | None:
+        key = f"answer {self.ticket}"
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def reports(self, codes: dict[int, int | None], ticket: int = 1, **more: Any) -> None:
+        """A supervisor reports these processes' exit codes."""
         self.beat += 1
         ranks = {member: [code, [0, 0, 0, 0], None] for member, code in codes.items()}
         report = {"ranks": ranks, "signals": [], "ended": False, "beat": self.beat} | more
-        self.store.set("report 1", json.dumps(report))
+        self.store.set(f"report {ticket}", json.dumps(report))
 
     def after(self, seconds: float) -> dict[str, Any]:
         """The job's state when so many seconds have passed."""
@@ -42,8 +61,15 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+def unmet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def job(unmet: Job) -> Job:
+    """Machine 1 has come."""
+    assert unmet.comes(1, 1, 2) == ""
+    return unmet
 
 
 def test_orders_are_kept_in_order(job: Job) -> None:
@@ -59,7 +85,7 @@ def test_an_exit_code_comes_with_a_report(job: Job) -> None:
 
 
 def test_what_a_process_says_of_itself_is_on_both_boards(job: Job) -> None:
-    job.board.note_state(0)
+    job.board.note_state(0, 8)
     failed = [None, [2, 1, 7, 1], None], [1, [0, 0, 0, 0], [7, "ValueError: no"]]
     job.reports({}, ranks=dict(zip((1, 2), failed, strict=True)))
     state = job.after(1)
@@ -68,7 +94,7 @@ def test_what_a_process_says_of_itself_is_on_both_boards(job: Job) -> None:
     assert not job.board.has_arrived(1, 2)
     assert (job.board.step(1), job.board.has_state(1)) == (7, True)
     assert job.board.failure(2) == (7, "ValueError: no")
-    assert state["words"] == [[0, 0, 0, 1], [2, 1, 7, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert state["words"] == [[0, 0, 0, 8], [2, 1, 7, 1], [0, 0, 0, 0]]
 
 
 def test_a_generation_is_announced_with_its_members_and_machines(job: Job) -> None:
@@ -99,13 +125,75 @@ def test_a_silent_machine_is_lost_with_its_ranks(
     )
 
 
-def test_a_machine_may_be_started_late(job: Job) -> None:
-    job.after(60)
-    assert not job.machines.lost
+def test_a_machine_may_be_started_late(unmet: Job) -> None:
+    unmet.after(60)
+    assert not unmet.machines.lost
+    unmet.after(1)
+    assert unmet.machines.lost == {1}
+    assert unmet.ranks[1].poll() == -signal.SIGKILL
+    # To be started there when it comes.
+    late = unmet.machines.start(1, 3)
+    assert late.wait() == -signal.SIGKILL
+    assert unmet.comes(1, 1, 2) == ""
+    assert unmet.after(1)["orders"] == {"1": [["start", 3, 0]]}
+    assert (late.poll(), unmet.machines.lost) == (None, set())
+
+
+def test_another_supervisor_of_a_lost_machine_gets_its_new_ranks(
+    job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job.reports({1: None, 2: None})
     job.after(1)
-    assert job.machines.lost == {1}
-    # One that is to be started there when it comes.
-    assert job.machines.start(1, 3).wait() == -signal.SIGKILL
+    # As soon as the first one's silence says that it has gone.
+    assert job.comes(1, 1, 2) is None
+    job.after(other_machines.LOST_S)
+    assert (job.machines.lost, job.answer()) == ({1}, None)
+    later = job.machines.start(1, 3)
+    state = job.after(0.1)
+    assert (job.answer(), state["orders"]) == ("", {"2": [["start", 3, 0]]})
+    job.reports({3: None}, ticket=2)
+    job.reports({1: 7, 2: 7}, ticket=1)
+    job.after(1)
+    assert [job.ranks[1].code, job.ranks[2].code, later.code] == [-9, -9, None]
+    said = capfd.readouterr().err.splitlines()
+    assert said[1:] == ["machine 1 has come again"]
+
+
+def test_two_supervisors_of_one_machine(job: Job) -> None:
+    job.reports({1: None, 2: None})
+    assert job.comes(1, 1, 2) is None
+    for _ in range(7):
+        job.reports({1: None, 2: None})
+        job.after(1)
+    assert job.answer() == "--node-rank 1 was given on two machines"
+    assert not job.machines.lost
+
+
+def test_a_machine_that_is_new(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    assert job.comes(3, 1, 2, 4, 4) == "--node-rank is 3, and the next machine that comes is 2"
+    wrong = "--nproc is {} here and 1,2 on machine 0: it must be equal"
+    assert job.comes(2, 1, 3, 4) == wrong.format("1,3,4")
+    assert job.comes(2, 1, 2, 4, lr="0.2") == "--lr is 0.2 here and 0.1 on machine 0"
+    assert job.comes(2, 1, 2, 5) == "too many"
+    assert job.joined == [(2, 5)]
+    assert job.comes(2, 1, 2, 4) == ""
+    assert job.joined == [(2, 5), (2, 4)]
+    rank = job.machines.start(2, 3)
+    state = job.after(1)
+    assert state["orders"][str(job.ticket)] == [["start", 3, 0]]
+    job.reports({3: 5}, ticket=job.ticket)
+    job.after(1)
+    assert rank.code == 5
+    assert job.comes(3, 1, 2, 4, 2) == ""
+    assert capfd.readouterr().err == "machine 2 has come\nmachine 3 has come\n"
+
+
+def test_wrong_counts_at_the_start(unmet: Job) -> None:
+    wrong = "--nproc is {} here and 1,2 on machine 0: it must be equal"
+    assert unmet.comes(1, 1) == wrong.format("1")
+    assert unmet.comes(1, 2, 2) == wrong.format("2,2")
+    # Ranks compare the rest when all are there.
+    assert unmet.comes(1, 1, 2, lr="0.2") == ""
 
 
 def test_a_signal_there_is_passed_on_once(job: Job) -> None:
@@ -130,6 +218,7 @@ def test_the_end_waits_until_it_was_noticed(job: Job, monkeypatch: pytest.Monkey
 
 def test_words_are_copied_whole(tmp_path: Path) -> None:
     board = Board(tmp_path, capacity=2)
+    board.processes = 2
     board.copy_words(1, [3, 2, 5, 1])
     assert board.all_words() == [[0, 0, 0, 0], [3, 2, 5, 1]]
     board.arrive(1, 3, NO_STATE)

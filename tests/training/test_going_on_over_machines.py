@@ -64,21 +64,22 @@ def machines(
     address: str = "127.0.0.1",
     on: Callable[[int], list[str]] = lambda node: [],
     own: Sequence[Sequence[str]] = ((), ()),
-) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines with 2 ranks each."""
+) -> Iterator[tuple[Machine, Machine, Callable[..., Machine]]]:
+    """Two machines with 2 ranks each, and what starts one more, or one of them again."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     every = ["--go-on", "--master-addr", address, "--master-port", port, *options]
     with ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("DDP_SECRET", "a" * 16)
-        found = []
-        for node in range(2):
-            mine = [*every, "--node-rank", str(node), *own[node]]
-            process = start(tmp_path, fault, *mine, nproc="2,2", on=on(node))
+
+        def begin(node: int, *more: str, nproc: str = "2,2") -> Machine:
+            mine = [*every, "--node-rank", str(node), *more]
+            process = start(tmp_path, fault, *mine, nproc=nproc, on=on(node))
             stack.enter_context(process)
             stack.callback(process.kill)
-            found.append(Machine(process))
-        yield found[0], found[1]
+            return Machine(process)
+
+        yield begin(0, *own[0]), begin(1, *own[1]), begin
 
 
 @pytest.mark.parametrize("member", [0, pytest.param(3, marks=pytest.mark.slow)])
@@ -86,7 +87,7 @@ def test_a_rank_that_is_killed_costs_no_bit(
     member: int, quiet: dict[str, bytes], tmp_path: Path
 ) -> None:
     fault = f"before('_backward', lambda t: me == '{member}' and t.global_step == 7 and die())"
-    with machines(tmp_path, fault, "--epochs", "3") as (first, second):
+    with machines(tmp_path, fault, "--epochs", "3") as (first, second, _):
         assert (first.end(), second.end()) == (0, 0)
     assert first.said(f"process {member} was killed by SIGKILL: going on with 3 ranks")
     # With 3 ranks, or 4 where the other one has come meanwhile.
@@ -97,7 +98,7 @@ def test_a_rank_that_is_killed_costs_no_bit(
 
 def test_an_option_that_differs_is_named_once(tmp_path: Path) -> None:
     options = ["--lr", "0.1"], ["--lr", "0.2"]
-    with machines(tmp_path, "", own=options) as (first, second):
+    with machines(tmp_path, "", own=options) as (first, second, _):
         assert (first.end(), second.end()) == (2, 2), first.lines + second.lines
     assert [*first.lines, *second.lines] == [
         "error: --lr is 0.1 on rank 0 and 0.2 on rank 2: it must be the same on all ranks\n"
@@ -108,7 +109,7 @@ SLOWLY = "import time; before('_step', lambda t: time.sleep(0.25))"
 
 
 def test_a_signal_on_one_machine_stops_all(quiet: dict[str, bytes], tmp_path: Path) -> None:
-    with machines(tmp_path, SLOWLY, "--epochs", "3") as (first, second):
+    with machines(tmp_path, SLOWLY, "--epochs", "3") as (first, second, _):
         first.wait_for("epoch   1/3")
         second.process.send_signal(signal.SIGINT)
         assert (first.end(), second.end()) == (130, 130)
@@ -118,7 +119,7 @@ def test_a_signal_on_one_machine_stops_all(quiet: dict[str, bytes], tmp_path: Pa
 
 
 def test_a_machine_that_has_gone_is_lost(quiet: dict[str, bytes], tmp_path: Path) -> None:
-    with machines(tmp_path, SLOWLY, "--epochs", "3") as (first, second):
+    with machines(tmp_path, SLOWLY, "--epochs", "3") as (first, second, _):
         first.wait_for("epoch   1/3")
         second.process.kill()
         assert first.end() == 0
@@ -127,8 +128,32 @@ def test_a_machine_that_has_gone_is_lost(quiet: dict[str, bytes], tmp_path: Path
     assert last(tmp_path) == quiet
 
 
+def test_a_machine_that_has_gone_comes_again_and_another_one_joins(tmp_path: Path) -> None:
+    epochs = ["--epochs", "9"]
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    finish(start(quiet, "", *epochs, nproc=2))
+    with machines(tmp_path, SLOWLY, *epochs) as (first, second, begin):
+        first.wait_for("epoch   1/9")
+        second.process.kill()
+        # Not the command that the job was started with.
+        wrong = begin(1, "--lr", "0.2")
+        again = begin(1)
+        first.wait_for("going on with 4 ranks in epoch ")
+        third = begin(2, nproc="2,2,2")
+        first.wait_for("going on with 6 ranks in epoch ")
+        # 6 ranks and 3 more are more than 8 shards.
+        fourth = begin(3, nproc="2,2,2,3")
+        assert [one.end() for one in (first, again, third)] == [0, 0, 0], first.lines
+        assert (wrong.end(), fourth.end()) == (2, 2)
+    assert first.said("machine 1 has come again")
+    assert first.said("machine 2 has come")
+    assert wrong.lines == ["error: --lr is 0.2 here and 0.05 on machine 0\n"]
+    assert last(tmp_path) == last(quiet)
+
+
 def test_without_machine_0_the_run_ends(tmp_path: Path) -> None:
-    with machines(tmp_path, SLOWLY, "--epochs", "30") as (first, second):
+    with machines(tmp_path, SLOWLY, "--epochs", "30") as (first, second, _):
         first.wait_for("epoch   1/30")
         first.process.kill()
         assert second.end() == 1
@@ -153,7 +178,7 @@ def test_a_cable_is_pulled_and_put_back(tmp_path: Path) -> None:
 
         options = {"address": hosts[0].address, "on": lambda node: hosts[node].command()}
         allowed = [*epochs, "--max-failures", "4"]
-        with machines(tmp_path, SLOWLY, *allowed, **options) as (first, second):
+        with machines(tmp_path, SLOWLY, *allowed, **options) as (first, second, _):
             first.wait_for("epoch   2/20")
             cable("down")
             first.wait_for("going on with 2 ranks in epoch ")
