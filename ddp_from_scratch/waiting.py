@@ -29,6 +29,11 @@ def may_be_left_behind() -> bool:
     return _is_broken is not None
 
 
+def lost_rank_check() -> Callable[[], bool]:
+    """Returns the present `is_broken`, for waits of a group that is opened now."""
+    return _is_broken or (lambda: False)
+
+
 def wait(work: dist.Work) -> None:
     """Waits for a collective of the default group.
 

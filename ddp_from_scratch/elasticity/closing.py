@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.group import check_group
+from ddp_from_scratch.node.backend import abandon_beside
 
 # No program's own message has this one.
 _TAG = 2**31 - 1
@@ -48,6 +49,7 @@ def close_default_group() -> None:
     gloo does not break all collectives off (`waiting.py`), and its destructor waits for them.
     """
     last = [check_group(None)]
+    abandon_beside(last[0])
     dist.destroy_process_group()
     if _is_used(last):
         gc.collect()

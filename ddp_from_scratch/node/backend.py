@@ -11,6 +11,7 @@ from ddp_from_scratch.node import semaphore
 from ddp_from_scratch.node.process_group import ProcessGroupNode
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
+from ddp_from_scratch.waiting import may_be_left_behind
 
 _CPU = torch.device("cpu")
 
@@ -51,6 +52,12 @@ def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _beside[group] or group
 
 
+def abandon_beside(group: dist.ProcessGroup) -> None:
+    """Ends what is under way in the group that `shared_memory_beside` has opened, if it has."""
+    if (beside := _beside.pop(group, None)) is not None:
+        beside.abandon()
+
+
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     return (
         semaphore.AVAILABLE
@@ -65,7 +72,9 @@ def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     communicator = StoreCommunicator(store_beside(group), group.rank(), ranks, timeout)
     # A reference to gloo's group would keep its threads.
     opened = ProcessGroupNode(communicator, timeout, weakref.ref(group))
-    if not opened.shares_memory and group.size() > 1:
+    # Between machines a wait for a lost rank might not end, nor could its thread be.
+    left_behind = may_be_left_behind() and opened.machines > 1
+    if (not opened.shares_memory and group.size() > 1) or left_behind:
         opened.shutdown()
         return None
     # Not at exit: closing waits for what is under way, and other ranks may wait for this one.

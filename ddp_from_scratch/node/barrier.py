@@ -18,12 +18,15 @@ from ddp_from_scratch.node.dissemination import DisseminationBarrier
 from ddp_from_scratch.node.fingerprint import name_ranks
 from ddp_from_scratch.node.process_watch import ProcessWatch
 from ddp_from_scratch.node.topology import Nodes
+from ddp_from_scratch.waiting import lost_rank_check, may_be_left_behind
 
 # Lets messages that are under way go on; returns seconds until it is to be called again.
 Progress = Callable[[], float]
 
-# Seconds between two checks of a rank that sleeps: whether it waits in vain.
+# Seconds between two checks of a rank that sleeps (does it wait in vain?); below where a job goes
+# on without the ranks that it loses.
 _CHECK_EVERY = 0.5
+_CHECK_SOON = 0.02
 
 
 class CheckedBarrier:
@@ -64,6 +67,11 @@ class CheckedBarrier:
         self._timeout = self._deadline = 0.0
         # Set once. Ranks that fail at different places can never meet again.
         self._failure: CommunicationError | None = None
+        self._abandoned = False
+        self._check_every = _CHECK_SOON if may_be_left_behind() else _CHECK_EVERY
+        self._is_broken = lost_rank_check()
+        # When this rank began to wait.
+        self._since = 0.0
         nodes.node.allgather(None)  # no rank may touch a semaphore that is not there yet
         _open.add(self)
 
@@ -121,6 +129,7 @@ class CheckedBarrier:
     def wait(self) -> None:
         """Returns when every rank of this machine has called it, in the timeout of the meeting."""
         self._waits += 1
+        self._since = time.monotonic()
         # After the fingerprint, so that the fingerprint of a rank that has come is complete.
         self._memory.come[self.rank][0] = self._waits
         self.progress()
@@ -144,6 +153,11 @@ class CheckedBarrier:
         """Publishes that this rank will not come again. A no-op in a child that it has forked."""
         if os.getpid() == self._process:
             self._memory.left[self.rank][0] = 1
+
+    def abandon(self) -> None:
+        """As `leave`, and another thread of this rank that waits here gives up."""
+        self._abandoned = True
+        self.leave()
 
     def free(self) -> None:
         """Gives this rank's memory back."""
@@ -188,10 +202,12 @@ class CheckedBarrier:
             raise self.fail(f"the ranks called different operations: {difference}")
 
     def _next_check(self) -> float:
-        nap = min(self.progress(), _CHECK_EVERY)
+        nap = min(self.progress(), self._check_every)
         return min(self._deadline, time.monotonic() + nap)
 
     def _check_in_vain(self) -> None:
+        if self._abandoned:
+            raise self._give_up("this rank has left the group")
         gone = self._marked(self._memory.left).intersection(
             self._behind(self._memory.come, self._waits)
         )
@@ -207,6 +223,9 @@ class CheckedBarrier:
             raise self._give_up(_lost_text(lost))
         if time.monotonic() > self._deadline:
             raise self._time_out()
+        # Not at once: who leaves after the same step as this rank may have left already.
+        if time.monotonic() > self._since + _CHECK_EVERY and self._is_broken():
+            raise self._give_up("a rank of the group was lost")
         # Not while a rank is missing: the deadline then names it, which says more.
         if not self.missing:
             self._check_given_up()

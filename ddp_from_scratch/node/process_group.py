@@ -110,6 +110,11 @@ class ProcessGroupNode(SharedMemoryGroup):
     reduce_scatter_tensor_coalesced = _by_gloo("reduce_scatter_tensor_coalesced")
     alltoall_base = _by_gloo("alltoall_base")
 
+    def abandon(self) -> None:
+        """As `shutdown`, but what is under way fails: afterwards nothing writes to its tensors."""
+        self.checked_barrier.abandon()
+        self.shutdown()
+
     def shutdown(self) -> None:
         """Ends the worker thread and gives the memory back. Idempotent."""
         if self._gloo is None:

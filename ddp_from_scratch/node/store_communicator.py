@@ -19,6 +19,7 @@ from ddp_from_scratch.node.fingerprint import name_ranks
 from ddp_from_scratch.node.process_watch import ProcessWatch
 from ddp_from_scratch.node.reduction import Reduction
 from ddp_from_scratch.node.staging import share_of
+from ddp_from_scratch.waiting import lost_rank_check
 
 # Dtypes in which gloo sums as torch does. Others cross as bytes and are reduced here: 16-bit floats
 # would be rounded at each rank on gloo's ring.
@@ -83,10 +84,12 @@ class StoreCommunicator:
 
     def _await(self, keys: list[str]) -> None:
         """Returns when all ranks have set their keys."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        deadline, is_broken = time.monotonic() + self.timeout.total_seconds(), lost_rank_check()
         # Polled with growing pauses: the store's own wait sees no process that ends.
         pause = 1e-4
         while not self.store.check(keys):
+            if is_broken():
+                raise CommunicationError("a rank of the group was lost")
             expired, ended = time.monotonic() > deadline, self.processes.ended()
             if expired or ended:
                 missing = [

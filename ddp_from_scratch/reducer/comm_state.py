@@ -15,7 +15,6 @@ from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
 from ddp_from_scratch.node.backend import shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
-from ddp_from_scratch.waiting import may_be_left_behind
 
 
 class CommState:
@@ -59,9 +58,7 @@ class CommState:
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective where `shared_memory_beside` is."""
         own = check_group(self._process_group)
-        # Memory that ranks share is set up by all of them, and would wait for one that was lost.
-        beside = self._shared_memory and not may_be_left_behind()
-        sends = shared_memory_beside(own) if beside else own
+        sends = shared_memory_beside(own) if self._shared_memory else own
         self._shares = self._shares_memory(own), self._shares_memory(sends)
         return sends
 

@@ -74,6 +74,7 @@ with ddp.process_group("gloo") as world:
         text.update(tensor.numpy().tobytes())
     for state in optimizer.state_dict()["state"].values():
         text.update(state["exp_avg"].numpy().tobytes())
+    (out / f"way-{{me}}").write_text(reducer.stats().transport)
     place = f"{{world.rank}} of {{run.world.world_size}}" if me == 0 else ""
     (out / f"end-{{me}}").write_text(f"{{text.hexdigest()}} {{scheduler.last_epoch}} {{place}}")
 """
@@ -107,6 +108,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_ranks_that_are_left_alone_end_with_the_bits_of_one(quiet: str, tmp_path: Path) -> None:
     assert ends(tmp_path / "out") == [quiet] * 3
     assert quiet.endswith(" 8")
+    assert {file.read_text() for file in (tmp_path / "out").glob("way-*")} == {"shared memory"}
 
 
 PLACES = [("begin", 0), ("backward", 1), ("averaged", 2), ("stepped", 0)]
