@@ -156,6 +156,9 @@ class Shards(Observer):
             with self._shard(index, owner):
                 function(index)
 
+        if self.inside is not None:
+            # Not below, which would drop that shard's step.
+            raise RuntimeError(f"run_shards was called inside shard {self.inside}")
         order = self.range()
         try:
             if not self._norms():
@@ -180,6 +183,8 @@ class Shards(Observer):
         last = index == self.range()[-1]
         with seeded(self._seed, self.step, index), nullcontext() if last else owner.no_sync():
             yield
+        if self.inside != index:
+            raise RuntimeError(f"the step was dropped inside shard {index}")
         if not last:
             self.reduction.add(index, self._take_gradients())
             self._due.remove(index)

@@ -280,6 +280,14 @@ def wrong_orders():
         with reducer.shard(3), reducer.shard(2):
             pass
 
+    def all_inside():
+        with reducer.shard(3):
+            reducer.run_shards(print)
+
+    def dropped():
+        with reducer.shard(3):
+            reducer.drop_step()
+
     def missing():
         run(3, 2)
         optimizer.step()
@@ -302,6 +310,8 @@ def wrong_orders():
         (RuntimeError, lambda: run(3, 3), "shard 3 comes again: the next one is 2"),
         (ValueError, lambda: run(4), "shard 4 is not one of this rank's, which are [3, 2, 1, 0]"),
         (RuntimeError, nested, "shard 2 begins inside shard 3"),
+        (RuntimeError, all_inside, "run_shards was called inside shard 3"),
+        (RuntimeError, dropped, "the step was dropped inside shard 3"),
         (RuntimeError, missing, "the optimizer steps before shards [1, 0] of this rank have run"),
         (RuntimeError, local, "shard 0 ended without gradients of weight, bias: one backward pass"),
         (RuntimeError, unused, "shard 0 ended without gradients of weight: one backward pass"),
