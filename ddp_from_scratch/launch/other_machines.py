@@ -170,11 +170,13 @@ class OtherMachines:
             node, counts = arrival["node"], arrival["counts"]
             machine = self._machines.get(node)
             again = machine is not None and machine.ticket is not None
-            # A machine that dies and comes back at once has not been missed yet.
-            if again and node not in self.lost and now - since <= LOST_S + 1:
-                continue
-            del self._waiting[ticket]
             text = self._refusal(node, counts, arrival["asked"])
+            if text is None and again and node not in self.lost:
+                # A machine that dies and comes back at once has not been missed yet.
+                if now - since <= LOST_S + 1:
+                    continue
+                text = f"--node-rank {node} was given on two machines"
+            del self._waiting[ticket]
             if text is None and machine is None:
                 self._machines[node] = FarMachine(now)
                 self._counts.append(counts[node])
@@ -191,8 +193,6 @@ class OtherMachines:
     def _refusal(self, node: int, counts: Sequence[int], asked: Mapping[str, str]) -> str | None:
         """Why a supervisor cannot come; None if it can."""
         machine, there = self._machines.get(node), len(self._counts)
-        if machine is not None and machine.ticket is not None and not machine.lost:
-            return f"--node-rank {node} was given on two machines"
         if node > there:
             return f"--node-rank is {node}, and the next machine that comes is {there}"
         # A machine that is new has its own count behind the others'.
@@ -200,7 +200,7 @@ class OtherMachines:
         if list(counts) != expected[: len(counts)] or len(counts) < there:
             texts = (",".join(map(str, some)) for some in (counts, self._counts))
             return "--nproc is {} here and {} on machine 0: it must be equal".format(*texts)
-        if machine is None or machine.ticket is not None:
+        if machine is None or machine.ticket is not None or machine.lost:
             # At the start ranks compare them, and end together.
             for name, value in self._asked.items():
                 if asked.get(name) != value:

@@ -134,8 +134,10 @@ def test_a_machine_may_be_started_late(unmet: Job) -> None:
     # To be started there when it comes.
     late = unmet.machines.start(1, 3)
     assert late.wait() == -signal.SIGKILL
+    # The others compared theirs without it.
+    assert unmet.comes(1, 1, 2, lr="0.2") == "--lr is 0.2 here and 0.1 on machine 0"
     assert unmet.comes(1, 1, 2) == ""
-    assert unmet.after(1)["orders"] == {"1": [["start", 3, 0]]}
+    assert unmet.after(1)["orders"] == {"2": [["start", 3, 0]]}
     assert (late.poll(), unmet.machines.lost) == (None, set())
 
 
@@ -161,6 +163,7 @@ def test_another_supervisor_of_a_lost_machine_gets_its_new_ranks(
 
 def test_two_supervisors_of_one_machine(job: Job) -> None:
     job.reports({1: None, 2: None})
+    assert job.comes(1, 1, 2, lr="0.2") == "--lr is 0.2 here and 0.1 on machine 0"
     assert job.comes(1, 1, 2) is None
     for _ in range(7):
         job.reports({1: None, 2: None})

@@ -118,17 +118,7 @@ def test_a_signal_on_one_machine_stops_all(quiet: dict[str, bytes], tmp_path: Pa
     assert last(tmp_path) == quiet
 
 
-def test_a_machine_that_has_gone_is_lost(quiet: dict[str, bytes], tmp_path: Path) -> None:
-    with machines(tmp_path, SLOWLY, "--epochs", "3") as (first, second, _):
-        first.wait_for("epoch   1/3")
-        second.process.kill()
-        assert first.end() == 0
-    assert first.said("machine 1 has not answered for 5 s: its ranks are lost")
-    assert first.said("process 3 was on machine 1: going on with 2 ranks; starting another")
-    assert last(tmp_path) == quiet
-
-
-def test_a_machine_that_has_gone_comes_again_and_another_one_joins(tmp_path: Path) -> None:
+def test_a_machine_that_is_lost_comes_again_and_another_one_joins(tmp_path: Path) -> None:
     epochs = ["--epochs", "9"]
     quiet = tmp_path / "quiet"
     quiet.mkdir()
@@ -136,9 +126,9 @@ def test_a_machine_that_has_gone_comes_again_and_another_one_joins(tmp_path: Pat
     with machines(tmp_path, SLOWLY, *epochs) as (first, second, begin):
         first.wait_for("epoch   1/9")
         second.process.kill()
+        again = begin(1)
         # Not the command that the job was started with.
         wrong = begin(1, "--lr", "0.2")
-        again = begin(1)
         first.wait_for("going on with 4 ranks in epoch ")
         third = begin(2, nproc="2,2,2")
         first.wait_for("going on with 6 ranks in epoch ")
@@ -146,6 +136,8 @@ def test_a_machine_that_has_gone_comes_again_and_another_one_joins(tmp_path: Pat
         fourth = begin(3, nproc="2,2,2,3")
         assert [one.end() for one in (first, again, third)] == [0, 0, 0], first.lines
         assert (wrong.end(), fourth.end()) == (2, 2)
+    assert first.said("machine 1 has not answered for 5 s: its ranks are lost")
+    assert first.said("process 3 was on machine 1: going on with 2 ranks; starting another")
     assert first.said("machine 1 has come again")
     assert first.said("machine 2 has come")
     assert wrong.lines == ["error: --lr is 0.2 here and 0.05 on machine 0\n"]
