@@ -110,11 +110,12 @@ def main() -> int:
         print(
             f"{len(killed.kills)} kills: all {count} tensors of the checkpoint have the same bits"
         )
+    settings = {name: value for name, value in vars(options).items() if name != "results"}
     write(
         f"survive-{options.kills}",
         "Runs of which ranks were killed",
         [{"name": name, "median": middle, "worst": worst} for name, middle, worst in rows],
-        settings={"benchmark": "survive", **vars(options), "results": str(options.results)},
+        settings={"benchmark": "survive", **settings},
         folder=options.results,
     )
     return 1 if different else 0

@@ -25,6 +25,7 @@ def test_ranks_that_are_killed_cost_no_bit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 kills: all " in done.stdout
     (file,) = tmp_path.glob("survive*.json")
+    assert str(tmp_path) not in file.read_text()
     rows = {row["name"]: row["median"] for row in json.loads(file.read_text())["samples"]}
     assert {"noticed", "group", "step", "together", "joined", "a kill"} <= rows.keys()
 
