@@ -5,11 +5,13 @@ Event                                What happens
 a rank is killed, or fails           the others go on as a new generation; another process is
                                      started in its place, and joins at the end of a step
 a rank is stopped (SIGSTOP)          killed after `STOPPED_S`
-a machine does not answer            its ranks are lost (`other_machines.py`)
-a machine comes, or comes again      its ranks join at the end of a step
+a machine does not answer            its ranks are lost (`other_machines.py`), and no others started
+a machine comes, or comes again      its ranks are started, and join at the end of a step
 a rank ends with code 2              the user's mistake: all ranks end
-the same exception at the same step  a bug and no fault: all ranks end; so does an exit code that
-                                     comes twice before a process has joined
+the same exception at the same step  a bug and no fault: all ranks end
+a process ends with code 2, or with  the others go on without it, and no other is started in its
+the same code twice, before it       place; before anything was trained all ranks end
+has joined
 more failures than allowed           the others go on; nothing is started any more
 no rank is left that has a state     the job ends
 """
@@ -122,8 +124,11 @@ class GoingOnWatch(Watch):
                 # One that was still to join has nothing to go on with.
                 return self._stopped() if self._received else 0
             kill_stopped(self._children, self._stopped_at)
+            # Once it stops nobody is let in.
             if not self._received:
                 self._regroup()
+                if self._others is not None:
+                    self._others.admit(has_begun=bool(self._carriers()))
             time.sleep(_POLL_S)
 
     def _lose(self, member: int, code: int) -> int | None:
@@ -137,32 +142,44 @@ class GoingOnWatch(Watch):
             died = code < 0 and member in self._members
             return self._stopped() if died or not self._living else None
         failure = self._board.failure(member)
-        if code > 0 and not self._board.has_arrived(member, 1):
+        never_joined = code > 0 and not self._board.has_arrived(member, 1)
+        if never_joined:
             failure = NO_STATE, f"exit code {code}"
-        if failure is not None and failure == self._last_failure:
+        again = failure is not None and failure == self._last_failure
+        if never_joined and (again or code == _USAGE) and self._carriers():
+            say(
+                f"process {member} ended with exit code {code} before it had joined; no other is "
+                f"started in its place"
+            )
+            return None
+        if again and failure is not None:
             step, text = failure
             where = "the start" if step == NO_STATE else f"step {step + 1}"
             say(f"{where} failed again with {text}; all other ranks were stopped")
             return code
         machine = self._machines_of[member]
+        is_lost = self._others is not None and machine in self._others.lost
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        if self._others is not None and machine in self._others.lost:
+        if is_lost:
             how = f"was on machine {machine}"
         if code != _USAGE and self._board.has_state(member) and not self._carriers():
             say(f"process {member} {how}: no rank is left that has trained; the run ends")
             return 128 - code if code < 0 else code
         if code == _USAGE or not self._living:
             return self._failed(member, code)
-        self._last_failure = failure
-        self._failures += 1
-        then = f"no replacement is left of {self._max_failures}"
-        if self._failures <= self._max_failures:
-            then = f"starting another (failure {self._failures} of {self._max_failures})"
-            self._start_one_more(machine)
+        # Its machine, should it come again, gets ranks then.
+        then = ""
+        if not is_lost:
+            self._last_failure = failure
+            self._failures += 1
+            then = f"; no replacement is left of {self._max_failures}"
+            if self._failures <= self._max_failures:
+                then = f"; starting another (failure {self._failures} of {self._max_failures})"
+                self._start_one_more(machine)
         left = len(self._members & self._living)
-        say(f"process {member} {how}: going on with {_ranks(left)}; {then}")
+        say(f"process {member} {how}: going on with {_ranks(left)}{then}")
         return None
 
     def _start_one_more(self, machine: int) -> None:
@@ -172,7 +189,7 @@ class GoingOnWatch(Watch):
         self._children.append(self._start(os.environ | self._environments[-1]))
 
     def _let_in(self, machine: int, count: int) -> str | None:
-        """Starts the ranks of a machine that has come; returns why not, if not."""
+        """Starts the ranks of a machine that has come, or come again; returns why not, if not."""
         most = min((self._board.most_ranks(member) for member in self._carriers()), default=0)
         if len(self._living) + count > most:
             return f"the job can use {most} ranks, and has {len(self._living)}"

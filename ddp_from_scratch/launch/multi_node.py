@@ -36,7 +36,7 @@ _LAST_WORD_S = 2.0
 class Meeting:
     """A store on machine 0 that the supervisors of several machines, and their ranks, all reach.
 
-    Takes the arguments of `start_ranks`.
+    Takes the arguments of `start_ranks`; `goes_on` is True where `max_failures` was given.
 
     Attributes:
         store: the store.
@@ -44,11 +44,11 @@ class Meeting:
 
     Raises:
         UsageError: the port is taken, `addr` is not machine 0's, is loopback there by another name
-            or does not answer as machine 0 does, or the secrets differ.
+            or does not answer as machine 0 does, the secrets differ, or only some go on.
     """
 
-    def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(self, node_rank: int, addr: str, port: int, timeout: float, goes_on: bool) -> None:
+        self._node_rank, self._timeout = node_rank, timeout
         self._listeners: list[socket.socket] = []
         local = self._open(addr, port) if node_rank == 0 else self._reach(addr, port)
         # The ranks are clients of this store, as they are of torchrun's agent.
@@ -59,6 +59,14 @@ class Meeting:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
+        mode = "given" if goes_on else "not given"
+        if node_rank == 0:
+            self.store.set("--go-on", mode)
+        elif (there := self.store.get("--go-on").decode()) != mode:
+            self._set_failure(f"--go-on was {mode} there and {there} on machine 0")
+            raise UsageError(
+                f"--go-on was {mode} here and {there} on machine 0: it must be the same on all"
+            )
 
     # Opening the store, or a way to it: both return its port on this machine's loopback -----------
 
@@ -111,6 +119,12 @@ class Meeting:
             master_listen_fd=listening,
         )
 
+    def _set_failure(self, text: str) -> None:
+        self.store.set("failure", f"machine {self._node_rank}: {text}")
+        # Its answer says that the word before it has arrived: this process, through which both go,
+        # may end at once.
+        self.store.check(["failure"])
+
     def close(self) -> None:
         """Ends the connections. Idempotent."""
         for listener in self._listeners:
@@ -130,8 +144,8 @@ class Machines(Meeting):
     def __init__(
         self, counts: Sequence[int], node_rank: int, addr: str, port: int, timeout: float
     ) -> None:
-        super().__init__(node_rank, addr, port, timeout)
-        self._node_rank, self._nodes = node_rank, len(counts)
+        super().__init__(node_rank, addr, port, timeout, goes_on=False)
+        self._nodes = len(counts)
         self._agree(",".join(str(count) for count in counts))
         # No lock: the supervisor alone sets `_last_word` and `_leaving`, the thread the others.
         self._failure: str | None = None  # of another machine, or the end of machine 0
@@ -156,12 +170,6 @@ class Machines(Meeting):
             # Else the others would wait for this machine's ranks until their timeout.
             self._set_failure(f"--nproc is {counts} there and {first} on machine 0")
             raise UsageError(f"--nproc is {counts} here and {first} on machine 0: it must be equal")
-
-    def _set_failure(self, text: str) -> None:
-        self.store.set("failure", f"machine {self._node_rank}: {text}")
-        # Its answer says that the word before it has arrived: this process, through which both go,
-        # may end at once.
-        self.store.check(["failure"])
 
     # The supervisor's questions and messages; none waits for another machine ----------------------
 

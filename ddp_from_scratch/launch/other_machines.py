@@ -9,8 +9,8 @@ Each supervisor that comes has a ticket, which is in its keys: the second one of
 of the orders for the first.
 
 A machine that does not answer for `LOST_S` is lost with its ranks; so is machine 0 for the others,
-which then end theirs. So never do two halves of a job go on side by side. A machine that answers
-again, or whose supervisor is started again, gets other ranks.
+which then end theirs. So never do two halves of a job go on side by side. No rank is started on a
+lost machine. When it answers again, or its supervisor is started again, it gets as many as before.
 """
 
 import json
@@ -30,32 +30,33 @@ if TYPE_CHECKING:
 
 LOST_S = 5.0
 _EXCHANGE_S = 0.02
+_SAY_AFTER_S = 1.0
 
 
 class FarMachine:
     """Another machine, as its supervisor there reports of it.
 
     Attributes:
-        ticket: its supervisor's; None until the first has come.
+        ticket: its supervisor's; None until it has come.
         orders: for its supervisor.
         ranks: its processes, by number.
+        beat: its supervisor's last sign of life.
+        since: when that came.
+        signals: how many its supervisor has got.
         lost: True while it does not answer.
         ended: True once it has noticed the job's end.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, ticket: int | None = None) -> None:
+        self.ticket, self.since = ticket, now
+        self.orders: list[tuple[str, int, int]] = []
         self.ranks: dict[int, FarRank] = {}
-        self.lost = False
-        self.come(None, now)
+        self.beat = self.signals = 0
+        self.lost = self.ended = False
 
-    def come(self, ticket: int | None, now: float) -> None:
-        """Begins with a supervisor that knows nothing yet; the processes of the last are gone."""
-        self.ticket = ticket
-        self.ranks = {member: rank for member, rank in self.ranks.items() if rank.code is None}
-        self.orders = [("start", member, 0) for member in self.ranks]
-        # The last sign of life, and when it came.
-        self.beat, self.since = 0, now
-        self.signals, self.ended = 0, False
+    def is_heard(self, now: float) -> bool:
+        """True while its supervisor answers."""
+        return self.ticket is not None and now - self.since <= LOST_S
 
     def order(self, kind: str, member: int, argument: int) -> None:
         """Has something done there."""
@@ -84,6 +85,9 @@ class FarRank:
 
     def send_signal(self, number: int) -> None:
         """Has the signal sent."""
+        if self._machine.ticket is None:
+            # Nobody has started it yet.
+            self.code = -number
         self._machine.order("signal", self._member, number)
 
 
@@ -96,8 +100,8 @@ class OtherMachines:
         asked: the options that must be alike on all, by name.
         board: machine 0's.
         on_signal: gets the number of each signal that stops a supervisor elsewhere.
-        on_join: gets the number and the count of ranks of a machine that was not there at the
-            start; returns why it cannot come, or None.
+        on_join: gets the number and the count of ranks of a machine that comes later, or again, and
+            starts them; returns why not, or None.
         timeout: seconds that a machine may take to come.
     """
 
@@ -113,12 +117,12 @@ class OtherMachines:
     ) -> None:
         self._store, self._board, self._on_signal = store, board, on_signal
         self._counts, self._asked, self._on_join = list(counts), asked, on_join
-        self._timeout = timeout
+        self._timeout, self._at_start = timeout, len(counts)
         now = time.monotonic()
         self._machines = {node: FarMachine(now) for node in range(1, len(counts))}
         # Supervisors that were not answered, by ticket: what they say, and since when.
         self._waiting: dict[int, tuple[dict[str, Any], float]] = {}
-        self._tickets = 0
+        self._drawn, self._unread = 0, set[int]()
         self._end: int | None = None
         self._exchanged = 0.0
 
@@ -140,64 +144,106 @@ class OtherMachines:
         if now - self._exchanged < _EXCHANGE_S:
             return
         self._exchanged = now
-        self._answer(now)
         for node, machine in self._machines.items():
             key = f"report {machine.ticket}"
             if machine.ticket is not None and self._store.check([key]):
-                self._read(node, machine, json.loads(self._store.get(key)), now)
-            silence = now - machine.since
-            if not machine.lost and silence > (LOST_S if machine.beat else self._timeout):
-                self._lose(node, machine, silence)
-        self._store.set("job", json.dumps(self._state()))
+                self._read(machine, json.loads(self._store.get(key)), now)
+            may_take = self._timeout if machine.ticket is None else LOST_S
+            if not machine.lost and now - machine.since > may_take:
+                self._lose(node, machine, now - machine.since)
+        self._write()
+
+    def admit(self, has_begun: bool) -> None:
+        """Lets the machines in that have come, or says why not.
+
+        Those that were not there at the start wait until the job has begun: it then knows how many
+        ranks it can use.
+        """
+        now = time.monotonic()
+        for node, machine in self._machines.items():
+            if machine.lost and has_begun and machine.is_heard(now):
+                machine.lost = False
+                text = self._on_join(node, self._counts[node])
+                say(f"machine {node} answers again{': ' if text else ''}{text or ''}")
+        answers: dict[int, str] = {}
+        for ticket, (arrival, since) in self._arrivals(now).items():
+            is_late = now - since > LOST_S + 1
+            text = self._answer(ticket, arrival, now, is_late, has_begun)
+            if text is not None:
+                del self._waiting[ticket]
+                answers[ticket] = text
+        if answers:
+            # First: one that is let in looks there for its orders.
+            self._write()
+        for ticket, text in answers.items():
+            self._store.set(f"answer {ticket}", text)
 
     def end(self, code: int) -> None:
         """Tells the machines that the job has ended, and waits until they have noticed."""
         self._end = code
         until = time.monotonic() + LOST_S
-        while any(not m.lost and not m.ended for m in self._machines.values()):
-            if time.monotonic() > until:
+        while (now := time.monotonic()) <= until:
+            if not any(m.is_heard(now) and not m.ended for m in self._machines.values()):
                 return
             self.exchange()
             time.sleep(_EXCHANGE_S)
 
-    def _answer(self, now: float) -> None:
-        """Lets the supervisors in that have come, or says why not."""
-        while self._store.check([f"arrival {self._tickets + 1}"]):
-            self._tickets += 1
-            arrival = json.loads(self._store.get(f"arrival {self._tickets}"))
-            self._waiting[self._tickets] = arrival, now
-        for ticket, (arrival, since) in list(self._waiting.items()):
-            node, counts = arrival["node"], arrival["counts"]
-            machine = self._machines.get(node)
-            again = machine is not None and machine.ticket is not None
-            text = self._refusal(node, counts, arrival["asked"])
-            if text is None and again and node not in self.lost:
-                # A machine that dies and comes back at once has not been missed yet.
-                if now - since <= LOST_S + 1:
-                    continue
-                text = f"--node-rank {node} was given on two machines"
-            del self._waiting[ticket]
-            if text is None and machine is None:
-                self._machines[node] = FarMachine(now)
-                self._counts.append(counts[node])
-                text = self._on_join(node, counts[node])
-                if text is not None:
-                    del self._machines[node], self._counts[node]
-            if text is None:
-                if machine is None or again:
-                    say(f"machine {node} has come{' again' if again else ''}")
-                self._machines[node].come(ticket, now)
-                self._machines[node].lost = False
-            self._store.set(f"answer {ticket}", text or "")
+    def _arrivals(self, now: float) -> dict[int, tuple[dict[str, Any], float]]:
+        """The supervisors that wait for an answer, by ticket; a copy."""
+        drawn = self._store.add("tickets", 0)
+        self._unread |= set(range(self._drawn + 1, drawn + 1))
+        self._drawn = drawn
+        for ticket in sorted(self._unread):
+            # One that was stopped between the two calls of `arrive` has left a ticket alone.
+            if self._store.check([f"arrival {ticket}"]):
+                self._unread.remove(ticket)
+                self._waiting[ticket] = json.loads(self._store.get(f"arrival {ticket}")), now
+        return dict(self._waiting)
+
+    def _answer(
+        self, ticket: int, arrival: Mapping[str, Any], now: float, is_late: bool, has_begun: bool
+    ) -> str | None:
+        """Lets a supervisor in and returns "", or why it cannot come; None while it has to wait."""
+        node, counts = arrival["node"], arrival["counts"]
+        machine = self._machines.get(node)
+        refusal = self._refusal(node, counts, arrival["asked"])
+        if refusal is not None:
+            return refusal
+        if node > len(self._counts):
+            # The one before it may be on its way.
+            text = f"--node-rank is {node}, and the next machine that comes is {len(self._counts)}"
+            return text if is_late else None
+        if machine is None or machine.lost:
+            return self._join(node, counts[node], ticket, now) if has_begun else None
+        if machine.ticket is not None:
+            # One that dies and comes back at once has not been missed yet.
+            return f"--node-rank {node} was given on two machines" if is_late else None
+        machine.ticket, machine.since = ticket, now
+        return ""
+
+    def _join(self, node: int, count: int, ticket: int, now: float) -> str:
+        """Has ranks started on a machine that is new or was lost; returns why not, or ""."""
+        before = self._machines.get(node)
+        self._machines[node] = FarMachine(now, ticket)
+        refusal = self._on_join(node, count)
+        if refusal is not None:
+            del self._machines[node]
+            if before is not None:
+                self._machines[node] = before
+            return refusal
+        if before is None:
+            self._counts.append(count)
+        again = before is not None and before.ticket is not None
+        say(f"machine {node} has come{' again' if again else ''}")
+        return ""
 
     def _refusal(self, node: int, counts: Sequence[int], asked: Mapping[str, str]) -> str | None:
         """Why a supervisor cannot come; None if it can."""
         machine, there = self._machines.get(node), len(self._counts)
-        if node > there:
-            return f"--node-rank is {node}, and the next machine that comes is {there}"
-        # A machine that is new has its own count behind the others'.
+        # A machine that is new has its own count behind the others'; one that comes again may not
+        # know of those after it.
         expected = [*self._counts, *counts[there : node + 1]]
-        if list(counts) != expected[: len(counts)] or len(counts) < there:
+        if list(counts) != expected[: len(counts)] or len(counts) < self._at_start:
             texts = (",".join(map(str, some)) for some in (counts, self._counts))
             return "--nproc is {} here and {} on machine 0: it must be equal".format(*texts)
         if machine is None or machine.ticket is not None or machine.lost:
@@ -207,13 +253,10 @@ class OtherMachines:
                     return f"{name} is {asked.get(name)} here and {value} on machine 0"
         return None
 
-    def _read(self, node: int, machine: FarMachine, report: Mapping[str, Any], now: float) -> None:
+    def _read(self, machine: FarMachine, report: Mapping[str, Any], now: float) -> None:
         if report["beat"] == machine.beat:
             return
         machine.beat, machine.since = report["beat"], now
-        if machine.lost:
-            machine.lost = False
-            say(f"machine {node} answers again")
         for text, (code, words, failure) in report["ranks"].items():
             member = int(text)
             rank = machine.ranks[member]
@@ -236,12 +279,12 @@ class OtherMachines:
                 rank.send_signal(signal.SIGKILL)
                 rank.code = -signal.SIGKILL
 
-    def _state(self) -> dict[str, Any]:
+    def _write(self) -> None:
         generation = self._board.generation
         announced = None
         if generation:
             announced = self._board.members(generation), self._board.machines(generation)
-        return {
+        state = {
             "orders": {machine.ticket: machine.orders for machine in self._machines.values()},
             "generation": generation,
             "announced": announced,
@@ -249,6 +292,7 @@ class OtherMachines:
             "end": self._end,
             "beat": self._exchanged,
         }
+        self._store.set("job", json.dumps(state))
 
 
 def arrive(
@@ -257,14 +301,22 @@ def arrive(
     """Asks machine 0 to let this machine in; returns the ticket of this supervisor.
 
     Raises:
-        UsageError: machine 0's answer is no.
+        UsageError: machine 0's answer is no, or the job has ended.
     """
-    ticket: int = store.add("tickets", 1)
     arrival = {"node": node_rank, "counts": list(counts), "asked": dict(asked)}
-    store.set(f"arrival {ticket}", json.dumps(arrival))
-    while not store.check([f"answer {ticket}"]):
-        time.sleep(_EXCHANGE_S)
-    if text := store.get(f"answer {ticket}").decode():
+    try:
+        ticket: int = store.add("tickets", 1)
+        store.set(f"arrival {ticket}", json.dumps(arrival))
+        began, has_said = time.monotonic(), False
+        while not store.check([f"answer {ticket}"]):
+            if time.monotonic() - began > _SAY_AFTER_S and not has_said:
+                say("waiting until machine 0 lets this machine in")
+                has_said = True
+            time.sleep(_EXCHANGE_S)
+        text = store.get(f"answer {ticket}").decode()
+    except RuntimeError:  # the store has gone
+        text = "the job ended before machine 0 let this machine in"
+    if text:
         raise UsageError(text)
     return ticket
 

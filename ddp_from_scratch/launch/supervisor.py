@@ -104,9 +104,9 @@ def start_ranks(
         that did not end well (128 + N when it was killed by signal N).
 
     Raises:
-        UsageError: the port is taken, machine 0 does not answer, or the machines were given
-            different counts or secrets; a function cannot be sent (`rank_function.command_of`);
-            a machine has no process; `max_failures` is out of range.
+        UsageError: the port is taken, machine 0 does not answer or refuses this machine, or the
+            machines were given different counts or secrets; a function cannot be sent
+            (`rank_function.command_of`); a machine has no process; `max_failures` is out of range.
     """
     if min(counts, default=0) < 1:
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
@@ -157,7 +157,7 @@ def _start_going_on(
         # Here and not above: it imports torch, which a parent on one machine does without.
         from ddp_from_scratch.launch import multi_node
 
-        meeting = multi_node.Meeting(node_rank, master_addr, master_port, timeout)
+        meeting = multi_node.Meeting(node_rank, master_addr, master_port, timeout, goes_on=True)
         stack.callback(meeting.close)
         common |= meeting.environment
         store = meeting.store

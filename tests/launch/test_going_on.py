@@ -231,6 +231,36 @@ def test_a_program_that_fails_at_its_start_is_not_started_for_ever(
     assert last == "the start failed again with exit code 5; all other ranks were stopped"
 
 
+@pytest.mark.parametrize(("code", "starts"), [(2, 1), (5, 2)])
+def test_who_cannot_join_does_not_end_the_others(
+    code: int, starts: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = f"""
+if me < 2:
+    generation(1)
+    board.arrive(me, 1, 0)
+    board.note_state(me, 8)
+    note("trained")
+    if me == 0:
+        seen("trained", 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen("failed", {1 + starts})
+    time.sleep(0.3)
+    note("ended")
+else:
+    note("failed")
+    sys.exit({code})
+"""
+    assert start(tmp_path, program, nproc=2, max_failures=9) == 0
+    failed = [f"failed-{2 + index}" for index in range(starts)]
+    assert notes(tmp_path) == ["ended-1", *failed, "trained-0", "trained-1"]
+    *_, last = capfd.readouterr().err.splitlines()
+    assert last == (
+        f"process {1 + starts} ended with exit code {code} before it had joined; no other is "
+        f"started in its place"
+    )
+
+
 def test_after_too_many_failures_nothing_is_started(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ class Job:
         self.board.processes = 3
         self.signals: list[int] = []
         self.joined: list[tuple[int, int]] = []
+        self.has_begun = True
         called = self.signals.append, self.join
         asked = {"--lr": "0.1"}
         self.machines = OtherMachines(self.store, [1, 2], asked, self.board, *called, 60.0)
@@ -35,7 +36,7 @@ class Job:
 
     def comes(self, node: int, *counts: int, lr: str = "0.1") -> str | None:
         """A supervisor of this machine comes; its answer, None where there is none yet."""
-        self.ticket += 1
+        self.ticket = self.store.add("tickets", 1)
         arrival = {"node": node, "counts": counts, "asked": {"--lr": lr}}
         self.store.set(f"arrival {self.ticket}", json.dumps(arrival))
         self.after(0.1)
@@ -56,6 +57,7 @@ class Job:
         """The job's state when so many seconds have passed."""
         self.now += seconds
         self.machines.exchange()
+        self.machines.admit(self.has_begun)
         state: dict[str, Any] = json.loads(self.store.get("job"))
         return state
 
@@ -116,29 +118,41 @@ def test_a_silent_machine_is_lost_with_its_ranks(
     assert (job.ranks[1].poll(), job.ranks[2].poll()) == (0, -signal.SIGKILL)
     # Only the way to it may be gone: the one that still runs there must not go on.
     assert state["orders"]["1"][2:] == [["signal", 2, signal.SIGKILL]]
+    job.has_begun = False
     job.reports({1: 0, 2: 0})
     job.after(1)
-    assert not job.machines.lost
+    assert (job.machines.lost, job.joined) == ({1}, [])
+    # Others go on: it may join.
+    job.has_begun = True
+    job.after(1)
+    assert (job.machines.lost, job.joined) == (set(), [(1, 2)])
     assert job.ranks[2].poll() == -signal.SIGKILL
+    job.machines.start(1, 3)
+    assert job.after(1)["orders"]["1"][3:] == [["start", 3, 0]]
     assert capfd.readouterr().err == (
         "machine 1 has not answered for 6 s: its ranks are lost\nmachine 1 answers again\n"
     )
 
 
-def test_a_machine_may_be_started_late(unmet: Job) -> None:
+def test_a_machine_may_be_started_late(unmet: Job, capfd: pytest.CaptureFixture[str]) -> None:
     unmet.after(60)
     assert not unmet.machines.lost
     unmet.after(1)
     assert unmet.machines.lost == {1}
     assert unmet.ranks[1].poll() == -signal.SIGKILL
-    # To be started there when it comes.
-    late = unmet.machines.start(1, 3)
-    assert late.wait() == -signal.SIGKILL
     # The others compared theirs without it.
     assert unmet.comes(1, 1, 2, lr="0.2") == "--lr is 0.2 here and 0.1 on machine 0"
     assert unmet.comes(1, 1, 2) == ""
-    assert unmet.after(1)["orders"] == {"2": [["start", 3, 0]]}
-    assert (late.poll(), unmet.machines.lost) == (None, set())
+    assert (unmet.machines.lost, unmet.joined) == (set(), [(1, 2)])
+    # It knows nothing of the ranks that it did not start.
+    assert unmet.after(1)["orders"] == {"2": []}
+    assert capfd.readouterr().err.splitlines()[1:] == ["machine 1 has come"]
+
+
+def test_a_signal_ends_ranks_that_no_supervisor_has_started(unmet: Job) -> None:
+    unmet.ranks[1].send_signal(signal.SIGTERM)
+    assert (unmet.ranks[1].poll(), unmet.ranks[2].poll()) == (-signal.SIGTERM, None)
+    assert unmet.ranks[1].wait() == -signal.SIGTERM
 
 
 def test_another_supervisor_of_a_lost_machine_gets_its_new_ranks(
@@ -148,17 +162,33 @@ def test_another_supervisor_of_a_lost_machine_gets_its_new_ranks(
     job.after(1)
     # As soon as the first one's silence says that it has gone.
     assert job.comes(1, 1, 2) is None
-    job.after(other_machines.LOST_S)
-    assert (job.machines.lost, job.answer()) == ({1}, None)
+    job.after(other_machines.LOST_S - 0.2)
+    assert job.answer() is None
+    job.after(0.2)
+    assert (job.answer(), job.joined) == ("", [(1, 2)])
     later = job.machines.start(1, 3)
-    state = job.after(0.1)
-    assert (job.answer(), state["orders"]) == ("", {"2": [["start", 3, 0]]})
+    assert job.after(0.1)["orders"] == {"2": [["start", 3, 0]]}
     job.reports({3: None}, ticket=2)
     job.reports({1: 7, 2: 7}, ticket=1)
     job.after(1)
     assert [job.ranks[1].code, job.ranks[2].code, later.code] == [-9, -9, None]
     said = capfd.readouterr().err.splitlines()
     assert said[1:] == ["machine 1 has come again"]
+
+
+def test_one_that_is_let_in_finds_its_orders(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[str, str]] = []
+    job.store.set(
+        "arrival 2", json.dumps({"node": 2, "counts": [1, 2, 1], "asked": {"--lr": "0.1"}})
+    )
+    job.store.add("tickets", 1)
+    monkeypatch.setattr(
+        type(job.store), "set", lambda store, key, value: written.append((key, value))
+    )
+    job.machines.admit(has_begun=True)
+    (job_key, state), answer = written
+    assert (job_key, answer) == ("job", ("answer 2", ""))
+    assert "2" in json.loads(state)["orders"]
 
 
 def test_two_supervisors_of_one_machine(job: Job) -> None:
@@ -172,15 +202,34 @@ def test_two_supervisors_of_one_machine(job: Job) -> None:
     assert not job.machines.lost
 
 
+def test_a_supervisor_that_was_stopped_while_it_came(unmet: Job) -> None:
+    # It has drawn a ticket, and says nothing; the one after it is heard all the same.
+    unmet.store.add("tickets", 1)
+    assert unmet.comes(1, 1, 2) == ""
+    # That one gets its answer, and reports nothing.
+    unmet.after(other_machines.LOST_S + 1)
+    assert unmet.machines.lost == {1}
+    assert unmet.comes(1, 1, 2) == ""
+    assert unmet.joined == [(1, 2)]
+
+
 def test_a_machine_that_is_new(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
-    assert job.comes(3, 1, 2, 4, 4) == "--node-rank is 3, and the next machine that comes is 2"
+    assert job.comes(3, 1, 2, 4, 4) is None
+    for _ in range(7):
+        job.reports({1: None, 2: None})
+        job.after(1)
+    assert job.answer() == "--node-rank is 3, and the next machine that comes is 2"
     wrong = "--nproc is {} here and 1,2 on machine 0: it must be equal"
     assert job.comes(2, 1, 3, 4) == wrong.format("1,3,4")
     assert job.comes(2, 1, 2, 4, lr="0.2") == "--lr is 0.2 here and 0.1 on machine 0"
     assert job.comes(2, 1, 2, 5) == "too many"
     assert job.joined == [(2, 5)]
-    assert job.comes(2, 1, 2, 4) == ""
-    assert job.joined == [(2, 5), (2, 4)]
+    job.has_begun = False
+    assert job.comes(2, 1, 2, 4) is None
+    assert job.joined == [(2, 5)]
+    job.has_begun = True
+    job.after(0.1)
+    assert (job.answer(), job.joined) == ("", [(2, 5), (2, 4)])
     rank = job.machines.start(2, 3)
     state = job.after(1)
     assert state["orders"][str(job.ticket)] == [["start", 3, 0]]
@@ -189,6 +238,12 @@ def test_a_machine_that_is_new(job: Job, capfd: pytest.CaptureFixture[str]) -> N
     assert rank.code == 5
     assert job.comes(3, 1, 2, 4, 2) == ""
     assert capfd.readouterr().err == "machine 2 has come\nmachine 3 has come\n"
+    # Machine 1 was started before there were more.
+    job.reports({1: None, 2: None})
+    job.after(0.1)
+    job.after(other_machines.LOST_S + 1)
+    assert 1 in job.machines.lost
+    assert job.comes(1, 1, 2) == ""
 
 
 def test_wrong_counts_at_the_start(unmet: Job) -> None:

@@ -168,8 +168,9 @@ PARENT = """
 import sys
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch.rank_process import run_to_exit
-counts, node, port, timeout = eval(sys.argv[1])
-run_to_exit(lambda: start_ranks(sys.argv[2:], counts, node, "127.0.0.1", port, timeout))
+*place, port, timeout, failures = eval(sys.argv[1])
+at = *place, "127.0.0.1", port, timeout
+run_to_exit(lambda: start_ranks(sys.argv[2:], *at, max_failures=failures))
 """
 
 
@@ -187,8 +188,10 @@ def machine(
     command: list[str],
     timeout: float = 60.0,
     secret: str | None = SECRET,
+    max_failures: int | None = None,
 ) -> Run:
-    program = (sys.executable, "-c", PARENT, repr((counts, node_rank, port, timeout)), *command)
+    arguments = repr((counts, node_rank, port, timeout, max_failures))
+    program = (sys.executable, "-c", PARENT, arguments, *command)
     return Run(*program, **({} if secret is None else {"DDP_SECRET": secret}))
 
 
@@ -263,6 +266,43 @@ def test_machines_that_do_not_fit_say_so_in_one_line(port: int) -> None:
             # Those that run already go on.
             assert first.process.poll() is None
             assert second.process.poll() is None
+
+
+def test_machines_that_go_on_and_others_do_not_meet(port: int) -> None:
+    differs = "--go-on was {} here and {} on machine 0: it must be the same on all"
+    wait = shell("exec sleep 60")
+    with (
+        machine([1, 1], 0, port, wait) as first,
+        machine([1, 1], 1, port, wait, max_failures=0) as second,
+    ):
+        assert (second.wait(), first.wait(SOON_S)) == (2, 1)
+        assert second.err == f"error: {differs.format('given', 'not given')}\n"
+        told = "stopped: machine 1: --go-on was given there and not given on machine 0\n"
+        assert first.err == told
+    with (
+        machine([1, 1], 0, port, wait, max_failures=0) as first,
+        machine([1, 1], 1, port, wait) as second,
+    ):
+        assert second.wait() == 2
+        assert second.err == f"error: {differs.format('not given', 'given')}\n"
+        # The ranks of machine 1, which has not come, need no time to stop.
+        first.signal(signal.SIGTERM)
+        assert first.wait(SOON_S) == 143
+        assert first.err == "stopping all ranks; once more ends them at once\n"
+
+
+def test_a_machine_that_waits_ends_with_machine_0(port: int) -> None:
+    wait = shell("echo here; exec sleep 60")
+    with (
+        machine([1, 1], 0, port, wait, max_failures=0) as first,
+        machine([1, 1], 1, port, wait, max_failures=0) as second,
+    ):
+        second.wait_for("here")
+        with machine([1, 1], 1, port, wait, max_failures=0) as again:
+            again.wait_for("waiting until machine 0 lets this machine in\n")
+            first.signal(signal.SIGKILL)
+            assert (again.wait(SOON_S), second.wait(SOON_S)) == (2, 1)
+            assert again.err.endswith("error: the job ended before machine 0 let this machine in\n")
 
 
 def test_an_absent_machine_0_is_one_line_in_time(port: int) -> None:
