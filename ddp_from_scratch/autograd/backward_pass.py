@@ -1,12 +1,13 @@
 """Tracks one backward pass from its first gradient to its end."""
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
 
-from ddp_from_scratch.autograd.graph_walk import GraphWatch
+from ddp_from_scratch.autograd.graph_walk import GraphWatch, will_accumulate
 from ddp_from_scratch.autograd.ready_order import ReadyOrder
 from ddp_from_scratch.autograd.used_parameters import UsedParameters
 
@@ -36,10 +37,13 @@ class BackwardPass:
         ready_order: the order that an earlier run recorded, or None.
         on_enter: see `GraphWatch`.
         at_end: a bound method, called by autograd when the pass is over. Held weakly.
-        broken_off: called instead if an exception ends the pass, before `backward()` raises it.
+        broken_off: a bound method, called with the pass's number instead if an exception ends the
+            pass, before `backward()` raises it. Held weakly.
 
     Attributes:
         state: IDLE, RUNNING or BROKEN_OFF.
+        number: autograd's number of the pass under way. A pass that an exception ended never
+            reports its end, but the next pass has another number.
         order: the order in which gradients become ready.
         used: the parameters that were used; None if no option needs them.
         may_be_unused: True if a parameter may get no gradient.
@@ -56,13 +60,13 @@ class BackwardPass:
         ready_order: Sequence[str] | None,
         on_enter: Callable[[set[int]], None],
         at_end: Callable[[], None],
-        broken_off: Callable[[], None],
+        broken_off: Callable[[int], None],
     ) -> None:
-        self._at_end, self._broken_off = weakref.WeakMethod(at_end), broken_off
+        self._at_end = weakref.WeakMethod(at_end)
+        self._broken_off = weakref.WeakMethod(broken_off)
         self.state = PassState.IDLE
-        # Autograd's number of the pass under way. A pass that an exception ended never reports its
-        # end, but the next pass has another number.
-        self._number = -1
+        self.number = -1
+        self._thread = -1
         self._parameters = parameters
         self.order = ReadyOrder(names, ready_order)
         # None keeps the way of a gradient short: without these options each parameter gets one
@@ -97,14 +101,15 @@ class BackwardPass:
 
     def is_current(self) -> bool:
         """True if autograd is now executing the pass that has begun."""
-        return self.state is not PassState.IDLE and self._number == _current_pass()
+        return self.state is not PassState.IDLE and self.number == _current_pass()
 
     def begin(self) -> None:
         """Begins the pass that autograd is executing."""
-        self._number, self.state = _current_pass(), PassState.RUNNING
+        self.number, self.state = _current_pass(), PassState.RUNNING
+        self._thread = threading.get_ident()
         at_end = self._at_end()
         assert at_end is not None, "its owner called this"
-        callback = _Callback(self, at_end, self._broken_off)
+        callback = _Callback(at_end, self._broken_off)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def on_gradient(self, index: int) -> bool:
@@ -114,7 +119,7 @@ class BackwardPass:
         """
         # Reentrant checkpointing runs passes inside a pass. Unused parameters are known at the end
         # of the outermost pass, which has begun here when it entered the graph (`GraphWatch`).
-        if self._number != _current_pass() and not (
+        if self.number != _current_pass() and not (
             self.state is not PassState.IDLE and self.may_be_unused
         ):
             self.begin()
@@ -126,7 +131,7 @@ class BackwardPass:
     def end(self) -> bool:
         """Ends the pass; False if there is none. Idempotent."""
         ended = self.state is not PassState.IDLE
-        self.state, self._number = PassState.IDLE, -1
+        self.state, self.number = PassState.IDLE, -1
         return ended
 
     def drop(self) -> None:
@@ -137,8 +142,34 @@ class BackwardPass:
 
     def break_off(self, number: int) -> None:
         """Marks the pass of this number as broken off."""
-        if self._number == number:
+        if self.number == number:
             self.state = PassState.BROKEN_OFF
+
+    def is_same(self, other: "BackwardPass") -> bool:
+        """True if both are under way in the same pass of autograd's."""
+        return self.state is PassState.RUNNING and self.number == other.number
+
+    def is_inside(self, other: "BackwardPass") -> bool:
+        """True if this pass runs inside the other, as in a reentrant checkpoint's backward."""
+        # A backward pass of another thread is no part of this one.
+        return (
+            other.state is PassState.RUNNING
+            and other._thread == self._thread
+            and other.number < self.number
+        )
+
+    def end_with(self, other: "BackwardPass") -> None:
+        """Goes on until the other pass ends."""
+        self.number = other.number
+
+    def will_run(self) -> bool:
+        """True if the pass that autograd is executing brings a gradient of these parameters."""
+        return any(map(will_accumulate, self._parameters))
+
+    @property
+    def hides_parameters(self) -> bool:
+        """True if the last graph that was walked hides parameters in a reentrant checkpoint."""
+        return self._graphs.hides_parameters
 
     def stop(self) -> None:
         """Ignores all graphs from now on, also those still alive. Idempotent."""
@@ -149,9 +180,9 @@ class _Callback:
     """A callback for a pass's end; autograd drops it uncalled if an exception ends the pass."""
 
     def __init__(
-        self, of: BackwardPass, at_end: Callable[[], None], broken_off: Callable[[], None]
+        self, at_end: Callable[[], None], broken_off: "weakref.WeakMethod[Callable[[int], None]]"
     ) -> None:
-        self._of, self._number = of, _current_pass()
+        self._number = _current_pass()
         self._at_end, self._broken_off = at_end, broken_off
         self._called = False
 
@@ -161,6 +192,5 @@ class _Callback:
 
     # Autograd does not report a failed pass; it only drops the callbacks of that pass.
     def __del__(self) -> None:
-        if not self._called:
-            self._of.break_off(self._number)
-            self._broken_off()
+        if not self._called and (broken_off := self._broken_off()) is not None:
+            broken_off(self._number)

@@ -91,6 +91,11 @@ class GraphWatch:
         self._last: _Forward | None = None
         self._stopped = False
 
+    @property
+    def hides_parameters(self) -> bool:
+        """True if the graph of a forward pass that is alive holds a reentrant checkpoint."""
+        return any(forward.reached is None for forward in self._forwards)
+
     def on_forward(self, outputs: object, as_before: bool = False) -> None:
         """Walks from all tensors in `outputs`, and puts a hook on the node of each.
 
@@ -137,7 +142,7 @@ class GraphWatch:
         on_enter = self._on_enter()
         if on_enter is None or self._stopped:
             return
-        if any(other.reached is None for other in self._forwards):
+        if self.hides_parameters:
             # Some parameter may be used inside the checkpoint: none can be called unused yet.
             on_enter(set())
             return
@@ -147,18 +152,18 @@ class GraphWatch:
         # This pass may cover several forward passes, or more of the graph than one walk has seen.
         # By now autograd knows what it will execute, so it has the last word.
         rest = set(range(len(self._parameters))) - reached
-        on_enter({i for i in rest if not _will_accumulate(self._parameters[i])})
+        on_enter({i for i in rest if not will_accumulate(self._parameters[i])})
 
     def _accumulates(self, reached: set[int], forward: _Forward) -> bool:
         """True for a pass of `backward()`, False for one of `torch.autograd.grad`."""
         if reached:
-            return any(_will_accumulate(self._parameters[i]) for i in reached)
+            return any(will_accumulate(self._parameters[i]) for i in reached)
         # A static graph's walk is from an earlier step, whose other leaves may have been freed.
         others = [other() for other in forward.others]
-        return None in others or any(leaf is not None and _will_accumulate(leaf) for leaf in others)
+        return None in others or any(leaf is not None and will_accumulate(leaf) for leaf in others)
 
 
-def _will_accumulate(parameter: torch.Tensor) -> bool:
+def will_accumulate(parameter: torch.Tensor) -> bool:
     """True if the backward pass under way will add to this parameter's `.grad`."""
     if not parameter.requires_grad:
         return False

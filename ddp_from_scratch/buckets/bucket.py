@@ -33,6 +33,7 @@ class Bucket:
 
     Attributes:
         views: a window of the buffer for each member, where `.grad` lies with bucket views.
+        name: for errors.
     """
 
     is_sparse = False
@@ -51,6 +52,7 @@ class Bucket:
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self._parameters = list(parameters)
         self._index, self._is_last = index, is_last
+        self.name = f"bucket {index}"
         first = self._parameters[0]
         if flat is None:
             flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)

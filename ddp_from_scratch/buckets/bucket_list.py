@@ -25,6 +25,7 @@ class BucketList:
         caps: see `assign_buckets`.
         gradient_as_bucket_view: see `Bucket`.
         memory_of: the group whose backend may offer the memory (`allocate`); None means none.
+        owner: the name of the Reducer, for errors.
 
     Attributes:
         names, parameters: an index into these stands for a parameter everywhere.
@@ -42,6 +43,7 @@ class BucketList:
         caps: Sequence[int],
         gradient_as_bucket_view: bool,
         memory_of: dist.ProcessGroup | None,
+        owner: str,
     ) -> None:
         sparse = sparse_parameters(module)
         # Sparse gradients last: so the indices below `_in_flat` are those of flat buckets.
@@ -51,7 +53,7 @@ class BucketList:
         # later, and its bucket must still be laid out as on the others.
         self._strides = [dense_strides(parameter) for parameter in self.parameters]
         self._in_flat = sum(id(parameter) not in sparse for parameter in self.parameters)
-        self._process_group = process_group
+        self._process_group, self._owner = process_group, owner
         self.caps, self.gradient_as_bucket_view = caps, gradient_as_bucket_view
         # Allocated once, whatever the layout: on mpi this is memory that ranks share, and
         # collective.
@@ -109,6 +111,8 @@ class BucketList:
             self._memory,
             self._strides,
         )
+        for bucket in self.flat:
+            bucket.name = f"bucket {bucket.index()} of {self._owner}"
         rest = map(self._sparse_bucket, sparse, itertools.count(len(self.flat)))
         self.all = (*self.flat, *rest)
         self.bucket_of = {index: bucket for bucket in self.all for index in bucket.layout.members}

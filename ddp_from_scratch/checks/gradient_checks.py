@@ -126,15 +126,16 @@ class GradientChecks:
             if isinstance(layer, _BatchNorm) and hasattr(layer, "process_group") and layer.training
         ]
 
-    def check_static(self, differences: Sequence[tuple[int, int, int]]) -> None:
-        """Raises if the backward pass differs from the first one."""
-        if differences:
-            names = self._buckets.names
-            counts = [f"{names[i]} {now} instead of {then}" for i, now, then in differences]
-            raise RuntimeError(
-                f"static_graph=True, but this backward pass on rank {self._rank} gave other "
-                f"numbers of gradients than the first: {shortened(counts)}"
-            )
+    def static_error(self, differences: Sequence[tuple[int, int, int]]) -> RuntimeError | None:
+        """Returns an error if the backward pass differs from the first one."""
+        if not differences:
+            return None
+        names = self._buckets.names
+        counts = [f"{names[i]} {now} instead of {then}" for i, now, then in differences]
+        return RuntimeError(
+            f"static_graph=True, but this backward pass on rank {self._rank} gave other "
+            f"numbers of gradients than the first: {shortened(counts)}"
+        )
 
     def second_gradient(self, index: int) -> RuntimeError:
         """Returns the error for a gradient after the launch, which the average would overwrite."""

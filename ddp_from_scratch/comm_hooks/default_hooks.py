@@ -1,5 +1,7 @@
 """Comm hooks that average a bucket with one all-reduce, in full precision or compressed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.gradient_bucket import CommHook
 from ddp_from_scratch.group import of_member
+from ddp_from_scratch.node.fingerprint import caller
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 Future = torch.futures.Future[Any]
@@ -57,7 +60,7 @@ def _backend_divides(process_group: dist.ProcessGroup | None) -> bool:
 
 
 def _sum(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
-    return _all_reduce(bucket.buffer(), process_group)
+    return _all_reduce(bucket, bucket.buffer(), process_group)
 
 
 def _average_by_backend(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
@@ -66,7 +69,7 @@ def _average_by_backend(process_group: dist.ProcessGroup | None, bucket: Bucket)
     if buffer.element_size() == 2 and ranks & (ranks - 1):
         buffer.mul_(1.0 / ranks)
         return _sum(process_group, bucket)
-    return _all_reduce(buffer, process_group, dist.ReduceOp.AVG)
+    return _all_reduce(bucket, buffer, process_group, dist.ReduceOp.AVG)
 
 
 def keep_local(state: Any, bucket: Bucket) -> Future:
@@ -111,10 +114,11 @@ def _sum_in(dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket:
     group = process_group or dist.group.WORLD
     if isinstance(group, SharedMemoryGroup):
         # Nothing is sent within a machine, so nothing is rounded there.
-        return group.sum_compressed(buffer, dtype).get_future()
+        with _named(bucket):
+            return group.sum_compressed(buffer, dtype).get_future()
     compressed = bucket.scratch(buffer.shape, dtype)
     compressed.copy_(buffer)
-    return _all_reduce(compressed, process_group)
+    return _all_reduce(bucket, compressed, process_group)
 
 
 _AFTER_DIVISION: dict[CommHook, CommHook] = {
@@ -124,12 +128,24 @@ _AFTER_DIVISION: dict[CommHook, CommHook] = {
 }
 
 
+@contextmanager
+def _named(bucket: Bucket) -> Iterator[None]:
+    """Lets an error name the bucket, where ranks compare what they have come for."""
+    caller.suffix = f" for {bucket.name}"
+    try:
+        yield
+    finally:
+        caller.suffix = ""
+
+
 def _all_reduce(
+    bucket: Bucket,
     tensor: torch.Tensor,
     process_group: dist.ProcessGroup | None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Future:
-    work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
+    with _named(bucket):
+        work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
     # `work` is None on a rank outside of the group, where `of_member` raises.
     return (work or of_member(work)).get_future()
 

@@ -25,6 +25,7 @@ from ddp_from_scratch.node.all_reduce import AllReduce, Receive, RowTree
 from ddp_from_scratch.node.arguments import check_memory, elements, size_of
 from ddp_from_scratch.node.barrier import CheckedBarrier, Progress
 from ddp_from_scratch.node.communicator import Communicator
+from ddp_from_scratch.node.fingerprint import caller
 from ddp_from_scratch.node.operation import Operation, run_in_turn
 from ddp_from_scratch.node.reduction import ReduceOp, Reduction
 from ddp_from_scratch.node.topology import Nodes
@@ -183,7 +184,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, tensor: torch.Tensor, op: ReduceOp, crossing: torch.dtype | None = None
     ) -> Operation:
         check_memory(self.backend, "all_reduce", written=[tensor])
-        fingerprint, reduction = self._named_reduction(tensor.numel(), tensor.dtype, op)
+        fingerprint, reduction = self._named_reduction(
+            tensor.numel(), tensor.dtype, op, caller.suffix
+        )
         return Operation(
             fingerprint,
             partial(self._reduce, tensor, reduction, crossing),
@@ -191,10 +194,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         )
 
     def _make_named_reduction(
-        self, numel: int, dtype: torch.dtype, op: ReduceOp
+        self, numel: int, dtype: torch.dtype, op: ReduceOp, suffix: str
     ) -> tuple[str, Reduction]:
         reduction = self._reduction(op, dtype)
-        return f"all_reduce({reduction.name}) of {elements(numel, dtype)}", reduction
+        return f"all_reduce({reduction.name}) of {elements(numel, dtype)}{suffix}", reduction
 
     def _reduction(self, op: ReduceOp, dtype: torch.dtype) -> Reduction:
         """Torch's reduction over the group; a RuntimeError where the backend does not have it."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.autograd.backward_pass import BackwardPass
+from ddp_from_scratch.autograd.backward_pass import BackwardPass, PassState
 from ddp_from_scratch.autograd.fused_wgrad import FusedWgrad
 from ddp_from_scratch.autograd.hooks import Hooks
 from ddp_from_scratch.buckets.bucket import Bucket
@@ -31,6 +31,7 @@ from ddp_from_scratch.checks.stall_watch import Progress, StallWatch
 from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.checks.straggler_watch import StragglerWatch
 from ddp_from_scratch.group import check_group
+from ddp_from_scratch.reducer import launch_order
 from ddp_from_scratch.reducer.bucket_tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.reducer.comm_state import CommState
 from ddp_from_scratch.reducer.profiler_ranges import ProfilerRanges, profiling
@@ -145,7 +146,7 @@ class Reducer:
         caps = bucket_caps(bucket_cap_mb)
         snapshot = ModuleSnapshot(module, ignore)
         trainable = snapshot.trainable()
-        check_group(process_group)
+        group = check_group(process_group)
         on_cpu = all(parameter.device.type == "cpu" for parameter in trainable.values())
         if fuse_wgrad and not on_cpu:
             raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
@@ -153,7 +154,8 @@ class Reducer:
         as_view = gradient_as_bucket_view or fuse_wgrad
         # Memory of a group ends with it, and shards may go on in another group.
         memory_of = None if shards else self._memory_of()
-        self._buckets = BucketList(module, trainable, process_group, caps, as_view, memory_of)
+        name = launch_order.name_in(group)
+        self._buckets = BucketList(module, trainable, process_group, caps, as_view, memory_of, name)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
         self.sync, self.joining, self.iteration = True, False, 0
@@ -168,7 +170,7 @@ class Reducer:
             ready_order=ready_order or (self._buckets.names[::-1] if shards is not None else None),
             on_enter=self._on_enter,
             at_end=self._on_backward_end,
-            broken_off=self._buckets.restore_grads,
+            broken_off=self._on_broken_off,
         )
         self._buckets.lay_out(self._pass.order.present())
         self.checks = GradientChecks(module, snapshot, self._pass, self._buckets, process_group)
@@ -214,6 +216,9 @@ class Reducer:
             self._fused = FusedWgrad(module, index_of, self._claim)
         called = self._on_gradient, self._before_forward, self._after_forward, self._before_step
         self._hooks = Hooks(module, parameters, *called)
+        # The Reducers that launch before this one in a pass, with their iteration; and the pass.
+        self._ahead: tuple[int, list[tuple[Reducer, int]]] = (-1, [])
+        launch_order.add(self)
 
     def _memory_of(self) -> dist.ProcessGroup | None:
         """The group that may offer the buckets' memory. Collective where `CommState.group` is."""
@@ -428,6 +433,7 @@ class Reducer:
         if self._fused is not None:
             self._fused.remove()
         self._pass.stop()
+        launch_order.remove(self)
 
     # Ready --------------------------------------------------------------------------------------
 
@@ -482,16 +488,39 @@ class Reducer:
 
     def _may_launch_early(self) -> bool:
         """True if full buckets are launched now, during backward, and not at its end."""
+        if not self.comm.overlap or not self._is_next():
+            return False
+        if self._shards is not None and self._shards.in_lock_step:
+            # Other shards of this rank are in backward, too.
+            return False
         # Synchronised batch norm has collectives in backward, and all ranks must issue all
         # collectives in the same order. Two kinds of ours have no fixed place among them: those of
         # a hook that starts several, and those of a bucket that is full earlier on one rank, since
         # parameters are unused there.
-        if self._pass.may_be_unused or not self.comm.several_at_once:
-            return self.comm.overlap and not self.checks.layers_communicate()
-        if self._shards is not None and self._shards.in_lock_step:
-            # Other shards of this rank are in backward, too.
+        reducers = [self, *(other for other, _ in self._ahead[1])]
+        fixed = all(r.comm.several_at_once and not r._pass.may_be_unused for r in reducers)
+        return fixed or not any(r.checks.layers_communicate() for r in launch_order.living())
+
+    def takes_part(self) -> bool:
+        """True if this Reducer averages in the backward pass that autograd is executing."""
+        return self.sync and (self._pass.state is PassState.RUNNING or self._pass.will_run())
+
+    def _is_next(self) -> bool:
+        """True if the Reducers that come first in this pass have launched all their buckets."""
+        if launch_order.is_alone():
+            return True
+        if self._pass.may_be_unused and self._pass.hides_parameters:
+            # What the checkpoint hides is known at the end, and another Reducer's may be among it.
             return False
-        return self.comm.overlap
+        number, ahead = self._ahead
+        if number != self._pass.number:
+            ahead = [(other, other.iteration) for other in launch_order.ahead_of(self)]
+            self._ahead = self._pass.number, ahead
+        for other, iteration in ahead:
+            if other.iteration == iteration and other._next_bucket < len(other._buckets.all):
+                return False
+            other._await_hook()
+        return True
 
     # Pack, launch -------------------------------------------------------------------------------
 
@@ -543,12 +572,32 @@ class Reducer:
     # Wait, unpack -------------------------------------------------------------------------------
 
     def _on_backward_end(self) -> None:
-        """Launches the rest and finishes the average. Called by autograd when the pass is over.
+        """Ends the pass for all Reducers in it. Called by autograd when the pass is over.
 
-        Idempotent: does nothing if no pass is under way.
+        Idempotent: does nothing if no pass is under way, or another Reducer has ended it.
         """
-        if not self._pass.end():
+        if self._pass.state is PassState.IDLE:
             return
+        reducers = launch_order.living()
+        for other in reducers:
+            if self._pass.is_inside(other._pass):
+                # Its buckets may come first, and on another rank may have been launched by now.
+                self._pass.end_with(other._pass)
+                return
+        together = [r for r in reducers if r._pass.is_same(self._pass)]
+        if self not in together:  # removed in the middle of the pass
+            together.append(self)
+        # Everything is launched before anything is waited for: finishing has collectives, too.
+        complete = [r for r in together if r._launch_rest()]
+        # Averaged first, then raised: the other ranks' averages need this rank's buckets.
+        errors = [error for r in complete if (error := r._finish_pass()) is not None]
+        if errors:
+            raise errors[0]
+
+    def _launch_rest(self) -> bool:
+        """Ends the pass and launches the rest; True if all buckets are under way."""
+        self._pass.end()
+        self._ahead = (-1, [])
         if self._pass.may_be_unused:
             self._buckets.mark_rest_unused()
         if self._next_bucket < len(self._buckets.all):
@@ -559,14 +608,23 @@ class Reducer:
             # Gradients are missing, so nothing is unpacked. A later pass may bring them (a loss
             # computed in parts, reentrant checkpointing), or else the next forward pass raises.
             self._buckets.restore_grads()
-            return
-        # Averaged first, then raised: the other ranks' averages need this rank's buckets.
+            return False
+        return True
+
+    def _finish_pass(self) -> RuntimeError | None:
+        """Finishes the average; returns the error of this rank alone."""
         error, self._error = self._error, None
         self._finish(takes_part=error is None)
-        if error is not None:
-            raise error
-        if self._pass.used is not None:
-            self.checks.check_static(self._pass.used.end_pass())
+        if error is None and self._pass.used is not None:
+            error = self.checks.static_error(self._pass.used.end_pass())
+        return error
+
+    def _on_broken_off(self, number: int) -> None:
+        """Restores gradients after an exception in a pass. Called before `backward()` raises it."""
+        self._buckets.restore_grads()
+        self._ahead = (-1, [])
+        for reducer in launch_order.living():
+            reducer._pass.break_off(number)
 
     def _finish(self, takes_part: bool) -> None:
         """Waits for each bucket in order and unpacks it, but not on a rank that takes no part."""

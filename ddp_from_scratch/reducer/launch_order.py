@@ -1,0 +1,53 @@
+"""The Reducers of this process, in the order in which they launch their buckets in one pass.
+
+All ranks must issue the same collectives in the same order. Within a Reducer that is the order of
+the buckets' index. Among several Reducers the one made last is first: forward passes mostly run
+through modules in the order in which they were made, and backward the other way.
+"""
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from ddp_from_scratch.reducer.reducer import Reducer
+
+# In the order in which they were made, which is the same on all ranks of a group.
+_made: "list[weakref.ref[Reducer]]" = []
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+
+def name_in(group: dist.ProcessGroup) -> str:
+    """Returns the name of a new Reducer of this group, the same on all its ranks."""
+    _numbers[group] = number = _numbers.get(group, 0) + 1
+    return f"Reducer {number}"
+
+
+def add(reducer: "Reducer") -> None:
+    """Puts a new Reducer first."""
+    _made.append(weakref.ref(reducer, _made.remove))
+
+
+def remove(reducer: "Reducer") -> None:
+    """Takes a Reducer out. Idempotent."""
+    _made[:] = [found for found in _made if found() is not reducer]
+
+
+def is_alone() -> bool:
+    """True if no other Reducer can have a part in a pass."""
+    return len(_made) < 2
+
+
+def living() -> "list[Reducer]":
+    """All Reducers that are in use, the first to launch first."""
+    return [reducer for found in reversed(tuple(_made)) if (reducer := found()) is not None]
+
+
+def ahead_of(reducer: "Reducer") -> "list[Reducer]":
+    """The Reducers before this one that average in the backward pass under way."""
+    # The graph is asked, not the Reducers that have begun: how far backward has come differs
+    # between ranks.
+    everyone = living()
+    before = everyone[: everyone.index(reducer)] if reducer in everyone else []
+    return [other for other in before if other.takes_part()]
