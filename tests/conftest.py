@@ -28,19 +28,35 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[str, int], Crew]]:
-    """`ranks(backend, world_size)(function, *arguments)` calls it on every rank."""
-    crews: dict[tuple[str, int], Crew] = {}
+def crews() -> Iterator[dict[tuple[str, int], Crew]]:
+    """The crews that serve all tests."""
+    found: dict[tuple[str, int], Crew] = {}
+    yield found
+    for crew in found.values():
+        crew.end()
 
-    def crew(backend: str, world_size: int) -> Crew:
+
+@pytest.fixture
+def ranks(crews: dict[tuple[str, int], Crew]) -> Iterator[Callable[..., Crew]]:
+    """`ranks(backend, world_size)(function, *arguments)` calls it on every rank.
+
+    `ranks(backend, world_size, fresh=True)` starts ranks of the test's own, for what changes their
+    process for good: another library, or an error that ends a group.
+    """
+    own: list[Crew] = []
+
+    def crew(backend: str, world_size: int, fresh: bool = False) -> Crew:
+        if fresh:
+            own.append(Crew(backend, world_size, fresh=True))
+            return own[-1]
         found = crews.get((backend, world_size))
         if found is None or found.ended:
             found = crews[backend, world_size] = Crew(backend, world_size)
         return found
 
     yield crew
-    for found in crews.values():
-        found.end()
+    for made in own:
+        made.end()
 
 
 # The first tier has both backends and both sizes.

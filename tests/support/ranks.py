@@ -10,6 +10,7 @@ and its crew is replaced.
 
 import atexit
 import faulthandler
+import gc
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -34,15 +35,20 @@ LIMIT_S = CALL_LIMIT_S / 2  # of a collective
 
 
 class Crew:
-    """The ranks of one process group, waiting for functions to call."""
+    """The ranks of one process group, waiting for functions to call.
 
-    def __init__(self, backend: str, world_size: int) -> None:
+    Args:
+        backend, world_size: of the process group.
+        fresh: True for the ranks of a single test, which may change their processes.
+    """
+
+    def __init__(self, backend: str, world_size: int, fresh: bool = False) -> None:
         self.backend, self.world_size = backend, world_size
         self._connections: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="crew-")
         self._log = Path(self._folder.name) / "log"
         address = str(Path(self._folder.name) / "socket")
-        command = [sys.executable, str(Path(__file__)), backend, address]
+        command = [sys.executable, str(Path(__file__)), backend, address, f"fresh={fresh}"]
         found: dict[int, tuple[int, Connection]] = {}
         with Listener(address, "AF_UNIX") as listener, self._log.open("ab") as log:
             self._launchers = [self._launch(c, e, log) for c, e in self._commands(command)]
@@ -63,6 +69,8 @@ class Crew:
     def _launch(
         self, command: list[str], environ: dict[str, str], log: BinaryIO
     ) -> "subprocess.Popen[bytes] | ForkedRank":
+        # Whatever a rank starts has as many threads as the rank: another number, other bits.
+        environ |= {"OMP_NUM_THREADS": "1"}
         if can_fork(command):
             return _fork_server().start([*command, log.name], environ)
         return subprocess.Popen(
@@ -229,12 +237,13 @@ def _node_group() -> Any:
     return ddp.World(rank, size, rank, size, 0, "none", "node", torch.device("cpu"))
 
 
-def serve(backend: str, address: str, log: str | None = None) -> None:
+def serve(backend: str, address: str, fresh: str, log: str | None = None) -> None:
     """A rank: calls what the test sends, until the test is gone.
 
     Args:
         backend: of the process group.
         address: the test's socket.
+        fresh: "fresh=True" for ranks of one test, which may leave its process changed.
         log: where it prints; None leaves that to who has started it.
     """
     if log is not None:
@@ -247,6 +256,7 @@ def serve(backend: str, address: str, log: str | None = None) -> None:
     import ddp_from_scratch as ddp
     from ddp_from_scratch.autograd import fused_wgrad
     from ddp_from_scratch.buckets import packing
+    from tests.support.rank_state import unchanged
 
     torch.set_num_threads(1)
     # Tests' layers are treated as large ones are.
@@ -255,13 +265,16 @@ def serve(backend: str, address: str, log: str | None = None) -> None:
     with opened as world:
         connection = Client(address, "AF_UNIX")
         connection.send((world.rank, os.getpid()))
+        around = nullcontext if fresh == "fresh=True" else unchanged
+        gc.freeze()  # a collection after a test looks only at what the test has made
         while True:
             try:
                 function, arguments = connection.recv()
             except EOFError:
                 os._exit(0)
             try:
-                reply = (True, function(world, *arguments))
+                with around():
+                    reply = (True, function(world, *arguments))
             except BaseException:  # noqa: BLE001  # a test sees everything
                 reply = (False, traceback.format_exc())
             connection.send(reply)

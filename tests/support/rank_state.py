@@ -1,0 +1,100 @@
+"""What a test may not change in the process of a rank, which serves other tests after it.
+
+The number of threads and oneDNN's switch alone change the bits of a convolution: a test that leaves
+one of them changed makes another test fail, an hour later.
+"""
+
+import gc
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.reducer import launch_order
+
+_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM]
+# Set by launchers and libraries in the course of their work, and read by nobody again.
+_IGNORED = ("PYTEST_", "KINETO_", "TORCHINDUCTOR_", "TRITON_")
+
+
+def numerics() -> dict[str, Any]:
+    """What decides the bits of a computation in this process."""
+    return {
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "torch.get_num_interop_threads()": torch.get_num_interop_threads(),
+        "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
+        "torch.backends.nnpack.enabled()": torch._C._get_nnpack_enabled(),
+        "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability(),
+        "torch.are_deterministic_algorithms_enabled()": (
+            torch.are_deterministic_algorithms_enabled()
+        ),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
+        "torch.get_autocast_dtype('cpu')": torch.get_autocast_dtype("cpu"),
+    }
+
+
+def _state() -> dict[str, Any]:
+    groups = sorted(dist.distributed_c10d._world.pg_names.values())
+    return numerics() | {
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "torch.is_anomaly_enabled()": torch.is_anomaly_enabled(),
+        "dist.get_debug_level()": dist.get_debug_level(),
+        "os.getcwd()": os.getcwd(),
+        "os.environ": {k: v for k, v in os.environ.items() if not k.startswith(_IGNORED)},
+        "signal handlers": {s.name: signal.getsignal(s) for s in _SIGNALS},
+        "open process groups": groups,
+        "living Reducers": len(launch_order.living()),
+        # Without those of groups, which are compared above: a group may open another beside it.
+        "Python threads": sorted(t.name for t in threading.enumerate() if "-group-" not in t.name),
+    }
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Raises AssertionError if the block leaves the process otherwise than it found it.
+
+    The state of random number generators is put back without a word.
+    """
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    before = _state()
+    yield
+    torch.set_rng_state(generators[0])
+    random.setstate(generators[1])
+    np.random.set_state(generators[2])
+    after = _state()
+    if after != before:
+        # Reducers and groups lie in cycles of references, and their threads end with them.
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name not in before["Python threads"]:
+                thread.join(1.0)
+        after = _state()
+    if after != before:
+        raise AssertionError(
+            f"this test has changed the process of its rank: {describe(before, after)}"
+        )
+
+
+def describe(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Names what differs, with both values."""
+    lines = []
+    for name, was in before.items():
+        now = after[name]
+        if isinstance(was, dict):
+            lines += [
+                f"{name}[{key!r}] was {was.get(key)!r}, is {now.get(key)!r}"
+                for key in sorted(was.keys() | now.keys())
+                if was.get(key) != now.get(key)
+            ]
+        elif was != now:
+            lines.append(f"{name} was {was!r}, is {now!r}")
+    return "; ".join(lines)
