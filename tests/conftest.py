@@ -1,11 +1,14 @@
 """Fixtures of all tests."""
 
 import os
+import random
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from tests.support.tiers import slow
 # The console scripts of this Python (mpirun, torchrun) before any other's.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 torch.set_num_threads(1)
+SECONDS_A_TEST = 0.2  # on average, in the first tier
 
 
 def pytest_runtest_setup() -> None:
@@ -84,6 +88,37 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--crew-order",
+        default="as written",
+        help="random:SEED shuffles the tests, which share their ranks' processes",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = config.getoption("--crew-order")
+    if order.startswith("random:"):
+        random.Random(order.removeprefix("random:")).shuffle(items)
+    elif order != "as written":
+        raise pytest.UsageError(f"--crew-order must be random:SEED, got {order!r}")
     tiers.sort(items)
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str:
+    more = config.pluginmanager.get_plugin("terminalreporter").stats.get("deselected", [])
+    minutes = max(1, round(len(items) * SECONDS_A_TEST / 60))
+    rest = f"; make test-all has {len(more):,} more" if more else ""
+    return f"{len(items):,} tests, about {minutes} min on 2 idle cores{rest}"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says in one line why tests were skipped."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    if reasons:
+        counts = (f"{count} {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped: {'; '.join(counts)}")

@@ -60,7 +60,7 @@ class FlightRecorder:
     def __init__(self, group: ProcessGroupMPI, ranks: Sequence[int]) -> None:
         rank, size, kind = group.rank(), group.size(), dist.ProcessGroup.BackendType.MPI
         name: Any = group.getGroupName()  # torch's stubs have a type of their own
-        self._group = dist.ProcessGroup(rank, size)
+        self._group = dist.ProcessGroup(rank, size)  # type: ignore[call-arg, unused-ignore]
         self._group._set_default_backend(kind)
         # Refers to this object weakly: torch's group keeps it in C++, where no garbage is looked
         # for. Kept here, too: of a backend in Python torch keeps no more than C++ sees.

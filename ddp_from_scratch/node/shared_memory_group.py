@@ -63,7 +63,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         node: Communicator | None = None,
         progress: Progress = lambda: math.inf,
     ) -> None:
-        super().__init__(everyone.rank, everyone.size)
+        super().__init__(everyone.rank, everyone.size)  # type: ignore[call-arg, unused-ignore]
         # In this order on all ranks: each of these exchanges messages when it is made.
         self._nodes = Nodes.of(everyone, node)
         self.checked_barrier = CheckedBarrier(self._nodes, progress)

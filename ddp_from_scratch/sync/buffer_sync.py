@@ -137,7 +137,7 @@ class BufferSync(Observer):
         uncounted: tuple[torch.Tensor, ...] = ()
         # Autograd counts writes, and raises in backward if a value that it saved has changed since.
         # A buffer that more than Python holds may be such a value.
-        if any(buffer._use_count() > 1 for buffer, _ in pairs):
+        if any(b._use_count() > 1 for b, _ in pairs):  # type: ignore[attr-defined, unused-ignore]
             norms = [m for m in self._module.modules() if isinstance(m, _NormBase)]
             statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
             # Running statistics are written uncounted, as batch norm's own kernel writes them: no
