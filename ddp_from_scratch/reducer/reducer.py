@@ -154,7 +154,7 @@ class Reducer:
         as_view = gradient_as_bucket_view or fuse_wgrad
         # Memory of a group ends with it, and shards may go on in another group.
         memory_of = None if shards else self._memory_of()
-        name = launch_order.name_in(group)
+        name = self._name_in(group)
         self._buckets = BucketList(module, trainable, process_group, caps, as_view, memory_of, name)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
@@ -223,6 +223,9 @@ class Reducer:
     def _memory_of(self) -> dist.ProcessGroup | None:
         """The group that may offer the buckets' memory. Collective where `CommState.group` is."""
         return self.comm.group()
+
+    def _name_in(self, group: dist.ProcessGroup) -> str:
+        return launch_order.name_in(group)
 
     def __repr__(self) -> str:
         return f"Reducer({self.stats()})"

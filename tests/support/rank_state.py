@@ -43,7 +43,6 @@ def numerics() -> dict[str, Any]:
 
 
 def _state() -> dict[str, Any]:
-    groups = sorted(dist.distributed_c10d._world.pg_names.values())
     return numerics() | {
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "torch.is_anomaly_enabled()": torch.is_anomaly_enabled(),
@@ -51,10 +50,13 @@ def _state() -> dict[str, Any]:
         "os.getcwd()": os.getcwd(),
         "os.environ": {k: v for k, v in os.environ.items() if not k.startswith(_IGNORED)},
         "signal handlers": {s.name: signal.getsignal(s) for s in _SIGNALS},
-        "open process groups": groups,
-        "living Reducers": len(launch_order.living()),
-        # Without those of groups, which are compared above: a group may open another beside it.
-        "Python threads": sorted(t.name for t in threading.enumerate() if "-group-" not in t.name),
+        "open process groups": sorted(dist.distributed_c10d._world.pg_names.values()),
+        "Python threads": sorted(
+            thread.name
+            for thread in threading.enumerate()
+            # Those of groups are compared above: a group may open another beside it.
+            if "-group-" not in thread.name and thread.name != "tqdm_monitor"
+        ),
     }
 
 
@@ -62,18 +64,25 @@ def _state() -> dict[str, Any]:
 def unchanged() -> Iterator[None]:
     """Raises AssertionError if the block leaves the process otherwise than it found it.
 
-    The state of random number generators is put back without a word.
+    Reducers that it has left are removed, process groups closed, and random number generators put
+    back, without a word.
     """
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    opened = dict(dist.distributed_c10d._world.pg_names)
     before = _state()
     yield
+    # An error that torch keeps in C++ keeps the Reducer that raised it.
+    for reducer in launch_order.living():
+        reducer.remove()
+    for group in tuple(dist.distributed_c10d._world.pg_names):  # on all ranks in the same order
+        if group not in opened:
+            dist.destroy_process_group(group)
     torch.set_rng_state(generators[0])
     random.setstate(generators[1])
     np.random.set_state(generators[2])
     after = _state()
     if after != before:
-        # Reducers and groups lie in cycles of references, and their threads end with them.
-        gc.collect()
+        gc.collect()  # what lies in cycles of references may have threads
         for thread in threading.enumerate():
             if thread.name not in before["Python threads"]:
                 thread.join(1.0)
