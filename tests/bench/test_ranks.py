@@ -1,67 +1,29 @@
-"""bench/contenders.py: rows of a table, and that all of them train the same."""
+"""All contenders train the same, on ranks; and the program runs."""
+
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from ddp_from_scratch import node
 from ddp_from_scratch.bench import contenders as c
 from ddp_from_scratch.bench import prepare, timing
 from ddp_from_scratch.bench.workloads import Transformer, Workload, text_batch
+from tests.support.ranks import MPIRUN, ROOT
 from tests.support.tiers import slow
 
 TINY = Workload(
     "tiny", lambda: Transformer(11, 5, width=8, heads=2, depth=1), lambda: text_batch(2, 5, 11)
 )
-RUNGS = [spec.name for spec in c.CONTENDERS]
-
-
-def names(*arguments):
-    return [spec.name for spec in c.rows(*arguments)]
-
-
-def test_rows_are_named_after_contender_and_backend():
-    found = names(["gloo", "mpi"], "sgd", ["ddp.SGD, one flat bucket", "torch DDP, views"])
-    references = [name.replace("DDP", "DDP on gloo") for name in c.REFERENCES]
-    there = [name for name in references if name in found]
-    assert there[:2] == references[:2]  # of every version of torch
-    assert set(found) - set(there) == {
-        c.NO_COMMUNICATION,
-        "torch DDP on mpi, views",
-        "torch DDP on node, views",
-        "ddp.SGD on gloo, one flat bucket",
-        "ddp.SGD on mpi, one flat bucket",
-    }
-
-
-def test_rungs_and_other_optimizers_are_rows_where_they_are_asked_for():
-    found = names(["gloo"])
-    assert "Reducer on gloo, no shared memory" in found
-    assert not any("per parameter" in name or "Zero" in name for name in found)
-    adamw = names(["gloo"], "adamw", RUNGS)
-    assert {"ddp.AdamW on gloo", "NodeSharedAdamW on gloo"} <= set(adamw)
-    assert "torch DDP on gloo, ZeroRedundancyOptimizer" in adamw
-    assert "Reducer on gloo, one all-reduce per parameter" in adamw
-
-
-def test_on_mpi_alone_and_nccl_the_reference_is_there():
-    assert "torch DDP on gloo, views" in names(["mpi"], "sgd", [])
-    assert names(["nccl"], "sgd", ["NodeSharedSGD"])[1] == "torch DDP on nccl, default"
-    assert not any("gloo" in name or "NodeShared" in name for name in names(["nccl"]))
-
-
-def test_buckets_get_smaller_toward_the_end():
-    model = torch.nn.Linear(4096, 1024, bias=False)  # 16 MiB
-    assert prepare.tapering_caps(model) == [4, 4, 4, 2, 1, 1]
-    assert prepare.tapering_caps(torch.nn.Linear(1, 1)) == [1] * 6
 
 
 def train_all(world, optimizer):
     backends = ["gloo", "mpi"] if world.backend == "mpi" else [world.backend]
-    specs = c.rows(backends, optimizer, RUNGS)
+    specs = c.rows(backends, optimizer, [spec.name for spec in c.CONTENDERS])
     others = {spec.group for spec in specs if spec.group} - {world.backend}
-    assert node.ProcessGroupNode.backend == "node"
     groups = {name: torch.distributed.new_group(backend=name) for name in sorted(others)}
-    torch.manual_seed(world.rank)
     compared = c.contenders(TINY, world.device, specs, groups, optimizer)
     rounds = timing.rounds_for(None, 2, world.device, "")
     samples = timing.interleave(compared, rounds, world.device)
@@ -70,11 +32,13 @@ def train_all(world, optimizer):
     assert {len(s.milliseconds) for s in samples} == {2}
     by_the_clock = list(timing.rounds_for(1e-9, None, world.device, ""))
     assert by_the_clock == list(range(timing.FEWEST_ROUNDS))
+    for group in groups.values():
+        torch.distributed.destroy_process_group(group)
     return [s.milliseconds for s in samples]
 
 
 @pytest.mark.parametrize(
-    ("backend", "optimizer"), [("gloo", "adamw"), ("mpi", "sgd"), slow("gloo", "sgd")]
+    ("backend", "optimizer"), [("gloo", "adamw"), slow("mpi", "sgd"), slow("gloo", "sgd")]
 )
 def test_every_contender_trains_to_the_same_parameters(ranks, backend, optimizer):
     everyone = ranks(backend, 2)(train_all, optimizer)
@@ -93,8 +57,8 @@ def diverging(world):
         prepare.alone: "not the same on all",
         wrong: "x and torch DDP, default have",
     }.items():
-        chosen = [*references, c.ContenderSpec("x", way)]
         torch.manual_seed(world.rank)
+        chosen = [*references, c.ContenderSpec("x", way)]
         compared = c.contenders(TINY, world.device, chosen)
         timing.interleave(compared, range(1), world.device)
         with pytest.raises(RuntimeError, match=error):
@@ -103,3 +67,31 @@ def diverging(world):
 
 def test_what_did_not_train_alike_is_not_compared(ranks):
     ranks("gloo", 2)(diverging)
+
+
+OWN = """
+import torch
+
+def make():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).double()
+    return model, torch.randn(4, 8).double(), lambda model, batch: model(batch).square().mean()
+"""
+
+
+@pytest.mark.parametrize("backends", [("gloo",), slow(("gloo", "mpi"))], ids=" ".join)
+def test_a_model_of_ones_own(backends, tmp_path):
+    """With dropout, and parameters that no flat kernel takes alone."""
+    (tmp_path / "mine.py").write_text(OWN)
+    command = [sys.executable, "-m", "ddp_from_scratch.bench", "--rounds", "2"]
+    command += ["--model", f"{tmp_path / 'mine.py'}:make", "--contender", "NodeSharedSGD"]
+    command += ["--optimizer", "adamw", "--backend", *backends, "--results", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | MPIRUN, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("*.json")
+    content = json.loads(path.read_text())
+    rows = {f"NodeSharedAdamW on {backend}" for backend in backends}
+    assert {*rows, c.NO_COMMUNICATION} <= {s["name"] for s in content["samples"]}
+    assert {len(s["milliseconds"]) for s in content["samples"]} == {2}
+    assert "for this model: " in done.stdout or "no verdict: the machine was" in done.stdout

@@ -1,0 +1,267 @@
+"""The in-library benchmark: rows, ratios, verdicts, and what it refuses."""
+
+import os
+
+import pytest
+import torch
+
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.bench import contenders as c
+from ddp_from_scratch.bench import launch, main, prepare, ways
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
+from ddp_from_scratch.bench.job import Job
+from ddp_from_scratch.bench.quiet import busy_seconds, disturbance, parse_busy
+from ddp_from_scratch.bench.samples import Samples
+from ddp_from_scratch.bench.verdict import Run, is_reference, kind, table, verdict, ways_table
+from ddp_from_scratch.bench.workloads import WORKLOADS, Transformer, workload
+
+RUNGS = [spec.name for spec in c.CONTENDERS]
+DEFAULT, VIEWS = "torch DDP on gloo, default", "torch DDP on gloo, views"
+
+
+# Samples and verdicts ----------------------------------------------------------------------------
+
+
+def test_a_ratio_is_taken_pair_by_pair():
+    other = Samples("b", [1.0, 10.0, 100.0])  # a machine that gets slower
+    assert Samples("a", [2.0, 20.0, 200.0]).ratio_to(other) == (2.0, 2.0, 2.0)
+    assert Samples("a", [1.0, 20.0, 300.0]).ratio_to(other) == (2.0, 1.0, 3.0)
+    assert Samples("a", [2.0, 11.0, 101.0]).minus(other) == (1.0, 1.0, 1.0)
+    # Runs that share no rounds are compared by their medians.
+    one, other = Samples("a", [3.0, 1.0, 2.0]), Samples("b", [4.0, 4.0])
+    assert one.unpaired_ratio_to(other) == (0.5, 0.25, 0.75)
+
+
+def run(**settings):
+    times = {
+        NO_COMMUNICATION: 10.0,
+        DEFAULT: 40.0,
+        VIEWS: 20.0,
+        "torch DDP on node, views": 1.0,  # of this library's backend: no reference
+        "ddp.SGD on gloo": 15.0,
+        "Reducer on mpi, views": 16.0,
+        "ddp.SGD on mpi": 10.0,
+    } | settings.pop("times", {})
+    return Run([Samples(name, [time] * 3) for name, time in times.items()], **settings)
+
+
+def test_names_say_whose_a_contender_is():
+    kinds = {NO_COMMUNICATION: "reference", VIEWS: "torch", "NodeSharedSGD on gloo": "ours"}
+    assert {name: kind(name) for name in kinds} == kinds
+    assert all(map(is_reference, (VIEWS, "torch DDP on nccl, default", "torch DDP")))
+    others = ("torch DDP on mpi, views", "torch DDP on node, views", "Reducer on gloo")
+    assert not any(map(is_reference, others))
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_the_table_compares_with_the_fastest_of_torchs_settings(paired):
+    lines = table(run(paired=paired)).splitlines()
+    row = next(line for line in lines if line.startswith("ddp.SGD on gloo"))
+    assert "0.75 (0.75 to 0.75)" in row
+    assert row.endswith("1.50 (1.50 to 1.50)")
+
+
+@pytest.mark.parametrize(
+    ("time", "text"),
+    [
+        (8.0, "2.50 times as fast as torch's DDP (2.50 to 2.50); that is 0.80 x a step without"),
+        (15.0, "1.33 times as fast as torch's DDP (1.33 to 1.33); of its 15.0 ms 10.0 are compute"),
+        (20.0, "no difference is shown between ddp.SGD on gloo and torch's DDP (1.00)"),
+        (25.0, "torch's DDP is 1.25 times as fast as ddp.SGD on gloo (1.25 to 1.25)"),
+    ],
+)
+def test_verdicts(time, text):
+    of_gloo, of_mpi = verdict(run(times={"ddp.SGD on gloo": time})).splitlines()
+    assert text in of_gloo
+    assert "ddp.SGD on mpi is 2.00 times as fast" in of_mpi
+
+
+def test_a_busy_machine_gets_no_verdict():
+    assert verdict(run(disturbed="someone ran")).startswith("no verdict: ")
+    assert verdict(Run([Samples(NO_COMMUNICATION, [1.0])])) == ""  # nothing to compare
+
+
+def test_ratios_of_all_ways_of_running():
+    alone = Run(run(times={"ddp.SGD on mpi": 5.0}).samples, paired=False)
+    last = ways_table({"interleaved": run(), "alone": alone}).splitlines()[-1]
+    assert last.split()[-4:] == ["0.50", "1.00", "0.25", "0.50"]
+
+
+# A quiet machine ---------------------------------------------------------------------------------
+
+# user nice system idle iowait irq softirq steal guest guest_nice
+STAT = """cpu  9 9 9 9 9 9 9 9 9 9
+cpu0 1 2 4 500 500 500 500 8 500 500
+cpu12 100 200 400 500 500 500 500 800 500 500
+intr 1 2 3
+"""
+
+
+def test_ticks_of_the_processors_that_may_be_used():
+    assert [parse_busy(STAT, processors) for processors in ({0}, {0, 12})] == [15, 1515]
+    with pytest.raises(ValueError, match="invalid literal"):
+        parse_busy("cpu0 one two three", {0})
+    if os.path.exists("/proc/stat"):
+        assert busy_seconds(os.sched_getaffinity(0)) > 0
+
+
+@pytest.mark.parametrize(
+    ("alone", "others", "ranks", "expected"),
+    [
+        ((12.9, 10.0), 0.5, 2, None),  # its ranks had their cores
+        ((13.1, 10.0), 0.0, 2, "a step without communication takes 1.31 x its CPU time"),
+        ((29.0, 10.0), 0.1, 4, None),  # they take turns
+        ((25.0, 10.0), 0.2, 4, "other processes took 20 % of the processors' time"),
+        ((25.0, 10.0), None, 4, None),
+        (None, 0.05, 2, None),
+        (None, 0.2, 2, "other processes took 20 %"),
+    ],
+)
+def test_disturbance(alone, others, ranks, expected):
+    steps = alone and Samples("no communication", [alone[0]] * 3, [alone[1]] * 3)
+    found = disturbance(steps, others, ranks, cores=2)
+    assert found is None if expected is None else expected in found
+
+
+# Rows and jobs -----------------------------------------------------------------------------------
+
+
+def names(*arguments):
+    return [spec.name for spec in c.rows(*arguments)]
+
+
+def test_rows_are_named_after_contender_and_backend():
+    found = names(["gloo", "mpi"], "sgd", ["ddp.SGD, one flat bucket", "torch DDP, views"])
+    references = [name.replace("DDP", "DDP on gloo") for name in c.REFERENCES]
+    assert set(references[:2]) <= set(found)  # of every version of torch
+    ours = {f"ddp.SGD on {backend}, one flat bucket" for backend in ("gloo", "mpi")}
+    others = {f"torch DDP on {backend}, views" for backend in ("mpi", "node")}
+    assert set(found) - set(references) == {NO_COMMUNICATION} | ours | others
+    assert not any("per parameter" in name or "Zero" in name for name in names(["gloo"]))
+    adamw = {"NodeSharedAdamW on gloo", "torch DDP on gloo, ZeroRedundancyOptimizer"}
+    assert adamw <= set(names(["gloo"], "adamw", RUNGS))
+    assert VIEWS in names(["mpi"], "sgd", [])
+    assert names(["nccl"], "sgd", ["NodeSharedSGD"])[1] == "torch DDP on nccl, default"
+    assert not any("gloo" in name or "NodeShared" in name for name in names(["nccl"]))
+
+
+def test_buckets_get_smaller_toward_the_end():
+    model = torch.nn.Linear(4096, 1024, bias=False)  # 16 MiB
+    assert prepare.tapering_caps(model) == [4, 4, 4, 2, 1, 1]
+    assert prepare.tapering_caps(torch.nn.Linear(1, 1)) == [1] * 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--rounds", "1"], "--rounds must be 2 or more, got 1"),
+        (["--nproc", "2", "0"], "--nproc must be 1 or more, got 0"),
+        (["--seconds", "nan"], "--seconds must be more than 0, got nan"),
+        (["--backend", "nccl", "mpi"], "--backend nccl has a table of its own, got nccl mpi"),
+        (["--model", "nope"], "there is no model 'nope': --model takes mlp, "),
+    ],
+)
+def test_options_out_of_their_range(arguments, error):
+    with pytest.raises(UsageError, match=error):
+        main.jobs(main.parse(arguments, "program"))
+
+
+def test_jobs(monkeypatch):
+    monkeypatch.setattr(launch, "available_memory", lambda: None)
+    options = ["--model", "mlp", "layers500", "--nproc", "2", "4", "--backend", "gloo"]
+    jobs = main.jobs(main.parse(options, "program"))
+    expected = [(model, nproc) for nproc in (2, 4) for model in ("mlp", "layers500")]
+    assert [(job.model, job.nproc) for job in jobs] == expected
+    job = Job("mlp", ("gloo", "mpi"), 2, chosen=("Reducer",), only="x", way="kept")
+    assert Job.parse(job.dumps()) == job
+    assert (job.backend, job.file_name) == ("mpi", "step_time-mlp-gloo+mpi-2-kept")
+    own = Job("some/my_file.py:make", ("gloo",), 4, "adamw")
+    assert (own.backend, own.file_name) == ("gloo", "step_time-my_file-make-gloo-4-adamw")
+
+
+def test_models_that_do_not_fit_are_refused(monkeypatch):
+    monkeypatch.setattr(launch, "available_memory", lambda: 2**30 + 2**21)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    launch.check_memory(WORKLOADS["mlp"], 2, 2)  # 1 GiB, and 1 MiB for the biases
+    with pytest.raises(UsageError, match=r"12 copies of MLP.* on 2 ranks need about 6 GiB"):
+        launch.check_memory(WORKLOADS["mlp"], 12, 2)
+
+
+def test_memory_is_kept_in_the_ranks_alone(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ways, "interleaved", lambda job: seen.append(dict(os.environ)))
+    before = dict(os.environ)
+    ways.kept(Job("mlp", ("gloo",), 2))
+    assert seen[0]["MALLOC_MMAP_THRESHOLD_"] == "33554432"
+    assert os.environ == before
+
+
+def test_alone_each_contender_has_its_own_backend(monkeypatch):
+    started = []
+
+    def run(job):
+        started.append((job.only, job.backend, job.seconds))
+        sample = {"name": job.only, "milliseconds": [1.0]}
+        return {"samples": [sample], "left_out": {}, "disturbed": job.only.partition(" on ")[2]}
+
+    monkeypatch.setattr(ways, "interleaved", run)
+    merged = ways.alone(Job("mlp", ("gloo", "mpi"), 2, chosen=("ddp.SGD",), seconds=4.0))
+    expected = {(NO_COMMUNICATION, "gloo", 2.0)}
+    expected |= {(f"ddp.SGD on {backend}", backend, 2.0) for backend in ("gloo", "mpi")}
+    assert expected <= set(started)
+    assert [s["name"] for s in merged["samples"]] == [name for name, _, _ in started]
+    assert merged["disturbed"] == "gloo, default"  # the first
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+def test_models_have_a_row_of_logits_for_each_label():
+    for name, built_in in WORKLOADS.items():
+        with torch.device("meta"):
+            model = built_in.model()
+            inputs, labels = built_in.batch()
+            assert model(inputs).shape[0] == labels.numel(), name
+        assert f" {built_in.parameter_bytes / 2**20:.0f} MB" in built_in.name
+    assert workload("squeezenet1_1").name == "squeezenet1_1, 5 MB, batch 4 at 224x224"
+
+
+def test_a_transformer_sees_no_later_token():
+    model = Transformer(11, 5, width=8, heads=2, depth=1)
+    before, changed = (model(torch.tensor([[1, 2, 3, 4, last]])) for last in (5, 6))
+    assert torch.allclose(before[:4], changed[:4])
+    assert not torch.allclose(before[4], changed[4])
+
+
+OWN = """
+import torch
+import neighbour
+
+def make():
+    model, batch = torch.nn.Linear(256, 1024), (torch.randn(2, 256), torch.tensor([0, 9]))
+    return model, batch, lambda model, batch: neighbour.FACTOR * model(batch[0]).sum()
+
+def wrong():
+    return torch.nn.Linear(1, 1)
+"""
+
+
+def test_a_model_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))  # undone at the end, with what the import adds
+    (tmp_path / "neighbour.py").write_text("FACTOR = 3")
+    own = tmp_path / "my_file.py"
+    own.write_text(OWN)
+    found = workload(f"{own}:make")
+    assert found.name == "my_file.py:make, 1 MB"
+    assert found.parameter_bytes == 4 * (256 * 1024 + 1024)
+    assert found.loss(lambda x: torch.ones(2), [None]) == 6
+    for name, error in (
+        ("nope", "there is no model 'nope': --model takes mlp, "),
+        ("none.py:make", "cannot take make from none.py: .*No such file"),
+        (f"{own}:other", "cannot take other from .*my_file.py: module 'my_file' has no"),
+        (f"{own}:wrong", "must return a module and a batch, optionally a loss, got Linear"),
+        ("readme.md:make", "cannot take make from readme.md: readme.md is no Python file"),
+    ):
+        with pytest.raises(UsageError, match=error) as raised:
+            workload(name)
+        assert "\n" not in str(raised.value)
