@@ -1,7 +1,11 @@
-"""Groups beside gloo's in a job that goes on without the ranks that it loses."""
+"""Ranks that are killed, fail, or do not come: the others hear of it long before the timeout."""
 
 import contextlib
-import time
+import os
+import re
+import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,8 +16,157 @@ from ddp_from_scratch import waiting
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.node.backend import abandon_beside
+from ddp_from_scratch.node.store_communicator import StoreCommunicator
+from tests.support.failing_run import Run
 from tests.support.machines import Total, group_over
 from tests.support.tiers import slow
+
+# The timeout of these groups is torch's default, half an hour.
+BEGIN = """
+import os, select, signal, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+import ddp_from_scratch.node
+from ddp_from_scratch.node import shared_memory_beside
+from ddp_from_scratch.node.store_communicator import StoreCommunicator
+rank, size, met = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+tensor, processes = torch.ones(3), [None] * size
+
+def open_group(backend="node"):
+    dist.init_process_group(backend, init_method="file://" + met, rank=rank, world_size=size)
+    dist.all_gather_object(processes, os.getpid())
+
+def until_end_of(other):
+    select.select([os.pidfd_open(processes[other])], [], [])  # readable once it has ended
+
+def fails(call):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error, flush=True)
+        os._exit(3)
+"""
+
+
+@contextlib.contextmanager
+def started(size, program, folder):
+    with contextlib.ExitStack() as stack:
+        command = (sys.executable, "-c", BEGIN + program)
+        yield [
+            stack.enter_context(Run(*command, str(rank), str(size), str(folder / "met")))
+            for rank in range(size)
+        ]
+
+
+KILLED = """
+open_group()
+dist.all_reduce(tensor)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+fails(lambda: dist.all_reduce(tensor))
+"""
+KILLED_ASLEEP = """
+open_group()
+if rank == 4:
+    # Rank 0 comes, sleeps in the first round, and is killed before the second.
+    memory = dist.group.WORLD.checked_barrier._memory
+    while memory.come[0][0] < 1:
+        os.sched_yield()
+    os.kill(processes[0], signal.SIGKILL)
+fails(lambda: [dist.all_reduce(tensor) for _ in range(2)])
+"""
+KILLED_FIRST = """
+open_group()
+dist.all_reduce(tensor)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    until_end_of(0)
+fails(lambda: dist.all_reduce(tensor))
+"""
+KILLED_IN_SETUP = """
+store = dist.FileStore(met, size)
+together = StoreCommunicator(store, rank, [0, 1, 2], timedelta(minutes=30)).split_by_machine()
+store.set(f"knows {rank}", "")
+if rank == 1:
+    store.wait([f"knows {other}" for other in range(3)])
+    os.kill(os.getpid(), signal.SIGKILL)
+fails(lambda: together.allgather(None))
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "program", "victim", "told"),
+    [
+        (2, KILLED, 1, "all_reduce number 2 on rank 0 .*rank 1 ended without coming to it"),
+        (5, KILLED_ASLEEP, 0, "ended without coming to it"),
+        # A late rank names the killed one, and not those that have gone for it.
+        (3, KILLED_FIRST, 2, "failed: rank 2 ended without coming to it"),
+        (3, KILLED_IN_SETUP, 1, "rank 1 ended without coming to it|another rank|ended without"),
+    ],
+    ids=["awake", "asleep", "late", "in the setup"],
+)
+def test_a_killed_rank_is_noticed_long_before_the_timeout(size, program, victim, told, tmp_path):
+    with started(size, program, tmp_path) as runs:
+        for rank, run in enumerate(runs):
+            if rank != victim:
+                assert run.wait() == 3, run.text
+                assert re.search(told, run.out), run.text
+
+
+FAILED = """
+open_group("gloo")
+group = shared_memory_beside(dist.group.WORLD)
+print("met", flush=True)
+if rank == 0:
+    signal.pause()
+dist.all_reduce(tensor, group=group, async_op=True)
+raise ValueError
+"""
+
+
+def test_a_rank_that_fails_ends_though_another_does_not_come(tmp_path):
+    with started(2, FAILED, tmp_path) as (zero, one):
+        zero.wait_for("met")
+        assert one.wait(30.0) == 1, one.text
+        assert "ValueError" in one.err
+
+
+def a_child_that_ends(world):
+    """A forked child that closes its groups is not taken for the rank."""
+    group = dist.new_group([0, 1])
+    ours = shared_memory_beside(group)
+    if world.rank == 1:
+        child = os.fork()
+        if child == 0:
+            ours.shutdown()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not ours.checked_barrier._memory.left[1][0]
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, group=ours, async_op=True)
+    work.wait()
+    assert tensor.tolist() == [2.0] * 3
+    dist.destroy_process_group(group)
+
+
+def test_a_forked_child_that_closes_its_groups_is_not_taken_for_the_rank(ranks):
+    ranks("gloo", 2)(a_child_that_ends)
+
+
+def late_for_the_setup(world):
+    store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
+    if world.rank == 0:
+        with pytest.raises(CommunicationError, match=r"0\.2 s passed without rank 1$"):
+            StoreCommunicator(store, 0, [0, 1], timedelta(seconds=0.2)).allgather(None)
+    dist.barrier()
+
+
+def test_a_rank_that_does_not_come_to_the_setup_is_named(ranks):
+    ranks("gloo", 2)(late_for_the_setup)
+
+
+# A job that goes on ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -32,7 +185,7 @@ def error_of(work):
 
 def seen(folder, name):
     while not (Path(folder) / name).exists():
-        time.sleep(0.01)
+        threading.Event().wait(0.01)
 
 
 def abandoned(world, folder):
@@ -44,7 +197,8 @@ def abandoned(world, folder):
         rows, text = [torch.ones(10**6), torch.ones(10**6)], ""
         if world.rank == 0:
             work, after = (group.fold_rows(rows, [[1, 2]] * 2, Total()) for _ in range(2))
-            time.sleep(0.1)
+            while group.checked_barrier._memory.come[0][0] < 2:  # it waits there
+                os.sched_yield()
             abandon_beside(own)
             # At once: nothing may write to the rows any more.
             assert work.is_completed()
@@ -85,12 +239,10 @@ def lost(world, folder):
         abandon_beside(own)
         dist.destroy_process_group(own)
         # Memory that is set up waits for nobody, either.
+        own = dist.new_group([0, 1])
         if world.rank == 0:
-            own = dist.new_group([0, 1])
             with pytest.raises(CommunicationError, match="a rank of the group was lost"):
                 shared_memory_beside(own)
-        else:
-            own = dist.new_group([0, 1])
         dist.destroy_process_group(own)
     return text
 

@@ -1,6 +1,7 @@
 """Groups whose ranks count as ranks of several machines: they share memory only within one."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,7 +10,25 @@ import torch.distributed as dist
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.mpi.communicator import MPICommunicator
+from ddp_from_scratch.node.all_reduce import STAGED_FROM
+from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
+from ddp_from_scratch.node.reduction import CHUNK
+from ddp_from_scratch.node.staging import PIECE
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
+
+# Elements: on either side of what 2 and 4 ranks bring along, of what several machines leave to
+# messages, and of what is staged in one piece, in two and in more than there are slots.
+SIZES = (
+    *(1, EAGER_NBYTES // 16, EAGER_NBYTES // 16 + 1, EAGER_NBYTES // 8, EAGER_NBYTES // 8 + 1),
+    *(STAGED_FROM // 4 - 1, STAGED_FROM // 4, 3 * CHUNK + 5, PIECE // 4 + 1, 5 * PIECE // 4 + 7),
+)
+OPERATIONS: dict[Any, Callable[..., Any]] = {
+    dist.ReduceOp.SUM: sum,
+    dist.ReduceOp.AVG: lambda values: sum(values) / len(values),
+    dist.ReduceOp.MAX: max,
+    dist.ReduceOp.MIN: min,
+    dist.ReduceOp.PRODUCT: lambda values: torch.tensor(values).prod().item(),
+}
 
 
 def machines(sizes: Sequence[int], rank: int) -> int:
@@ -17,7 +36,11 @@ def machines(sizes: Sequence[int], rank: int) -> int:
     return next(i for i in range(len(sizes)) if rank < sum(sizes[: i + 1]))
 
 
-def group_over(world: ddp.World, sizes: Sequence[int] | Callable[[int], int]) -> Any:
+def group_over(
+    world: ddp.World,
+    sizes: Sequence[int] | Callable[[int], int],
+    timeout: timedelta | None = None,
+) -> Any:
     """A new group whose ranks stand for machines of so many ranks each, or by their numbers."""
 
     def machine(rank: int) -> int:
@@ -28,7 +51,7 @@ def group_over(world: ddp.World, sizes: Sequence[int] | Callable[[int], int]) ->
             patched.setattr(
                 kind, "split_by_machine", lambda self: self.split(machine(self.world_rank))
             )
-        group = dist.new_group()
+        group = dist.new_group(timeout=timeout)
         # On gloo the group beside is opened here.
         ddp.Reducer(torch.nn.Linear(1, 1), group).remove()
     return group

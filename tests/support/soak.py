@@ -1,14 +1,13 @@
-"""Random collectives on the mpi backend, checked against numpy, for as long as you like.
+"""Random collectives, checked against numpy, for as long as you like.
 
     mpirun -n 4 python -m tests.support.soak --operations 20000 --seed 1
 
 Kinds, shapes, dtypes, reductions, roots, groups and the number of operations under way at once are
-drawn from one seed, alike on all ranks; each rank computes with numpy what it must receive. Every
-few hundred operations one of the groups, which overlap, makes way for another. Prints the memory
-of every rank at the start (when a tenth is done), in the middle and at the end: what is resident,
-and, with glibc, what is allocated. Exit code 1 on a wrong result, or when from the middle to the
-end what is allocated grew by more than --growth-mb, or what is resident by more than four times
-that (some thousand operations are needed until it stays the same).
+drawn from one seed, the same on all ranks; each rank computes with numpy what it must receive.
+Every few hundred operations one of the groups, which overlap, makes way for another. Prints each
+rank's allocated memory when a tenth is done, in the middle and at the end. Exit code 1 on a wrong
+result, or when what is allocated grew by more than --growth-mb from the middle to the end (it takes
+some thousand operations until it stays the same).
 """
 
 import argparse
@@ -16,7 +15,6 @@ import ctypes
 import gc
 import random
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 
@@ -48,6 +45,7 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
 }
 GROUPS = 6  # besides the default one
 OPERATIONS_PER_GROUP = 400
+Array = Any  # of numpy
 
 
 @dataclass
@@ -58,33 +56,25 @@ class Group:
     handle: Any
 
 
-@dataclass
-class Pending:
-    """An operation under way: what to wait for, and how to check it then."""
-
-    what: str
-    handles: list[Any]
-    check: Callable[[], bool]
-
-
 class Plan:
     """The random choices of one operation, the same on every rank.
 
     Rank r's values come from (seed, operation, r), so that any rank can compute everyone's.
     """
 
-    def __init__(self, seed: int, number: int, groups: list[Group]) -> None:
+    def __init__(self, seed: int, number: int, groups: list[Group], kinds: list[str]) -> None:
         self.seed, self.number = seed, number
         choose = self.choose = random.Random(f"{seed} {number}")
         self.group = choose.choice(groups)
         self.size = len(self.group.ranks)
-        self.kind = choose.choice(sorted(KINDS))
+        self.kind = choose.choice(kinds)
         self.dtype = choose.choice(DTYPES)
         self.op = choose.choice(self._reductions())
         self.root = choose.randrange(self.size)
         # Mostly small, now and then a megabyte; sometimes no element at all.
         largest = choose.choice((1, 8, 100, 1000, 1000, 10_000, 100_000))
         self.count = choose.randrange(largest + 1)
+        self.counts = [choose.randrange(self.count + 1) for _ in range(self.size)]
         self.strided = choose.random() < 0.2
         self.depth = choose.choice((0, 0, 1, 4, 16))
 
@@ -102,7 +92,7 @@ class Plan:
         ordered = [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX]
         return [*ordered, Op.AVG] if self.dtype in FLOATS else list(REDUCTIONS)
 
-    def values(self, member: int, count: int) -> "np.ndarray[Any, Any]":
+    def values(self, member: int, count: int) -> Array:
         """What the group's `member` contributes: 16-bit floats as float32."""
         draw = np.random.default_rng([self.seed, self.number, self.group.ranks[member]])
         if self.dtype == torch.bool:
@@ -110,31 +100,28 @@ class Plan:
         low, high = (-3, 4) if self.dtype != torch.uint8 else (0, 4)  # at most 3 to the size
         numbers = draw.integers(low, high, count)
         if self.dtype in COMPLEX:
-            return (numbers + 1j * draw.integers(low, high, count)).astype(numpy_type(self.dtype))
+            numbers = numbers + 1j * draw.integers(low, high, count)
         return numbers.astype(numpy_type(self.dtype))
 
-    def tensor(self, values: "np.ndarray[Any, Any]") -> torch.Tensor:
+    def everyones(self, count: int) -> list[Array]:
+        return [self.values(member, count) for member in range(self.size)]
+
+    def tensor(self, values: Array) -> torch.Tensor:
         """As a tensor of the dtype, every second element of a longer one where that was drawn."""
-        tensor = torch.from_numpy(values).to(self.dtype)
-        return torch.stack([tensor, tensor], -1)[:, 0] if self.strided else tensor.clone()
+        tensor = torch.from_numpy(values.copy()).to(self.dtype)
+        return torch.stack([tensor, tensor], -1)[:, 0] if self.strided else tensor
 
     def empty(self, count: int) -> torch.Tensor:
         return self.tensor(np.zeros(count, dtype=numpy_type(self.dtype)))
 
-    def reduced(self, count: int) -> "np.ndarray[Any, Any]":
-        contributions = [self.values(member, count) for member in range(self.size)]
-        if self.dtype == torch.bool:  # a sum is "any", a product "all"
-            combine = {Op.SUM: np.logical_or, Op.PRODUCT: np.logical_and}.get(self.op)
-            return np.asarray((combine or REDUCTIONS[self.op]).reduce(contributions))
+    def reduced(self, count: int) -> Array:
+        contributions, kind = self.everyones(count), numpy_type(self.dtype)
         if self.op == Op.AVG:
-            return np.asarray(np.add.reduce(contributions) / numpy_type(self.dtype)(self.size))
-        reduced = np.asarray(REDUCTIONS[self.op].reduce(contributions))
-        return reduced.astype(numpy_type(self.dtype))
-
-    def counts(self) -> list[int]:
-        """A size for each member."""
-        draw = random.Random(f"{self.seed} {self.number} sizes")
-        return [draw.randrange(self.count + 1) for _ in range(self.size)]
+            return np.asarray(np.add.reduce(contributions) / kind(self.size))
+        combine = REDUCTIONS[self.op]
+        if self.dtype == torch.bool:  # a sum is "any", a product "all"
+            combine = {Op.SUM: np.logical_or, Op.PRODUCT: np.logical_and}.get(self.op, combine)
+        return np.asarray(combine.reduce(contributions)).astype(kind)
 
 
 def numpy_type(dtype: torch.dtype) -> Any:
@@ -142,206 +129,138 @@ def numpy_type(dtype: torch.dtype) -> Any:
     return torch.empty(0, dtype=torch.float32 if narrow else dtype).numpy().dtype.type
 
 
-def same(tensor: torch.Tensor, expected: "np.ndarray[Any, Any]") -> bool:
-    return torch.equal(tensor, torch.from_numpy(expected).to(tensor.dtype))
+def same(tensors: list[torch.Tensor], expected: list[Array]) -> bool:
+    pairs = zip(tensors, expected, strict=True)
+    return all(t.equal(torch.from_numpy(e.copy()).to(t.dtype)) for t, e in pairs)
 
 
-def all_same(tensors: list[torch.Tensor], expected: "list[np.ndarray[Any, Any]]") -> bool:
-    return all(same(t, e) for t, e in zip(tensors, expected, strict=True))
+# Each kind starts its operation on member `me`: the handle or handles, the tensors that it fills,
+# and a function that returns what must then be in them.
+
+Started = tuple[Any, list[torch.Tensor], Callable[[], list[Array]]]
 
 
-# Each kind starts its operation on member `me` and says how to check what came of it.
-
-Started = tuple[list[Any], Callable[[], bool]]
-
-
-def all_reduce(plan: Plan, me: int) -> Started:
+def all_reduce(plan: Plan, me: int, group: Any, root: int) -> Started:
     tensor = plan.tensor(plan.values(me, plan.count))
-    handle = dist.all_reduce(tensor, plan.op, plan.group.handle, async_op=True)
-    return [handle], lambda: same(tensor, plan.reduced(plan.count))
+    handle = dist.all_reduce(tensor, plan.op, group, async_op=True)
+    return handle, [tensor], lambda: [plan.reduced(plan.count)]
 
 
-def reduce(plan: Plan, me: int) -> Started:
+def coalesced(plan: Plan, me: int, group: Any, root: int) -> Started:
+    tensors = [plan.tensor(plan.values(me, plan.count)) for _ in range(3)]
+    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as handle:
+        for tensor in tensors:
+            dist.all_reduce(tensor, plan.op, group)
+    return handle, tensors, lambda: [plan.reduced(plan.count)] * 3
+
+
+def reduce(plan: Plan, me: int, group: Any, root: int) -> Started:
     tensor = plan.tensor(plan.values(me, plan.count))
-    root = plan.group.ranks[plan.root]
-    handle = dist.reduce(tensor, root, plan.op, plan.group.handle, async_op=True)
-    if me != plan.root:
-        return [handle], lambda: True  # what is left elsewhere is not defined
-    return [handle], lambda: same(tensor, plan.reduced(plan.count))
+    handle = dist.reduce(tensor, root, plan.op, group, async_op=True)
+    of_all = plan.reduced if me == plan.root else lambda count: plan.values(me, count)
+    return handle, [tensor], lambda: [of_all(plan.count)]
 
 
-def reduce_scatter(plan: Plan, me: int) -> Started:
-    counts = plan.counts()
-    ends = np.cumsum(counts)
-    values = plan.values(me, int(ends[-1]))
-    output = plan.empty(counts[me])
-    parts = [plan.tensor(part.copy()) for part in np.split(values, ends[:-1])]
-    handle = dist.reduce_scatter(output, parts, plan.op, plan.group.handle, async_op=True)
-    own = slice(int(ends[me]) - counts[me], int(ends[me]))
-    return [handle], lambda: same(output, plan.reduced(int(ends[-1]))[own].copy())
+def reduce_scatter(plan: Plan, me: int, group: Any, root: int) -> Started:
+    ends = np.cumsum(plan.counts)
+    parts = np.split(plan.values(me, int(ends[-1])), ends[:-1])
+    output = plan.empty(plan.counts[me])
+    handle = dist.reduce_scatter(output, [*map(plan.tensor, parts)], plan.op, group, async_op=True)
+    return handle, [output], lambda: [np.split(plan.reduced(int(ends[-1])), ends[:-1])[me]]
 
 
-def reduce_scatter_tensor(plan: Plan, me: int) -> Started:
-    whole = plan.count * plan.size
-    output = plan.empty(plan.count)
-    handle = dist.reduce_scatter_tensor(
-        output, plan.tensor(plan.values(me, whole)), plan.op, plan.group.handle, async_op=True
-    )
-    own = slice(me * plan.count, (me + 1) * plan.count)
-    return [handle], lambda: same(output, plan.reduced(whole)[own].copy())
+def reduce_scatter_tensor(plan: Plan, me: int, group: Any, root: int) -> Started:
+    whole, output = plan.count * plan.size, plan.empty(plan.count)
+    given = plan.tensor(plan.values(me, whole))
+    handle = dist.reduce_scatter_tensor(output, given, plan.op, group, async_op=True)
+    return handle, [output], lambda: [np.split(plan.reduced(whole), plan.size)[me]]
 
 
-def broadcast(plan: Plan, me: int) -> Started:
+def broadcast(plan: Plan, me: int, group: Any, root: int) -> Started:
     tensor = plan.tensor(plan.values(me, plan.count))
-    root = plan.group.ranks[plan.root]
-    handle = dist.broadcast(tensor, root, plan.group.handle, async_op=True)
-    return [handle], lambda: same(tensor, plan.values(plan.root, plan.count))
+    handle = dist.broadcast(tensor, root, group, async_op=True)
+    return handle, [tensor], lambda: [plan.values(plan.root, plan.count)]
 
 
-def all_gather(plan: Plan, me: int) -> Started:
-    counts = plan.counts()
-    outputs = [plan.empty(count) for count in counts]
-    tensor = plan.tensor(plan.values(me, counts[me]))
-    handle = dist.all_gather(outputs, tensor, plan.group.handle, async_op=True)
-    return [handle], lambda: all_same(outputs, [plan.values(r, c) for r, c in enumerate(counts)])
+def all_gather(plan: Plan, me: int, group: Any, root: int) -> Started:
+    outputs = [plan.empty(count) for count in plan.counts]
+    tensor = plan.tensor(plan.values(me, plan.counts[me]))
+    handle = dist.all_gather(outputs, tensor, group, async_op=True)
+    return handle, outputs, lambda: [plan.values(r, c) for r, c in enumerate(plan.counts)]
 
 
-def all_gather_into_tensor(plan: Plan, me: int) -> Started:
-    output = plan.empty(plan.count * plan.size)
+def all_gather_into_tensor(plan: Plan, me: int, group: Any, root: int) -> Started:
+    output, tensor = plan.empty(plan.count * plan.size), plan.tensor(plan.values(me, plan.count))
+    handle = dist.all_gather_into_tensor(output, tensor, group, async_op=True)
+    return handle, [output], lambda: [np.concatenate(plan.everyones(plan.count))]
+
+
+def gather(plan: Plan, me: int, group: Any, root: int) -> Started:
+    outputs = [plan.empty(plan.count) for _ in range(plan.size)] if me == plan.root else []
     tensor = plan.tensor(plan.values(me, plan.count))
-    handle = dist.all_gather_into_tensor(output, tensor, plan.group.handle, async_op=True)
-    return [handle], lambda: same(output, everyones(plan))
+    handle = dist.gather(tensor, outputs or None, root, group, async_op=True)
+    return handle, outputs, lambda: plan.everyones(plan.count) if outputs else []
 
 
-def everyones(plan: Plan) -> "np.ndarray[Any, Any]":
-    return np.concatenate([plan.values(member, plan.count) for member in range(plan.size)])
-
-
-def gather(plan: Plan, me: int) -> Started:
-    outputs = [plan.empty(plan.count) for _ in range(plan.size)] if me == plan.root else None
-    tensor, root = plan.tensor(plan.values(me, plan.count)), plan.group.ranks[plan.root]
-    handle = dist.gather(tensor, outputs, root, plan.group.handle, async_op=True)
-    return [handle], lambda: outputs is None or same(torch.cat(outputs), everyones(plan))
-
-
-def scatter(plan: Plan, me: int) -> Started:
+def scatter(plan: Plan, me: int, group: Any, root: int) -> Started:
     output = plan.empty(plan.count)
     sent = np.split(plan.values(plan.root, plan.count * plan.size), plan.size)
-    parts = [plan.tensor(part.copy()) for part in sent] if me == plan.root else None
-    root = plan.group.ranks[plan.root]
-    handle = dist.scatter(output, parts, root, plan.group.handle, async_op=True)
-    return [handle], lambda: same(output, sent[me].copy())
+    parts = [*map(plan.tensor, sent)] if me == plan.root else None
+    handle = dist.scatter(output, parts, root, group, async_op=True)
+    return handle, [output], lambda: [sent[me]]
 
 
-def all_to_all(plan: Plan, me: int) -> Started:
-    counts = plan.counts()  # of what each member sends to every other
-    outputs = [plan.empty(count) for count in counts]
-    sent = [np.split(plan.values(r, c * plan.size), plan.size) for r, c in enumerate(counts)]
-    inputs = [plan.tensor(part.copy()) for part in sent[me]]
-    handle = dist.all_to_all(outputs, inputs, plan.group.handle, async_op=True)
-    return [handle], lambda: all_same(outputs, [parts[me].copy() for parts in sent])
+def all_to_all(plan: Plan, me: int, group: Any, root: int) -> Started:
+    sent = [np.split(plan.values(r, c * plan.size), plan.size) for r, c in enumerate(plan.counts)]
+    outputs = [plan.empty(count) for count in plan.counts]
+    handle = dist.all_to_all(outputs, [*map(plan.tensor, sent[me])], group, async_op=True)
+    return handle, outputs, lambda: [parts[me] for parts in sent]
 
 
-def all_to_all_single(plan: Plan, me: int) -> Started:
-    counts = plan.counts()  # of what each member gets from every other
-    ends = np.cumsum(counts)
-    output = plan.empty(counts[me] * plan.size)
+def all_to_all_single(plan: Plan, me: int, group: Any, root: int) -> Started:
+    counts, ends = plan.counts, np.cumsum(plan.counts)  # what each gets from every other
+    output, given = plan.empty(counts[me] * plan.size), plan.values(me, int(ends[-1]))
     handle = dist.all_to_all_single(
-        output,
-        plan.tensor(plan.values(me, int(ends[-1]))),
-        [counts[me]] * plan.size,
-        counts,
-        plan.group.handle,
-        async_op=True,
+        output, plan.tensor(given), [counts[me]] * plan.size, counts, group, async_op=True
     )
-    own = slice(int(ends[me]) - counts[me], int(ends[me]))
-    expected = [plan.values(member, int(ends[-1]))[own] for member in range(plan.size)]
-    return [handle], lambda: same(output, np.concatenate(expected))
+
+    def expected() -> list[Array]:
+        parts = [np.split(v, ends[:-1])[me] for v in plan.everyones(int(ends[-1]))]
+        return [np.concatenate(parts)]
+
+    return handle, [output], expected
 
 
-def coalesced(plan: Plan, me: int) -> Started:
-    tensors = [plan.tensor(plan.values(me, plan.count)) for _ in range(3)]
-    with dist.distributed_c10d._coalescing_manager(plan.group.handle, async_ops=True) as handle:
-        for tensor in tensors:
-            dist.all_reduce(tensor, plan.op, plan.group.handle)
-    return [handle], lambda: all_same(tensors, [plan.reduced(plan.count)] * 3)
-
-
-def ring(plan: Plan, me: int) -> Started:
+def ring(plan: Plan, me: int, group: Any, root: int) -> Started:
     """A message to the next member, with a tag, and one from the member before."""
     before, after = (plan.group.ranks[(me + step) % plan.size] for step in (-1, 1))
     tensor, received = plan.tensor(plan.values(me, plan.count)), plan.empty(plan.count)
     operations = [
-        dist.P2POp(dist.isend, tensor, after, plan.group.handle, plan.number % 1000),
-        dist.P2POp(dist.irecv, received, before, plan.group.handle, plan.number % 1000),
+        dist.P2POp(dist.isend, tensor, after, group, plan.number % 1000),
+        dist.P2POp(dist.irecv, received, before, group, plan.number % 1000),
     ]
     handles = dist.batch_isend_irecv(operations)
-    return handles, lambda: same(received, plan.values((me - 1) % plan.size, plan.count))
+    return handles, [received], lambda: [plan.values((me - 1) % plan.size, plan.count)]
 
 
-def objects(plan: Plan, me: int) -> Started:
+def objects(plan: Plan, me: int, group: Any, root: int) -> Started:
     everyone: list[Any] = [None] * plan.size
-    dist.all_gather_object(everyone, plan.values(me, plan.count % 100), plan.group.handle)
-    expected = [plan.values(member, plan.count % 100) for member in range(plan.size)]
-    return [], lambda: all(np.array_equal(a, b) for a, b in zip(everyone, expected, strict=True))
+    dist.all_gather_object(everyone, plan.values(me, plan.count % 100), group)
+    return [], [*map(torch.from_numpy, everyone)], lambda: plan.everyones(plan.count % 100)
 
 
-def barrier(plan: Plan, me: int) -> Started:
-    return [dist.barrier(plan.group.handle, async_op=True)], lambda: True
+def barrier(plan: Plan, me: int, group: Any, root: int) -> Started:
+    return dist.barrier(group, async_op=True), [], list
 
 
 KINDS = {
     kind.__name__: kind
     for kind in (
-        *(all_reduce, reduce, reduce_scatter, reduce_scatter_tensor, broadcast, all_gather),
-        *(all_gather_into_tensor, gather, scatter, all_to_all, all_to_all_single, coalesced),
+        *(all_reduce, coalesced, reduce, reduce_scatter, reduce_scatter_tensor, broadcast),
+        *(all_gather, all_gather_into_tensor, gather, scatter, all_to_all, all_to_all_single),
         *(ring, objects, barrier),
     )
 }
-
-
-class _Mallinfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`; in bytes, over all heaps."""
-
-    _fields_ = [
-        *[(f"before{i}", ctypes.c_size_t) for i in range(4)],
-        ("mapped", ctypes.c_size_t),  # hblkhd
-        *[(f"between{i}", ctypes.c_size_t) for i in range(2)],
-        ("in_heaps", ctypes.c_size_t),  # uordblks
-        *[(f"after{i}", ctypes.c_size_t) for i in range(2)],
-    ]
-
-
-_libc = ctypes.CDLL(None)
-_GLIBC = hasattr(_libc, "mallinfo2")
-if _GLIBC:
-    _libc.mallinfo2.restype = _Mallinfo
-    # Every group has a thread, and every thread its own heap, up to eight for each core: the gaps
-    # that random sizes leave in so many look like growth for longer than a soak lasts.
-    _M_ARENA_MAX = -8
-    _libc.mallopt(_M_ARENA_MAX, 2)
-
-
-@dataclass
-class Memory:
-    """Of this process, in MB; `allocated` is 0 where the C library cannot tell."""
-
-    resident: float
-    allocated: float
-
-    @staticmethod
-    def now() -> "Memory":
-        gc.collect()
-        allocated = 0.0
-        if _GLIBC:
-            _libc.malloc_trim(0)
-            found = _libc.mallinfo2()
-            allocated = (found.in_heaps + found.mapped) / 1e6
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return Memory(pages * 4096 / 1e6, allocated)
-
-    def __str__(self) -> str:
-        return f"{self.resident:.1f} ({self.allocated:.1f} allocated)"
 
 
 class Soak:
@@ -351,13 +270,12 @@ class Soak:
     rank waits for, the others will come to.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.rank = dist.get_rank()
+    def __init__(self, seed: int, kinds: list[str]) -> None:
+        self.seed, self.kinds, self.rank = seed, kinds, dist.get_rank()
         self.choose = random.Random(seed)
         self.groups = [Group(list(range(dist.get_world_size())), None)]
         self.groups += [self.new_group() for _ in range(GROUPS)]
-        self.pending: list[Pending] = []
+        self.pending: list[tuple[str, Started]] = []
         self.wrong: list[str] = []
         self.checked = 0
 
@@ -367,49 +285,71 @@ class Soak:
         ranks = sorted(self.choose.sample(range(world_size), size))
         return Group(ranks, dist.new_group(ranks))
 
-    def replace_group(self) -> None:
-        self.finish()
-        leaving = self.groups.pop(self.choose.randrange(1, len(self.groups)))
-        if self.rank in leaving.ranks:
-            dist.destroy_process_group(leaving.handle)
-        self.groups.append(self.new_group())
+    def close(self, group: Group) -> None:
+        if self.rank in group.ranks:
+            dist.destroy_process_group(group.handle)
 
     def operate(self, number: int) -> None:
         if number % OPERATIONS_PER_GROUP == OPERATIONS_PER_GROUP - 1:
-            self.replace_group()
-        plan = Plan(self.seed, number, self.groups)
+            self.finish()
+            self.close(self.groups.pop(self.choose.randrange(1, len(self.groups))))
+            self.groups.append(self.new_group())
+        plan = Plan(self.seed, number, self.groups, self.kinds)
         if self.rank in plan.group.ranks:
-            handles, check = KINDS[plan.kind](plan, plan.group.ranks.index(self.rank))
-            self.pending.append(Pending(str(plan), handles, check))
+            root = plan.group.ranks[plan.root]
+            me = plan.group.ranks.index(self.rank)
+            started = KINDS[plan.kind](plan, me, plan.group.handle, root)
+            self.pending.append((str(plan), started))
         while len(self.pending) > plan.depth:
-            self.check(self.pending.pop(plan.choose.randrange(len(self.pending))))
+            self.check(*self.pending.pop(plan.choose.randrange(len(self.pending))))
 
     def finish(self) -> None:
         while self.pending:
-            self.check(self.pending.pop())
+            self.check(*self.pending.pop())
 
-    def check(self, pending: Pending) -> None:
-        for handle in pending.handles:
+    def check(self, what: str, started: Started) -> None:
+        handles, tensors, expected = started
+        for handle in handles if isinstance(handles, list) else [handles]:
             handle.wait()
         self.checked += 1
-        if not pending.check():
-            self.wrong.append(f"rank {self.rank}: {pending.what}")
+        if not same(tensors, expected()):
+            self.wrong.append(f"rank {self.rank}: {what}")
 
 
-def soak(operations: int, seed: int, show: bool = False) -> tuple[list[str], list[Memory], int]:
+def soak(
+    operations: int, seed: int, kinds: list[str] | None = None
+) -> tuple[list[str], list[float], int]:
     """What was wrong on this rank, its memory at three times, how many results it checked."""
-    run = Soak(seed)
+    run = Soak(seed, kinds or sorted(KINDS))
     marks = {operations // 10, operations // 2, operations - 1}
-    memory: list[Memory] = []
-    for number in tqdm(range(operations), disable=not show or run.rank != 0, mininterval=1.0):
+    memory: list[float] = []
+    for number in range(operations):
         run.operate(number)
         if number in marks:
             run.finish()
-            memory.append(Memory.now())
+            memory.append(allocated())
     for group in run.groups[1:]:
-        if run.rank in group.ranks:
-            dist.destroy_process_group(group.handle)
+        run.close(group)
     return run.wrong, memory, run.checked
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`; in bytes, over all heaps. Mapped is hblkhd, used is uordblks."""
+
+    _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
+    mapped, used = property(lambda self: self.field4), property(lambda self: self.field7)
+
+
+def allocated() -> float:
+    """By this process, in MB; 0 where the C library cannot tell."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return 0.0
+    gc.collect()
+    libc.malloc_trim(0)
+    libc.mallinfo2.restype = _Mallinfo
+    found = libc.mallinfo2()
+    return float(found.mapped + found.used) / 1e6
 
 
 def main() -> int:
@@ -417,32 +357,16 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--growth-mb", type=float, default=4.0)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    begin = time.monotonic()
     with ddp.process_group("mpi") as world:
-        wrong, memory, checked = soak(arguments.operations, arguments.seed, show=True)
         everyone: list[Any] = [None] * world.world_size
-        dist.all_gather_object(everyone, (wrong, memory, checked))
-    mistakes = [text for wrong, _, _ in everyone for text in wrong]
-    grown = any(
-        end.allocated - middle.allocated > arguments.growth_mb
-        or end.resident - middle.resident > 4 * arguments.growth_mb
-        for _, (_, middle, end), _ in everyone
-    )
+        dist.all_gather_object(everyone, soak(options.operations, options.seed))
     if world.rank == 0:
-        for text in mistakes[:20]:
-            print("wrong:", text)
-        print(
-            f"{arguments.operations} operations, {world.world_size} ranks, seed {arguments.seed}, "
-            f"{time.monotonic() - begin:.0f} s: {sum(c for _, _, c in everyone)} results checked, "
-            f"{len(mistakes)} wrong"
-        )
-        for rank, (_, (start, middle, end), _) in enumerate(everyone):
-            print(f"rank {rank}: MB at the start {start}, in the middle {middle}, at the end {end}")
-        if grown:
-            print("memory grew")
-    return int(bool(mistakes) or grown)
+        for rank, (wrong, memory, checked) in enumerate(everyone):
+            print(f"rank {rank}: {checked} results checked, {len(wrong)} wrong; MB", *memory)
+            print(*wrong[:20], sep="\n")
+    return int(any(wrong or end - mid > options.growth_mb for wrong, (_, mid, end), _ in everyone))
 
 
 if __name__ == "__main__":

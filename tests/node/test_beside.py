@@ -1,0 +1,148 @@
+"""A group of the node backend beside a gloo group: when it is opened, closed, and shown."""
+
+import contextlib
+import gc
+import socket
+import sys
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import NodeSharedSGD, Reducer, comm_hooks
+from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState
+from ddp_from_scratch.node import shared_memory_beside
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
+from tests.support.failing_run import Run
+from tests.support.machines import group_over
+
+
+@contextlib.contextmanager
+def groups_of(*members):
+    """Groups of these ranks, closed at the end."""
+    groups = [dist.new_group(ranks) for ranks in members]
+    yield groups
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+def beside(world):
+    group = dist.new_group(list(range(world.world_size)))
+    ours = shared_memory_beside(group)
+    assert isinstance(ours, SharedMemoryGroup)
+    assert shared_memory_beside(group) is shared_memory_beside(ours) is ours
+    tensor = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(tensor, group=ours)
+    assert tensor.item() == sum(range(1, world.world_size + 1))
+    parts = [torch.empty(1) for _ in range(world.world_size)]
+    dist.all_gather(parts, torch.tensor([float(world.rank)]), group=ours)
+    assert torch.cat(parts).tolist() == list(range(world.world_size))
+    gone = weakref.ref(ours)
+    dist.destroy_process_group(group)
+    del group, ours
+    gc.collect()
+    return gone() is None
+
+
+def test_it_is_opened_once_and_closed_with_its_gloo_group(ranks):
+    assert all(ranks("gloo", 3)(beside))
+
+
+def where_nothing_is_shared(world):
+    with groups_of(*[[rank] for rank in range(world.world_size)]) as groups:
+        model = torch.nn.Linear(2, 2)
+        reducer = Reducer(model, groups[world.rank])
+        optimizer = NodeSharedSGD(model.parameters(), lr=1.0, reducer=reducer)
+        before = model.bias.clone()
+        optimizer.backward_and_step(model(torch.ones(1, 2)).sum())
+        assert torch.equal(model.bias, before - 1)
+        assert "by gloo" in repr(reducer)
+        reducer.remove()
+    group = group_over(world, [1] * world.world_size)
+    assert shared_memory_beside(group) is group
+    dist.destroy_process_group(group)
+
+
+def test_one_rank_alone_or_to_a_machine_stays_with_gloo(ranks):
+    ranks("gloo", 2)(where_nothing_is_shared)
+
+
+def in_part_of_the_ranks(world):
+    """torch names the groups that come later by a count that all ranks must agree on."""
+    with groups_of([0], [0, 1], [1, 2]) as (_, first, second):
+        if world.rank < 2:
+            shared_memory_beside(first)
+        with groups_of(None) as (later,):
+            for group in (dist.group.WORLD, later, first, second):
+                if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                    tensor = torch.ones(1)
+                    dist.all_reduce(tensor, group=shared_memory_beside(group))
+                    assert tensor.item() == group.size()
+
+
+def test_ranks_may_be_in_different_groups(ranks):
+    ranks("gloo", 3)(in_part_of_the_ranks)
+
+
+def by_its_own_group(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+
+def transports(world):
+    with groups_of(None) as (own,):
+        found = []
+        for shared_memory in (False, True):
+            reducer = Reducer(torch.nn.Linear(2, 2), shared_memory=shared_memory)
+            found.append("by shared memory" in repr(reducer))
+            shared_memory or reducer.remove()
+        # A hook of the user's own; for this Reducer's group, twice, and for another; PowerSGD's.
+        for hook, states in (
+            (by_its_own_group, [None]),
+            (comm_hooks.bf16_compress_hook, [None, dist.group.WORLD, own]),
+            (comm_hooks.power_sgd.power_sgd_hook, map(PowerSGDState, [1, 1], [0, 0], [None, own])),
+        ):
+            for state in states:
+                reducer.register_comm_hook(state, hook)
+                found.append("by shared memory" in repr(reducer))
+        reducer.remove()
+    return found
+
+
+def test_repr_names_the_transport_that_a_hook_takes(ranks):
+    expected = [False, True, False, True, True, False, True, False]
+    assert ranks("gloo", 2)(transports) == [expected] * 2
+    assert ranks("mpi", 2)(transports) == [[True] * 8] * 2
+
+
+REOPENED = """
+import os, sys, time
+import torch, torch.distributed as dist
+from ddp_from_scratch import Reducer
+model = torch.nn.Linear(2, 2)
+reducer = None
+for number in range(3):
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], world_size=2,
+                            rank=int(sys.argv[1]))
+    reducer = reducer or Reducer(model)
+    model.zero_grad()
+    model(torch.full((1, 2), float(sys.argv[1]))).sum().backward()
+    assert model.weight.grad.eq(0.5).all()
+    dist.destroy_process_group()
+    closed = f"{sys.argv[3]}/{number}"
+    if sys.argv[1] == "0":
+        open(closed, "w").close()
+    while not os.path.exists(closed):  # or rank 1 would find the store that rank 0 closes
+        time.sleep(0.01)
+print(reducer)
+"""
+
+
+def test_a_reducer_outlives_default_groups_on_one_port(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    zero, one = (Run(sys.executable, "-c", REOPENED, rank, port, str(tmp_path)) for rank in "01")
+    with zero, one:
+        for run in (zero, one):
+            assert run.wait() == 0, run.text
+            assert "by shared memory" in run.out

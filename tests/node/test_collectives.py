@@ -1,0 +1,464 @@
+"""Collectives of both backends that share memory, node and mpi: torch's calls, exact answers.
+
+Node sends everything but all_reduce through gloo, so its other collectives are only called once.
+"""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+from torch.profiler import ProfilerActivity, profile
+
+import ddp_from_scratch as ddp
+from ddp_from_scratch.mpi import datatypes
+from ddp_from_scratch.node import shared_memory_beside
+from ddp_from_scratch.node.all_reduce import STAGED_FROM
+from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
+from ddp_from_scratch.node.reduction import CHUNK
+from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS
+from tests.support.machines import OPERATIONS, SIZES, Total, group_over
+from tests.support.soak import soak
+from tests.support.tiers import slow
+
+# Elements, too many to be brought along to the meeting.
+ROW = EAGER_NBYTES
+
+
+def at_sizes(*first):
+    """Crews of both backends: `first` in the quick tier, all others in the second."""
+    every = [f"{backend}-{size}" for size in (2, 3, 4) for backend in ("node", "mpi")]
+    cases = [case if case in first else slow(case) for case in every]
+    return pytest.mark.parametrize("crew", cases, indirect=True)
+
+
+@pytest.fixture
+def crew(ranks, request):
+    backend, size = request.param.split("-")
+    return ranks(backend, int(size))
+
+
+# Random ones, checked against numpy --------------------------------------------------------------
+
+SHARED = ["all_reduce", "coalesced", "barrier", "objects"]  # of node, whatever the dtype
+
+
+def random_operations(world, operations, seed):
+    wrong, _, checked = soak(operations, seed, SHARED if world.backend == "node" else None)
+    assert not wrong, "\n".join(wrong)
+    return checked
+
+
+@at_sizes("mpi-2", "node-3")
+def test_random_operations_give_what_numpy_gives(crew):
+    assert min(crew(random_operations, 300, 10 + crew.world_size)) > 100
+
+
+def in_pieces(world):
+    """As if MPI could count to 64 only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datatypes, "COUNTABLE", 64)
+        patch.setattr(datatypes, "BLOCK", 16)
+        random_operations(world, 150, 3)
+
+
+def test_what_mpi_cannot_count_goes_in_pieces(ranks):
+    ranks("mpi", 2)(in_pieces)
+
+
+def leaks(world):
+    """Of one handle, tensor or request each, some hundred bytes, would show."""
+    _, (before, _, after), _ = soak(12_000, 5)
+    return after - before
+
+
+@pytest.mark.slow
+def test_ten_thousand_collectives_leak_nothing(ranks):
+    assert max(ranks("mpi", 2)(leaks)) < 2
+
+
+# All-reduce --------------------------------------------------------------------------------------
+
+
+def every_way(world):
+    """All operations and sizes, in a window and elsewhere; rank r brings r + 1, last r + 2."""
+    n, r = world.world_size, world.rank
+    for make in (
+        lambda numel: dist.group.WORLD.empty(numel, torch.float32),
+        lambda numel: dist.group.WORLD.empty(numel, torch.float64),
+        torch.empty,
+        lambda numel: torch.empty(numel, 2)[:, 0],  # strided
+    ):
+        for numel in SIZES:
+            tensor = make(numel)
+            for op, expected in OPERATIONS.items():
+                tensor.fill_(r + 1)
+                tensor[-1] = r + 2
+                dist.all_reduce(tensor, op)
+                assert tensor[:-1].eq(expected(range(1, n + 1))).all(), (numel, op)
+                assert tensor[-1] == expected(range(2, n + 2)), (numel, op)
+
+
+@at_sizes("node-2", "mpi-3")
+def test_all_reduce_in_a_window_and_out_of_it(crew):
+    crew(every_way)
+
+
+def parts_of_a_window(world):
+    n, r = world.world_size, world.rank
+    world_group = dist.group.WORLD
+    window = world_group.empty(4 * ROW, torch.float32).fill_(-1.0)
+    half = window[: 2 * ROW].view(2, ROW).fill_(r + 1)
+    assert world_group.is_shared(half)
+    assert not world_group.is_shared(torch.empty(10))
+    dist.all_reduce(half)
+    assert half.eq(n * (n + 1) / 2).all()
+    assert window[2 * ROW :].eq(-1.0).all()
+    # Where one rank's tensor lies elsewhere, the others' go the ordinary way with it.
+    window.fill_(r + 1)
+    tensor = torch.full((2 * ROW,), r + 1.0) if r == 0 else window[: 2 * ROW]
+    dist.all_reduce(tensor)
+    assert tensor.eq(n * (n + 1) / 2).all()
+    # The same size at different places of the window.
+    window.fill_(r + 1)
+    part = window[2 * ROW * (r % 2) :][: 2 * ROW]
+    dist.all_reduce(part)
+    assert part.eq(n * (n + 1) / 2).all()
+    assert world_group.empty(0, torch.float32).shape == (0,)
+    for dtype in (torch.bfloat16, torch.bool, torch.complex64):
+        window = world_group.empty(ROW + 1, dtype).fill_(1)
+        dist.all_reduce(window)
+        assert window.eq(True if dtype == torch.bool else n).all()
+
+
+@at_sizes("node-3")
+def test_parts_of_a_window(crew):
+    crew(parts_of_a_window)
+
+
+def rounded_once(world):
+    """1 + 2**-8 is not a bfloat16; summed in float32, 1 + 2**-8 + 2**-8 rounds to 1 + 2**-7."""
+    make = dist.group.WORLD.empty
+    for tensor in (make(ROW, torch.bfloat16), *(torch.empty(n).bfloat16() for n in (1, ROW))):
+        tensor.fill_(1.0 if world.rank == 0 else 2**-8)
+        dist.all_reduce(tensor)
+        assert tensor.eq(1 + 2**-7).all()
+
+
+def the_way_of_each(world):
+    group = dist.new_group()
+    dist.all_reduce(group.empty(STAGED_FROM, torch.float32).zero_(), group=group)
+    assert group._reduce._stage is None, "a tensor in a window was copied through the stage"
+    dist.all_reduce(torch.zeros(STAGED_FROM), group=group)
+    assert group._reduce._stage is not None
+    dist.destroy_process_group(group)
+
+
+def inference_mode(world):
+    for numel in (3, ROW):
+        for mode in (True, False):
+            for asynchronous in (True, False):
+                with torch.inference_mode():
+                    tensor = torch.ones(numel)
+                with torch.inference_mode(mode):
+                    work = dist.all_reduce(tensor, async_op=asynchronous)
+                    assert not asynchronous or work.wait()
+                assert tensor.eq(world.world_size).all()
+
+
+def a_group_of_one(world):
+    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    for dtype in (torch.bfloat16, torch.float32):
+        for numel in (1, CHUNK + 1, ROW):
+            tensor = torch.ones(numel, dtype=dtype)
+            dist.all_reduce(tensor, group=alone)
+            assert tensor.eq(1).all()
+    rows = [torch.ones(5), torch.ones(5)]
+    alone.fold_rows(rows, [[1, 2]], Total()).wait()
+    assert rows[0].eq(2).all()
+    dist.destroy_process_group(alone)
+
+
+def asynchronous(world):
+    n, r = world.world_size, world.rank
+    tensors = [torch.full((1000,), float(i * (r + 1))) for i in range(20)]
+    handles = [dist.all_reduce(t, async_op=True) for t in tensors]
+    for handle in reversed(handles):
+        assert handle.wait()
+    assert all(handle.is_completed() for handle in handles)
+    assert all(tensor.eq(i * n * (n + 1) / 2).all() for i, tensor in enumerate(tensors))
+    future = dist.all_reduce(torch.ones(4), async_op=True).get_future()
+    assert future.then(lambda f: f.value()[0] / n).wait().tolist() == [1.0] * 4
+    # The handle is dropped at once; the tensor must live until the operation has ended.
+    dist.all_reduce(torch.ones(100_000), async_op=True)
+    # A callback runs on the group's thread, which is the one that the operations wait for.
+    first, *others = (torch.ones(3) for _ in range(3))
+
+    def both(future):
+        dist.all_reduce(others[0])
+        dist.all_reduce(others[1], async_op=True).get_future().wait()
+        return future.value()[0] + others[0] + others[1]
+
+    future = dist.all_reduce(first, async_op=True).get_future().then(both)
+    assert future.wait().tolist() == [3.0 * n] * 3
+
+
+def profiled(world):
+    """Collectives are ranges of torch.profiler, as those of torch's own backends are."""
+    name = world.backend
+
+    def ranges(profiler, kind):
+        return [event for event in profiler.events() if event.name == f"{name}:{kind}"]
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(100_000), async_op=True).wait()
+        dist.barrier()
+    assert [event.is_async for event in ranges(profiler, "all_reduce")] == [True, True]
+    assert len(ranges(profiler, "barrier")) == 1
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(1).add_(1)
+    assert not ranges(profiler, "all_reduce")
+
+
+@pytest.mark.parametrize("backend", ["node", slow("mpi")])
+@pytest.mark.parametrize(
+    "called",
+    [rounded_once, the_way_of_each, inference_mode, a_group_of_one, asynchronous, profiled],
+)
+def test_all_reduce(ranks, called, backend):
+    ranks(backend, 3)(called)
+
+
+def owners(world):
+    """Each rank receives its share of a window's average, in chunks; the window stays as it is."""
+    n, r = world.world_size, world.rank
+    group, received = dist.group.WORLD, []
+    tensor = group.empty(1000, torch.float32).fill_(r + 1.0)
+    group.reduce_to_owners(
+        tensor, dist.ReduceOp.AVG, lambda at, chunk: received.append((at, chunk.clone())), "x"
+    )
+    group.barrier().wait()
+    assert tensor.eq(r + 1.0).all()
+    ((begin, chunk),) = received
+    assert chunk.eq((n + 1) / 2).all()
+    group = dist.new_group()
+    with pytest.raises(RuntimeError, match=r"same part of a window|given up|ended without"):
+        group.reduce_to_owners(torch.ones(9), dist.ReduceOp.SUM, received.append, "x")
+    dist.destroy_process_group(group)
+    return begin, begin + len(chunk)
+
+
+def test_owners_receive_neighbouring_shares(ranks):
+    assert ranks("node", 3)(owners) == [(0, 336), (336, 672), (672, 1000)]
+
+
+def rows_in_shared_memory(world, sizes):
+    group = group_over(world, sizes)
+    opened, group = group, shared_memory_beside(group)  # on gloo
+    assert group.machines == len(sizes)
+    counts = range(1, world.world_size + 1)
+    places = [[None] * count for count in counts]
+    first, everyone = sum(counts[: world.rank]), sum(counts)
+    for dtype in (torch.float32, torch.float16):
+        for numel in (0, 1, 1000, PIECE_ACROSS // dtype.itemsize + 7):
+            place = torch.arange(numel).remainder(7).to(dtype)
+            rows = [place + first + row for row in range(counts[world.rank])]
+            others = [row.clone() for row in rows[1:]]
+            group.fold_rows(rows, places, Total()).wait()
+            total = place.double() * everyone + everyone * (everyone - 1) / 2
+            assert rows[0].double().equal(total), (dtype, numel)
+            assert all(row.equal(other) for row, other in zip(rows[1:], others, strict=True))
+    with pytest.raises(RuntimeError, match=r"fold_rows on the .* backend needs dense tensors"):
+        group.fold_rows([torch.ones(3).to_sparse()], places, Total())
+    work = group.fold_rows([torch.ones(5 + world.rank)] * counts[world.rank], places, Total())
+    with pytest.raises(RuntimeError, match=r"fold_rows of \d+ rows of 5 x torch.float32"):
+        work.wait()
+    dist.destroy_process_group(opened)
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes"),
+    [
+        *(("gloo", (2, 1)), ("node", (3,)), slow("mpi", (2, 1)), slow("gloo", (3, 2, 1))),
+        *(slow("gloo", (2, 2)), slow("mpi", (2, 2)), slow("mpi", (3,))),
+    ],
+)
+def test_rows_are_folded_in_shared_memory(ranks, backend, sizes):
+    ranks(backend, sum(sizes))(rows_in_shared_memory, sizes)
+
+
+# Meetings ----------------------------------------------------------------------------------------
+
+
+def fast_and_slow_ranks(world):
+    """Each rank stays behind in the barrier now and then, at another place than the others."""
+    group = dist.new_group()
+    barrier = group.checked_barrier
+    together, naps = barrier.wait, random.Random(world.rank)
+
+    def wait():
+        together()
+        time.sleep(naps.choice([0.0, 0.003]))
+
+    barrier.wait = wait
+    n = world.world_size
+    for number in range(4):
+        tensor = torch.arange(7 * PIECE // 8 * 2, dtype=torch.float32) + world.rank + number
+        expected = n * (tensor - world.rank) + n * (n - 1) / 2
+        dist.all_reduce(tensor, group=group)
+        assert tensor.equal(expected)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(("backend", "size"), [("node", 3), slow("mpi", 3), slow("node", 6)])
+def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(ranks, backend, size):
+    ranks(backend, size)(fast_and_slow_ranks)
+
+
+def one_is_late(world):
+    for late in range(world.world_size):
+        if world.rank == late:
+            time.sleep(0.05)
+        came = time.monotonic()
+        dist.barrier()
+        left = time.monotonic()
+        times = [0.0] * world.world_size
+        dist.all_gather_object(times, came)
+        assert left >= max(times), f"left before rank {late} came"
+
+
+@pytest.mark.parametrize("backend", ["node", slow("mpi")])  # one barrier; six forks start sooner
+def test_nobody_leaves_a_meeting_of_several_rounds_before_all_have_come(ranks, backend):
+    ranks(backend, 6)(one_is_late)
+
+
+# Everything else ---------------------------------------------------------------------------------
+
+
+def by_gloo(world):
+    n, r = world.world_size, world.rank
+    mine = torch.tensor([r, r])
+    ones = [torch.empty_like(mine) for _ in range(n)]
+    dist.all_gather(ones, mine)
+    assert [one.tolist() for one in ones] == [[i, i] for i in range(n)]
+    flat = torch.empty(2 * n, dtype=torch.int64)
+    dist.all_gather_into_tensor(flat, mine)
+    assert torch.equal(flat, torch.cat(ones))
+    tensor = mine.clone()
+    dist.broadcast(tensor, n - 1)
+    assert tensor.tolist() == [n - 1] * 2
+    dist.reduce(mine.clone(), 0)
+    dist.gather(mine, [torch.empty_like(mine) for _ in range(n)] if r == 0 else None)
+    dist.scatter(tensor, [torch.tensor([i, -i]) for i in range(n)] if r == 0 else None)
+    assert tensor.tolist() == [r, -r]
+    exchanged = torch.empty(n, dtype=torch.int64)
+    dist.all_to_all_single(exchanged, torch.arange(n) + 10 * r)
+    assert exchanged.tolist() == [10 * i + r for i in range(n)]
+    part = torch.empty(1)
+    dist.reduce_scatter_tensor(part, torch.arange(float(n)))
+    assert part.item() == n * r
+    if r == 0:
+        dist.send(torch.tensor([7]), 1)
+    elif r == 1:
+        received = torch.tensor([0])
+        dist.recv(received, 0)
+        assert received.item() == 7
+    sparse = torch.sparse_coo_tensor([[r]], [1.0], (n,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1.0] * n
+    dist.group.WORLD.monitored_barrier()
+
+
+def test_gloo_does_everything_else_for_node(ranks):
+    ranks("node", 2)(by_gloo)
+
+
+def averages_and_splits(world):
+    """What the random operations do not draw."""
+    n, r = world.world_size, world.rank
+    average = torch.empty(1)
+    dist.reduce_scatter_tensor(average, torch.full((n,), r + 1.0), op=dist.ReduceOp.AVG)
+    assert average.item() == (n + 1) / 2
+    rows = torch.empty(n, 2)
+    dist.all_to_all_single(rows, torch.full((n, 2), float(r)))
+    assert rows.tolist() == [[float(s)] * 2 for s in range(n)]
+    received, sent = torch.empty(n * (r + 1), 2), torch.full((n * (n + 1) // 2, 2), float(r))
+    dist.all_to_all_single(received, sent, [r + 1] * n, list(range(1, n + 1)))
+    assert received[:, 0].tolist() == [float(s) for s in range(n) for _ in range(r + 1)]
+    with pytest.raises(ValueError, match=f"split sizes that add up to {n}"):
+        dist.all_to_all_single(rows, torch.ones(n, 2), [n + 1] + [0] * (n - 1), [1] * n)
+    every_second = torch.full((8,), r + 1.0)
+    dist.broadcast(every_second[::2], src=1)
+    assert every_second.tolist() == [2.0, r + 1.0] * 4
+    gathered = [torch.empty(4, 3) for _ in range(n)]
+    dist.all_gather(gathered, torch.arange(12.0).view(3, 4).t() + r)
+    assert all(g.equal(torch.arange(12.0).view(3, 4).t() + i) for i, g in enumerate(gathered))
+    one = [("from", r)]
+    dist.broadcast_object_list(one, src=n - 1)
+    assert one == [("from", n - 1)]
+    received = [None]
+    dist.scatter_object_list(received, [f"for {i}" for i in range(n)], src=0)
+    assert received == [f"for {r}"]
+
+
+def test_other_forms_on_mpi(ranks):
+    ranks("mpi", 3)(averages_and_splits)
+
+
+# Groups ------------------------------------------------------------------------------------------
+
+
+def a_mesh(world):
+    # Here, since it takes a second, which no other test needs.
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, world.world_size), mesh_dim_names=("outer", "inner"))
+    for name, ranks in (("outer", [world.rank]), ("inner", [*range(world.world_size)])):
+        assert dist.get_process_group_ranks(mesh.get_group(name)) == ranks
+        tensor = funcol.all_reduce(torch.tensor([world.rank]), "sum", mesh[name])
+        assert tensor.tolist() == [sum(ranks)]
+    whole = distribute_tensor(torch.arange(4.0), mesh["inner"], [Shard(0)])
+    assert whole.sum().full_tensor().item() == 6.0
+    model = torch.nn.Linear(1, 1, bias=False)
+    wrapped = ddp.DistributedDataParallel(model, device_mesh=mesh["inner"])
+    wrapped(torch.full((1, 1), 2.0 * world.rank)).backward()
+    assert model.weight.grad.item() == world.world_size - 1
+
+
+@pytest.mark.parametrize("backend", ["node", slow("mpi")])
+def test_a_device_mesh(ranks, backend):
+    ranks(backend, 2, fresh=True)(a_mesh)
+
+
+def parts_of_parts(world):
+    n, r = world.world_size, world.rank
+    odd = dist.split_group(split_ranks=[list(range(0, n, 2)), list(range(1, n, 2))])
+    tensor = torch.tensor([r])
+    dist.all_reduce(tensor, group=odd)
+    assert tensor.item() == sum(range(r % 2, n, 2))
+    turned = dist.split_group(split_ranks=[list(range(n))[::-1]])
+    assert dist.get_group_rank(turned, r) == n - 1 - r
+    part = dist.split_group(turned, [[0, n - 1], *([i] for i in range(1, n - 1))])
+    tensor = torch.tensor([r + 1])
+    dist.all_reduce(tensor, group=part)
+    assert tensor.item() == (n + 1 if r in (0, n - 1) else r + 1)
+    first = torch.tensor([r])
+    dist.broadcast(first, group=turned, group_src=0)  # by gloo on node
+    assert first.item() == n - 1
+    reducer = ddp.Reducer(torch.nn.Linear(2, 2), turned)
+    assert "by shared memory" in repr(reducer)
+    reducer.remove()
+    with pytest.raises(TypeError, match="does not support shrinking"):
+        dist.shrink_group([0] if r else [1], turned)
+    for group in (part, turned, odd):
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("backend", ["node", "mpi", slow("gloo")])
+def test_a_group_is_split_as_gloos_is(ranks, backend):
+    if torch.__version__ < "2.15":
+        pytest.skip("this torch splits groups only where there is a GPU")
+    ranks(backend, 3)(parts_of_parts)

@@ -1,0 +1,331 @@
+"""Calls that cannot work end on all ranks, with an error that names why."""
+
+import signal
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives as funcol
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ddp_from_scratch import mpi
+from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
+from tests.support.tiers import slow
+
+on_both = pytest.mark.parametrize("backend", ["node", "mpi"])
+
+
+@contextmanager
+def a_group(ranks=None, seconds=20.0):
+    """Closed at the end, whatever has become of it."""
+    group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
+    try:
+        yield group
+        dist.barrier()  # a rank that left at once would be missed by the others
+    finally:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+def raises(text):
+    return pytest.raises(RuntimeError, match=text)
+
+
+def a_rank_that_does_not_come(world):
+    r = world.rank
+    with a_group([0, 1, 2], 0.5) as group, a_group([0, 1, 2]) as patient:
+        if r != 1:
+            with raises(
+                rf"barrier number 1 on rank {r} .* timeout of 0\.5 s passed without rank 1$"
+            ):
+                dist.barrier(group=group)
+            with raises(r"number 2 .*the group has failed before: the"):
+                dist.all_reduce(torch.ones(1), group=group)
+            handle = dist.all_reduce(torch.ones(1), group=patient, async_op=True)
+            with raises(r"number 1 .* within 0\.1 s: rank 1 did not come"):
+                handle.wait(timedelta(seconds=0.1))
+        if r == 0 and world.backend == "mpi":
+            with raises(r"recv from rank 1 on rank 0 .*0\.5 s"):
+                dist.recv(torch.empty(1), src=1, group=group)
+        dist.barrier()
+        if r == 1:
+            if world.backend == "mpi":
+                dist.send(torch.empty(1), dst=0, group=group)
+            dist.all_reduce(torch.ones(1), group=patient)
+            # It comes late, and must not go on as if the others had been with it.
+            with raises(r"number 1 .*another rank has given up on it"):
+                dist.barrier(group=group)
+        else:
+            assert handle.wait()
+
+
+@on_both
+def test_a_timeout_names_the_operation_and_who_is_missing(ranks, backend):
+    ranks(backend, 3)(a_rank_that_does_not_come)
+
+
+@contextmanager
+def interrupted_by(handler, seconds):
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def a_call_within_a_call(world):
+    with a_group(seconds=2) as group:
+        if world.rank == 0:
+            with (
+                interrupted_by(lambda *_: dist.barrier(group=group), 0.5),
+                raises(r"barrier number 2 .* did not end within 4 s"),
+            ):
+                dist.all_reduce(torch.ones(1), group=group)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("backend", ["node", slow("mpi")])
+def test_a_call_that_waits_for_the_one_that_it_interrupts_gives_up(ranks, backend):
+    ranks(backend, 2)(a_call_within_a_call)
+
+
+def late(*_):
+    raise TimeoutError("the program's own limit")
+
+
+def a_call_that_an_error_leaves(world):
+    """One rank leaves a call while it waits for the others, and another one half way."""
+    with a_group() as waiting, a_group() as reducing:
+        dist.all_reduce(torch.ones(EAGER_NBYTES), group=reducing)
+        if world.rank == 0:
+            told = raises(r"number 1 .* failed: the program's own limit")
+            with interrupted_by(late, 0.2), told:
+                dist.all_reduce(torch.ones(1), group=waiting)
+            reducing._reduce._reduce_staged = late
+        dist.barrier()
+        with raises("number 2 .* the program's own limit" if world.rank == 0 else "given up on it"):
+            dist.all_reduce(torch.ones(EAGER_NBYTES), group=reducing)
+        # Its next call must not be taken for the one that it has left.
+        with raises(r"left with TimeoutError\(" if world.rank == 0 else "given up on it"):
+            dist.all_reduce(torch.ones(1), group=waiting)
+
+
+@pytest.mark.parametrize("backend", ["node", slow("mpi")])
+def test_a_call_that_ends_with_an_error_on_one_rank_ends_on_all(ranks, backend):
+    ranks(backend, 2)(a_call_that_an_error_leaves)
+
+
+def different_calls(world):
+    r = world.rank
+    op = dist.ReduceOp.MAX if r else dist.ReduceOp.SUM
+    dtype = torch.float32 if r else torch.int32
+    calls = [
+        lambda g: dist.all_reduce(torch.ones(10 if r else 5), group=g),
+        lambda g: dist.all_reduce(torch.ones(4, dtype=dtype), group=g),
+        lambda g: dist.all_reduce(torch.ones(4), op, group=g),
+        lambda g: dist.all_reduce(torch.ones(4), group=g) if r else dist.barrier(g),
+    ]
+    if world.backend == "mpi":
+        calls.append(lambda g: dist.broadcast(torch.ones(4), src=min(r, 1), group=g))
+    for call in calls:
+        with a_group() as group, raises("called different operations: rank 0 .*; ranks 1, 2 "):
+            call(group)
+    with a_group() as group:
+        tensor = torch.ones(10 if r == 0 else 5)
+        handle = dist.all_reduce(tensor, group=group, async_op=True)
+        with raises(r"all_reduce number 1 on rank . .* failed: the ranks"):
+            handle.wait()
+        assert not handle.is_success()
+        with raises("called different operations"):
+            handle.get_future().wait()
+
+
+@on_both
+def test_ranks_that_call_different_operations_are_told(ranks, backend):
+    ranks(backend, 3)(different_calls)
+
+
+def no_such_sum(world):
+    with raises(r"torch\.float32 .*BAND"):
+        dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+    if world.backend == "mpi":
+        with pytest.raises((ValueError, RuntimeError), match="reduce"):
+            dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX)
+        with raises(r"cannot reduce tensors of torch\.float8_e4m3fn"):
+            dist.all_reduce(torch.ones(8, dtype=torch.float8_e4m3fn))
+    dist.all_reduce(torch.ones(2))  # nobody had met for it: the group goes on
+
+
+@on_both
+def test_a_reduction_without_a_meaning_is_refused(ranks, backend):
+    ranks(backend, 2)(no_such_sum)
+
+
+# With an expanded tensor in place of a result.
+WRITES = {
+    "all_reduce": lambda one, n: dist.all_reduce(one),
+    "reduce": lambda one, n: dist.reduce(one, 0),
+    "broadcast": lambda one, n: dist.broadcast(one, 0),
+    "all_gather": lambda one, n: dist.all_gather([one] * n, one.contiguous()),
+    "all_gather_into_tensor": lambda one, n: dist.all_gather_into_tensor(one, one[: len(one) // n]),
+    "gather": lambda one, n: dist.gather(one, [one] * n, dist.get_rank()),
+    "scatter": lambda one, n: dist.scatter(one, [one] * n, dist.get_rank()),
+    "reduce_scatter": lambda one, n: dist.reduce_scatter(one, [one.contiguous()] * n),
+    "all_to_all": lambda one, n: dist.all_to_all([one] * n, [one] * n),
+    "all_to_all_single": lambda one, n: dist.all_to_all_single(one, one),
+    "recv": lambda one, n: dist.recv(one, (dist.get_rank() + 1) % n),
+}
+
+
+def calls_of(world):
+    """Those that the backend does not leave to gloo."""
+    return {"all_reduce": WRITES["all_reduce"]} if world.backend == "node" else WRITES
+
+
+def results_without_places(world):
+    n = world.world_size
+    for size in (4, 500_000):  # brought to the meeting, and staged
+        one = torch.ones(1).expand(size)
+        for name, call in calls_of(world).items():
+            with raises(rf"{name} .* one place .*expand\(\): call cont"):
+                call(one, n)
+        tensor = torch.ones(2, size).t()  # not dense, but each element has a place of its own
+        dist.all_reduce(tensor)
+        assert tensor.eq(n).all()
+
+
+@on_both
+def test_a_result_whose_elements_share_a_place_is_refused(ranks, backend):
+    ranks(backend, 2)(results_without_places)
+
+
+class Broadcasts(torch.nn.Module):
+    def forward(self, x):
+        dist.broadcast(x, 0)
+        return x + 1
+
+
+def tensors_without_memory(world):
+    n, backend = world.world_size, world.backend
+    for size in (4, 500_000):
+        real = torch.ones(size)
+        for name, call in calls_of(world).items():
+            with FakeTensorMode():
+                fake = torch.ones(size)
+                with raises(f"{name} on the {backend} backend cannot be"):
+                    call(fake, n)
+            with raises(f"{name} .* got a FakeTensor that stands for"):
+                call(fake, n)
+        with raises(r"all_reduce .* negated or conjugated"):
+            dist.all_reduce(torch.ones(size, dtype=torch.complex64).conj().imag)
+        with raises(r"all_reduce .* stands for others"):
+            torch.func.vmap(lambda x: dist.all_reduce(x))(torch.ones(2, size))
+        with raises(f"all_reduce on the {backend} backend cannot be traced"):
+            make_fx(lambda x: dist.all_reduce(x), tracing_mode="fake")(real)
+        with FakeTensorMode(), raises(rf"{backend}.empty .* cannot be traced"):
+            dist.group.WORLD.empty(size, torch.float32)
+    if backend == "mpi":
+        for name, call in WRITES.items():
+            with raises(f"{name} .* got torch.strided on meta"):
+                call(torch.ones(size, device="meta"), n)
+        with raises(r"broadcast .* got torch.sparse_coo on cpu"):
+            dist.broadcast(real.to_sparse(), 0)
+        with FakeTensorMode(), raises(r"broadcast .* cannot be traced"):
+            dist.broadcast(real, 0)
+        with raises("broadcast on the mpi backend cannot be traced"):
+            torch.export.export(Broadcasts(), (torch.ones(4),), strict=False)
+    with FakeTensorMode():  # what the errors advise
+        assert funcol.all_reduce(torch.ones(4), "sum", dist.group.WORLD).shape == (4,)
+    dist.all_reduce(real)
+    assert real.eq(n).all()
+
+
+@on_both
+def test_what_has_no_memory_is_refused_before_anything_is_sent(ranks, backend):
+    ranks(backend, 2, fresh=True)(tensors_without_memory)
+
+
+# Sizes that only a pair knows --------------------------------------------------------------------
+
+
+def pairs_that_do_not_fit(world):
+    n, r = world.world_size, world.rank
+    ones = [torch.ones(2) for _ in range(n)]
+
+    def as_list(group):
+        received = [torch.empty(3 if (r, s) == (2, 1) else 2) for s in range(n)]
+        dist.all_to_all(received, ones, group=group)
+
+    def as_rows(group):  # each two rows, but rank 2 expects three of rank 1 and one of rank 0
+        splits = [1, 3, 2] if r == 2 else [2] * n
+        dist.all_to_all_single(torch.empty(6), torch.ones(6), splits, [2] * n, group=group)
+
+    def evenly(group):  # and rank 2 sends more to everybody than they expect
+        sent = torch.ones(9 if r == 2 else 6)
+        dist.all_to_all_single(torch.empty(6), sent, [2] * n, [len(sent) // n] * n, group=group)
+
+    def pair(source, target, sends, expects):
+        return (
+            f"rank {source} sends {sends} x torch.float32 to rank {target}, which expects {expects}"
+        )
+
+    told = {
+        as_list: f"all_to_all does not fit: {pair(1, 2, 2, 3)}",
+        as_rows: f"all_to_all_single does not fit: {pair(0, 2, 2, 1)}; {pair(1, 2, 2, 3)}",
+        evenly: f"all_to_all_single does not fit: {'; '.join(pair(2, s, 3, 2) for s in range(n))}",
+    }
+    for call, text in told.items():
+        with a_group() as group:
+            with raises(f"{text}$"):
+                call(group)
+            with raises(f"the group has failed before: {text}$"):
+                dist.barrier(group)
+    # Of a group they are named as in the world, not by their places in the group.
+    with a_group([1, 2]) as group:
+        if r > 0:
+            sent = [torch.ones(r) for _ in range(2)]
+            with raises(r"rank 2 sends 2 x torch.float32 to rank 1, which"):
+                dist.all_to_all([torch.ones(1), torch.ones(1)], sent, group=group)
+
+
+def test_sizes_that_only_a_pair_knows_are_compared(ranks):
+    ranks("mpi", 3)(pairs_that_do_not_fit)
+
+
+# Counts and sizes that one rank can see by itself.
+WRONG = {
+    "all_gather": lambda g, t, n: dist.all_gather([torch.empty(3)] * n, t),
+    "all_gather_into_tensor": lambda g, t, n: dist.all_gather_into_tensor(torch.empty(3), t),
+    "gather": lambda g, t, n: dist.gather(t, [torch.empty(3)] * n, dist.get_rank()),
+    "scatter": lambda g, t, n: dist.scatter(t, [torch.empty(3)] * n, dist.get_rank()),
+    "reduce_scatter": lambda g, t, n: dist.reduce_scatter(t, [torch.empty(3)] * n),
+    "all_to_all": lambda g, t, n: g.alltoall([t] * n, [t.int()] * n),
+    "all_to_all_single": lambda g, t, n: g.all_to_all_single(t, t.int(), [], []),
+    "all_gather needs 2 output": lambda g, t, n: g.allgather([[t] * 3], [t]),
+    "all_to_all needs 2 output": lambda g, t, n: g.alltoall([t] * 3, [t] * n),
+    "all_to_all needs 2 input": lambda g, t, n: g.alltoall([t] * n, [t] * 3),
+    "reduce_scatter needs 2 input": lambda g, t, n: g.reduce_scatter(
+        [t], [[t] * 3], dist.ReduceScatterOptions()
+    ),
+}
+
+
+def wrong_arguments(world):
+    n, tensor = world.world_size, torch.ones(2)
+    for told, call in WRONG.items():
+        with pytest.raises((ValueError, RuntimeError), match=told):
+            call(dist.group.WORLD, tensor, n)
+    dist.all_reduce(tensor)  # nobody had met for it
+    with pytest.raises(ValueError, match="numel must be 0 or more, got -1"):
+        mpi.empty(-1)
+    with a_group() as group, raises(r"called different operations: rank 0 mpi\.empty\(1"):
+        mpi.empty(1 + world.rank, process_group=group)
+
+
+def test_arguments_are_checked_before_ranks_meet(ranks):
+    ranks("mpi", 2)(wrong_arguments)
