@@ -16,26 +16,23 @@ from tests.support.pages import Excerpt, excerpts
 from tests.support.ranks import MPIRUN, ROOT
 
 LIMIT_S = 60.0
-MPIRUN_LIMIT_S = 110.0
+ENVIRON = os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)}
 
 PYTHON = excerpts("python")
 (README,) = [excerpt for excerpt in PYTHON if excerpt.page == ROOT / "README.md"]
-README_ON_MPI = replace(README, code=README.code.replace('("gloo")', '("mpi")'))
-
 TESTS = [excerpt for excerpt in PYTHON if "\ndef test_" in excerpt.code]
 ON_MPI = [excerpt for excerpt in PYTHON if re.search(r'"mpi"\)|mpi\.BACKEND', excerpt.code)]
 ON_GLOO = [excerpt for excerpt in PYTHON if excerpt not in ON_MPI + TESTS]
+ON_MPI.append(replace(README, code=README.code.replace('("gloo")', '("mpi")')))
 
 # A server that has imported torch forks each rank: a fresh process that need not import it again.
 # `torch._dynamo` is what the first optimizer would import.
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "torch._dynamo",
-        "ddp_from_scratch.optim.node_shared",
-        "ddp_from_scratch.torch_ddp.distributed_data_parallel",
-        "ddp_from_scratch.world.process_group",
-        "tests.docs.test_excerpts",
+        *("torch._dynamo", "ddp_from_scratch.optim.node_shared", "tests.docs.test_excerpts"),
+        *("ddp_from_scratch.torch_ddp.distributed_data_parallel",),
+        *("ddp_from_scratch.world.process_group",),
     ]
 )
 
@@ -60,26 +57,19 @@ def as_rank(file: str, output: str, environment: dict[str, str]) -> None:
     sys.exit(code)
 
 
-def places(world_size: int, folder: Path) -> list[dict[str, str]]:
-    """Each rank's environment; empty for one that no launcher has started."""
-    if world_size == 1:
-        return [{}]
-    return [
-        {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
-        | {"DDP_RENDEZVOUS_FILE": str(folder / "rendezvous")}
-        for rank in range(world_size)
-    ]
-
-
 def run(code: str, world_size: int, folder: Path) -> str:
-    """The output of all ranks, which must end with 0."""
+    """The output of all ranks, which must end with 0; one rank has no launcher."""
     file = folder / "example.py"
     file.write_text(code)
     outputs = [folder / f"output-{rank}" for rank in range(world_size)]
+    of_all = {name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    of_all |= {"DDP_RENDEZVOUS_FILE": str(folder / "rendezvous")}
+    places = [of_all | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
     processes = [
-        FORKS.Process(target=as_rank, args=(str(file), str(output), place))
-        for output, place in zip(outputs, places(world_size, folder), strict=True)
+        FORKS.Process(
+            target=as_rank, args=(str(file), str(output), place if world_size > 1 else {})
+        )
+        for output, place in zip(outputs, places, strict=True)
     ]
     for process in processes:
         process.start()
@@ -111,33 +101,24 @@ for file in map(pathlib.Path, sys.argv[1:]):
 """
 
 
-@pytest.fixture(scope="module")
-def mpirun_of_all(tmp_path_factory):
-    """Each excerpt's file, beside which every rank that has run it leaves another; the output."""
-    folder = tmp_path_factory.mktemp("mpi")
-    files = {}
-    for number, excerpt in enumerate([*ON_MPI, README_ON_MPI]):
-        files[str(excerpt)] = folder / f"{number}.py"
-        files[str(excerpt)].write_text(excerpt.code)
+def test_runs_as_printed_under_mpirun(tmp_path):
+    files = [tmp_path / f"{number}.py" for number in range(len(ON_MPI))]
+    for file, excerpt in zip(files, ON_MPI, strict=True):
+        file.write_text(excerpt.code)
     done = subprocess.run(
-        ["mpirun", "-n", "2", sys.executable, "-c", ONE_AFTER_ANOTHER, *map(str, files.values())],
-        env=os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)},
-        cwd=folder,
+        ["mpirun", "-n", "2", sys.executable, "-c", ONE_AFTER_ANOTHER, *map(str, files)],
+        **{"env": ENVIRON, "cwd": tmp_path, "text": True, "timeout": 110},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        timeout=MPIRUN_LIMIT_S,
     )
-    return files, done.stdout
-
-
-@pytest.mark.parametrize("excerpt", [*ON_MPI, README_ON_MPI], ids=str)
-def test_runs_as_printed_under_mpirun(excerpt: Excerpt, mpirun_of_all):
-    files, output = mpirun_of_all
-    assert all(files[str(excerpt)].with_suffix(f".rank-{rank}").exists() for rank in (0, 1)), output
+    for file, excerpt in zip(files, ON_MPI, strict=True):
+        ran = [file.with_suffix(f".rank-{rank}").exists() for rank in (0, 1)]
+        assert ran == [True, True], f"{excerpt}\n{done.stdout}"
+    check_readme(done.stdout, 2)
 
 
 def check_readme(output: str, world_size: int) -> None:
+    """One checksum, printed by every rank."""
     printed = re.findall(r"rank (\d) of (\d): parameters ([0-9a-f]{16})", output)
     assert sorted(rank for rank, _, _ in printed) == [str(rank) for rank in range(world_size)]
     assert {size for _, size, _ in printed} == {str(world_size)}
@@ -149,22 +130,12 @@ def test_the_readmes_example_prints_one_checksum(world_size, tmp_path):
     check_readme(run(README.code, world_size, tmp_path), world_size)
 
 
-def test_the_readmes_example_prints_one_checksum_under_mpirun(mpirun_of_all):
-    _, output = mpirun_of_all
-    check_readme(output, 2)
-
-
 @pytest.mark.slow
 def test_the_readmes_example_prints_one_checksum_under_torchrun(tmp_path):
-    (tmp_path / "example.py").write_text(README.code)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(tmp_path / "example.py")],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    file = tmp_path / "example.py"
+    file.write_text(README.code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(file)]
+    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     check_readme(done.stdout, 2)
 

@@ -14,6 +14,8 @@ PAGES = [
     ROOT / "examples" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+CHAPTERS = sorted((ROOT / "tutorial").glob("[0-9][0-9]_*"))
+TUTORIAL_PAGES = [ROOT / "tutorial" / "README.md", *(c / "README.md" for c in CHAPTERS)]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
@@ -34,10 +36,10 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def excerpts(language: str) -> list[Excerpt]:
-    """All pages' blocks in a language; "" for those that name none, mostly commands."""
+def excerpts(language: str, pages: list[Path] = PAGES) -> list[Excerpt]:
+    """The pages' blocks in a language; "" for those that name none, mostly commands."""
     found = []
-    for page in PAGES:
+    for page in pages:
         blocks = [block for tag, *block in _FENCE.findall(page.read_text()) if tag == language]
         found += [Excerpt(page, number, *block) for number, block in enumerate(blocks, 1)]
     return found

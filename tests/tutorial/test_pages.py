@@ -1,69 +1,96 @@
-"""The tutorial's pages: links lead somewhere, commands are there, chapters are alike and short."""
+"""The tutorial's pages: complete, short, in order, and what they name is there."""
 
+import ast
 import re
 
-import pytest
-
-from tests.support.pages import anchors, links
+from tests.support.pages import CHAPTERS, TUTORIAL_PAGES, excerpts, links, name_of
 from tests.support.ranks import ROOT
-from tests.tutorial.chapters import CHAPTERS, PAGES, TUTORIAL, commands
 
-START = (TUTORIAL / "README.md").read_text()
-in_every_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.name)
-
-
-def test_chapters_are_numbered():
-    assert [int(chapter.name[:2]) for chapter in CHAPTERS] == list(range(1, len(CHAPTERS) + 1))
+TUTORIAL = ROOT / "tutorial"
+LIBRARY = ROOT / "ddp_from_scratch"
 
 
-def test_the_first_page_lists_all_chapters_with_their_titles():
-    listed = re.findall(r"^\| \[(.*?)\]\((.*?)/README.md\)", START, re.MULTILINE)
-    titles = [(chapter / "README.md").read_text().splitlines()[0] for chapter in CHAPTERS]
-    assert listed == [
-        (title.removeprefix("# "), chapter.name)
-        for title, chapter in zip(titles, CHAPTERS, strict=True)
-    ]
-
-
-def test_the_glossary_has_twelve_words():
-    glossary = START.split("\n## Twelve words\n")[1]
+def test_the_first_page_lists_all_chapters_and_twelve_words():
+    start = TUTORIAL_PAGES[0].read_text()
+    listed = re.findall(r"^\| \[(.*?)\]\((.*?)/README.md\)", start, re.MULTILINE)
+    titles = [page.read_text().splitlines()[0].removeprefix("# ") for page in TUTORIAL_PAGES[1:]]
+    assert listed == list(zip(titles, (chapter.name for chapter in CHAPTERS), strict=True))
+    assert [int(c.name[:2]) for c in CHAPTERS] == list(range(1, len(CHAPTERS) + 1))
+    glossary = start.split("\n## Twelve words\n")[1]
     assert len(re.findall(r"^\| [a-z]", glossary, re.MULTILINE)) == 12
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
-def test_every_link_leads_somewhere(page):
-    for path, anchor in links(page):
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), path
-        if anchor:
-            assert anchor in anchors(target), f"{path}#{anchor}"
+def test_every_command_is_of_a_program_or_a_test_that_is_there():
+    for block in excerpts("", TUTORIAL_PAGES):
+        for command in block.code.splitlines():
+            program = re.match(r"python -m (tutorial[\w.]*)", command)
+            test = re.match(r"python -m pytest (tutorial/\w+)", command)
+            file = f"{test[1]}/test_exercise" if test else program[1].replace(".", "/")
+            assert (ROOT / f"{file}.py").exists(), f"{block}: {command}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
-def test_every_command_is_of_a_program_or_a_test_that_is_there(page):
-    for command in commands(page):
-        program = re.match(r"python -m (tutorial[\w.]*)", command)
-        tests = re.match(r"python -m pytest (tutorial/\w+)", command)
-        if program:
-            assert (ROOT / (program[1].replace(".", "/") + ".py")).exists(), command
-        else:
-            assert tests, command
-            assert (ROOT / tests[1] / "test_exercise.py").exists(), command
+def test_chapters_are_complete_and_short_and_lead_to_each_other():
+    for place, (chapter, path) in enumerate(zip(CHAPTERS, TUTORIAL_PAGES[1:], strict=True)):
+        page, name = path.read_text(), name_of(path)
+        assert f"python -m pytest tutorial/{chapter.name}" in page, name
+        assert "(exercise.py)" in page, name
+        pictures = {picture.name for picture in chapter.glob("*.png")}
+        assert set(re.findall(r"!\[.*\]\((.*)\)", page)) == pictures, name
+        assert page.count("\n") <= 130, name
+        assert len(page.split()) <= 1000, name
+        neighbours = CHAPTERS[max(0, place - 1) : place] + CHAPTERS[place + 1 : place + 2]
+        linked = {link for link, _ in links(path)}
+        assert {f"../{other.name}/README.md" for other in neighbours} <= linked, name
 
 
-@in_every_chapter
-def test_a_chapter_is_complete_and_short(chapter):
-    page = (chapter / "README.md").read_text()
-    assert f"python -m pytest tutorial/{chapter.name}" in page
-    assert "(exercise.py)" in page
-    assert set(re.findall(r"!\[.*\]\((.*)\)", page)) == {p.name for p in chapter.glob("*.png")}
-    assert page.count("\n") <= 130
-    assert len(page.split()) <= 1000
+def functions(file):
+    """A file's functions, methods as `Class.method`, and classes."""
+    found = {}
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef)]
+            found |= {f"{node.name}.{method.name}": method for method in methods}
+    return found
 
 
-@in_every_chapter
-def test_chapters_lead_to_each_other(chapter):
-    found = [path for path, _ in links(chapter / "README.md") if path.endswith("README.md")]
-    place = CHAPTERS.index(chapter)
-    others = CHAPTERS[max(0, place - 1) : place] + CHAPTERS[place + 1 : place + 2]
-    assert {f"../{other.name}/README.md" for other in others} <= set(found)
+def test_every_function_of_an_exercise_has_a_gap_and_a_task():
+    for chapter in CHAPTERS:
+        gaps = functions(chapter / "exercise.py")
+        gaps = {name: node for name, node in gaps.items() if isinstance(node, ast.FunctionDef)}
+        assert gaps, chapter.name
+        for name, gap in gaps.items():
+            assert ast.get_docstring(gap), f"{chapter.name}: {name}"
+            raised = re.findall(r"raise NotImplementedError\((.*)\)", ast.unparse(gap))
+            assert [len(task) > 20 for task in raised] == [True], f"{chapter.name}: {name}"
+        assert gaps.keys() <= functions(chapter / "solution.py").keys()
+
+
+def test_the_first_seven_programs_import_nothing_of_the_library():
+    for chapter in CHAPTERS[:7]:
+        for program in chapter.glob("*.py"):
+            assert "ddp_from_scratch" not in program.read_text(), program
+
+
+def test_the_tables_of_chapter_15_name_what_is_there_and_all_of_chapter_7():
+    page = TUTORIAL_PAGES[15].read_text()
+    rows = re.findall(r"^\| (.*`.*?) \| (.*?) \| .* \|$", page, re.MULTILINE)
+    for _, place in rows:
+        found = re.findall(r"\[([\w/.]+)\]\((../../[\w/.]+)\)((?: `\w+`,?)*)", place)
+        assert found, place
+        for name, path, named in found:
+            file = (TUTORIAL_PAGES[15].parent / path).resolve()
+            assert file == LIBRARY / name
+            there = {name.rpartition(".")[2] for name in functions(file)}
+            assert re.findall(r"`(\w+)`", named), place
+            assert set(re.findall(r"`(\w+)`", named)) <= there, place
+    named = {name for cell, _ in rows for name in re.findall(r"`([\w.]+)`", cell)}
+    there = functions(TUTORIAL / "07_buckets" / "buckets.py")
+    parts = {name for name in there if name.startswith(("Bucket", "DataParallel", "assign"))}
+    assert parts - {"DataParallel"} <= named  # a class is named by its methods
+    assert {name for name in named if "." in name} <= parts
+    for word in ("ready", "pack", "launch", "wait", "unpack"):
+        assert any(cell.startswith(f"{word}: ") for cell, _ in rows), word
+    for path in re.findall(r"`([a-z_]+/(?:\w+\.py)?)`", page):
+        assert (LIBRARY / path).exists() or (ROOT / path).exists(), path

@@ -1,26 +1,40 @@
-"""Every program of the tutorial runs as its chapter says, prints what is shown there, and draws."""
+"""The tutorial's programs print what their chapters show, and draw; exercises and solutions."""
 
+import ast
+import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 
 import pytest
 
+from tests.support.pages import CHAPTERS, TUTORIAL_PAGES
 from tests.support.ranks import ROOT
 from tests.support.tiers import slow
-from tests.tutorial.chapters import CHAPTERS, samples
+from tests.tutorial.test_pages import functions
 
-pytest.importorskip("matplotlib")  # without it the programs draw nothing, and say so
-
-SAMPLES = [sample for chapter in CHAPTERS for sample in samples(chapter / "README.md")]
+TUTORIAL = ROOT / "tutorial"
+# Each command of a program with the output that its page shows, at once or further below.
+SAMPLE = r"^```\n(python -m tutorial\.[^\n]+)\n```$.*?^```text\n(.*?)^```$"
+SAMPLES = [
+    sample
+    for page in TUTORIAL_PAGES[1:]
+    for sample in re.findall(SAMPLE, page.read_text(), re.DOTALL | re.MULTILINE)
+]
 PROGRAMS = sorted(
     program
     for chapter in CHAPTERS
     for program in chapter.glob("*.py")
     if program.name not in ("exercise.py", "solution.py", "test_exercise.py")
 )
+
+
+def module_of(program):
+    return ".".join(program.relative_to(ROOT).with_suffix("").parts)
 
 
 def form(text):
@@ -32,6 +46,7 @@ def form(text):
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Runs a command in this process and an empty folder; returns what it prints."""
+    pytest.importorskip("matplotlib")  # without it the programs draw nothing, and say so
 
     def run(command):
         _, _, module, *arguments = command.split()
@@ -48,40 +63,33 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize(("command", "printed"), SAMPLES, ids=[command for command, _ in SAMPLES])
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [slow(*sample) if "--" in sample[0] else sample for sample in SAMPLES],
+    ids=[command for command, _ in SAMPLES],
+)
 def test_prints_what_the_chapter_shows(command, printed, run):
     assert form(run(command)) == form(printed)
 
 
-def cases():
-    """Each program with 2 ranks and with 4; those that take 2 anyway are run above."""
-    found = []
-    for program in PROGRAMS:
-        code = program.read_text()
-        if "options.nproc" in code:
-            if "nproc=2" not in code:
-                found.append((program, 2))
-            found.append(slow(program, 4))
-    return found
-
-
-@pytest.mark.parametrize(("program", "nproc"), cases(), ids=lambda a: getattr(a, "stem", a))
-def test_runs_on_ranks(program, nproc, run):
-    module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
-    assert "picture: " in run(f"python -m {module} --nproc {nproc}")
-
-
 def test_every_program_is_shown():
-    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in PROGRAMS}
-    assert {command.split()[2] for command, _ in SAMPLES} == modules
+    assert {command.split()[2] for command, _ in SAMPLES} == set(map(module_of, PROGRAMS))
 
 
-FIRST_SEVEN = [program for program in PROGRAMS if program.parent.name < "08"]
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize(
+    "program", [p for p in PROGRAMS if "options.nproc" in p.read_text()], ids=lambda p: p.stem
+)
+def test_runs_on_ranks(program, nproc, run):
+    assert "picture: " in run(f"python -m {module_of(program)} --nproc {nproc}")
 
 
-@pytest.mark.parametrize("program", FIRST_SEVEN, ids=lambda program: program.stem)
-def test_imports_nothing_of_the_library(program):
-    assert "ddp_from_scratch" not in program.read_text()
+def python(*arguments, folder=ROOT, **options):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        **{"capture_output": True, "text": True, "timeout": 100, "cwd": folder, **options},
+    )
 
 
 # One process, ranks that one process starts, mpirun; all others start and end in the same way.
@@ -92,14 +100,7 @@ def test_imports_nothing_of_the_library(program):
 )
 def test_runs_from_a_shell(command, tmp_path):
     picture = tmp_path / "folder" / "picture.svg"
-    done = subprocess.run(
-        [sys.executable, *command.split()[1:], "--picture", str(picture)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": ""},
-    )
+    done = python(*command.split()[1:], "--picture", str(picture))
     assert (done.returncode, done.stderr) == (0, "")
     assert f"picture: {picture}" in done.stdout
     assert picture.read_text().startswith("<?xml")
@@ -108,9 +109,68 @@ def test_runs_from_a_shell(command, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
 def test_help(program):
-    module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
-    help_of = [sys.executable, "-m", module, "--help"]
-    done = subprocess.run(help_of, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = python("-m", module_of(program), "--help")
     assert done.returncode == 0
-    assert done.stdout.startswith(f"usage: python -m {module} ")
+    assert done.stdout.startswith(f"usage: python -m {module_of(program)} ")
     assert ("--nproc" in done.stdout) == ("options.nproc" in program.read_text())
+
+
+# Exercises ---------------------------------------------------------------------------------------
+
+
+class Reports:
+    def __init__(self):
+        self.of = []
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call":
+            self.of.append(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome"), [slow((), "failed"), (("--solution",), "passed")], ids=str
+)
+def test_exercises_fail_as_shipped_and_solutions_pass(options, outcome):
+    reports = Reports()
+    arguments = ["-q", "-p", "no:cacheprovider", "-m", "", *options, str(TUTORIAL)]
+    with redirect_stdout(io.StringIO()):
+        pytest.main(arguments, plugins=[reports])
+    assert {r.nodeid.split("/")[-2] for r in reports.of} == {c.name for c in CHAPTERS}
+    for report in reports.of:
+        assert report.outcome == outcome, report.longreprtext
+        assert outcome == "passed" or "NotImplementedError: " in report.longreprtext
+
+
+def learn(folder=ROOT):
+    """The lines that `python -m tutorial` prints."""
+    done = python("-m", "tutorial", folder=folder)
+    assert "\033" not in done.stdout
+    return done.stdout.splitlines()
+
+
+def test_learn_lists_nothing_begun():
+    lines = learn()
+    assert [re.search(r"tutorial/(\w+)", line)[1] for line in lines] == [c.name for c in CHAPTERS]
+    assert all(line.endswith("not begun") for line in lines)
+    reading, writing = os.pipe()
+    os.close(reading)  # nobody reads on
+    done = python("-m", "tutorial", capture_output=False, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_learn_counts_what_passes(tmp_path):
+    shutil.copytree(TUTORIAL, tmp_path / "tutorial")
+    first, second = (tmp_path / "tutorial" / chapter.name for chapter in CHAPTERS[:2])
+    shutil.copy(first / "solution.py", first / "exercise.py")
+    half, solution = (ast.parse((second / f"{n}.py").read_text()) for n in ("exercise", "solution"))
+    one = next(iter(functions(second / "exercise.py")))
+    for module in (half, solution):
+        module.body.sort(key=lambda node: getattr(node, "name", "") == one)
+    half.body[-1] = solution.body[-1]
+    (second / "exercise.py").write_text(ast.unparse(half))
+    lines = learn(tmp_path)
+    assert lines[0].endswith(" passes"), lines
+    assert re.search(r" 1 of \d pass$", lines[1]), lines
+    assert all(line.endswith("not begun") for line in lines[2:])

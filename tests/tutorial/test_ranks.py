@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -41,11 +40,9 @@ def fail_on_rank_1(how):
     ],
 )
 def test_an_exception_ends_all_ranks_with_one_line(how, line):
-    begin = time.monotonic()
     with pytest.raises(SystemExit, match=line) as end:
         start(fail_on_rank_1, 2, how)
     assert "\n" not in str(end.value)
-    assert time.monotonic() - begin < 14  # without waiting for the ranks' patience to end
 
 
 WAITS_FOREVER = """
