@@ -1,14 +1,12 @@
-"""What the package promises to the outside, and that its rooms stay apart (DESIGN.md, Rooms)."""
+"""What the package promises to the outside, and that its rooms stay apart: CONTRIBUTING.md."""
 
 import ast
 import inspect
 from pathlib import Path
 
-import pytest
+import ddp_from_scratch as ddp
 
-import ddp_from_scratch
-
-PACKAGE = Path(ddp_from_scratch.__file__).parent
+PACKAGE = Path(ddp.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 OUTSIDE = {"run", "tests", "benchmarks", "tools", "conftest", "ranks"}
 
@@ -37,66 +35,29 @@ ROOMS = {
     "profiling": {"autograd", "buckets", "errors", "group", "marks", "reducer"},
     "bench": {"errors", "launch", "node", "optim", "profiling", "reducer", "sync", "world"},
     "training": {
-        *(
-            "buckets",
-            "checks",
-            "comm_hooks",
-            "elasticity",
-            "errors",
-            "group",
-            "launch",
-            "optim",
-            "profiling",
-        ),
-        *("reducer", "shards", "sync", "waiting", "world"),
+        *("buckets", "checks", "comm_hooks", "elasticity", "errors", "group", "launch", "optim"),
+        *("profiling", "reducer", "shards", "sync", "waiting", "world"),
     },
 }
 
 
-def test_public_names():
-    assert ddp_from_scratch.__all__ == [
-        "SGD",
-        "Adam",
-        "AdamW",
-        "DistributedDataParallel",
-        "JoinableReducer",
-        "NodeSharedAdam",
-        "NodeSharedAdamW",
-        "NodeSharedSGD",
-        "Reducer",
-        "SyncBatchNorm",
-        "UsageError",
-        "World",
-        "broadcast_buffers",
-        "broadcast_parameters",
-        "check_sync",
-        "comm_hooks",
-        "convert_sync_batchnorm",
-        "elastic",
-        "join",
-        "power_sgd",
-        "process_group",
-        "start_ranks",
-        "timeline",
-    ]
+PUBLIC = [
+    *("SGD", "Adam", "AdamW", "DistributedDataParallel", "JoinableReducer", "NodeSharedAdam"),
+    *("NodeSharedAdamW", "NodeSharedSGD", "Reducer", "SyncBatchNorm", "UsageError", "World"),
+    *("broadcast_buffers", "broadcast_parameters", "check_sync", "comm_hooks"),
+    *("convert_sync_batchnorm", "elastic", "join", "power_sgd", "process_group", "start_ranks"),
+    "timeline",
+]
 
 
-@pytest.mark.parametrize("name", ddp_from_scratch.__all__)
-def test_public_name_has_a_docstring(name):
-    assert inspect.getdoc(getattr(ddp_from_scratch, name))
-
-
-@pytest.mark.parametrize(
-    "name", ["Reducer", "DistributedDataParallel", "JoinableReducer", "SGD", "SyncBatchNorm"]
-)
-def test_public_methods_have_docstrings(name):
-    for method, value in vars(getattr(ddp_from_scratch, name)).items():
-        if not method.startswith("_"):
-            assert inspect.getdoc(value), method
-
-
-def test_package_is_typed():
+def test_public_names_are_these_and_have_docstrings():
+    assert ddp.__all__ == PUBLIC
     assert (PACKAGE / "py.typed").exists()
+    documented = {name: getattr(ddp, name) for name in PUBLIC}
+    for name in ("Reducer", "DistributedDataParallel", "JoinableReducer", "SGD", "SyncBatchNorm"):
+        methods = vars(documented[name]).items()
+        documented |= {f"{name}.{m}": value for m, value in methods if not m.startswith("_")}
+    assert [name for name, value in documented.items() if not inspect.getdoc(value)] == []
 
 
 def imported(path: Path) -> set[str]:
@@ -113,46 +74,38 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+IMPORTED = {path: imported(path) for path in MODULES}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
 def rooms(path: Path) -> set[str]:
     """The modules and folders at the package's top that a file imports."""
-    split = [name.split(".") for name in imported(path)]
+    split = [name.split(".") for name in IMPORTED[path]]
     inside = {parts[1] for parts in split if parts[0] == "ddp_from_scratch" and len(parts) > 1}
     return inside & {path.stem for path in PACKAGE.iterdir()}
 
 
-def files(room: str) -> list[Path]:
-    return [path for path in MODULES if path.relative_to(PACKAGE).with_suffix("").parts[0] == room]
-
-
-def test_imports_are_read_in_every_form():
-    """Guards the test below: here is what `__init__.py` and a module in a folder import."""
+def test_imports_point_down_and_never_outside():
+    # Imports are read in every form: here is what `__init__.py` and a module in a folder import.
     assert {"sync", "reducer", "world"} <= rooms(PACKAGE / "__init__.py")
     assert {"launch", "errors"} <= rooms(PACKAGE / "mpi" / "runtime.py")
-
-
-def test_every_room_has_its_row():
-    assert set(ROOMS) == {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")} - {
-        "__init__",
-        "__main__",
-        "__pycache__",
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
+    assert set(ROOMS) == there - {"__init__", "__main__", "__pycache__"}
+    found = {
+        room: set().union(*(rooms(path) for path in MODULES if room_of(path) == room)) - {room}
+        for room in ROOMS
     }
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_point_down(room):
-    found = set().union(*map(rooms, files(room))) - {room}
-    assert found == ROOMS[room]
-    assert found <= set(list(ROOMS)[: list(ROOMS).index(room)])
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_package_imports_nothing_that_uses_it(path):
-    assert not {name.split(".")[0] for name in imported(path)} & OUTSIDE
-
-
-@pytest.mark.parametrize("path", files("node"), ids=lambda path: path.name)
-def test_node_knows_no_mpi(path):
-    assert "mpi4py" not in {name.split(".")[0] for name in imported(path)}
+    assert found == ROOMS
+    order = list(ROOMS)
+    upward = {room: below - set(order[: order.index(room)]) for room, below in ROOMS.items()}
+    assert not any(upward.values()), upward
+    packages = {path: {name.split(".")[0] for name in names} for path, names in IMPORTED.items()}
+    assert [path for path, names in packages.items() if names & OUTSIDE] == []
+    of_mpi = [path for path, names in packages.items() if "mpi4py" in names]
+    assert [path for path in of_mpi if room_of(path) == "node"] == []
 
 
 def test_no_import_goes_round_in_a_circle():
@@ -162,7 +115,7 @@ def test_no_import_goes_round_in_a_circle():
         for path in MODULES
         if path.stem != "__init__"
     }
-    graph = {name: imported(path) & names.keys() for name, path in names.items()}
+    graph = {name: IMPORTED[path] & names.keys() for name, path in names.items()}
     while graph:
         leaves = {name for name, below in graph.items() if not below & graph.keys()}
         assert leaves, f"imports go round in a circle among {sorted(graph)}"

@@ -25,19 +25,6 @@ OTHERS = {
 }
 
 
-def on_mpi(program: str, *options: str) -> str:
-    done = subprocess.run(
-        ["mpirun", "-n", "2", sys.executable, FOLDER / program, *options],
-        env=os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
 def test_the_table_lists_every_program():
     listed = re.findall(r"^\| \[(.*?)\]", (FOLDER / "README.md").read_text(), re.MULTILINE)
     there = {path.name for path in FOLDER.iterdir() if path.is_file()}
@@ -52,20 +39,21 @@ def test_on_gloo(program, capfd, monkeypatch):
     assert re.search(r"parameters .* on 2 ranks", capfd.readouterr().out)
 
 
-@pytest.mark.parametrize("program", OWN)
+@pytest.mark.parametrize("program", [*OWN, *OTHERS])
 def test_on_mpi(program):
-    pytest.importorskip("mpi4py")
-    assert re.search(
-        r"parameters .* on 2 ranks", on_mpi(program, "--backend", "mpi", *OWN[program])
-    )
-
-
-@pytest.mark.parametrize("program", OTHERS)
-def test_other_libraries_on_mpi(program):
-    package, options = OTHERS[program]
-    pytest.importorskip("mpi4py")
+    package, options = OTHERS.get(program) or ("torch", ["--backend", "mpi", *OWN[program]])
     pytest.importorskip(package)
-    assert re.search(r"loss \d\.\d+ on 2 ranks, backend mpi", on_mpi(program, *options))
+    done = subprocess.run(
+        ["mpirun", "-n", "2", sys.executable, FOLDER / program, *options],
+        env=os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout
+    told = r"parameters .* on 2 ranks|loss \d\.\d+ on 2 ranks, backend mpi"
+    assert re.search(told, done.stdout)
 
 
 def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):
@@ -86,16 +74,10 @@ def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):
         notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
-    printed = [
-        "".join(output.get("text", "") for output in cell.outputs)
-        for cell in notebook.cells
-        if cell.cell_type == "code" and "start_ranks(train" in cell.source
-    ]
+    cells = [cell for cell in notebook.cells if "start_ranks(train" in cell.source]
+    printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     sums = [re.findall(r"rank \d: parameters (\w+)", text) for text in printed]
-    assert len(sums) == 2
-    for of_ranks in sums:
-        assert len(of_ranks) == 2
-        assert len(set(of_ranks)) == 1
+    assert [(len(of_ranks), len(set(of_ranks))) for of_ranks in sums] == [(2, 1)] * 2
 
 
 def test_the_slurm_job_is_a_script_that_calls_srun(tmp_path: Path):
