@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_from_scratch as ddp
+from tests.support.tiers import slow
 
 STEPS = 4
 
@@ -66,6 +67,11 @@ def accelerated(world):
 
 def with_accelerate(world):
     return in_both(world, accelerated)
+
+
+@pytest.fixture(params=["gloo", slow("mpi")])
+def pair(ranks, request):
+    return ranks(request.param, 2, fresh=True)
 
 
 def test_accelerate(pair):
