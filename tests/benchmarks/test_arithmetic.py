@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import breakdown, compare, memory, overlap, start_time, summary, survive, timelines
-from benchmarks.harness import network, report
-from benchmarks.harness.report import Bar
+from benchmarks import breakdown, compare, memory, overlap, survive, timelines
+from benchmarks.harness import network
 from benchmarks.harness.wire_meter import Meter, Result, check_crossed, limit_ms, with_computing
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
-from ddp_from_scratch.bench.result_file import write
 from ddp_from_scratch.bench.samples import Samples
 from tests.support.ranks import ROOT
 
@@ -136,39 +134,6 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path):
             compare.read(tmp_path / "bad.json")
 
 
-def test_a_file_keeps_six_digits_and_can_be_compared(tmp_path):
-    rows = [{"name": name, "milliseconds": [1 / 3, 2e-7, 3, 123456.7]} for name in "ab"]
-    settings = {"benchmark": "step_time", "caps": [1.0, 4.0], "chosen": None}
-    write("name", "title", rows, settings=settings, folder=tmp_path)
-    content = json.loads((tmp_path / "name.json").read_text())
-    assert content["settings"] == settings
-    assert content["samples"][1] == {"name": "b", "milliseconds": [0.333333, 2e-07, 3, 123457.0]}
-    assert compare.read(tmp_path / "name.json").milliseconds["a"].shape == (4,)
-
-
-@pytest.mark.parametrize("disturbed", [None, "someone ran"])
-def test_the_summary_of_a_busy_machine_has_no_ratios(disturbed):
-    times = {NO_COMMUNICATION: 10.0, "torch DDP on gloo, views": 20.0, "ddp.AdamW on gloo": 15.0}
-    settings = {"backend": "gloo", "nproc": 2, "optimizer": "adamw", "way": "kept"}
-    content = {
-        **{"title": "a model; gloo, 2 ranks; fused AdamW", "settings": settings},
-        **{"disturbed": disturbed, "samples": [{"name": s.name, "milliseconds": s.milliseconds}
-                                               for s in samples(times)]},
-    }  # fmt: skip
-    row = summary.step_times([content]).splitlines()[2]
-    expected = ["10.0", "20.0", "-", "-", "0.75", "1.50", "-", "-"]
-    assert row.split(" kept ")[1].split() == (expected if disturbed is None else ["?"] * 8)
-
-
-def test_start_times_are_multiples_of_the_reference_in_the_same_round():
-    measured = [
-        Samples(start_time.REFERENCE, [1000.0, 2000.0, 1000.0]),
-        Samples("run.py, 2 ranks", [1500.0, 3000.0, 1500.0]),
-    ]
-    last = start_time.table(measured).splitlines()[-1]
-    assert last.split()[-4:] == ["1.50", "1.50", "to", "1.50"]
-
-
 # Ranks that are killed ---------------------------------------------------------------------------
 
 
@@ -232,21 +197,7 @@ def test_no_bound_is_below_the_step_without_communication():
     assert bounds == [50.0, 70.0, 50.0, None]
 
 
-# Pictures and pages ------------------------------------------------------------------------------
-
-
-def test_a_bar_has_its_median_and_a_mark_at_its_limit(monkeypatch):
-    if report.pyplot is None:
-        pytest.skip("there is no matplotlib")
-    figures = []
-    monkeypatch.setattr(report, "_save", lambda name, figure, folder: figures.append(figure))
-    bars = [Bar("a", (1.0, 2.0, 3.0), "reference"), Bar("b", (3.0, 4.0, 5.0), "ours", limit=2.5)]
-    report.draw_bars("file", "a title", "ms", {"above": bars}, limit="the least")
-    (plot,) = figures[0].axes
-    assert [bar.get_width() for bar in plot.patches] == [2.0, 4.0]
-    marks = [line.get_xydata().tolist() for line in plot.lines if line.get_marker() == "|"]
-    assert marks == [[[2.5, 1.0]]]
-    report.pyplot.close("all")
+# Pages -------------------------------------------------------------------------------------------
 
 
 def test_what_the_guide_reads_in_a_timeline_was_printed_with_it():

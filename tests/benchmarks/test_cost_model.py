@@ -1,7 +1,6 @@
 """harness/costs.py, cost_model.py: formulas at sizes one can work out by hand, and the fit."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -40,10 +39,6 @@ def test_algorithms_by_hand():
     assert shared_memory(4, 3 * 2**20) == Terms(2 * 3 * 2, 6 * 2**20, 3 / 4 * 3 * 2**20)
     for algorithm in (ring, halving_doubling, tree, shared_memory):
         assert algorithm(1, 1000) == Terms(0, 0, 0)
-    for ranks in (2, 8, 64):
-        a, b = ring(ranks, 1e6), halving_doubling(ranks, 1e6)
-        assert (a.sent, a.added) == (b.sent, b.added)
-        assert (a.messages, b.messages) == (2 * (ranks - 1), 2 * math.log2(ranks))
     assert [oversubscribed(ranks, cores=2) for ranks in (1, 2, 4, 8)] == [1, 1, 2, 4]
 
 
@@ -52,9 +47,6 @@ def test_hierarchy_by_hand():
     # Two hosts of two ranks, 8 bytes. In a host: 2 messages, 8 bytes. Across: 2 messages of a
     # quarter of the bytes each rank, 2 ranks through one wire: 8 bytes.
     assert hierarchical(2, 2, 8, within, across) == 2 * 1 + 8 * 0.5 + 2 * 10 + 8 * 2
-    # One rank a host is a ring, one host too.
-    assert hierarchical(4, 1, 8, within, across) == across.seconds(ring(4, 8))
-    assert hierarchical(1, 4, 8, within, across) == within.seconds(ring(4, 8))
 
 
 def test_fit():
@@ -124,17 +116,12 @@ def test_what_is_held_out_is_not_fitted_and_its_error_is_told():
     assert model.errors["step alone, 8 ranks"].median == pytest.approx(0.5)
 
 
-def test_buckets_are_the_reducers():
-    assert Shape(1, 4, 1).buckets() == [4 * 4 * 5]
+def test_efficiency_of_the_reducers_buckets():
     # 4 MB a layer: the first bucket is closed at 1 MB, the others at 25.
     nbytes = 4 * 1024 * 1025
     assert Shape(16, 1024, 1).buckets() == [nbytes, 7 * nbytes, 7 * nbytes, nbytes]
-
-
-def test_efficiency():
     link, wire = Link(0, 0, 0), Link(0, 5e-8, 0)
     (one,) = cost_model.predict(0.3, 1e6, link, wire, per_host=1, ranks=[2])
-    assert one.all_reduce["ring"] == pytest.approx(0.05)
     assert one.efficiency("ring", hidden=False) == pytest.approx(0.3 / 0.35)
     assert one.efficiency("ring", hidden=True) == 1.0
 

@@ -11,7 +11,6 @@ import pytest
 from benchmarks import __main__ as run_set
 from benchmarks import breakdown, memory, overlap, scaling, shards, timelines, two_hosts
 from benchmarks.harness import deepspeed
-from benchmarks.harness.costs import Shape
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench import main as step_time
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
@@ -94,13 +93,6 @@ def test_every_benchmark_of_the_set_has_its_options():
         for arguments in (benchmark.arguments, benchmark.quick, benchmark.full):
             if arguments and (parse := parsers.get(f"benchmarks.{benchmark.name}")):
                 parse([*arguments, "--results", "elsewhere"])
-
-
-def test_shapes_are_measured_once_and_share_one_batch():
-    for ranks in (1, 2, 4, 8):
-        found = scaling.shapes(ranks)
-        assert len(set(found)) == len(found)
-        assert Shape(16, 512, 64 // ranks) in found
 
 
 @pytest.fixture
