@@ -127,8 +127,9 @@ class Reports:
             self.of.append(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "outcome"), [slow((), "failed"), (("--solution",), "passed")], ids=str
+    ("options", "outcome"), [((), "failed"), (("--solution",), "passed")], ids=str
 )
 def test_exercises_fail_as_shipped_and_solutions_pass(options, outcome):
     reports = Reports()
