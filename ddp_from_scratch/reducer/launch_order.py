@@ -6,16 +6,15 @@ through modules in the order in which they were made, and backward the other way
 """
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from ddp_from_scratch.reducer.reducer import Reducer
+Reducer = Any  # reducer.py imports this module
 
 # In the order in which they were made, which is the same on all ranks of a group.
-_made: "list[weakref.ref[Reducer]]" = []
-_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+_made: list[weakref.ref[Any]] = []
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def name_in(group: dist.ProcessGroup) -> str:
@@ -24,12 +23,12 @@ def name_in(group: dist.ProcessGroup) -> str:
     return f"Reducer {number}"
 
 
-def add(reducer: "Reducer") -> None:
+def add(reducer: Reducer) -> None:
     """Puts a new Reducer first."""
     _made.append(weakref.ref(reducer, _made.remove))
 
 
-def remove(reducer: "Reducer") -> None:
+def remove(reducer: Reducer) -> None:
     """Takes a Reducer out. Idempotent."""
     _made[:] = [found for found in _made if found() is not reducer]
 
@@ -39,12 +38,12 @@ def is_alone() -> bool:
     return len(_made) < 2
 
 
-def living() -> "list[Reducer]":
+def living() -> list[Reducer]:
     """All Reducers that are in use, the first to launch first."""
     return [reducer for found in reversed(tuple(_made)) if (reducer := found()) is not None]
 
 
-def ahead_of(reducer: "Reducer") -> "list[Reducer]":
+def ahead_of(reducer: Reducer) -> list[Reducer]:
     """The Reducers before this one that average in the backward pass under way."""
     # The graph is asked, not the Reducers that have begun: how far backward has come differs
     # between ranks.
