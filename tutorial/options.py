@@ -7,9 +7,11 @@ from pathlib import Path
 
 def read_options(about, nproc=None, **numbers):
     """Reads --picture, --nproc where a default is given, and more: `name=(default, help)`."""
-    program = sys.modules["__main__"].__spec__.name
+    main = sys.modules["__main__"]
+    # A program that runs as a path has no spec.
+    program = f"-m {main.__spec__.name}" if main.__spec__ else sys.argv[0]
     parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
+        prog=f"python {program}",
         description=about.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -20,7 +22,7 @@ def read_options(about, nproc=None, **numbers):
     for name, (default, text) in numbers.items():
         add = {"type": type(default), "default": default, "metavar": "N"}
         parser.add_argument(f"--{name}", **add, help=text)
-    picture = Path("tutorial-pictures") / f"{program.split('.')[-1]}.png"
+    picture = Path("tutorial-pictures") / f"{Path(main.__file__).stem}.png"
     add = {"type": Path, "default": picture, "metavar": "FILE"}
     parser.add_argument("--picture", **add, help="file to draw into, .png or .svg")
     return parser.parse_args()
