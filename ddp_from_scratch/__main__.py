@@ -1,4 +1,4 @@
-"""The program `run.py` of an installed package: python -m ddp_from_scratch --help."""
+"""The program `run.py` of an installed package: python -m ddp_from_scratch, or ddp-run."""
 
 import signal
 
@@ -7,11 +7,19 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys
+from typing import NoReturn
 
 from ddp_from_scratch.launch import output
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.training.main import main
 
-if __name__ == "__main__":
+
+def run() -> NoReturn:
+    """Runs the command line, also as the script `ddp-run`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     output.replace_closed()
     run_to_exit(lambda: main(["-m", "ddp_from_scratch"], sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    run()

@@ -1,5 +1,8 @@
 """Exceptions for a mistake of the user, a mistake on another rank, and failed communication."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UsageError(ValueError):
     """A wrong value from the user, or a machine that cannot do what was asked.
@@ -24,3 +27,18 @@ class NoSharedMemory(CommunicationError):
 def one_line(error: BaseException) -> str:
     """The error's text on one line, or its type where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def needs_extra(name: str) -> Iterator[None]:
+    """Turns a failed import of an optional package into one line that says what to install."""
+    install = f'pip install "ddp_from_scratch[{name}]"'
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error}: {install}") from error
+    except RuntimeError as error:  # torchvision beside a torch that it was not built for
+        raise UsageError(
+            f"{one_line(error)}: torch and torchvision must come as a pair from one index, then "
+            f"{install}"
+        ) from error

@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
 from ddp_from_scratch.bench.result_file import on_terminal
 from ddp_from_scratch.bench.samples import Samples
+from ddp_from_scratch.errors import needs_extra
 from ddp_from_scratch.sync.check_sync import check_sync
+
+with needs_extra("train"):
+    from tqdm import tqdm
 
 # Also where a step is so slow that the time is over before.
 FEWEST_ROUNDS = 5

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ddp_from_scratch.errors import UsageError, one_line
+from ddp_from_scratch.errors import UsageError, needs_extra, one_line
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -118,7 +118,8 @@ _WITH_AUXILIARIES = ("googlenet", "inception_v3")
 
 def _torchvision() -> Any:
     # Here and not above: it takes a second, and most models do without.
-    import torchvision
+    with needs_extra("train"):
+        import torchvision
 
     return torchvision
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.training.image_data import NUM_CLASSES, ImageData, Sample
 from ddp_from_scratch.training.settings import DATASETS
 
@@ -39,7 +39,8 @@ def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
     if name == "fake":
         return ImageData(Noise(2048), Noise(512, offset=2048), channels=3, image_size=32)
     # Here and not above: torchvision takes longer to import than torch.
-    from ddp_from_scratch.training import torchvision_images
+    with needs_extra("train"):
+        from ddp_from_scratch.training import torchvision_images
 
     kind = torchvision_images.open_kind(name, data_dir.expanduser(), download)
     return ImageData(kind.read("training"), kind.read("test"), kind.channels, kind.image_size)

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
 from ddp_from_scratch.training.cli import parse
@@ -41,6 +41,8 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         UsageError: an option is wrong, or does not fit the launcher.
     """
     settings, options = parse(arguments, str(__doc__), program)
+    with needs_extra("train"):
+        import tqdm  # noqa: F401  # before any rank is started, which would report it each
     if settings.go_on and settings.shards is None:
         # The same in each rank, which reads the same command line.
         settings = replace(settings, shards=_power_of_two(sum(_counts(settings, options))))

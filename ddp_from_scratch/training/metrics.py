@@ -7,7 +7,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, needs_extra
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -31,13 +31,8 @@ class MetricsWriter:
         if log_dir is None:
             return
         # Here and not above: it takes two seconds, and only one rank of a run that logs needs it.
-        try:
+        with needs_extra("train"):
             from torch.utils.tensorboard import writer
-        except ImportError as error:
-            raise UsageError(
-                f"cannot write metrics to {log_dir}: {error}; install tensorboard, or leave out "
-                "--log-dir"
-            ) from error
         log_dir = log_dir.expanduser()
         try:
             log_dir.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from ddp_from_scratch.errors import UsageError, one_line
+from ddp_from_scratch.errors import UsageError, needs_extra, one_line
 from ddp_from_scratch.training.settings import MODELS
 
 # The images are enlarged to the first of these that the architecture can take.
@@ -28,7 +28,8 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
     if name == "mlp":
         return _mlp(channels, image_size, num_classes)
     # Here and not above: it takes longer to import than torch.
-    import torchvision
+    with needs_extra("train"):
+        import torchvision
 
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:

@@ -63,9 +63,10 @@ def versions() -> dict[str, str]:
     folder = Path(ddp_from_scratch.__file__).parent
     for file in sorted(folder.rglob("*.py")):
         source.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
+    installed = list(metadata.distributions(name="torchvision"))  # an extra
     return {
         "torch": torch.__version__,
-        "torchvision": metadata.version("torchvision"),
+        "torchvision": installed[0].version if installed else "none",
         "ddp_from_scratch's source": source.hexdigest()[:16],
     }
 
