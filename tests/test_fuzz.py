@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.importorskip("hypothesis")
+
 from tests.support.fuzz import check, run, run_on_shards
 from tests.support.fuzz_case import (
     Again,

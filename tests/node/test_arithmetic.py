@@ -5,13 +5,14 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ddp_from_scratch.node import fingerprint
 from ddp_from_scratch.node.dissemination import rounds_of
 from ddp_from_scratch.node.reduction import Reduction
 from ddp_from_scratch.node.staging import share_of
+
+hypothesis = pytest.importorskip("hypothesis")
+given, st = hypothesis.given, hypothesis.strategies
 
 
 @given(st.integers(0, 10_000), st.integers(1, 9))

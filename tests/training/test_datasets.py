@@ -16,11 +16,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from torchvision.datasets import CIFAR10, MNIST
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training import datasets
 from ddp_from_scratch.training.datasets import DATASETS, load_dataset
+
+_theirs = pytest.importorskip("torchvision.datasets")
+CIFAR10, MNIST = _theirs.CIFAR10, _theirs.MNIST
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = Path("/nonexistent")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -12,6 +11,8 @@ from ddp_from_scratch.training import datasets, loaders, models
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world.process_group import World
+
+torchvision = pytest.importorskip("torchvision")
 
 
 def check(model: nn.Module, channels: int, size: int) -> None:
