@@ -80,7 +80,7 @@ OF_OTHERS = {
     "mpirun": {"--oversubscribe", "--mca", "--host"},
     "Slurm": {"--mpi", "--ntasks", "--signal", "--requeue", "--open-mode", "--job-name", "--time"}
     | {"--output"},
-    "pip, py-spy": {"--no-binary", "--pid"},
+    "pip, py-spy": {"--no-binary", "--editable", "--group", "--index-url", "--pid"},
     "tutorials": {"--nodes", "--gpus", "--nr"},
 }
 
