@@ -43,12 +43,10 @@ def python(*arguments: object, folder: Path, **environment: str) -> subprocess.C
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
-def test_a_program_runs_as_a_path_and_as_a_module_from_any_folder(program, tmp_path):
+def test_a_program_runs_as_a_path_from_any_folder(program, tmp_path):
     pytest.importorskip(NEEDS.get(program.name, "torch"))
-    module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
-    for way in ([program], ["-m", module]):
-        done = python(*way, "--help", folder=tmp_path)
-        assert (done.returncode, done.stdout[:7]) == (0, "usage: "), done.stderr
+    done = python(program, "--help", folder=tmp_path)
+    assert (done.returncode, done.stdout[:7]) == (0, "usage: "), done.stderr
 
 
 def test_a_program_trains_as_a_path_from_another_folder(tmp_path):
