@@ -20,13 +20,13 @@ from torch._C import _distributed_c10d as c10d
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
 from ddp_from_scratch.mpi.runtime import MPI
-from ddp_from_scratch.mpi.torch_backend import CALLS, IS_OFFERED, TorchBackend
+from ddp_from_scratch.mpi.torch_backend import CALLS, TorchBackend
 
 _Call = Callable[[], dist.Work]
 
 
 def is_on() -> bool:
-    """True if torch has a recorder for this backend, and its buffer has been given a size.
+    """True if torch has a recorder for this backend (from 2.15 on) with a buffer of a given size.
 
     Raises:
         UsageError: the size is no number.
@@ -36,7 +36,8 @@ def is_on() -> bool:
     names = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
     name, size = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", 0))
     try:
-        return IS_OFFERED and int(size) > 0
+        # 2.14 records other backends, but names the calls as its own analyser does not read them.
+        return torch.__version__ >= "2.15" and int(size) > 0
     except ValueError:
         raise UsageError(f"{name} must be a number of entries, got {size!r}") from None
 
@@ -69,7 +70,10 @@ class FlightRecorder:
         self._group._register_backend(torch.device("cpu"), kind, self._backend)
         self._group._set_group_name(name)
         self._group._set_group_desc(group.getGroupDesc())
-        self._hook = c10d.FlightRecorderHook.attach(self._group, list(ranks))
+        self._hook = c10d.FlightRecorderHook.attach(
+            self._group,
+            list(ranks),  # type: ignore[call-arg, unused-ignore]
+        )
         self._on_its_way = _OnItsWay()
 
     def note(self, name: str, call: _Call, *arguments: Any, **options: Any) -> dist.Work:

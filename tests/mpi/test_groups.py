@@ -53,7 +53,7 @@ def a_group_that_is_split(world):
 
 
 def test_split_group(crew):
-    if mpi.BACKEND != "mpi":
+    if torch.__version__ < "2.15":
         pytest.skip(f"torch {torch.__version__} splits groups only where there is a GPU")
     crew(a_group_that_is_split)
 

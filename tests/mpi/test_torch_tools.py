@@ -5,13 +5,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.mpi import flight_recorder
 from ddp_from_scratch.mpi.torch_backend import IS_OFFERED
 from tests.support.ranks import ROOT, mpirun
 
-pytestmark = pytest.mark.skipif(not IS_OFFERED, reason="torch records gloo and nccl alone")
+recorded = pytest.mark.skipif(
+    torch.__version__ < "2.15",
+    reason=f"torch {torch.__version__} has a flight recorder for gloo and nccl alone",
+)
 
 START = """
     import gc, json, torch, torch.distributed as dist
@@ -38,6 +42,7 @@ def analysis(folder):
     return result.stdout + result.stderr
 
 
+@recorded
 @pytest.mark.slow
 def test_the_analyser_names_the_rank_that_did_not_come(tmp_path):
     """By its rank in the world, in a group that counts from 0."""
@@ -67,6 +72,7 @@ def test_the_analyser_names_the_rank_that_did_not_come(tmp_path):
     assert "the_step_that_waits at" in said
 
 
+@recorded
 def test_the_debug_server_has_stuck_ranks_write_their_files(tmp_path):
     """As in docs/how-to/find-faults.md; a rank that does not answer cannot write its own."""
     pytest.importorskip("tabulate")
@@ -117,6 +123,7 @@ dist.destroy_process_group()
     assert "missing ranks: {1}" in analysis(tmp_path)
 
 
+@recorded
 def test_a_recorded_group_does_what_others_do():
     """The same handles, errors and results; one entry a call, under the group's name."""
     program = """
@@ -157,6 +164,7 @@ def test_a_recorded_group_does_what_others_do():
     run(program, TORCH_FR_BUFFER_SIZE="100")
 
 
+@recorded
 def test_a_group_that_is_closed_leaves_no_recorder():
     program = """
     from ddp_from_scratch.mpi.flight_recorder import FlightRecorder
@@ -173,6 +181,7 @@ def test_a_group_that_is_closed_leaves_no_recorder():
     run(program, TORCH_FR_BUFFER_SIZE="100")
 
 
+@recorded
 def test_nothing_is_recorded_where_no_size_is_given():
     run("""
     dist.init_process_group("mpi")
@@ -183,6 +192,20 @@ def test_nothing_is_recorded_where_no_size_is_given():
     """)
 
 
+def test_a_size_does_no_harm_where_nothing_is_recorded():
+    run(
+        """
+    dist.init_process_group(mpi.BACKEND, init_method="mpi://")
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2, 2, 2]
+    dist.destroy_process_group()
+    """,
+        TORCH_FR_BUFFER_SIZE="100",
+    )
+
+
+@recorded
 @pytest.mark.parametrize(
     ("environment", "on"),
     [
@@ -200,6 +223,7 @@ def test_the_recorder_is_on_where_torch_is_given_a_size(monkeypatch, environment
     assert flight_recorder.is_on() == on
 
 
+@recorded
 def test_a_size_is_a_number(monkeypatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "many")
     with pytest.raises(
@@ -208,6 +232,7 @@ def test_a_size_is_a_number(monkeypatch):
         flight_recorder.is_on()
 
 
+@pytest.mark.skipif(not IS_OFFERED, reason="torch takes no backends in Python")
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
 def test_a_group_with_another_backend_for_gpus(debug):
     """gloo stands for nccl here, which needs GPUs. torch's own checks of DETAIL see ours."""
