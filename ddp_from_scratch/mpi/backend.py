@@ -1,11 +1,11 @@
 """Backend registration: torch.distributed finds the mpi backend and its "mpi://" rendezvous."""
 
-import inspect
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.mpi import flight_recorder
@@ -17,10 +17,9 @@ from ddp_from_scratch.mpi.torch_backend import IS_OFFERED, CPUBackend
 
 def register() -> str:
     """Registers backend and rendezvous; returns the name under which torch finds the backend."""
-    # A torch that consults its registry for every backend names MPI there, too; one that does not
-    # goes to its C++ for the name "mpi" and never asks us.
-    helper = inspect.getsource(dist.distributed_c10d._new_process_group_helper)
-    name = "mpi4py" if "is_mpi_available" in helper or dist.is_mpi_available() else "mpi"
+    # From 2.14 on torch looks every backend up in its registry; before, it goes to its C++ for the
+    # name "mpi" and never asks us.
+    name = "mpi" if torch.__version__ >= "2.14" and not dist.is_mpi_available() else "mpi4py"
     # To others torch attaches a recorder, backend by backend; a group of ours has none but itself,
     # and notes its calls by other means (flight_recorder.py).
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
@@ -37,8 +36,9 @@ def register() -> str:
 def _create(backend_options: Any, options: object) -> ProcessGroupMPI | CPUBackend:
     """torch.distributed's factory: the default group, or one of `new_group`'s (members only)."""
     group = _open(backend_options)
-    # A group of ours takes the place of torch's own, whatever other backends that was to have. The
-    # name of torch's own is that of its backend for GPUs, and "custom" where it has none.
+    # A group of ours takes the place of torch's own, whatever other backends that was to have: a
+    # backend behind torch's has handles of torch's own, which tell less (`CPUBackend`). The name of
+    # torch's own group is that of its backend for GPUs, and "custom" where it has none.
     if not IS_OFFERED or (whole := backend_options.process_group).name() == "custom":
         return group
     group.setGroupName(backend_options.group_id)

@@ -26,7 +26,7 @@ def _nothing(status: MPI.Status) -> None:
     pass
 
 
-class P2PWork(dist._Work):
+class P2PWork(dist.Work):
     """The handle of a send or receive that MPI itself has under way.
 
     It keeps the tensor alive until MPI has done with it, also where the caller has dropped it.

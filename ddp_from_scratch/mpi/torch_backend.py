@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
 
-# torch 2.15 or so takes backends that are written in Python, and records the calls of any.
+# From 2.14 on torch takes backends that are written in Python.
 IS_OFFERED = getattr(c10d, "FlightRecorderHook", None) is not None
 
 Run = Callable[[str, tuple[Any, ...]], dist.Work]

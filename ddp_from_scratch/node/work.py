@@ -14,7 +14,7 @@ from ddp_from_scratch.node.barrier import CheckedBarrier
 from ddp_from_scratch.node.operation import Result
 
 
-class NodeWork(dist._Work):
+class NodeWork(dist.Work):
     """`torch.distributed`'s Work of one call.
 
     Args:
