@@ -1,0 +1,170 @@
+"""Private names of torch and Python that the library uses, and those that a version has lost."""
+
+import ast
+import atexit
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel.ddp
+
+import ddp_from_scratch
+from ddp_from_scratch.node import ProcessGroupNode
+
+PACKAGE = Path(ddp_from_scratch.__file__).parent
+
+# Expressions that a version of torch or Python evaluates, as long as it has the name.
+NAMES = {
+    "atexit._run_exitfuncs",
+    "ignoring._ddp_params_and_buffers_to_ignore",
+    "ignoring.weight._ddp_ignored",
+    "threading._shutdown",
+    "torch.Tensor._backward_hooks",
+    "torch.Tensor._nnz",
+    "torch.Tensor._use_count",
+    "torch._C.DispatchKey.Functionalize",
+    "torch._C.DispatchKeySet.raw_repr",
+    "torch._C.Future",
+    "torch._C._TorchDispatchModeKey.PROXY",
+    "torch._C._current_graph_task_id",
+    "torch._C._dispatch_keys",
+    "torch._C._distributed_c10d.Backend.Options._timeout",
+    "torch._C._functions.AccumulateGrad",
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._get_dispatch_mode",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._set_grad_enabled",
+    "torch._C._will_engine_execute_node",
+    "torch._debug_has_internal_overlap",
+    "torch._foreach_add_",
+    "torch._foreach_copy_",
+    "torch._fused_adam_",
+    "torch._fused_adamw_",
+    "torch._fused_sgd_",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.autograd._unsafe_preserve_version_counter",
+    "torch.autograd.profiler._is_profiler_enabled",
+    "torch.autograd.profiler.record_function._call_end_callbacks_on_future",
+    "torch.distributed.ProcessGroup._device_types",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch.distributed.ProcessGroup._register_backend",
+    "torch.distributed.ProcessGroup._set_default_backend",
+    "torch.distributed.ProcessGroup._set_group_desc",
+    "torch.distributed.ProcessGroup._set_group_name",
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+    "torch.distributed.distributed_c10d._MPI_AVAILABLE",
+    "torch.distributed.distributed_c10d._get_default_group",
+    "torch.distributed.distributed_c10d._get_default_store",
+    "torch.distributed.distributed_c10d._get_process_group_store",
+    "torch.distributed.distributed_c10d._world.pg_map",
+    "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
+    "torch.nn.Module()._load_state_dict_pre_hooks",
+    "torch.nn.Module()._modules",
+    "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.nn.modules.batchnorm._NormBase",
+}
+
+# Used where torch has them.
+SINCE = {
+    "torch._C._distributed_c10d.FlightRecorderHook.attach": "2.15",
+    "torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS": "2.15",
+}
+
+
+def is_private(path):
+    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+
+
+def imports(tree):
+    """The modules and names of other packages in a file, as paths, by what the file calls them."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                name = item.asname or item.name.partition(".")[0]
+                found[name] = item.name if item.asname else name
+        elif isinstance(node, ast.ImportFrom):
+            found |= {item.asname or item.name: f"{node.module}.{item.name}" for item in node.names}
+    return {name: path for name, path in found.items() if not path.startswith("ddp_from_scratch")}
+
+
+def path_of(node, imported):
+    """An expression such as `dist.ProcessGroup.rank` as a path; None if it is no import's."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id)
+    if isinstance(node, ast.Attribute) and (start := path_of(node.value, imported)):
+        return f"{start}.{node.attr}"
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+        of, name = node.args[:2]
+        if isinstance(name, ast.Constant) and (start := path_of(of, imported)):
+            return f"{start}.{name.value}"
+    return None
+
+
+def defined(tree):
+    """Names that a file gives to functions, classes, variables and attributes of its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if ast.unparse(node.value) == "self" else []
+
+
+def used():
+    """Private paths below imports, and private attributes of anything else but the library's."""
+    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    paths, attributes = set(), set()
+    for tree in trees:
+        imported = imports(tree)
+        paths |= set(imported.values())
+        for node in ast.walk(tree):
+            if path := path_of(node, imported):
+                paths.add(path)
+            elif isinstance(node, ast.Attribute):
+                attributes.add(node.attr)
+    attributes -= {name for tree in trees for name in defined(tree)}
+    paths -= {"os._exit"}  # documented
+    return set(filter(is_private, paths)), set(filter(is_private, attributes))
+
+
+def test_every_private_name_is_in_the_list():
+    paths, attributes = used()
+    known = NAMES | set(SINCE)
+    starts = {
+        name[:end] for name in known for end in range(len(name) + 1) if name[end:][:1] in ".("
+    }
+    last = {name.rpartition(".")[2] for name in known}
+    assert sorted(paths - known - starts) == []
+    assert sorted(attributes - last) == []
+    source = "".join(file.read_text() for file in PACKAGE.rglob("*.py"))
+    assert [name for name in last if name not in source] == []
+
+
+def test_this_torch_has_them_all():
+    ignoring = torch.nn.Linear(1, 1)
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        ignoring, ["weight"]
+    )
+    wanted = NAMES | {name for name, since in SINCE.items() if torch.__version__ >= since}
+    scope = {"atexit": atexit, "ignoring": ignoring, "threading": threading, "torch": torch}
+    lost = []
+    for name in sorted(wanted):
+        try:
+            eval(name, scope)
+        except AttributeError:
+            lost.append(name)
+    assert lost == [], f"torch {torch.__version__} has lost them"
+
+
+def test_torch_takes_a_group_for_its_own():
+    """A backend's creator may return a whole process group: node and mpi rely on it."""
+    dist.init_process_group("node", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert type(dist.group.WORLD) is ProcessGroupNode
+        part = dist.new_group([0])
+        assert type(part) is ProcessGroupNode
+    finally:
+        dist.destroy_process_group()
