@@ -14,7 +14,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install
 NEW_ENOUGH := import ensurepip, sys; sys.exit(sys.version_info < (3, 11))
 
 .DELETE_ON_ERROR:
-.PHONY: help run learn test test-all bench docs lint format clean
+.PHONY: help run learn test test-all test-versions bench docs lint format clean
 
 help: ## print this list (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,9 @@ test: .venv/test ## run the tests of every module, in some minutes
 
 test-all: .venv/test ## run all tests: torch's own, random programs, two hosts and more cases
 	.venv/bin/python -m pytest -m "" $(ARGS)
+
+test-versions: .venv/versions ## run `make test` on each torch and Python promised; 6 GB each
+	.venv/bin/nox -- $(ARGS)
 
 bench: .venv/bench ## measure beside torch's DDP; ARGS=--quick is rough
 	.venv/bin/python -m benchmarks $(ARGS)

