@@ -12,6 +12,7 @@ import random
 import re
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -48,8 +49,10 @@ def save(folder: Path, state: State) -> Path:
     temporary = final.with_suffix(".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # On the disk before it is renamed, so that a file of that name is never half a checkpoint.
-        with temporary.open("w+b") as file:
+        # A new file: one that is there may be a symbolic link, to any file of the user's. On the
+        # disk before it is renamed, so that a file of that name is never half a checkpoint.
+        temporary.unlink(missing_ok=True)
+        with temporary.open("x+b") as file:
             torch.save({"format": FORMAT, "version": VERSION} | state, file)
             file.write(_MARK + _digest(file, file.tell()))
             file.flush()
@@ -85,11 +88,9 @@ def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
         UsageError: it cannot be written to; another run holds it; or it has the checkpoints of a
             run that this one does not continue, and that it would remove.
     """
-    probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        TemporaryFile(dir=folder).close()
         file = None if resume is None else Path(resume).resolve()
         is_its_own = resume == "auto" or (file and file.parent == folder.resolve())
         if files(folder) and not is_its_own:

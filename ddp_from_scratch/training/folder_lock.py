@@ -18,14 +18,23 @@ class FolderLock:
         holds: False where the file system has no locks: a second run is not noticed there.
 
     Raises:
-        UsageError: another process holds the folder.
+        UsageError: another process holds the folder, or the file is a symbolic link.
         OSError: the file cannot be opened or written.
     """
 
     def __init__(self, folder: Path) -> None:
         # The lock is the system's (`flock`), not the file, which stays. Opened for appending, so
         # that a loser does not empty the holder's text.
-        self._file = (folder / LOCK_FILE).open("a+")
+        path, flags = folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND
+        try:
+            # A link could lead to any file of the user's, which would be emptied.
+            self._file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), "a+")
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise UsageError(
+                f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
+            ) from error
         try:
             # On NFS Linux makes it a lock of the server, so that it holds between machines, unless
             # the mount says `nolock` or `local_lock=flock`.
