@@ -25,8 +25,9 @@ class NoSharedMemory(CommunicationError):
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line, or its type where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The error's text on one line, without the number and file of a system's error."""
+    text = error.strerror if isinstance(error, OSError) else None
+    return " ".join((text or str(error)).split()) or type(error).__name__
 
 
 @contextmanager

@@ -175,6 +175,11 @@ def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
     counts = tuple(int(part[:9]) for part in text.split(","))
     if max(counts) > MOST_HERE:
         raise UsageError(f"--nproc must be at most {MOST_HERE:,} for a machine, got {text[:40]}")
+    if len(counts) == 1 and node_rank:
+        raise UsageError(
+            f"--node-rank {node_rank} is for several machines, with a count for each as in "
+            f"--nproc 8,2; got --nproc {text}"
+        )
     if not 0 <= node_rank < len(counts):
         raise UsageError(
             f"--node-rank must be 0 to {len(counts) - 1} with --nproc {text}, got {node_rank}"

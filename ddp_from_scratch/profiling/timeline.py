@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.errors import PeerError, UsageError, one_line
 from ddp_from_scratch.group import check_group, gloo_beside, on_gpu_of, takes_cpu_tensors
 from ddp_from_scratch.marks import marks_for
 from ddp_from_scratch.profiling import clocks, page, picture, trace
@@ -47,6 +47,7 @@ class Timeline:
     Attributes:
         folder: as given.
         record: the steps of all ranks, on every rank; None until they are complete.
+        has_picture: True once a picture was written, which takes matplotlib on rank 0.
 
     Raises:
         UsageError: see `timeline`; from `close`, too.
@@ -58,6 +59,7 @@ class Timeline:
         if steps < 1 or skip < 0:
             raise UsageError(f"a timeline has 1 step or more after 0 or more, got {steps}, {skip}")
         self.record: Record | None = None
+        self.has_picture = False
         self._reducer, self._steps = reducer, steps
         self.folder = None if folder is None else Path(folder)
         group = check_group(reducer.process_group)
@@ -84,12 +86,12 @@ class Timeline:
         with on_gpu_of(self._reducer.module):
             self.record = self._gathered()
         if self.record is not None and self.folder is not None:
-            self._on_rank_0(partial(write, self.record, self.folder))
+            self.has_picture = bool(self._on_rank_0(partial(write, self.record, self.folder)))
 
-    def _on_rank_0(self, write: Callable[[], None]) -> None:
+    def _on_rank_0(self, write: Callable[[], T]) -> T | None:
         """Writes on rank 0; where it cannot, the other ranks raise a PeerError. Collective."""
         problem = f"cannot write the timeline to {self.folder}"
-        self._together(write if self._rank == 0 else lambda: None, problem, UsageError)
+        return self._together(write if self._rank == 0 else lambda: None, problem, UsageError)[0]
 
     def _together(
         self, make: Callable[[], T], problem: str, kind: Callable[[str], Exception]
@@ -105,7 +107,7 @@ class Timeline:
             mine = make(), None
         # Whatever it is, such as an error of matplotlib's: the others wait for the news.
         except Exception as error:  # noqa: BLE001
-            mine, caught = (None, f"{problem}: {error}"), error
+            mine, caught = (None, f"{problem}: {one_line(error)}"), error
         found = _gather(mine, self._group)
         text = next((text for _, text in found if text is not None), None)
         if text is not None:
@@ -199,15 +201,15 @@ def timeline(
         warnings.warn(TOO_FEW, stacklevel=3)
 
 
-def write(record: Record, folder: Path) -> None:
-    """Writes all forms of a record; a picture only where matplotlib is installed."""
+def write(record: Record, folder: Path) -> bool:
+    """Writes all forms of a record; returns False without a picture: there is no matplotlib."""
     text = as_text(record, record.typical)
     (folder / "timeline.txt").write_text(text + "\n", encoding="utf-8")
     for name, form in ("timeline.html", page.as_html), ("trace.json", trace.as_json):
         # In parts: the text of a thousand steps takes more memory than the steps.
         with (folder / name).open("w", encoding="utf-8") as file:
             file.writelines(form(record))
-    picture.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
+    return picture.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
 
 
 def _make(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line of `run.py`: its options, and the errors of those that do not fit."""
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -27,6 +28,8 @@ _OF_TEST = {
     *("backend", "dataset", "data_dir", "download", "batch_size", "precision", "workers"),
     *("threads", "timeout", "deterministic", "quiet"),
 }
+# Options that are None where they are not given.
+_NO_DEFAULT = ("nproc", "node_rank", "master_addr", "master_port", "checkpoint", "dataset")
 _DEFAULTS = {field.name: field.default for field in fields(Settings)}
 
 # Arguments of `add_argument`, for the kinds of values that several options have.
@@ -38,6 +41,17 @@ _SWITCH: dict[str, Any] = {"action": "store_true"}
 
 class Parser(argparse.ArgumentParser):
     """argparse, with a mistake as one line like every other."""
+
+    def parse_args(self, *given: Any, **options: Any) -> Any:
+        """Suggests an option in place of one that there is not."""
+        found, unknown = self.parse_known_args(*given, **options)
+        if unknown:
+            name, known = unknown[0].partition("=")[0], list(self._option_string_actions)
+            like = [option for option in known if option.startswith(name)]
+            like += difflib.get_close_matches(name, known, 1, 0.7)
+            advice = f"did you mean {like[0]}? Otherwise " if like else ""
+            raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; {advice}see --help")
+        return found
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError instead of printing and exiting."""
@@ -62,9 +76,9 @@ def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> Parser:
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        # What was not given is not in the result. So an option that repeats its default counts.
+        argument_default=argparse.SUPPRESS,
     )
-    # No default dataset: a test without one takes the dataset that the model was trained on.
-    parser.set_defaults(**_DEFAULTS | {"dataset": None})
     # Not `choices`: after an unknown option, its value would be what argparse complains about.
     parser.add_argument(
         "command", nargs="?", default="train", metavar="train|test", help="default: train"
@@ -277,22 +291,21 @@ def parse(
     Raises:
         UsageError: an unknown option, a value out of range, options that do not go together.
     """
-    options = make_parser(about, program).parse_args(arguments)
-    for name, value in vars(options).items():
+    given = vars(make_parser(about, program).parse_args(arguments))
+    for name, value in given.items():
         if value == []:  # argparse's own reading of --epochs=--
             raise UsageError(f"argument {option_of(name)}: expected one argument; see --help")
+    # A test without a dataset takes the one that the model was trained on.
+    options = argparse.Namespace(**dict.fromkeys(_NO_DEFAULT) | given)
     if options.command not in ("train", "test"):
         raise UsageError(f"the command must be train or test, got {options.command!r}; see --help")
     if options.master_port is not None and not 1 <= options.master_port <= 65535:
         raise UsageError(f"--master-port must be 1 to 65535, got {options.master_port}")
-    values = {name: getattr(options, name) for name in _DEFAULTS}
-    values["dataset"] = options.dataset or Settings.dataset
+    values = {name: value for name, value in given.items() if name in _DEFAULTS}
     if options.command == "test":
-        # An option that repeats its default looks like one that was not given.
-        for name, default in _DEFAULTS.items():
-            if name not in _OF_TEST and values[name] != default:
-                option = option_of(name)
-                raise UsageError(f"{option} has no meaning for test")
+        for name in values:
+            if name not in _OF_TEST:
+                raise UsageError(f"{option_of(name)} has no meaning for test")
         if options.checkpoint is None:
             raise UsageError("test needs --checkpoint FILE, the model to evaluate")
     elif options.checkpoint is not None:

@@ -107,7 +107,7 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
         options.node_rank or 0,
         options.master_addr or "127.0.0.1",
         options.master_port or 29500,
-        options.timeout,
+        settings.timeout,
         # Imported once, before ranks are forked from the process that has it.
         preload=[_TRAINER],
         max_failures=allowed if settings.go_on else None,

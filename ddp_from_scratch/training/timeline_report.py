@@ -29,3 +29,5 @@ def close(timeline: Timeline | None, report: Report) -> None:
     step = timeline.record.typical
     report.line("\n" + as_text(timeline.record, step, colour=report.colours) + "\n")
     report.line(f"timeline {timeline.folder}/timeline.html")
+    if not timeline.has_picture:
+        report.line("no picture: that takes matplotlib (pip install matplotlib)")
