@@ -74,7 +74,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,
             `differentiable`).
         ValueError: a value out of its range, as torch's class; none of the Reducer's parameters is
-            among `params`.
+            among `params`; a parameter is complex, and this optimizer takes none (Adam, AdamW).
         RuntimeError: see `Reducer.keep_bucket_views`.
     """
 
@@ -96,10 +96,25 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise ValueError("none of params is one of the reducer's parameters")
         reducer.keep_bucket_views()
 
-    add_param_group = _without_dynamo(torch.optim.Optimizer.add_param_group)
+    _add_param_group = _without_dynamo(torch.optim.Optimizer.add_param_group)
     zero_grad = _without_dynamo(torch.optim.Optimizer.zero_grad)
     state_dict = _without_dynamo(torch.optim.Optimizer.state_dict)
     load_state_dict = _without_dynamo(torch.optim.Optimizer.load_state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch's class.
+
+        Raises:
+            ValueError: a parameter is complex, and this optimizer takes none.
+        """
+        self._add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.is_complex() and not self._rule.takes_complex:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"{type(self).__name__} takes no complex parameters, got one of "
+                    f"{tuple(parameter.shape)} and {parameter.dtype}: step it with torch.optim.Adam"
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -32,10 +32,12 @@ class UpdateRule(ABC):
     Attributes:
         settings: the keys of a parameter group that a step depends on.
         fused: the `fused` of torch's class with the same bits.
+        takes_complex: True if it has arithmetic for complex numbers.
     """
 
     settings: tuple[str, ...]
     fused: bool | None
+    takes_complex: bool
 
     @abstractmethod
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -77,6 +79,7 @@ class SGDRule(UpdateRule):
 
     settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     fused = None
+    takes_complex = True
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """Returns "momentum_buffer", but nothing without momentum."""
@@ -120,6 +123,7 @@ class AdamRule(UpdateRule):
         "decoupled_weight_decay",
     )
     fused = True
+    takes_complex = False  # torch's fused kernel has none
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """Returns "step" and the moments."""

@@ -19,7 +19,13 @@ from ddp_from_scratch.group import check_group, on_gpu_of
 # on to its children while it receives the next.
 _MESSAGE_BYTES = 16 * 2**20
 
+# What no rank can receive, and the remedy.
 _LAZY = " is lazy and has no shape yet"
+_EXPANDED = " is expanded: several of its elements share memory"
+_REMEDIES = {
+    _LAZY: "run one forward pass on every rank before broadcast_parameters",
+    _EXPANDED: "clone() it on every rank",
+}
 
 
 def broadcast_parameters(
@@ -41,7 +47,8 @@ def broadcast_parameters(
         ignore: names of parameters and buffers that are neither compared nor copied.
 
     Raises:
-        ValueError: `src` is not a rank of the group, or the module has lazy parameters.
+        ValueError: `src` is not a rank of the group, or the module has lazy or expanded parameters
+            or buffers.
         RuntimeError: the models differ in number, names, order, shapes, strides, dtypes,
             requires_grad or sparseness of gradients of parameters or buffers. The text names the
             first difference and the two ranks, and is the same on every rank.
@@ -66,9 +73,10 @@ def broadcast_buffers(
     Args: as `broadcast_parameters`.
 
     Raises:
-        ValueError: `src` is not a rank of the group.
+        ValueError: `src` is not a rank of the group, or a buffer is expanded.
     """
     _check_rank(src, process_group)
+    check_buffers(module, ignore)
     buffers = [buffer for name, buffer in module.named_buffers() if name not in ignore]
     send_tensors(buffers, src, process_group)
 
@@ -81,11 +89,10 @@ def check_same_model(
     """Raises on every rank if names, shapes or kinds of parameters or buffers differ. Collective.
 
     Raises:
-        ValueError: the module has lazy parameters, whose shape is not known yet.
+        ValueError: the module has lazy parameters, whose shape is not known yet, or expanded ones.
         RuntimeError: as `broadcast_parameters`.
     """
     mine = _describe(module, ignore)
-    lazy = next((line for line in mine if line.endswith(_LAZY)), None)
     # Equal ranks exchange 32 bytes each. Descriptions are long, and sent only to name a difference.
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     world_size = dist.get_world_size(process_group)
@@ -94,10 +101,8 @@ def check_same_model(
         dist.all_gather_object(digests, digest, group=process_group)
     if len(set(digests)) == 1:
         # Raised after the exchange: a rank that raises before it would leave the others waiting.
-        if lazy is not None:
-            raise ValueError(
-                f"{lazy}: run one forward pass on every rank before broadcast_parameters"
-            )
+        for line in mine:
+            _refuse(line)
         return
     descriptions: list[list[str]] = [[]] * world_size
     with on_gpu_of(module):
@@ -113,6 +118,8 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
     def line(kind: str, name: str, tensor: torch.Tensor) -> str:
         if torch.nn.parameter.is_lazy(tensor):
             return f"{kind} {name}{_LAZY}"
+        if _is_expanded(tensor):
+            return f"{kind} {name}{_EXPANDED}"
         shape = f"{kind} {name}: shape {tuple(tensor.shape)}"
         if kind == "buffer":
             return f"{shape}, {tensor.dtype}"
@@ -124,6 +131,27 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
 
     found = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
     return [line(k, n, t) for k, named in found.items() for n, t in named if n not in ignore]
+
+
+def check_buffers(module: torch.nn.Module, ignore: Collection[str]) -> None:
+    """Raises a ValueError for an expanded buffer: no rank could receive it."""
+    for name, buffer in module.named_buffers():
+        if name not in ignore and _is_expanded(buffer):
+            _refuse(f"buffer {name}{_EXPANDED}")
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if torch.nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
+        return False
+    return 0 in [
+        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ]
+
+
+def _refuse(line: str) -> None:
+    for problem, remedy in _REMEDIES.items():
+        if line.endswith(problem):
+            raise ValueError(f"{line}: {remedy}")
 
 
 def _first_difference(zero: list[str], other: list[str], rank: int) -> str:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ddp_from_scratch.buckets.memory import split_like
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.group import of_member
-from ddp_from_scratch.sync.broadcast import messages, send_tensors
+from ddp_from_scratch.sync.broadcast import check_buffers, messages, send_tensors
 from ddp_from_scratch.waiting import wait
 
 
@@ -68,7 +68,13 @@ class BufferSync(Observer):
         self._src = 0
 
     def enable(self, enabled: bool) -> None:
-        """Turns synchronisation on or off. Must be called on all ranks alike."""
+        """Turns synchronisation on or off. Must be called on all ranks alike.
+
+        Raises:
+            ValueError: a buffer is expanded.
+        """
+        if enabled:
+            check_buffers(self._module, self._ignore)
         self.enabled = enabled
 
     def set_hook(self, hook: BufferHook | None) -> None:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from ddp_from_scratch.group import of_member
 
+_MOST = 1e100  # float64 ends at 1e308, and squares are summed
+
 
 class GradientWeight:
     """The factor of this rank's gradients: amount x world size / sum of all ranks' amounts.
@@ -22,19 +24,24 @@ class GradientWeight:
         process_group: the ranks that take part; must take CPU tensors.
 
     Raises:
-        ValueError: `amount` is negative or not finite.
+        ValueError: `amount` is no number, negative, not finite or more than 1e100.
     """
 
     def __init__(self, amount: float, process_group: dist.ProcessGroup | None) -> None:
-        right = 0 <= amount < math.inf
         # A wrong amount is sent as nan before this rank raises, or the others would wait for it.
-        mine = [amount, amount**2] if right else [math.nan] * 2
+        try:
+            right = 0 <= float(amount) <= _MOST
+        except (ArithmeticError, RuntimeError, TypeError, ValueError):
+            right = False
+        mine = [float(amount), float(amount) ** 2] if right else [math.nan] * 2
         # On the CPU: reading the sum from a GPU would wait for all its earlier work.
         self._sums = torch.tensor(mine, dtype=torch.float64)
         work = dist.all_reduce(self._sums, group=process_group, async_op=True)
         if not right:
-            raise ValueError(f"a weight must be 0 or more, and finite, got {amount}")
-        self._amount, self._work = amount, of_member(work)
+            raise ValueError(
+                f"a weight must be 0 or more, and finite, got {amount}; the largest is {_MOST:g}"
+            )
+        self._amount, self._work = float(amount), of_member(work)
         self._world_size = dist.get_world_size(process_group)
 
     @cached_property
@@ -43,7 +50,7 @@ class GradientWeight:
         self._work.wait()
         total, squares = self._sums.tolist()
         if math.isnan(total):
-            raise ValueError("another rank's weight is negative or not finite")
+            raise ValueError("another rank's weight is negative or not finite, or too large")
         return total, squares
 
     def total(self) -> float:
