@@ -3,21 +3,33 @@
 import math
 import random
 from collections.abc import Collection, Mapping
-from typing import Any
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
 from torch import nn
 
 from ddp_from_scratch.errors import UsageError, one_line
+from ddp_from_scratch.training.settings import Settings
 
-# Whole numbers, each with the least that it can be.
-_COUNTS = {"epoch": 0, "step": 0, "images": 0, "world_size": 1, "global_batch_size": 1}
-_MODEL_SPEC = {"channels": 1, "image_size": 1, "num_classes": 1}
-_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_OTHERS = ("model", "model_spec", "optimizer", "scaler", "compression", "ready_order", "buckets")
-_KEYS = (*_COUNTS, *_OTHERS, "totals", "rng", "settings")
-_CUDA_GENERATOR_BYTES = 16
+# The least of a number, the types of another value; None for what is checked elsewhere.
+_SPEC = {"name": {str}, "channels": 1, "image_size": 1, "num_classes": 1}
+_SCALER = dict.fromkeys(("scale", "growth_factor", "backoff_factor"), 0.0)
+_SCALER |= {"growth_interval": 0, "_growth_tracker": 0}
+_OTHERS = ("model", "optimizer", "scaler", "compression", "ready_order", "buckets", "rng")
+_LIKE: dict[str, Any] = {
+    **{"epoch": 0, "step": 0, "images": 0, "world_size": 1, "global_batch_size": 1},
+    **{"model_spec": _SPEC, "settings": {}, "totals": torch.zeros(3, dtype=torch.float64)},
+    **dict.fromkeys(_OTHERS),
+}
+# Another version's may lack some, and have others.
+_SETTINGS = {
+    name: {str if one is Path else one for one in get_args(kind) or (kind,)}
+    for name, kind in get_type_hints(Settings).items()
+}
+_CUDA_GENERATOR = torch.zeros(16, dtype=torch.uint8)
 
 
 def check_contents(state: Mapping[str, Any]) -> None:
@@ -26,37 +38,24 @@ def check_contents(state: Mapping[str, Any]) -> None:
     Raises:
         UsageError: something is missing, or is not what a run writes there; the text names it.
     """
-    _has(state, _KEYS, "it")
-    for name, least in _COUNTS.items():
-        _is_count(state[name], least, name)
-    settings, spec = state["settings"], state["model_spec"]
+    _check(state, _LIKE)
+    settings, buckets = state["settings"], state["buckets"]
     _has(settings, ("dataset", "epochs"), "settings")
-    _expect(isinstance(settings["dataset"], str), "the dataset is not a name")
+    _check(settings, {name: _SETTINGS[name] for name in settings if name in _SETTINGS}, "settings")
     # No run has more epochs behind it than it was asked for.
-    _is_count(settings["epochs"], state["epoch"], "epochs")
-    _has(spec, ("name", *_MODEL_SPEC), "model_spec")
-    _expect(isinstance(spec["name"], str), "the model is not a name")
-    _expect(len(spec) == 1 + len(_MODEL_SPEC), "model_spec has more than a model's")
-    for name, least in _MODEL_SPEC.items():
-        _is_count(spec[name], least, name)
-    _expect(_is_tensor(state["totals"], torch.zeros(3, dtype=torch.float64)), "totals are not 3")
+    _check(settings["epochs"], state["epoch"], "epochs")
+    _expect(state["model_spec"].keys() == _SPEC.keys(), "model_spec has more than a model's")
     # Empty but for fp16.
     if state["scaler"] != {}:
-        _has(state["scaler"], _SCALER, "scaler")
-        for name in _SCALER:
-            _is_number(state["scaler"][name], f"the scaler's {name}")
-    buckets = state["buckets"]
+        _check(state["scaler"], _SCALER, "scaler")
     if buckets is not None:
-        _has(buckets, ("bucket_cap_mb", "overlap"), "buckets")
+        _check(buckets, {"bucket_cap_mb": None, "overlap": {bool}}, "buckets")
         caps = buckets["bucket_cap_mb"]
         for cap in caps if isinstance(caps, list | tuple) else [caps]:
-            _expect(isinstance(cap, int | float) and cap >= 0, "bucket_cap_mb is not a size")
-    everyone = state["rng"]
-    _expect(
-        isinstance(everyone, list)
-        and len(everyone) == (0 if settings.get("shards") else state["world_size"]),
-        "rng does not hold the generators of each rank",
-    )
+            _expect(type(cap) in (int, float) and cap >= 0, "bucket_cap_mb is not a size")
+    everyone, ranks = state["rng"], 0 if settings.get("shards") else state["world_size"]
+    right = isinstance(everyone, list) and len(everyone) == ranks
+    _expect(right, "rng does not hold the generators of each rank")
     for rank, generators in enumerate(everyone):
         _check_generators(generators, rank)
 
@@ -70,7 +69,8 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
         UsageError: something does not fit; the text names it.
     """
     named = dict(model.named_parameters())
-    _check_tensors(state["model"], model.state_dict(), "the model", every=True)
+    _has(state["model"], model.state_dict(), "the model")
+    _check_each(state["model"], model.state_dict(), "the model")
 
     optimizer = state["optimizer"]
     _has(optimizer, ("state",), "optimizer")
@@ -82,17 +82,15 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
         _has(of_one, (), "the optimizer's state")
         like = dict.fromkeys(of_one, of_index[index])
         momenta = {name: value for name, value in of_one.items() if value is not None}
-        _check_tensors(momenta, like, f"the optimizer's state of parameter {index}")
+        _check_each(momenta, like, f"the optimizer's state of parameter {index}")
 
     # The Reducer fills its buckets in this order, so each parameter must be there, once.
     order = state["ready_order"]
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
     if order is not None:
         names = isinstance(order, list) and all(isinstance(name, str) for name in order)
-        _expect(
-            names and sorted(order) == sorted(trainable),
-            "ready_order does not name each parameter once",
-        )
+        right = names and sorted(order) == sorted(trainable)
+        _expect(right, "ready_order does not name each parameter once")
     if state["compression"] is not None:
         _check_compression(state["compression"], named, state["world_size"])
 
@@ -102,14 +100,19 @@ def _check_generators(of_rank: Any, rank: int) -> None:
     # On new generators: the process's own stay as they are.
     name = f"rng of rank {rank}"
     _has(of_rank, ("torch", "cuda", "python", "numpy"), name)
-    cuda = torch.zeros(_CUDA_GENERATOR_BYTES, dtype=torch.uint8)
-    _expect(of_rank["cuda"] is None or _is_tensor(of_rank["cuda"], cuda), f"{name} has no cuda")
+    if of_rank["cuda"] is not None:
+        _check(of_rank["cuda"], _CUDA_GENERATOR, f"cuda of {name}")
     try:
         torch.Generator().set_state(of_rank["torch"])
         version, internal, gauss = of_rank["python"]
+        # `setstate` does not look at them.
+        for number in internal:
+            _check(number, {int}, f"python of {name}")
+        _check(gauss, {float, NoneType}, f"python of {name}")
         random.Random().setstate((version, tuple(internal), gauss))
         algorithm, keys, position, has_gauss, gauss = of_rank["numpy"]
-        _expect(_is_tensor(keys, torch.zeros(624, dtype=torch.int64)), f"{name} has no numpy")
+        _check(keys, torch.zeros(624, dtype=torch.int64), f"numpy of {name}")
+        _check(position, {int}, f"numpy of {name}")
         words = keys.numpy().astype(np.uint32)
         np.random.RandomState().set_state((algorithm, words, position, has_gauss, gauss))
     except UsageError:  # which is a ValueError
@@ -121,17 +124,13 @@ def _check_generators(of_rank: Any, rank: int) -> None:
 def _check_compression(saved: Any, named: Mapping[str, nn.Parameter], world_size: int) -> None:
     """Checks each rank's PowerSGD errors, and the right factors."""
     name = "compression"
-    _has(saved, ("iteration", "qs", "errors", "loss_scale"), name)
-    _is_count(saved["iteration"], 0, f"{name}'s iteration")
-    _is_number(saved["loss_scale"], f"{name}'s loss_scale")
+    _check(saved, {"iteration": 0, "loss_scale": 0.0, "qs": {}, "errors": None}, name)
     errors = saved["errors"]
-    _expect(
-        isinstance(errors, list) and len(errors) == world_size, f"{name} is not that of each rank"
-    )
+    right = isinstance(errors, list) and len(errors) == world_size
+    _expect(right, f"{name} is not that of each rank")
     for of_rank in errors:
-        _check_tensors(of_rank, named, name)
+        _check_each(of_rank, named, name)
         _expect(of_rank.keys() == errors[0].keys(), f"{name} is of other parameters on each rank")
-    _has(saved["qs"], (), f"{name}'s qs")
     for key, q in saved["qs"].items():
         _expect(key in named and isinstance(q, torch.Tensor), f"{name} has no {_short(key)}")
         # On the meta device: a size that comes from the file must not allocate.
@@ -140,19 +139,32 @@ def _check_compression(saved: Any, named: Mapping[str, nn.Parameter], world_size
         _expect(_is_tensor(q, like), f"{name} of {key} has another shape")
 
 
-def _check_tensors(
-    found: Any, like: Mapping[str, torch.Tensor], name: str, *, every: bool = False
-) -> None:
-    """Requires of each tensor the shape of its like; with `every`, requires all of `like`."""
-    _has(found, like if every else (), name)
-    for key, tensor in found.items():
+def _check_each(found: Any, like: Mapping[Any, torch.Tensor], name: str) -> None:
+    """Requires of each tensor what is its like; some may be missing."""
+    _has(found, (), name)
+    for key in found:
         _expect(key in like, f"{name} has no {_short(key)}")
-        if not _is_tensor(tensor, like[key]):
-            shape = tuple(like[key].shape)
-            raise UsageError(
-                f"{key} of {name} must be a tensor of {shape} and {like[key].dtype}, got "
-                f"{_short(tensor)}"
-            )
+    _check(found, {key: like[key] for key in found}, name)
+
+
+def _check(value: Any, like: Any, name: str = "") -> None:
+    """Requires keys, a shape and dtype, one of some types, or a number that is not smaller."""
+    if isinstance(like, Mapping):
+        _has(value, like, name or "it")
+        for key, of_key in like.items():
+            _check(value[key], of_key, f"{key} of {name}" if name else key)
+    elif isinstance(like, torch.Tensor):
+        expected = f"a tensor of {tuple(like.shape)} and {like.dtype}"
+        _expect(_is_tensor(value, like), f"{name} must be {expected}, got {_short(value)}")
+    elif isinstance(like, set):
+        expected = " or ".join(sorted(kind.__name__ for kind in like))
+        # By `type`: in Python True is an int, too. A whole number does for a float.
+        right = type(value) in like or (type(value) is int and float in like)
+        _expect(right, f"{name} must be {expected}, got {_short(value)}")
+    elif like is not None:
+        most = math.inf if type(like) is float else 2**62
+        right = type(value) in (int, type(like)) and like <= value < most
+        _expect(right, f"{name} must be {like:g} or more, got {_short(value)}")
 
 
 def _is_tensor(value: Any, like: torch.Tensor) -> bool:
@@ -171,19 +183,6 @@ def _has(value: Any, keys: Collection[str], name: str) -> None:
     _expect(isinstance(value, Mapping), f"{name} is not a table, but {_short(value)}")
     missing = [key for key in keys if key not in value]
     _expect(not missing, f"{name} has no {', '.join(missing[:3])}")
-
-
-def _is_count(value: Any, least: int, name: str) -> None:
-    # In Python True is an int, too.
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    _expect(
-        whole and least <= value < 2**62, f"{name} must be {least} or more, got {_short(value)}"
-    )
-
-
-def _is_number(value: Any, name: str) -> None:
-    number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
-    _expect(number, f"{name} must be a number, 0 or more, got {_short(value)}")
 
 
 def _expect(holds: bool, otherwise: str) -> None:

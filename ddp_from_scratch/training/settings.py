@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ddp_from_scratch.buckets.layout import AUTO
 from ddp_from_scratch.errors import UsageError
@@ -54,7 +54,7 @@ class Settings:
     scale_lr: bool = False
     momentum: float = 0.9
     weight_decay: float = 1e-4
-    bucket_cap_mb: float | Literal["auto"] | None = None
+    bucket_cap_mb: float | str | None = None  # or "auto"
     overlap: bool = True
     shared_memory: bool = True
     compress: str | None = None

@@ -311,19 +311,31 @@ def changed(content, path, value):
         ("images", 2**80, "images must be 0 or more, got 1208925819614629174706176"),
         ("global_batch_size", 0, "global_batch_size must be 1 or more, got 0"),
         ("settings", [1], "settings is not a table, but a list"),
-        ("settings/dataset", 3, "the dataset is not a name"),
-        ("model_spec/image_size", "8", "image_size must be 1 or more, got '8'"),
+        ("settings/dataset", 3, "dataset of settings must be str, got 3"),
+        ("model_spec/image_size", "8", "image_size of model_spec must be 1 or more, got '8'"),
         ("model_spec/depth", 8, "model_spec has more"),
-        ("totals", torch.zeros(2), "totals are not 3"),
-        ("totals", torch.zeros(1, dtype=torch.float64).expand(10**15), "totals are not 3"),
+        (
+            "totals",
+            torch.zeros(2),
+            "totals must be a tensor of (3,) and torch.float64, got one of (2,)",
+        ),
+        (
+            "totals",
+            torch.zeros(1, dtype=torch.float64).expand(10**15),
+            "totals must be a tensor of (3,)",
+        ),
         ("scaler/scale", ..., "scaler has no scale"),
-        ("scaler/scale", float("nan"), "the scaler's scale must be a number, 0 or more, got nan"),
+        ("scaler/scale", float("nan"), "scale of scaler must be 0 or more, got nan"),
         ("buckets/bucket_cap_mb", "big", "bucket_cap_mb is not a size"),
         ("rng", [], "rng does not hold the generators of each rank"),
         ("rng/0/torch", torch.zeros(3), "rng of rank 0 cannot be used"),
         ("rng/0/python", (3, (1, 2), None), "rng of rank 0 cannot be used"),
-        ("rng/0/numpy", ("MT19937", torch.zeros(2), 0, 0, 0.0), "rng of rank 0 has no numpy"),
-        ("rng/0/cuda", torch.zeros(3), "rng of rank 0 has no cuda"),
+        (
+            "rng/0/numpy",
+            ("MT19937", torch.zeros(2), 0, 0, 0.0),
+            "numpy of rng of rank 0 must be a tensor",
+        ),
+        ("rng/0/cuda", torch.zeros(3), "cuda of rng of rank 0 must be a tensor"),
     ],
 )
 def test_wrong_contents_are_one_line(tmp_path, path, value, told):
@@ -354,7 +366,7 @@ def test_wrong_contents_are_one_line(tmp_path, path, value, told):
         ("compression/errors", [{}, {}], "compression is not that of each rank"),
         ("compression/errors/0/weight", torch.zeros(2), "weight of compression must be"),
         ("compression/qs/weight", torch.zeros(5, 1), "compression of weight has another shape"),
-        ("compression/iteration", "x", "compression's iteration must be 0 or more, got 'x'"),
+        ("compression/iteration", "x", "iteration of compression must be 0 or more, got 'x'"),
     ],
 )
 def test_contents_that_do_not_fit_the_model_are_one_line(path, value, told):
