@@ -56,11 +56,16 @@ class ForkServer:
     """The caller's end of a fork server, which is started at once and ends with its caller.
 
     The server imports torch and the modules of `preload` before it forks the first rank.
+
+    Attributes:
+        returncode: its exit code, -N after signal N; None until it has ended before its ranks, as
+            far as is known.
     """
 
     def __init__(self, preload: Sequence[str] = (OPTIMIZERS,)) -> None:
         self._connection, theirs = Pipe()
         self._ranks: list[ForkedRank] = []
+        self.returncode: int | None = None
         # `with`: while a copy of its end is open here, the server's death is no end of file.
         with theirs:
             self._process = subprocess.Popen(
@@ -92,9 +97,9 @@ class ForkServer:
                 timeout = 0.0  # the others have arrived already, or are not waited for
         except (EOFError, OSError):
             # Ranks end with their server. It ends before them where it is killed or cannot import.
-            code = self._process.wait() or -signal.SIGKILL
+            self.returncode = self._process.wait() or -signal.SIGKILL
             for rank in self._ranks:
-                rank.update(rank.pid, code)
+                rank.update(rank.pid, self.returncode)
 
     def close(self) -> None:
         """Ends the server, whose ranks have ended. Idempotent."""

@@ -13,6 +13,8 @@ a process ends with code 2, or with  the others go on without it, and no other i
 the same code twice, before it       place; before anything was trained all ranks end
 has joined
 more failures than allowed           the others go on; nothing is started any more
+the fork server is lost              the job ends: with it all ranks of this machine, and the
+                                     means to start others
 no rank is left that has a state     the job ends
 """
 
@@ -141,6 +143,8 @@ class GoingOnWatch(Watch):
             # died of it, the others wait for that one in vain.
             died = code < 0 and member in self._members
             return self._stopped() if died or not self._living else None
+        if self._server_is_gone():
+            return self._failed(member, code)
         failure = self._board.failure(member)
         never_joined = code > 0 and not self._board.has_arrived(member, 1)
         if never_joined:

@@ -355,7 +355,12 @@ class Follower(Watch):
         cut_off = False
         try:
             while True:
-                self._link.report = self._report(ended=False)
+                report = self._report(ended=False)
+                if self._server_is_gone() and not self._received:
+                    # Machine 0 is not told of the ranks, which it would replace here: it misses
+                    # this machine, as one that was switched off.
+                    return self._failed(0, 1)
+                self._link.report = report
                 silence = time.monotonic() - self._link.heard
                 if self._link.is_closed or silence > self._timeout:
                     say("machine 0 no longer answers: all ranks here were stopped")
@@ -383,7 +388,8 @@ class Follower(Watch):
                 time.sleep(_EXCHANGE_S / 2)
         finally:
             self._end_all()
-            self._link.close(self._report(ended=True))
+            lost = self._server_is_gone()
+            self._link.close(self._link.report if lost else self._report(ended=True))
 
     def _obey(self, job: Mapping[str, Any]) -> None:
         """Does what is new in the orders, and copies the board."""

@@ -163,13 +163,20 @@ class Watch:
         return 128 + self._ended_by
 
     def _failed(self, index: int, code: int) -> int:
-        name = self._name(index)
+        name, others = self._name(index), "; all other ranks were stopped"
+        if self._server is not None and self._server.returncode is not None:
+            name, others = "the fork server, from which all ranks here were started,", ""
+            code = self._server.returncode
         text = f"{name} ended with exit code {code}"
         if code < 0:
             text = f"{name} was killed by {signal.Signals(-code).name}"
-            say(f"{text}; all other ranks were stopped")
+            say(f"{text}{others}")
         self._tell_machines(text)
         return 128 - code if code < 0 else code
+
+    def _server_is_gone(self) -> bool:
+        """True once a poll has found that the fork server, and so all its ranks, have ended."""
+        return self._server is not None and self._server.returncode is not None
 
     def _name(self, index: int) -> str:
         rank = self._environments[index].get("RANK")
