@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
@@ -91,7 +90,6 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         code = 1
     output.flush(sys.stdout)
     if code:
-        _remove_files()
         # MPI and gloo would wait in their destructors for peers that wait for this one. The
         # launcher sees the code and stops the others.
         os._exit(code)
@@ -99,10 +97,6 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     if launcher() != "none" and "mpi4py" not in sys.modules:
         _end()
     sys.exit(0)
-
-
-# Removed at every end of this process but a kill. `os._exit` calls no handler of atexit.
-_files: list[Path] = []
 
 
 def _end() -> NoReturn:
@@ -117,19 +111,6 @@ def _end() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         output.flush(stream)
     os._exit(0)
-
-
-def remove_at_exit(file: Path) -> None:
-    """Has a file removed when the process ends, also without unwinding."""
-    if not _files:
-        atexit.register(_remove_files)
-    _files.append(file)
-
-
-def _remove_files() -> None:
-    for file in _files:
-        with suppress(OSError):
-            file.unlink()
 
 
 def is_communication_error(error: Exception) -> bool:

@@ -1,34 +1,31 @@
 """Store of an MPI job, through which groups of other backends meet."""
 
-import ctypes
 import os
 import socket
 import tempfile
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from ddp_from_scratch.launch.environment import Placement
-from ddp_from_scratch.launch.rank_process import remove_at_exit
 from ddp_from_scratch.mpi.runtime import broadcast_object
 
 
 def store(placement: Placement, timeout: timedelta) -> dist.Store:
     """A store that all ranks of the MPI job share. Collective.
 
-    On one machine a private file, on several a port that rank 0 opens.
+    On one machine a private file without a name, on several a port that rank 0 opens.
     """
     if placement.one_machine:
-        # A file and not a folder of our own: a store in use would look for minutes for a file
-        # whose folder is gone, and rank 0 may be gone first.
         file = broadcast_object(_private_file() if placement.rank == 0 else None)
-        if placement.rank == 0:
-            remove_at_exit(Path(file))
-        private = dist.FileStore(file, placement.world_size)
-        # One reference that nobody drops: a store that ends writes to its file, and where rank 0
-        # has just removed it, makes a new one, in which the next to end reads nonsense for minutes.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(private))
+        # A way to the file that needs no name, on Linux: the last rank to have it open removes the
+        # name, so that a job leaves nothing behind, however it ends. Never closed: groups that are
+        # opened later meet through it, too.
+        own = f"/proc/self/fd/{os.open(file, os.O_RDWR)}"
+        has_way = os.path.exists(own)
+        private = dist.FileStore(own if has_way else file, placement.world_size)
+        if private.add("open", 1) == placement.world_size and has_way:
+            os.unlink(file)
         return private
     if placement.rank == 0:
         server = dist.TCPStore(
