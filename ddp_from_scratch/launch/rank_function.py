@@ -6,15 +6,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.rank_process import run_to_exit
 
 # The caller's path first: the function's modules are found through it. And its arguments, which the
 # function may parse.
 _CALL = (
     "import pickle, sys; path, sys.argv, function = pickle.load(open(sys.argv[1], 'rb')); "
-    "sys.path[:] = path; pickle.loads(function)()"
+    f"sys.path[:] = path; from {__name__} import call; call(function)"
 )
 
 
@@ -54,6 +55,18 @@ def command_of(function: Callable[[], Any], folder: Path) -> list[str]:
     file = folder / "function"
     file.write_bytes(pickle.dumps((sys.path, sys.argv, written)))
     return [sys.executable, "-c", _CALL, str(file)]
+
+
+def call(written: bytes) -> None:
+    """Calls the function in a rank. A UsageError ends the rank as `run_to_exit` does."""
+    try:
+        pickle.loads(written)()
+    except UsageError as error:
+        run_to_exit(partial(_raise, error))
+
+
+def _raise(error: UsageError) -> NoReturn:
+    raise error
 
 
 def _inner(function: Callable[[], Any]) -> Any:

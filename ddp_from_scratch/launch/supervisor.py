@@ -20,10 +20,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,7 @@ from ddp_from_scratch.launch.interfaces import require_loopback
 from ddp_from_scratch.launch.other_machines import Follower, arrive
 from ddp_from_scratch.launch.rank_function import command_of
 from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG
+from ddp_from_scratch.launch.run_folder import run_folder
 from ddp_from_scratch.launch.watch import Child, Watch, say
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def start_ranks(
     Args:
         command: program and arguments; each rank gets torchrun's variables in its environment. Or a
             function without arguments (`functools.partial` binds some), also of a notebook: it runs
-            in new processes on copies of what it uses, and what it returns is dropped.
+            in new processes on copies of what it uses, and what it returns is dropped. A UsageError
+            that it raises is printed as one line, and ends all ranks with code 2.
         counts: number of processes on each machine.
         node_rank: this machine's position in `counts`.
         master_addr: where machine 0 can be reached.
@@ -106,8 +107,14 @@ def start_ranks(
     Raises:
         UsageError: the port is taken, machine 0 does not answer or refuses this machine, or the
             machines were given different counts or secrets; a function cannot be sent
-            (`rank_function.command_of`); a machine has no process; `max_failures` is out of range.
+            (`rank_function.command_of`); a machine has no process; `max_failures` is out of range;
+            this is not the main thread.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            f"start_ranks must be called in the main thread, the only one that may handle the "
+            f"signals that stop ranks, got {threading.current_thread().name}"
+        )
     if min(counts, default=0) < 1:
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
     if max_failures is not None and not 0 <= max_failures <= MAX_FAILURES:
@@ -117,8 +124,7 @@ def start_ranks(
     machines: Machines | None = None
     with ExitStack() as stack:
         if callable(command):
-            sent = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-"))
-            command = command_of(command, Path(sent))
+            command = command_of(command, stack.enter_context(run_folder()))
         if max_failures is not None:
             at = node_rank, master_addr, master_port, timeout, asked
             return _start_going_on(stack, command, counts, max_failures, preload, *at)
@@ -130,8 +136,7 @@ def start_ranks(
             stack.callback(machines.close)
             common |= machines.environment
         else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-"))  # mode 0700
-            common[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")
+            common[RENDEZVOUS_FILE] = str(stack.enter_context(run_folder()) / "rendezvous")
         return Watch(command, [common | rank for rank in ranks], preload, machines).run()
 
 
@@ -148,7 +153,7 @@ def _start_going_on(
     asked: Mapping[str, str],
 ) -> int:
     """Runs the ranks of this machine as `start_ranks` does, where the others go on without some."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-")))
+    folder = stack.enter_context(run_folder())
     # Also for the ranks of machines that come later.
     board = Board(folder, sum(counts) + 2 * MAX_FAILURES)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1", BOARD: str(folder)}
