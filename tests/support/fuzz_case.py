@@ -15,13 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import conv2d
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 3
 LR = 0.002  # gradients must not explode: rounding is compared with their size
 # With the bits of this library's.
 TORCHS = {"SGD": torch.optim.SGD, "AdamW": partial(torch.optim.AdamW, fused=True)}
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
+}
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,24 @@ class Join:
 
 @dataclass(frozen=True)
 class Move:
-    """Puts all parameters and gradients elsewhere in memory, as `module.to(...)` does."""
+    """Puts gradients elsewhere in memory.
+
+    Attributes:
+        how: with the parameters, as `module.to(...)` does ("both"), or by way of float16 ("half");
+            `.grad.data` alone ("data"), or a `.grad` of its own ("detached").
+    """
+
+    how: str = "both"
 
 
 @dataclass(frozen=True)
 class Again:
     """Takes the Reducer off and makes a new one."""
+
+
+@dataclass(frozen=True)
+class KeepViews:
+    """Gradients lie in their buckets from now on."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +116,24 @@ class Transform:
     rank: int
 
 
-Operation = (
-    Move | Again | Transform | Forward | Backward | Zero | Step | Freeze | Evaluate | Weigh | Join
+Operation = (Move | Again | KeepViews | Transform | Forward | Backward) | (
+    Zero | Step | Freeze | Evaluate | Weigh | Join
 )
 
 
 @dataclass(frozen=True)
 class Parameter:
-    rows: int  # by WIDTH columns
+    """A weight of `rows` by WIDTH.
+
+    Attributes:
+        kind: "matrix"; with other strides, "transposed" or with "holes"; "conv", channels last; an
+            embedding's "table" with sparse gradients; a "scalar".
+    """
+
+    rows: int
     dtype: str = "float32"
     frozen: bool = False
+    kind: str = "matrix"
 
 
 @dataclass(frozen=True)
@@ -132,6 +156,8 @@ class Case:
         node_shared: the one with a copy for all ranks, which are on one machine.
         shared_memory: of the Reducer; gloo alone without.
         straggler_every: of the Reducer; its reports go nowhere.
+        large: the library treats these small gradients as it does large ones.
+        autocast: forward passes compute in bfloat16.
     """
 
     world_size: int
@@ -155,6 +181,8 @@ class Case:
     node_shared: bool = False
     shared_memory: bool = True
     straggler_every: int | None = None
+    large: bool = False
+    autocast: bool = False
     momentum: float = 0.0
     writes: str | None = None
     broadcast_buffers: bool = False
@@ -166,6 +194,11 @@ class Case:
         return {"lr": LR} | (
             {"momentum": self.momentum} if self.optimizer == "SGD" else {"eps": 0.1}
         )
+
+    @property
+    def coarse(self) -> bool:
+        """Whether rounding to 16 bits is part of it."""
+        return self.autocast or any(p.dtype.endswith("float16") for p in self.parameters)
 
     @property
     def sends_buffers(self) -> bool:
@@ -191,6 +224,8 @@ class Case:
                 ("node_shared", False),
                 ("shared_memory", True),
                 ("straggler_every", None),
+                ("large", False),
+                ("autocast", False),
                 ("momentum", 0.0),
                 ("writes", None),
                 ("broadcast_buffers", False),
@@ -198,7 +233,7 @@ class Case:
             if getattr(self, name) != default
         ]
         parameters = [
-            f"p{i} {p.rows}x{WIDTH} {p.dtype}{' frozen' * p.frozen}"
+            f"p{i} {p.kind} {p.rows}x{WIDTH} {p.dtype}{' frozen' * p.frozen}"
             for i, p in enumerate(self.parameters)
         ]
         branches = [" ".join(f"p{i}" for i in branch) for branch in self.branches]
@@ -214,13 +249,33 @@ class Case:
         )
 
 
+def weight_of(p: Parameter, generator: torch.Generator) -> nn.Parameter:
+    shape = {"scalar": (), "conv": (p.rows, WIDTH, 2, 2)}.get(p.kind, (p.rows, WIDTH))
+    values = (torch.randn(shape, generator=generator) / 2).to(DTYPES[p.dtype])
+    if p.kind == "conv":
+        values = values.contiguous(memory_format=torch.channels_last)
+    elif p.kind == "transposed":
+        values = values.t().contiguous().t()
+    elif p.kind == "holes":
+        values = values.new_zeros(20 * p.rows).as_strided(shape, (20, 2)).copy_(values)
+    return nn.Parameter(values, requires_grad=not p.frozen)
+
+
 class Layer(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
+        if self.weight.is_complex():
+            complex_ = h.to(self.weight.dtype)
+            return h + (torch.tanh(complex_ @ self.weight.T) @ self.weight.conj()).real
         h = h.to(self.weight.dtype)
+        if self.weight.dim() == 0:
+            return h + torch.tanh(h * self.weight)
+        if self.weight.dim() == 4:
+            image = torch.tanh(h).view(-1, WIDTH, 1, 1) * torch.linspace(0, 1, 9).view(3, 3)
+            return h + conv2d(image.to(h.dtype), self.weight).square().mean((1, 2, 3))[:, None]
         return h + torch.tanh(h @ self.weight.T) @ self.weight
 
 
@@ -241,9 +296,9 @@ class LinearLayer(nn.Module):
 class EmbeddingLayer(nn.Module):
     """As `LinearLayer`, with the rows of an embedding."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, sparse: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(*weight.shape, device="meta")
+        self.embedding = nn.Embedding(*weight.shape, device="meta", sparse=sparse)
         self.embedding.weight = weight
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
@@ -276,17 +331,19 @@ class Net(nn.Module):
         super().__init__()
         self.first = First() if case.batch_norm else None
         generator = torch.Generator().manual_seed(1000 * case.seed + rank)
-        weights = [
-            nn.Parameter(
-                (torch.randn(p.rows, WIDTH, generator=generator) / 2).to(DTYPES[p.dtype]),
-                requires_grad=not p.frozen,
-            )
-            for p in case.parameters
-        ]
+        weights = [weight_of(p, generator) for p in case.parameters]
         # By its place in a branch, so that a linear layer and an embedding may share a weight.
         kinds = cycle((LinearLayer, EmbeddingLayer) if case.fuse_wgrad else (Layer,))
+
+        def layer(index: int, kind: Any) -> nn.Module:
+            if case.parameters[index].kind == "table":
+                kind = partial(EmbeddingLayer, sparse=True)
+            elif case.parameters[index].kind != "matrix" or weights[index].is_complex():
+                kind = Layer
+            return kind(weights[index])
+
         self.branches = nn.ModuleList(
-            nn.ModuleList(kind(weights[i]) for i, kind in zip(branch, kinds, strict=False))
+            nn.ModuleList(layer(i, kind) for i, kind in zip(branch, kinds, strict=False))
             for branch in case.branches
         )
         self.weights = nn.ParameterList(weights)
@@ -350,6 +407,7 @@ class Player:
         no_sync: makes a context for what is accumulated locally.
         weigh: takes this rank's amount.
         join: makes a context for unequal numbers of steps; takes whom to divide by.
+        keep_views: does what `KeepViews` says.
         again: takes a Reducer off and makes a new one.
         optimizer: makes one of parameters and settings; None means torch's.
     """
@@ -365,7 +423,9 @@ class Player:
         join: Callable[[bool], Any] | None = None,
         optimizer: Callable[..., Any] | None = None,
         again: Callable[["Player"], None] | None = None,
+        keep_views: Callable[[], None] = lambda: None,
     ) -> None:
+        self.keep_views = keep_views
         self.case, self.rank, self.model = case, rank, model
         self.called, self.no_sync = called or model, no_sync
         self.weigh, self.join, self.again = weigh, join, again
@@ -382,7 +442,8 @@ class Player:
     def play(self, number: int, op: Operation) -> None:
         """The case's operation with this number."""
         if isinstance(op, Forward):
-            with self._within(op.no_sync):
+            autocast = torch.autocast("cpu", torch.bfloat16, self.case.autocast)
+            with self._within(op.no_sync), autocast:
                 self.graphs.append(self.called(self.input(number), op.use[self.rank]))
         elif isinstance(op, Backward):
             graphs = [self.graphs[-1 - back] for back in op.back]
@@ -409,8 +470,18 @@ class Player:
                     self.forward_backward(number, batch)
                     self.update()
             self.graphs = []
+        elif isinstance(op, KeepViews):
+            self.keep_views()
         elif isinstance(op, Move):
-            self.model._apply(torch.clone)
+            if op.how == "both":
+                self.model._apply(torch.clone)
+            elif op.how == "half":
+                self.model.half().float()
+            for p in self.parameters if op.how in ("data", "detached") else ():
+                if p.grad is not None and op.how == "data":
+                    p.grad.data = p.grad.data.clone()
+                elif p.grad is not None:
+                    p.grad = p.grad.detach()
         elif isinstance(op, Again):
             if self.again is not None:
                 self.again(self)
@@ -463,4 +534,6 @@ class State:
 
 
 def _numbers(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
-    return tensor.detach().double().numpy().copy()
+    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.double().numpy().copy()

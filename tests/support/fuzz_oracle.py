@@ -404,7 +404,8 @@ class Oracle:
             terms = []
             for p, share in zip(members, shares or [1.0] * n, strict=True):
                 absent = p.grad is None or share == 0
-                terms.append(torch.zeros_like(p) if absent else p.grad * share * (1.0 / n))
+                term = torch.zeros_like(p) if absent else p.grad * share * (1.0 / n)
+                terms.append(term.to_dense() if term.is_sparse else term)
             self.largest = max([self.largest, *(n * t.abs().max().item() for t in terms)])
             for rank in range(n) if ranks is None else ranks:
                 members[rank].grad = sum(terms[1:], terms[0]).clone()

@@ -1,5 +1,6 @@
 """Plays a case on one rank of a real process group: with ours, and with torch's class."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -11,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp_from_scratch as ddp
 from tests.support.fuzz_case import TORCHS, Backward, Case, Forward, Net, Player, State, Zero
+from tests.support.terms import as_large
 
 DIVIDED_LIMIT_S = 1.5
 
@@ -31,8 +33,9 @@ def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played
     """
     group = dist.new_group(timeout=timedelta(seconds=DIVIDED_LIMIT_S)) if case.divided else None
     model = Net(case, world.rank)
-    player, reducers = _with_ours(world, case, model, group)
-    played = _play(player)
+    with as_large() if case.large else nullcontext():
+        player, reducers = _with_ours(world, case, model, group)
+        played = _play(player)
     if played.error is not None and together:
         reducers[-1].remove()
         played.recovered = _trains_on(world, case, model)
@@ -84,6 +87,7 @@ def _with_ours(
             "no_sync": called.no_sync if case.wrapped else reducer.no_sync,
             "weigh": reducer.weight,
             "join": lambda initial: join(divide_by_initial_world_size=initial),
+            "keep_views": reducer.keep_bucket_views,
         }
 
     def optimizer(parameters: Any, **settings: Any) -> Any:

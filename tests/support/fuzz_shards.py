@@ -6,6 +6,7 @@ of all sizes must hold the same bits after it.
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from tests.support.fuzz_case import (
 from tests.support.fuzz_oracle import Oracle
 from tests.support.machines import group_over
 from tests.support.ranks import Crew
+from tests.support.terms import as_large
 
 
 @st.composite
@@ -77,8 +79,7 @@ def check_shards(crews: Sequence[Crew], case: Case) -> None:
         expected = oracle.expected[step].states
         assert expected is not None
         states = [of_rank[number] for ranks in played for of_rank in ranks]
-        coarse = any(p.dtype == "bfloat16" for p in case.parameters)
-        tolerance = (0.05 if coarse else 1e-4) * max(1.0, oracle.largest)
+        tolerance = (0.05 if case.coarse else 1e-4) * max(1.0, oracle.largest)
         for kind in ("parameters", "buffers"):
             rows = [getattr(state, kind) for state in [expected[0], *states]]
             for index, (right, first, *rest) in enumerate(zip(*rows, strict=True)):
@@ -91,6 +92,11 @@ def check_shards(crews: Sequence[Crew], case: Case) -> None:
 
 def play_shards(world: Any, case: Case, machines: int) -> list[State]:
     """Plays the case on this rank's shards; what it held after each step."""
+    with as_large() if case.large else nullcontext():
+        return _play_shards(world, case, machines)
+
+
+def _play_shards(world: Any, case: Case, machines: int) -> list[State]:
     model = Net(case, 0)
     group = group_over(world, lambda rank: rank % 2) if machines == 2 else None
     reducer = ddp.Reducer(

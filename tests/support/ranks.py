@@ -254,13 +254,9 @@ def serve(backend: str, address: str, fresh: str, log: str | None = None) -> Non
     import torch
 
     import ddp_from_scratch as ddp
-    from ddp_from_scratch.autograd import fused_wgrad
-    from ddp_from_scratch.buckets import packing
     from tests.support.rank_state import unchanged
 
     torch.set_num_threads(1)
-    # Tests' layers are treated as large ones are.
-    packing._SMALL = fused_wgrad._WORTH = 0
     opened = _node_group() if backend == "node" else ddp.process_group(backend, timeout=LIMIT_S)
     with opened as world:
         connection = Client(address, "AF_UNIX")

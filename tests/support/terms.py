@@ -4,15 +4,16 @@ Rank r's input is n (r + 1) with n the world size, so every average is exact and
 gradient of parameter p_k of `Terms` is k + 1 times the input, its average (k + 1) n (n + 1) / 2.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+from ddp_from_scratch.autograd import fused_wgrad
+from ddp_from_scratch.buckets import packing
 
 BYTES = 2**-20  # in bucket_cap_mb
 
@@ -50,12 +51,12 @@ def assert_grads(model: nn.Module, x: float) -> None:
 
 @contextmanager
 def recorded(name: str) -> Iterator[list[int]]:
-    """The numbers of elements of the tensors with which torch.distributed's `name` is called."""
+    """The numbers of elements (of tensors, of a list) that torch.distributed's `name` is given."""
     called: list[int] = []
     original = getattr(dist, name)
 
     def record(tensor, *args, **options):
-        called.append(tensor.numel())
+        called.append(len(tensor) if isinstance(tensor, list) else tensor.numel())
         return original(tensor, *args, **options)
 
     setattr(dist, name, record)
@@ -65,36 +66,11 @@ def recorded(name: str) -> Iterator[list[int]]:
         setattr(dist, name, original)
 
 
-CAPS = {"each its own": 0, "12 bytes": 12 * BYTES, "default": None, "all in one": math.inf}
-
-
-each_cap = pytest.mark.parametrize("cap", CAPS.values(), ids=CAPS.keys())
-
-
-each_overlap = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "at the end"])
-each_view = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-
-
-class Chain(nn.Module):
-    """The same sum, where each layer's output is the next one's input and may be recomputed."""
-
-    def __init__(self, *sizes: int):
-        super().__init__()
-        for k, size in enumerate(sizes):
-            self.register_parameter(f"p{k}", nn.Parameter(torch.zeros(size)))
-
-    def forward(self, start: torch.Tensor, x: float, reentrant: bool | None) -> torch.Tensor:
-        total = start
-        for k, p in enumerate(self.parameters()):
-
-            def layer(total, p=p, factor=(k + 1) * x):
-                return total + (p * factor).sum() + 0 * total.tanh()
-
-            if reentrant is None:
-                total = layer(total)
-            else:
-                total = checkpoint(layer, total, use_reentrant=reentrant)
-        return total
+@contextmanager
+def as_large() -> Iterator[None]:
+    """Gradients and layers are treated as large ones are, whatever their size."""
+    with patch.object(packing, "_SMALL", 0), patch.object(fused_wgrad, "_WORTH", 0):
+        yield
 
 
 def grads_of(model: nn.Module) -> list[float | None]:
