@@ -69,6 +69,7 @@ TOGETHER = {
         operations=(both(0, 1), Backward(), Move(), Step(), Zero(), both(0, 1), Backward(), Step()),
         gradient_as_bucket_view=True,
         flat=True,
+        large=True,
     ),
     "a weight gradient in its bucket, and another one of the same weight": Case(
         **TWO,
@@ -78,6 +79,7 @@ TOGETHER = {
         ),
         checkpoint="not reentrant",
         fuse_wgrad=True,
+        large=True,
     ),
     "a second Reducer, and a parameter that it never saw": Case(
         **TWO,

@@ -2,26 +2,24 @@
 
 import copy
 import pickle
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.autograd import fused_wgrad
+from tests.support.terms import as_large
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture(autouse=True)
-def all_sizes(monkeypatch):
-    monkeypatch.setattr(fused_wgrad, "_WORTH", 0)
-    monkeypatch.setattr("ddp_from_scratch.buckets.packing._SMALL", 0)
+def all_sizes():
+    with as_large():
+        yield
 
 
 class Net(nn.Module):
@@ -138,37 +136,21 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.embedding(tokens)))
 
 
-def test_an_embedding_that_is_the_head_too():
-    model = Tied()
-    theirs = copy.deepcopy(model)
-    reducer = ddp.Reducer(model, fuse_wgrad=True)
-    for step in range(3):
-        for net in (model, theirs):
-            net.zero_grad()
-            net((TOKENS["many"] + step) % 11).square().sum().backward()
-        assert torch.equal(model.head.weight.grad, theirs.head.weight.grad)
-    assert in_bucket(reducer, model.embedding.weight)
-
-
-def scaled():
-    return nn.Embedding(11, 24, scale_grad_by_freq=True)
-
-
-def shortened():
-    return nn.Embedding(11, 24, max_norm=0.5)
-
-
 def hooked():
     layer = nn.Embedding(11, 24)
     layer.weight.register_hook(lambda gradient: None)
     return layer
 
 
-def parametrized():
-    return parametrizations.weight_norm(nn.Embedding(11, 24))
+OTHERS = {
+    "scaled": partial(nn.Embedding, 11, 24, scale_grad_by_freq=True),
+    "shortened": partial(nn.Embedding, 11, 24, max_norm=0.5),
+    "hooked": hooked,
+    "parametrized": lambda: parametrizations.weight_norm(nn.Embedding(11, 24)),
+}
 
 
-@pytest.mark.parametrize("make", [scaled, shortened, hooked, parametrized])
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
 def test_other_embeddings_take_memory_of_their_own(make):
     torch.manual_seed(0)
     model = make()
@@ -187,18 +169,6 @@ def test_sparse_gradients_stay_sparse():
     ddp.Reducer(model, fuse_wgrad=True)
     model(TOKENS["repeated"]).sum().backward()
     assert model.weight.grad.is_sparse
-
-
-def test_gradients_of_an_embeddings_gradients():
-    model = Tied()
-    theirs = copy.deepcopy(model)
-    ddp.Reducer(model, fuse_wgrad=True)
-    found = []
-    for net in (model, theirs):
-        loss = net(TOKENS["repeated"]).square().sum()
-        (gradient,) = torch.autograd.grad(loss, net.parameters(), create_graph=True)
-        found.append(torch.autograd.grad(gradient.square().sum(), net.parameters()))
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("make", [partial(nn.Linear, bias=False), nn.Embedding])
@@ -224,43 +194,6 @@ def test_a_weight_may_change_before_a_backward_pass_that_does_not_read_it(make):
         model.weight.zero_()
     loss.backward()
     assert model.weight.grad.any()
-
-
-def test_complex_weights_are_left_to_autograd():
-    model = nn.Linear(24, 24, dtype=torch.complex64)
-    theirs = copy.deepcopy(model)
-    ddp.Reducer(model, fuse_wgrad=True)
-    for net in (model, theirs):
-        net(X * (1 + 2j)).abs().sum().backward()
-    assert torch.equal(model.weight.grad, theirs.weight.grad)
-
-
-def test_a_second_gradient_of_a_weight_is_added():
-    model = Net()
-    model.third = nn.Linear(24, 40, bias=False)
-    model.third.weight = model.first.weight
-    theirs = copy.deepcopy(model)
-    ddp.Reducer(model, fuse_wgrad=True)
-    for net in (model, theirs):
-        torch.manual_seed(1)
-        x = torch.randn(5, 24)
-        (net(x) + net(2 * x) + net.second(net.third(x))).pow(2).sum().backward()
-    for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, other.grad)
-
-
-def test_gradients_are_accumulated_in_their_windows():
-    model = Net()
-    theirs = copy.deepcopy(model)
-    reducer = ddp.Reducer(model, fuse_wgrad=True)
-    for part in range(4):
-        torch.manual_seed(part)
-        x = torch.randn(5, 24)
-        with reducer.no_sync() if part < 3 else nullcontext():
-            model(x).sum().backward()
-        theirs(x).sum().backward()
-    for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, other.grad)
 
 
 X = torch.linspace(-1, 1, 5 * 24).view(5, 24)
@@ -309,27 +242,19 @@ def test_torch_autograd_grad_gets_tensors_of_its_own():
     assert torch.equal(model.first.weight.grad, before)
 
 
-def test_gradients_of_gradients():
-    model = Net()
+@pytest.mark.parametrize("make", [Net, Tied, partial(nn.Linear, 24, 24, dtype=torch.complex64)])
+def test_gradients_of_gradients_and_complex_ones(make):
+    model = make()
     theirs = copy.deepcopy(model)
     ddp.Reducer(model, fuse_wgrad=True)
     found = []
     for net in (model, theirs):
-        gradients = torch.autograd.grad(net(X).pow(2).sum(), net.parameters(), create_graph=True)
-        found.append(torch.autograd.grad(sum(g.pow(2).sum() for g in gradients), net.first.weight))
+        out = net(TOKENS["repeated"]) if make is Tied else net(X if make is Net else X * (1 + 2j))
+        loss = out.abs().pow(2).sum()
+        gradients = torch.autograd.grad(loss, net.parameters(), create_graph=True)
+        weight = next(iter(net.parameters()))
+        found.append(torch.autograd.grad(sum(g.abs().pow(2).sum() for g in gradients), weight))
     torch.testing.assert_close(*found)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_gradients_of_accumulated_gradients():
-    model = Net()
-    theirs = copy.deepcopy(model)
-    reducer = ddp.Reducer(model, fuse_wgrad=True)
-    for net in (model, theirs):
-        with reducer.no_sync():
-            net(X).pow(2).sum().backward(create_graph=True)
-            net.first.weight.grad.pow(2).sum().backward()
-    torch.testing.assert_close(model.second.weight.grad, theirs.second.weight.grad)
 
 
 def test_a_gradient_that_is_ready_or_under_way_is_not_overwritten():
@@ -343,33 +268,10 @@ def test_a_gradient_that_is_ready_or_under_way_is_not_overwritten():
     assert windows == [None]
 
 
-def test_transforms_of_torch_func():
-    model = Net()
-    ddp.Reducer(model, fuse_wgrad=True)
-    parameters = dict(model.named_parameters())
-
-    def loss(values, x):
-        return torch.func.functional_call(model, values, (x,)).sum()
-
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, X)
-    assert each["first.weight"].shape == (5, 40, 24)
-
-
-class OwnLinear(nn.Linear):
-    pass
-
-
-class OwnEmbedding(nn.Embedding):
-    pass
-
-
-def test_subclasses_of_embeddings_keep_their_forward():
-    model = OwnEmbedding(11, 24)
-    ddp.Reducer(model, fuse_wgrad=True)
-    assert "forward" not in vars(model)
-
-
 def test_other_layers_keep_their_forward():
+    class OwnLinear(nn.Linear):
+        pass
+
     model = nn.Sequential(OwnLinear(3, 3), parametrizations.weight_norm(nn.Linear(3, 3)))
     model.append(nn.Linear(3, 3))
     own = model[2].forward = lambda x: x @ model[2].weight.T + model[2].bias
@@ -430,75 +332,3 @@ def test_a_pass_that_fails_leaves_no_claim():
     reducer, arrived = watched(model)
     model(X).sum().backward()
     assert all(arrived.values())
-
-
-class Words(nn.Module):
-    """Two words' embeddings, and a head with the weight of one of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Embedding(50, 24), nn.Embedding(60, 24, padding_idx=3)
-        self.between = nn.Linear(24, 24)
-        self.head = nn.Linear(24, 50)
-        self.head.weight = self.first.weight
-
-    def forward(self, x):
-        tokens = (100 * x.abs()).long() % 50
-        return self.head(torch.tanh(self.between(self.first(tokens) + self.second(tokens // 2))))
-
-
-def layers():
-    return nn.Sequential(nn.Linear(24, 300), nn.ReLU(), nn.Linear(300, 7))
-
-
-def beside_torch(world, optimizer, make):
-    torch.manual_seed(0)
-    ours = make()
-    model = DistributedDataParallel(copy.deepcopy(ours))
-    reducer = ddp.Reducer(ours, fuse_wgrad=True)
-    settings = {"lr": 1e-4, "momentum": 0.9}
-    stepper = getattr(ddp, optimizer)(ours.parameters(), reducer=reducer, **settings)
-    theirs = torch.optim.SGD(model.parameters(), **settings)
-    for step in range(4):
-        torch.manual_seed(10 * step + world.rank)
-        x = torch.randn(6, 24)
-        stepper.zero_grad()
-        stepper.backward_and_step(ours(x).pow(2).sum())
-        theirs.zero_grad()
-        model(x).pow(2).sum().backward()
-        theirs.step()
-    for mine, other in zip(ours.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, other) or world.world_size > 2
-        torch.testing.assert_close(mine, other)
-    dist.barrier()
-
-
-@pytest.mark.parametrize("make", [layers, Words])
-@pytest.mark.parametrize("optimizer", ["SGD", "NodeSharedSGD"])
-@pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("gloo", 3), ("mpi", 2)])
-def test_training_is_torchs(ranks, backend, size, optimizer, make):
-    ranks(backend, size)(beside_torch, optimizer, make)
-
-
-def bits(world):
-    """The gradients of some passes, with the option and without."""
-    torch.manual_seed(0)
-    plain = Words()
-    models = (plain, copy.deepcopy(plain))
-    reducers = [
-        ddp.Reducer(m, fuse_wgrad=fuse) for m, fuse in zip(models, (True, False), strict=True)
-    ]
-    for step in range(3):
-        for model in models:
-            torch.manual_seed(10 * step + world.rank)
-            model.zero_grad()
-            model(torch.randn(6, 24)).pow(2).sum().backward()
-        for one, other in zip(*(model.parameters() for model in models), strict=True):
-            assert torch.equal(one.grad, other.grad)
-    for reducer in reducers:
-        reducer.remove()
-
-
-@pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("gloo", 3), ("mpi", 2)])
-def test_gradients_have_the_bits_of_a_reducer_without_it(ranks, backend, size):
-    ranks(backend, size)(bits)

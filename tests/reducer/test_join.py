@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches."""
+"""Ranks with different numbers of batches. More is in tests/reducer/test_table.py."""
 
 import copy
 
@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as Theirs
 
 from ddp_from_scratch import DistributedDataParallel, Reducer, comm_hooks, join
+from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms
 
 
@@ -27,19 +28,19 @@ def uneven(world, by_initial, options):
             model(1.0).backward()
             seen.append(model.p0.grad.item())
             optimizer.step()
+    if world.rank == 0:
+        assert model.p0.grad.tolist() == [1.0]  # of its last step
     active = [sum(2 * r + 1 > step for r in range(n)) for step in range(2 * n - 1)]
     expected = [a / n if by_initial else 1.0 for a in active]
     assert seen == pytest.approx(expected[: len(seen)])
     for k, p in enumerate(model.parameters()):  # the last rank's, on all
         assert p.tolist() == pytest.approx([-(k + 1) * sum(expected)] * (k + 1))
-    seen.clear()
     model.zero_grad()
     model(1.0).backward()  # as usual afterwards
     assert model.p0.grad.tolist() == [1.0]
 
 
 OPTIONS = {
-    "default": {},
     "views": {"gradient_as_bucket_view": True},
     "unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
@@ -53,7 +54,8 @@ def test_ranks_without_data_take_part_with_nothing(crew, by_initial, name):
     crew(uneven, by_initial, OPTIONS[name])
 
 
-def no_data_at_all(world):
+@on("crew")
+def test_a_rank_may_have_no_data_at_all(world):
     model = Terms(1, 2)
     reducer = Reducer(model)
     with join(reducer):
@@ -68,29 +70,12 @@ def no_data_at_all(world):
         assert model.p0.grad is None
 
 
-def test_a_rank_may_have_no_data_at_all(crew):
-    crew(no_data_at_all)
-
-
-def grad_is_kept(world, view):
-    model = Terms(2)
-    reducer = Reducer(model, gradient_as_bucket_view=view)
-    with join(reducer):
-        for _ in range(1 + world.rank):
-            model.zero_grad()
-            model(1.0).backward()
-    assert model.p0.grad.tolist() == [1.0 if world.rank == 0 else 0.5] * 2
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_grad_of_a_rank_without_data_stays_as_it_is(pair, view):
-    pair(grad_is_kept, view)
-
-
-def accumulates(world):
+@on("pair")
+def test_with_no_sync_and_compression(world):
     """Batches 0 and 1 under no_sync(), 2 averages them; rank 0 ends after 3, rank 1 after 6."""
     model = Terms(1)
     reducer = Reducer(model)
+    reducer.register_comm_hook(None, comm_hooks.bf16_compress_hook)
     with join(reducer):
         for step in range(3 * (world.rank + 1)):
             if step % 3 < 2:
@@ -102,11 +87,8 @@ def accumulates(world):
                 model.zero_grad()
 
 
-def test_with_no_sync(pair):
-    pair(accumulates)
-
-
-def throws(world):
+@on("crew")
+def test_throws_on_every_rank_if_asked_to(world):
     model = Terms(1)
     reducer = Reducer(model)
     steps = []
@@ -123,45 +105,6 @@ def throws(world):
     model.zero_grad()
     model(1.0).backward()
     assert model.p0.grad.tolist() == [1.0]
-
-
-def test_throws_on_every_rank_if_asked_to(crew):
-    crew(throws)
-
-
-def compressed(world):
-    model = Terms(4, 5)
-    reducer = Reducer(model, bucket_cap_mb=0)
-    reducer.register_comm_hook(None, comm_hooks.bf16_compress_hook)
-    with join(reducer):
-        for step in range(1 + world.rank):
-            model.zero_grad()
-            model(2.0).backward()
-            assert model.p0.grad.tolist() == [2.0 if step == 0 else 1.0] * 4
-
-
-def test_with_compression(pair):
-    pair(compressed)
-
-
-def weighing_is_refused(world):
-    model = Terms(1)
-    reducer = Reducer(model)
-    with pytest.raises(RuntimeError, match=r"weight\(\) cannot be used inside join"), join(reducer):
-        reducer.weight(2)
-    with join(reducer, enable=False):
-        reducer.weight(2)
-    model(1.0).backward()
-    wrapped = DistributedDataParallel(Terms(1))
-    with pytest.raises(RuntimeError, match=r"weight\(\) cannot be used"), wrapped.join():
-        wrapped.reducer.weight(2)
-    with wrapped.join(enable=False):
-        wrapped.reducer.weight(2)
-    wrapped(1.0).backward()
-
-
-def test_weights_are_refused_inside(ranks):
-    ranks("gloo", 2)(weighing_is_refused)
 
 
 def beside_torch(world, by_initial, unused):
@@ -190,7 +133,8 @@ def test_wrapper_as_torch(ranks, world_size, by_initial, unused):
     ranks("gloo", world_size)(beside_torch, by_initial, unused)
 
 
-def together_with_zero(world):
+@on("gloo-2")
+def test_torchs_context_with_another_joinable(world):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns, in torch 2.11
 
     torch.manual_seed(0)
@@ -204,7 +148,3 @@ def together_with_zero(world):
     weight = model.module.weight.detach().clone()
     dist.broadcast(weight, 0)
     assert torch.equal(weight, model.module.weight)
-
-
-def test_torchs_context_with_another_joinable(ranks):
-    ranks("gloo", 2)(together_with_zero)

@@ -4,30 +4,16 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp_from_scratch import Reducer
-from tests.support.terms import (
-    BYTES,
-    Terms,
-    assert_grads,
-    each_overlap,
-    each_view,
-    mean,
-    own,
-    recorded,
-)
+from ddp_from_scratch.buckets.memory import lies_at
+from tests.support.on_ranks import on
+from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 
 
-def collectives(world, sizes, cap, overlap, expected):
-    model = Terms(*sizes)
-    Reducer(model, bucket_cap_mb=cap, overlap=overlap)
-    for _ in range(3):
-        with recorded("all_reduce") as sent:
-            model(own(world)).backward()
-        assert sent == expected
-
-
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     ("sizes", "cap", "expected"),
     [
@@ -38,75 +24,71 @@ def collectives(world, sizes, cap, overlap, expected):
         ((1, 2**18, 2**18), 2, [2**19, 1]),
     ],
 )
-@each_overlap
-def test_number_and_sizes_of_all_reduces(pair, sizes, cap, overlap, expected):
-    pair(collectives, sizes, cap, overlap, expected)
+@on("pair")
+def test_number_and_sizes_of_all_reduces(world, sizes, cap, overlap, expected):
+    model = Terms(*sizes)
+    Reducer(model, bucket_cap_mb=cap, overlap=overlap)
+    for _ in range(3):
+        with recorded("all_reduce") as sent:
+            model(own(world)).backward()
+        assert sent == expected
 
 
-def launched_during_backward(world, overlap):
+@pytest.mark.parametrize(
+    ("options", "use", "early"),
+    [
+        ({}, None, [4, 3, 2]),
+        ({"overlap": False}, None, []),
+        ({"find_unused_parameters": True}, (0,), [4, 3, 2]),  # those that are not reached
+    ],
+)
+@on("pair")
+def test_buckets_are_launched_before_backward_ends_only_with_overlap(world, options, use, early):
+    """Seen when the gradient of p0, the last one, becomes ready."""
     model = Terms(1, 2, 3, 4)
     with recorded("all_reduce") as sent:
         seen = []
         model.p0.register_post_accumulate_grad_hook(lambda _: seen.append(list(sent)))
-        Reducer(model, bucket_cap_mb=0, overlap=overlap)
+        Reducer(model, bucket_cap_mb=0, **options)
         for _ in range(2):
             sent.clear()
-            model(own(world)).backward()
-            assert sent == [4, 3, 2, 1]
-    return seen
-
-
-@each_overlap
-def test_buckets_are_launched_before_backward_ends_only_with_overlap(pair, overlap):
-    """Seen when the gradient of p0, the last one, becomes ready."""
-    assert pair(launched_during_backward, overlap) == [[[4, 3, 2]] * 2 if overlap else [[], []]] * 2
+            model(own(world), use).backward()
+            assert sent[:4] == [4, 3, 2, 1]
+    assert seen == [early] * 2
 
 
 RANK_0_USES, OTHERS_USE = (1, 3, 0, 2), (0, 1, 2, 3)
 
 
-def launch_in_order(world, view):
-    """Rank 0's gradients become ready as p2, p0, p3, p1, the others' as p3, p2, p1, p0."""
+@pytest.mark.parametrize("view", [False, True])
+@on("crew")
+def test_launch_order_is_one_on_all_ranks_whatever_is_ready_first(world, view):
+    """First the reverse order of registration; rebuilt once, after the first step, as rank 0's.
+
+    Rank 0's gradients become ready as p2, p0, p3, p1, the others' as p3, p2, p1, p0.
+    """
     model = Terms(1, 2, 3, 4)
     ready = []
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
     reducer = Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=view)
+    assert reducer.buckets == (("p3",), ("p2",), ("p1",), ("p0",))
     use = RANK_0_USES if world.rank == 0 else OTHERS_USE
     for expected in ([4, 3, 2, 1], [3, 1, 4, 2], [3, 1, 4, 2]):
         ready.clear()
         model.zero_grad()
-        with recorded("all_reduce") as sent:
+        with recorded("all_reduce") as sent, recorded("broadcast") as orders:
             model(own(world), use).backward()
         assert ready == [f"p{k}" for k in reversed(use)]
         assert sent == expected
+        assert orders == ([4] if expected == [4, 3, 2, 1] else [])
         assert_grads(model, mean(world))
         assert reducer.buckets == (("p2",), ("p0",), ("p3",), ("p1",))
+    assert reducer.ready_order == ["p2", "p0", "p3", "p1"]
 
 
-@each_view
-def test_launch_order_is_one_on_all_ranks_whatever_is_ready_first(crew, view):
-    """First the reverse order of registration; rebuilt after the first step as rank 0's."""
-    crew(launch_in_order, view)
-
-
-def rebuild(world):
-    model = Terms(1, 2, 3, 4)
-    reducer = Reducer(model, bucket_cap_mb=12 * BYTES)
-    before = reducer.buckets
-    assert before == (("p3",), ("p2",), ("p1", "p0"))
-    for expected in ([4], [], []):
-        with recorded("broadcast") as sent:
-            model(own(world), (3, 2, 1, 0)).backward()
-        assert sent == expected
-        assert reducer.buckets == (("p0", "p1"), ("p2",), ("p3",))
-
-
-def test_buckets_are_rebuilt_once(pair):
-    pair(rebuild)
-
-
-def views_after_rebuild(world):
+@on("pair")
+def test_gradient_views_survive_the_rebuild(world):
     model = Terms(1, 2, 3, 4)
     Reducer(model, bucket_cap_mb=math.inf, gradient_as_bucket_view=True)
     for step in (1, 2, 3):  # accumulated: never set to zero
@@ -114,12 +96,7 @@ def views_after_rebuild(world):
         assert_grads(model, step * mean(world))
         ends = [p.grad.data_ptr() + p.grad.nbytes for p in model.parameters()]
         starts = [p.grad.data_ptr() for p in model.parameters()]
-        in_bucket = starts[1:] == ends[:-1]  # one behind the other
-        assert in_bucket  # also after the first step, which lays the buckets out anew
-
-
-def test_gradient_views_survive_the_rebuild(pair):
-    pair(views_after_rebuild)
+        assert starts[1:] == ends[:-1]  # one behind the other, also where the first step lays out
 
 
 class LastRegisteredFirst(nn.Module):
@@ -131,7 +108,8 @@ class LastRegisteredFirst(nn.Module):
         return self.last(self.first(x).relu())
 
 
-def laid_out_anew_where_needed(world):
+@on("gloo-2")
+def test_buckets_that_would_be_the_same_stay(world):
     """Buckets that would be the same stay, and nobody has to move gradients and parameters."""
     usual = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     for model, stays in ((usual, True), (LastRegisteredFirst(), False)):
@@ -141,5 +119,77 @@ def laid_out_anew_where_needed(world):
         assert (reducer.flat_buckets == before) == stays
 
 
-def test_buckets_that_would_be_the_same_stay(ranks):
-    ranks("gloo", 2)(laid_out_anew_where_needed)
+@on("pair")
+def test_several_reducers_on_disjoint_submodules(world):
+    one, two = Terms(1, 2), Terms(3, 4)
+    Reducer(one, bucket_cap_mb=0)
+    Reducer(two, gradient_as_bucket_view=True)
+    for _ in range(3):
+        one.zero_grad(), two.zero_grad()
+        (one(own(world)) + two(2 * own(world))).backward()
+        assert_grads(one, mean(world))
+        assert_grads(two, 2 * mean(world))
+
+
+@on("trio")
+def test_subgroup(world):
+    """Ranks 0 and 2 average 3 and 9; rank 1 goes on alone."""
+    group = dist.new_group([0, 2])
+    model = Terms(1, 2, 3)
+    if world.rank != 1:
+        Reducer(model, group, bucket_cap_mb=0)
+    for _ in range(3):
+        model.zero_grad()
+        model(own(world)).backward()
+        assert_grads(model, 6)
+    dist.destroy_process_group(group)
+
+
+@on("pair")
+def test_buckets_of_unlike_parameters(world):
+    """Of no elements, tied, frozen, and of a dtype each."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+    model = Terms(3, 1, 2, 4, 2, 5, 1, 0, dtypes=dtypes)
+    model.p8, model.p9 = model.p1, nn.Parameter(torch.ones(2), requires_grad=False)
+    reducer = Reducer(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(own(world)).backward()
+        assert len(reducer.buckets) == len(dtypes)
+        assert sorted(sum(reducer.buckets, ())) == [f"p{k}" for k in range(8)]
+        assert model.p1.grad.tolist() == [(2 + 9) * mean(world)]
+        assert torch.equal(model.p4.grad, torch.full((2,), 5 * mean(world), dtype=dtypes[4]))
+        assert (model.p7.grad.shape, model.p9.grad) == ((0,), None)
+
+
+def grads_at(model):
+    return [None if p.grad is None else p.grad.data_ptr() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("cap", [0, 12 * BYTES, math.inf])
+@on("pair")
+def test_gradients_move_into_their_buckets(world, cap):
+    """Before the first pass, before the final layout, and after it."""
+    for passes in range(3):
+        model = Terms(1, 2, 3, 4)
+        reducer = Reducer(model, bucket_cap_mb=cap)
+        for _ in range(passes):
+            model.zero_grad()
+            model(own(world)).backward()
+        names, before = reducer.buckets, grads_at(model)
+        stats = reducer.stats()
+        assert (stats.iteration, stats.rebuilt) == (passes, passes > 0)
+        assert "gradient_as_bucket_view" not in repr(reducer)
+        reducer.keep_bucket_views()
+        assert "gradient_as_bucket_view" in repr(reducer)
+        assert (reducer.buckets, grads_at(model)) == (names, before)
+        for _ in range(2):
+            buckets = reducer.flat_buckets
+            reducer.keep_bucket_views()
+            assert reducer.flat_buckets == buckets
+            model.zero_grad()
+            model(own(world)).backward()
+            assert_grads(model, mean(world))
+        for bucket in reducer.flat_buckets:
+            for p, view in zip(bucket.parameters(), bucket.views, strict=True):
+                assert lies_at(p.grad, view)

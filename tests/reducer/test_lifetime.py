@@ -1,38 +1,27 @@
-"""no_sync, removal, copies and the end of a Reducer."""
+"""no_sync, passes that are broken off, removal, copies and the end of a Reducer."""
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_from_scratch import Reducer
-from tests.support.terms import BYTES, Terms, assert_grads, each_view, mean, own, recorded
+from tests.support.on_ranks import on
+from tests.support.ranks import ROOT
+from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
+
+each_view = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
 
 
-def accumulate(world, view, set_to_none):
-    model = Terms(1, 2, 3, 4)
-    reducer = Reducer(model, bucket_cap_mb=12 * BYTES, gradient_as_bucket_view=view)
-    for _ in range(3):
-        model.zero_grad(set_to_none=set_to_none)
-        with recorded("all_reduce") as sent, reducer.no_sync():
-            for times in (1, 2):
-                model(own(world)).backward()
-                assert_grads(model, times * own(world))
-        assert sent == []
-        model(own(world)).backward()
-        assert_grads(model, 3 * mean(world))
-
-
-@each_view
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_no_sync_accumulates_and_the_next_backward_averages_the_sum(crew, view, set_to_none):
-    crew(accumulate, view, set_to_none)
-
-
-def no_sync_restores(world):
+@on("pair")
+def test_no_sync_restores_itself_after_an_exception_and_nests(world):
     model = Terms(1, 2)
     reducer = Reducer(model)
     with pytest.raises(KeyError), reducer.no_sync():
@@ -41,20 +30,81 @@ def no_sync_restores(world):
     assert_grads(model, mean(world))
 
     model.zero_grad()
-    with reducer.no_sync():
+    with reducer.no_sync(), recorded("all_reduce") as sent:
         with reducer.no_sync():
             pass
         model(own(world)).backward()
         assert_grads(model, own(world))
+    assert sent == []
     model(own(world)).backward()
     assert_grads(model, 2 * mean(world))
 
 
-def test_no_sync_restores_itself_after_an_exception_and_nests(pair):
-    pair(no_sync_restores)
+def broken_off(world, where, again, overlap, view):
+    """An exception in user code, once, on all ranks alike: true where the next step is right."""
+    model = Terms(1, 2, 3, 4)
+    p = getattr(model, where)
+
+    def fail(_):
+        handle.remove()
+        raise KeyError(where)
+
+    if again != "after accumulating":
+        handle = p.register_hook(fail)
+    Reducer(model, bucket_cap_mb=8 * BYTES, overlap=overlap, gradient_as_bucket_view=view)
+    if again == "after accumulating":
+        handle = p.register_post_accumulate_grad_hook(fail)
+    loss = model(own(world))
+    with pytest.raises(KeyError):
+        loss.backward(retain_graph=True)
+    model.zero_grad()
+    try:
+        (loss if again == "same graph" else model(own(world))).backward()
+    except RuntimeError:
+        return False
+    assert_grads(model, mean(world))
+    return True
 
 
-def remove(world):
+@pytest.mark.parametrize("where", ["p3", "p2", "p1", "p0"])
+@pytest.mark.parametrize("again", ["new graph", "same graph", "after accumulating"])
+@pytest.mark.parametrize("overlap", [True, False])
+@each_view
+def test_backward_broken_off_is_followed_by_a_right_one_or_an_error(
+    pair, where, again, overlap, view
+):
+    one, other = pair(broken_off, where, again, overlap, view)
+    assert one == other
+    if where == "p3" and again != "after accumulating":
+        assert one, "nothing had been counted in yet"
+
+
+@each_view
+@on("pair")
+def test_a_pass_that_is_broken_off_takes_no_gradient_away(world, view):
+    """What was accumulated under no_sync() is for the next Reducer to average."""
+    model = Terms(1, 2)
+    reducer = Reducer(model, overlap=False, gradient_as_bucket_view=view)
+    with reducer.no_sync():
+        model(own(world)).backward()
+
+    def fail(_):
+        raise KeyError
+
+    handle = model.p0.register_hook(fail)
+    with pytest.raises(KeyError):
+        model(own(world)).backward()
+    assert [p.grad.tolist() for p in model.parameters()] == [[own(world)], [4 * own(world)] * 2]
+    handle.remove()
+    reducer.remove()
+    Reducer(model, gradient_as_bucket_view=view)
+    model(own(world)).backward()
+    n = mean(world)
+    assert [p.grad.tolist() for p in model.parameters()] == [[2 * n], [6 * n] * 2]
+
+
+@on("pair")
+def test_removed_is_local(world):
     model = Terms(1, 2)
     reducer = Reducer(model)
     model(own(world)).backward()
@@ -67,18 +117,7 @@ def remove(world):
     assert sent == []
     assert_grads(model, own(world))
 
-    Reducer(model)
-    model(own(world)).backward()
-    assert_grads(model, 2 * mean(world))
-
-
-def test_removed_is_local_until_there_is_a_new_one(pair):
-    pair(remove)
-
-
-def remove_in_the_middle(world):
-    """With buckets under way and parameters missing."""
-    model = Terms(1, 2)
+    # And with buckets under way and parameters missing.
     reducer = Reducer(model, bucket_cap_mb=0)
     model(own(world), use=(1,)).backward()
     reducer.remove()
@@ -87,30 +126,21 @@ def remove_in_the_middle(world):
     assert_grads(model, own(world))
 
 
-def test_remove_after_half_a_backward(pair):
-    pair(remove_in_the_middle)
-
-
-def forward_on_rank_0_only(world):
+@on("pair")
+def test_a_forward_on_one_rank_alone_does_not_hang(world):
     model = Terms(1, 2)
     Reducer(model)
     for _ in range(3):
         if world.rank == 0:
-            model.eval()
-            with torch.no_grad():
-                model(1.0)
             model(1.0)  # with a graph, but no backward
-            model.train()
         model.zero_grad()
         model(own(world)).backward()
         assert_grads(model, mean(world))
 
 
-def test_a_forward_on_one_rank_alone_does_not_hang(pair):
-    pair(forward_on_rank_0_only)
-
-
-def copied(world, in_group):
+@pytest.mark.parametrize("in_group", [False, True])
+@on("pair")
+def test_a_deep_copy_of_the_module_is_plain(world, in_group):
     """As of a teacher or of averaged weights: frozen, and run with gradients enabled."""
     group = dist.new_group() if in_group else None
     model = Terms(1, 2)
@@ -130,11 +160,6 @@ def copied(world, in_group):
         dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("in_group", [False, True])
-def test_a_deep_copy_of_the_module_is_plain(pair, in_group):
-    pair(copied, in_group)
-
-
 def forget(world):
     model = Terms(1, 2)
     reducer = Reducer(model)
@@ -147,3 +172,63 @@ def forget(world):
 
 def test_a_forgotten_module_is_freed(pair):
     pair(forget)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_reducer_that_goes_while_an_optimizer_steps_disturbs_nobody():
+    model = nn.Linear(2, 2)
+    reducer = weakref.ref(Reducer(model))
+    models, other = [model], nn.Parameter(torch.ones(1))
+    del model
+    other.grad = torch.ones(1)
+
+    def forget(*_: object) -> None:
+        models.clear()
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (forget, lambda *_: None)]
+    try:
+        torch.optim.SGD([other], lr=1.0).step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert reducer() is None
+    assert other.item() == 0.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_nodes_that_accumulate_gradients_are_those_of_the_time_of_construction():
+    """On a GPU a node runs on the stream of the time when it was made."""
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model)
+    for p in model.parameters():
+        torch.autograd.graph.get_gradient_edge(p).node.metadata["made"] = "early"
+    gc.collect()
+    for p in model.parameters():
+        assert torch.autograd.graph.get_gradient_edge(p).node.metadata == {"made": "early"}
+    assert len(reducer.buckets) == 1
+
+
+# A Reducer on the default group outlives it, and the next group may have another size: here it only
+# says that it has two ranks, as what counts is the division.
+PROGRAM = """
+import torch, torch.distributed as dist, ddp_from_scratch as ddp
+from unittest.mock import patch
+with ddp.process_group("gloo"):
+    model = torch.nn.Linear(1, 1, bias=False)
+    reducer = ddp.Reducer(model, shared_memory=False)
+    model(torch.ones(1, 1)).sum().backward()
+    print(model.weight.grad.item())
+with ddp.process_group("gloo"), patch.object(dist, "get_world_size", lambda group=None: 2):
+    model.zero_grad()
+    model(torch.ones(1, 1)).sum().backward()
+    print(model.weight.grad.item())
+"""
+
+
+@pytest.mark.timeout(60)
+def test_the_division_is_by_the_ranks_of_the_group_that_is_open():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout.split() == ["1.0", "0.5"], done.stderr

@@ -1,0 +1,204 @@
+"""Programs, each with every option and on every backend, beside the same in one process.
+
+`fuzz_oracle.py` says what gradients, parameters and buffers must be, or which error must be raised:
+with two ranks to the bit, and where torch's DistributedDataParallel is right, by that, too.
+"""
+
+import math
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+
+from tests.support.fuzz import check
+from tests.support.fuzz_case import (
+    Again,
+    Backward,
+    Case,
+    Evaluate,
+    Forward,
+    Freeze,
+    Join,
+    KeepViews,
+    Move,
+    Parameter,
+    Step,
+    Transform,
+    Weigh,
+    Zero,
+)
+from tests.support.terms import BYTES
+from tests.support.tiers import slow
+
+
+def all_use(*branches: int, no_sync: bool = False) -> Forward:
+    return Forward((branches,), no_sync)
+
+
+def program(*operations: Any, **settings: Any) -> Case:
+    """A case of any number of ranks; what is given for each rank goes round."""
+    settings = {"parameters": (Parameter(2), Parameter(3), Parameter(1))} | settings
+    settings = {"branches": ((0, 1), (2,))} | settings
+    return Case(0, operations=operations, **settings)
+
+
+def on_ranks(case: Case, size: int) -> Case:
+    def each(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(islice(cycle(values), size))
+
+    operations = []
+    for op in case.operations:
+        if isinstance(op, Forward):
+            op = replace(op, use=each(op.use))
+        elif isinstance(op, Weigh):
+            op = replace(op, amounts=each(op.amounts))
+        elif isinstance(op, Join):
+            op = replace(op, batches=each(op.batches))
+        operations.append(op)
+    return replace(case, world_size=size, operations=tuple(operations))
+
+
+ALL = all_use(0, 1)
+LOCAL = (all_use(0, 1, no_sync=True), Backward(no_sync=True))
+STEP = (ALL, Backward(), Step(), Zero())
+OTHERS = Forward(((0,), (1,)))  # each rank its own
+UNUSED = {
+    "parameters": (*map(Parameter, (2, 3, 1, 4)), Parameter(2)),  # the last is in no branch
+    "branches": ((0, 1), (1, 2), (3,)),
+    "find_unused_parameters": True,
+}
+STATIC = UNUSED | {"find_unused_parameters": False, "static_graph": True}
+DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64")
+FROZEN = (Parameter(2), Parameter(3, frozen=True), Parameter(1))
+KINDS = ("conv", "holes", "transposed", "scalar", "matrix", "conv")
+PROGRAMS = {
+    "plain": program(*STEP, *STEP, *STEP, momentum=0.9),
+    "AdamW": program(*STEP, *STEP, optimizer="AdamW"),
+    "accumulated": program(*LOCAL, *LOCAL, *STEP[:3], Zero(False), *LOCAL, *STEP),
+    "never zero": program(*STEP[:3], *STEP[:3], *STEP),
+    "forward in no_sync alone": program(all_use(0, 1, no_sync=True), Backward(), *STEP),
+    "two forwards, a backward": program(ALL, ALL, Backward((0, 1)), Step(), Zero(), *STEP),
+    "two forwards, two backwards": program(ALL, ALL, Backward((1,)), Backward(), Step()),
+    "a graph twice": program(ALL, Backward(keep=True), Backward(), Step(), Zero(), *STEP),
+    "a graph twice, at first locally": program(
+        *(ALL, Backward(keep=True, no_sync=True), Backward(), Step(), Zero(), *STEP)
+    ),
+    "a loss in parts": program(
+        *((ALL, Backward(outputs="first", keep=True), Backward(outputs="rest"), Step(), Zero()) * 2)
+    ),
+    "tied": program(*STEP, *STEP, branches=((0, 1, 0), (2, 1))),
+    "frozen": program(*STEP, *STEP, parameters=FROZEN),
+    "dtypes": program(
+        *(*STEP, *LOCAL, *STEP),
+        parameters=tuple(Parameter(1 + i % 3, dtype) for i, dtype in enumerate(2 * DTYPES)),
+        branches=(tuple(range(5)), tuple(range(5, 10))),
+    ),
+    "layouts": program(
+        *(*STEP, *LOCAL, *STEP),
+        parameters=tuple(Parameter(2, kind=kind) for kind in KINDS),
+        branches=((0, 1, 2), (3, 4, 5)),
+    ),
+    "sparse": program(
+        *(*STEP, *LOCAL, *STEP, ALL, Backward(keep=True), Backward(), Weigh((1, 3)), *STEP),
+        *(*STEP, Join((3, 1)), Join((0, 1), initial=False)),
+        parameters=(Parameter(5, kind="table"), Parameter(3), Parameter(4, kind="table")),
+        branches=((0, 1), (2,)),
+    ),
+    "unused, other ones on each rank": program(
+        *(OTHERS, Backward(), Step(), Zero(), all_use(2), Backward(), Step(), Zero(False)),
+        *(OTHERS, Backward(no_sync=True), all_use(2), Backward(), Step(), Zero(), *STEP),
+        *(OTHERS, Backward(keep=True), Backward(), OTHERS, Backward()),
+        **UNUSED,
+    ),
+    "unused, several forwards": program(
+        *(all_use(0), OTHERS, Backward((0, 1)), Step(), Zero()),
+        *(all_use(0), OTHERS, Backward((1,)), Backward(), Step(), Zero()),
+        *(all_use(0, 2), Backward(outputs="rest"), all_use(1), Backward(), Step()),
+        **UNUSED,
+    ),
+    "unused tables": program(
+        *(OTHERS, Backward(), Step(), Zero(), all_use(1), Backward(), Step()),
+        parameters=(Parameter(3, kind="table"), Parameter(4, kind="table"), Parameter(2)),
+        branches=((0,), (1,), (2,)),
+        find_unused_parameters=True,
+    ),
+    "frozen for a while": program(
+        *(*STEP, Freeze(1), *STEP, Freeze(1, False, 0), *STEP, Freeze(1, False), *STEP), **UNUSED
+    ),
+    "static, unused": program(
+        *(OTHERS, Backward(), Step(), Zero(), OTHERS, Backward(no_sync=True)),
+        *(OTHERS, Backward(), Step(), Zero(), OTHERS, Backward(), Step()),
+        **STATIC,
+    ),
+    "checkpointed": program(*STEP, *LOCAL, *STEP, checkpoint="not reentrant"),
+    "checkpointed, reentrant": program(*STEP, *LOCAL, *STEP, checkpoint="reentrant"),
+    "checkpointed, reentrant, shared": program(
+        *(*STEP, *LOCAL, *STEP, *STEP), checkpoint="reentrant", **STATIC
+    ),
+    "checkpointed, unused": program(
+        *(OTHERS, Backward(), Step(), Zero(), all_use(2, 0), Backward(), Step()),
+        checkpoint="reentrant",
+        **UNUSED,
+    ),
+    "autocast": program(*STEP, *LOCAL, *STEP, autocast=True),
+    "weighed": program(ALL, Weigh((1, 3)), Backward(), Step(), Zero(), *STEP, Weigh((0, 2)), *STEP),
+    "join": program(*STEP, Join((1, 3)), *STEP, Join((2, 0), initial=False), *STEP),
+    "buffers": program(*STEP, Evaluate(0), *LOCAL, *STEP, buffers=True, broadcast_buffers=True),
+    "batch norm": program(*STEP, Evaluate(1), *LOCAL, *STEP, batch_norm=True),
+    "moved": program(*STEP, ALL, Backward(), Move(), Step(), *LOCAL, Move(), *STEP, Zero(), *STEP),
+    **{
+        f"moved, {how}": program(
+            *(*STEP, *STEP[:3], Zero(False), Move(how), *STEP, *LOCAL, Move(how), *STEP, *STEP),
+            optimizer="AdamW",
+        )
+        for how in ("half", "data", "detached")
+    },
+    "views from now on": program(
+        *(KeepViews(), *LOCAL, *STEP, *LOCAL, KeepViews(), ALL, Backward(), KeepViews(), *STEP),
+    ),
+    "another Reducer": program(*STEP, *LOCAL, Again(), ALL, Backward(), Step(), Zero(), *STEP),
+    "transformed on a rank": program(Transform(0), *STEP, Transform(1), *STEP),
+    "written in forward": program(*STEP, *STEP, writes="alike"),
+    # That all ranks raise the same error, and train on with a new Reducer.
+    "error: written in forward": program(*STEP, writes="own"),
+    "error: a parameter forgotten": program(*STEP, all_use(0), Backward(), ALL),
+    "error: a step with one forgotten": program(*STEP, all_use(1), Backward(), Step()),
+    "error: frozen later": program(*STEP, Freeze(1), ALL),
+    "error: thawed later": program(*STEP, Freeze(1, False), ALL, parameters=FROZEN),
+    "error: not static": program(
+        *(all_use(0, 1), Backward(), Step(), Zero(), all_use(0, 2), Backward()), **STATIC
+    ),
+    "error: not static on each rank otherwise": program(
+        *(all_use(0), Backward(), Zero(), Forward(((0, 1), (2,))), Backward()), **STATIC
+    ),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "a bucket each": {"bucket_cap_mb": 0},
+    "two buckets": {"bucket_cap_mb": (12 * BYTES, math.inf)},
+    "at the end": {"bucket_cap_mb": 0, "overlap": False},
+    "views": {"bucket_cap_mb": 40 * BYTES, "gradient_as_bucket_view": True},
+    "views of large": {"gradient_as_bucket_view": True, "large": True, "bucket_cap_mb": 40 * BYTES},
+    "large": {"large": True},
+    "fused": {"fuse_wgrad": True, "large": True},
+    "fused, flat": {"fuse_wgrad": True, "large": True, "flat": True, "bucket_cap_mb": 0},
+    "wrapped": {"wrapped": True, "bucket_cap_mb": math.inf},
+    "a hook of two": {"hook": "in_halves", "bucket_cap_mb": 0},
+    "a hook with a tensor of its own": {"hook": "gathered", "gradient_as_bucket_view": True},
+    "gloo alone": {"shared_memory": False, "bucket_cap_mb": 40 * BYTES},
+    "flat": {"flat": True, "gradient_as_bucket_view": True},
+}
+SECOND_TIER = ("two buckets", "large", "fused")  # others have their parts
+BACKENDS = ["gloo-2", "mpi-2", "gloo-3", "node-3"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", [slow(o) if o in SECOND_TIER else o for o in OPTIONS])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(ranks, name, option, backend):
+    group, size = backend.split("-")
+    case = on_ranks(replace(PROGRAMS[name], **OPTIONS[option]), int(size))
+    seen = check(ranks(group, int(size)), case)
+    assert seen["raised"] == name.startswith("error: ")
+    assert seen["raised"] or seen["operations"] == len(case.operations)
