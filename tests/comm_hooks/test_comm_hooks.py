@@ -5,7 +5,6 @@ because 1/3 is no float: a third of it is exact.
 """
 
 import copy
-import time
 from unittest.mock import patch
 
 import pytest
@@ -29,6 +28,8 @@ from ddp_from_scratch.buckets.bucket_list import make_buckets
 from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.comm_hooks import default_hooks as our_hooks
+from ddp_from_scratch.comm_hooks.later import Later
+from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, mean, own
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
@@ -54,7 +55,9 @@ def averaged(values: torch.Tensor, hook) -> torch.Tensor:
     return bucket.parameters()[0].grad
 
 
-def average(world, name):
+@each_of_ours
+@on("crew")
+def test_average_is_exact_in_every_dtype(world, name):
     n = world.world_size
     for dtype in DTYPES:
         for numel in (0, 1, 5, 10_000):
@@ -63,23 +66,15 @@ def average(world, name):
             assert torch.equal(result, torch.full_like(result, n * (n + 1) / 2)), (dtype, numel)
 
 
-@each_of_ours
-def test_average_is_exact_in_every_dtype(crew, name):
-    crew(average, name)
-
-
-def average_near_the_largest(world):
+@on("crew")
+def test_average_overflows_only_where_its_value_would(world):
+    """Divided before it is summed: the sum would not be finite."""
     for value, dtype in ((6e4, torch.float16), (3e38, torch.bfloat16), (3e38, torch.float32)):
         values = torch.full((5,), value, dtype=dtype)
         torch.testing.assert_close(averaged(values.clone(), OURS["full"]), values)
     for value, name, rtol in ((6e4, "fp16", 1e-3), (3e38, "bf16", 1e-2)):
         values = torch.full((5,), value)
         torch.testing.assert_close(averaged(values.clone(), OURS[name]), values, rtol=rtol, atol=0)
-
-
-def test_average_overflows_only_where_its_value_would(crew):
-    """Divided before it is summed: the sum would not be finite."""
-    crew(average_near_the_largest)
 
 
 def bytes_sent(world, name, dtype):
@@ -98,39 +93,19 @@ def bytes_sent(world, name, dtype):
 
 def test_compression_halves_the_bytes_and_never_adds_any(ranks):
     for name in ("fp16", "bf16"):
-        for dtype, size in ((torch.float32, 2), (torch.float64, 2), (torch.float16, 2)):
-            assert ranks("gloo", 2)(bytes_sent, name, dtype) == [[size]] * 2
+        for dtype in (torch.float32, torch.float64, torch.float16):
+            assert ranks("gloo", 2)(bytes_sent, name, dtype) == [[2]] * 2
 
 
-def compressed_here(world, name):
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@on("pair")
+def test_nothing_is_compressed_within_a_machine(world, name):
     """This rank's gradients, and their average, of numbers that 16 bits cannot hold."""
     module = nn.Linear(300, 1, bias=False)
     Reducer(module).register_comm_hook(None, OURS[name])
     x = torch.full((1, 300), 1 + (world.rank + 1) * 2**-20)
     module(x).backward()
-    return module.weight.grad.unique().item()
-
-
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_nothing_is_compressed_within_a_machine(pair, name):
-    assert pair(compressed_here, name) == [1 + 1.5 * 2**-20] * 2
-
-
-def several_averages_at_once(world):
-    n = world.world_size
-    buckets = [
-        bucket_of(torch.full((k + 1,), n * (world.rank + k), dtype=torch.float32)) for k in range(3)
-    ]
-    for bucket in buckets:
-        bucket.launch(LaunchArgs(OURS["full"], None))
-    for bucket in reversed(buckets):
-        bucket.finish()
-    for k, bucket in enumerate(buckets):
-        assert bucket.parameters()[0].grad.tolist() == [n * (n - 1) // 2 + n * k] * (k + 1)
-
-
-def test_several_averages_are_under_way_at_once(crew):
-    crew(several_averages_at_once)
+    assert module.weight.grad.unique().item() == 1 + 1.5 * 2**-20
 
 
 # In training ------------------------------------------------------------------------------------
@@ -169,7 +144,9 @@ def assert_one_model(model) -> None:
         assert torch.equal(p, zero)
 
 
-def converge(world, name):
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@on("pair")
+def test_compressed_training_converges_as_in_full_precision(world, name):
     losses = []
     for hook in (OURS["full"], OURS[name]):
         model, x, y = build(world)
@@ -182,27 +159,8 @@ def converge(world, name):
     assert abs(losses[1] - losses[0]) < 0.05 * losses[0], losses
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_compressed_training_converges_as_in_full_precision(pair, name):
-    pair(converge, name)
-
-
-def register_checks(world):
-    model, x, y = build(world)
-    reducer = Reducer(model)
-    with pytest.raises(TypeError, match="must be callable, got 3"):
-        reducer.register_comm_hook(None, 3)
-    reducer.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    loss = mse_loss(model(x), y)
-    with pytest.raises(TypeError, match=r"must return a torch.futures.Future, .* returned Tensor"):
-        loss.backward()
-
-
-def test_what_is_no_hook_is_refused(ranks):
-    ranks("gloo", 2)(register_checks)
-
-
-def state_and_order(world):
+@on("pair")
+def test_an_unknown_hook_has_one_bucket_under_way_at_a_time(world):
     """Every bucket once, in order, each after the one before it has landed."""
     model, x, y = build(world)
     reducer = Reducer(model, bucket_cap_mb=0)
@@ -222,58 +180,53 @@ def state_and_order(world):
         assert seen == [(k, k == 5) for k in range(6)]
 
 
-def test_an_unknown_hook_has_one_bucket_under_way_at_a_time(pair):
-    pair(state_and_order)
-
-
-def incomplete_with_a_hook_of_two(world):
+@on("pair")
+def test_a_pass_ends_when_all_of_a_hooks_collectives_are_on_their_way(world):
     """A hook's second collective comes before whatever the program sends after the pass."""
     model = Terms(1, 2, 3)
     reducer = Reducer(model, bucket_cap_mb=0, overlap=False)
     second = []
 
     def hook(state, bucket):
-        def again(future):
-            time.sleep(0.2)
+        def again():
             second.append(bucket.index())
             dist.all_reduce(bucket.buffer())
-            return future.value()[0]
+            return bucket.buffer()
 
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+        dist.all_reduce(bucket.buffer())
+        return Later(again)  # computed by who waits for it
 
     reducer.register_comm_hook(None, hook)
     model(1.0, (2, 1)).backward()
     assert second == [0, 1]
 
 
-def test_a_pass_ends_when_all_of_a_hooks_collectives_are_on_their_way(pair):
-    pair(incomplete_with_a_hook_of_two)
-
-
-def beside_batch_norm(world):
-    """Rank 0's second collective comes late; the batch norm's, in backward, must not be taken."""
+@on("pair")
+def test_a_hook_of_two_collectives_beside_synchronised_batch_norm(world):
+    """The hook's second collective comes when the bucket is awaited, batch norm's in backward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1))
     reducer = Reducer(convert_sync_batchnorm(model), bucket_cap_mb=0)
 
     def hook(state, bucket):
+        assert not in_backward, "a hook of two collectives has no place among the batch norm's"
+
         def again(future):
-            time.sleep(0.05 if world.rank == 0 else 0)
             dist.all_reduce(bucket.buffer())
             return future.value()[0]
 
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
 
     reducer.register_comm_hook(None, hook)
+    in_backward = []
+    model[0].weight.register_hook(lambda _: in_backward.clear())  # the last that backward comes to
     x = torch.full((4, 3), world.rank + 1.0) + torch.arange(4).view(4, 1)
     for _ in range(2):
         model.zero_grad()
-        model(x).sum().backward()
+        loss = model(x).sum()
+        in_backward.append(True)
+        loss.backward()
         assert model[3].bias.grad.tolist() == [16.0]  # 4 on each of 2 ranks, summed twice
-
-
-def test_a_hook_of_two_collectives_beside_synchronised_batch_norm(pair):
-    pair(beside_batch_norm)
 
 
 # torch's own ------------------------------------------------------------------------------------
@@ -316,24 +269,6 @@ def test_torchs_hooks_run_unchanged(pair, name, view):
     pair(torchs_hook, name, view)
 
 
-def torchs_wrapper(world):
-    model, x, y = build(world)
-    wrapped = copy.deepcopy(model)
-    Reducer(model).register_comm_hook(None, comm_hooks.fp16_compress_hook)
-    hook = default_hooks.fp16_compress_wrapper(comm_hooks.allreduce_hook)
-    Reducer(wrapped).register_comm_hook(None, hook)
-    for m in (model, wrapped):
-        for _ in range(2):
-            m.zero_grad()
-            mse_loss(m(x), y).backward()
-    for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-3)
-
-
-def test_torchs_wrapper_around_our_hook(ranks):
-    ranks("gloo", 2)(torchs_wrapper)
-
-
 POWER_SGD = {
     "full": powerSGD_hook.powerSGD_hook,
     "batched": powerSGD_hook.batched_powerSGD_hook,
@@ -348,11 +283,6 @@ def orthogonalize(matrices, epsilon=0):
     """torch's, which refuses what torch's batched hook gives it: one matrix, not several."""
     several = matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
     powerSGD_hook._orthogonalize_gram_schmidt(several, epsilon=epsilon)
-
-
-def torchs_power_sgd(world, name, view):
-    with patch.object(powerSGD_hook, "_orthogonalize", orthogonalize):
-        train_with_torchs_power_sgd(world, name, view)
 
 
 def train_with_torchs_power_sgd(world, name, view):
@@ -374,11 +304,14 @@ def train_with_torchs_power_sgd(world, name, view):
 
 @pytest.mark.parametrize("name", POWER_SGD)
 @pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-def test_torchs_power_sgd_trains(pair, name, view):
-    pair(torchs_power_sgd, name, view)
+@on("pair")
+def test_torchs_power_sgd_trains(world, name, view):
+    with patch.object(powerSGD_hook, "_orthogonalize", orthogonalize):
+        train_with_torchs_power_sgd(world, name, view)
 
 
-def torchs_post_local_sgd(world):
+@on("pair")
+def test_torchs_post_local_sgd(world):
     model, x, y = build(world)
     alone, _ = dist.new_subgroups(1)
     state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
@@ -393,11 +326,8 @@ def torchs_post_local_sgd(world):
         assert torch.equal(zero, grad) is (step < 2 or world.rank == 0)
 
 
-def test_torchs_post_local_sgd(pair):
-    pair(torchs_post_local_sgd)
-
-
-def registered_by_torchs_enum(world):
+@on("gloo-2")
+def test_torchs_enum_registers_on_a_reducer(world):
     model, x, y = build(world)
     reducer = Reducer(model)
     register_ddp_comm_hook(DDPCommHookType.NOOP, reducer)
@@ -405,10 +335,6 @@ def registered_by_torchs_enum(world):
     mse_loss(model(x), y).backward()
     local = torch.autograd.grad(mse_loss(model(x), y), [model[0].weight])[0]
     assert torch.equal(model[0].weight.grad, local)
-
-
-def test_torchs_enum_registers_on_a_reducer(ranks):
-    ranks("gloo", 2)(registered_by_torchs_enum)
 
 
 def divided_by_backend(world):
@@ -457,35 +383,29 @@ def test_a_third_is_not_rounded_to_16_bits(monkeypatch, dtype, ranks, sent):
 
 
 def declared(world, one_collective):
-    """Both buckets are launched before the first lands, if the hook says that it may be so."""
+    """How many are launched before the first is awaited."""
     model = Terms(1, 1)
     reducer = Reducer(model, bucket_cap_mb=0)
-    begun, under_way = [], []
+    told = []
 
     def hook(state, bucket):
-        under_way.append([future.done() for future in begun])
-        buffer = bucket.buffer().div_(world.world_size)
-        future = dist.all_reduce(buffer, async_op=True).get_future()
-        landed = torch.futures.Future()
-        begun.append(landed)
-        if one_collective and len(begun) < 2:
-            # The first one's average is not there before the second is launched.
-            held.append((future, landed))
-        else:
-            for of, found in [*held, (future, landed)]:
-                of.wait()
-                found.set_result(of.value()[0])
-        return landed
+        told.append("launch")
 
-    held = []
+        def wait():
+            told.append("wait")
+            dist.all_reduce(bucket.buffer().div_(world.world_size))
+            return bucket.buffer()
+
+        return Later(wait)
+
     if one_collective:
         hook.one_collective = True
     reducer.register_comm_hook(None, hook)
     model(own(world)).backward()
     assert_grads(model, mean(world))
-    assert under_way == ([[], [False]] if one_collective else [[], [True]])
+    return told
 
 
-@pytest.mark.parametrize("one_collective", [True, False])
-def test_a_hook_may_declare_that_it_starts_one_collective(pair, one_collective):
-    pair(declared, one_collective)
+def test_a_hook_may_declare_that_it_starts_one_collective(pair):
+    assert pair(declared, True) == [["launch", "launch", "wait", "wait"]] * 2
+    assert pair(declared, False) == [["launch", "wait", "launch", "wait"]] * 2

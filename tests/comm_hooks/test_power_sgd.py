@@ -16,6 +16,7 @@ from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from tests.comm_hooks.test_comm_hooks import assert_one_model, build, train
 from tests.support.machines import group_over, machines
+from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
 
@@ -52,8 +53,10 @@ def as_if_apart(test):
     return on_a_rank
 
 
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+@on("crew")
 @as_if_apart
-def low_rank_is_exact(world, view):
+def test_a_gradient_of_that_rank_is_averaged_exactly(world, view):
     """The average has rank 2 and so the first compressed step finds it."""
     torch.manual_seed(0)
     left, right = torch.randn(12, 2), torch.randn(2, 10)
@@ -75,13 +78,9 @@ def low_rank_is_exact(world, view):
     assert (state.sent, state.of) == (3 * (22 * 2 + 5), 3 * 125)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-def test_a_gradient_of_that_rank_is_averaged_exactly(crew, view):
-    crew(low_rank_is_exact, view)
-
-
+@on("pair")
 @as_if_apart
-def nothing_is_lost(world):
+def test_what_one_step_leaves_out_comes_later(world):
     """One gradient again and again: with error feedback the averages add up to it."""
     torch.manual_seed(world.rank)
     gradient = torch.randn(12, 10)
@@ -95,10 +94,6 @@ def nothing_is_lost(world):
     off = (total / (steps + 2) - expected).norm() / expected.norm()
     single = (model.matrix.grad - expected).norm() / expected.norm()
     assert off < 0.1 < single, (off, single)
-
-
-def test_what_one_step_leaves_out_comes_later(pair):
-    pair(nothing_is_lost)
 
 
 @as_if_apart
@@ -129,8 +124,9 @@ def average_random(world, model, step):
     return model.matrix.grad.clone()
 
 
+@on("pair")
 @as_if_apart
-def goes_on(world):
+def test_it_goes_on_from_a_checkpoint(world):
     """From what was remembered, under another cap and so in other buckets."""
     models = [Given() for _ in range(2)]
     states = [PowerSGDState(rank=2, start=1) for _ in range(2)]
@@ -150,12 +146,9 @@ def goes_on(world):
     assert other.q(models[1].matrix, 10, torch.zeros(())).shape == (10, 3)
 
 
-def test_it_goes_on_from_a_checkpoint(pair):
-    pair(goes_on)
-
-
+@on("pair")
 @as_if_apart
-def mean_of_errors(world):
+def test_averages_depend_on_the_mean_of_the_errors(world):
     """The mean of all ranks' errors does what each rank's own does, but for rounding."""
     model, state = Given(), PowerSGDState(rank=1, start=0)
     Reducer(model).register_comm_hook(state, power_sgd_hook)
@@ -172,12 +165,10 @@ def mean_of_errors(world):
     assert not torch.allclose(average_random(world, model, 4), expected, rtol=0.1)
 
 
-def test_averages_depend_on_the_mean_of_the_errors(pair):
-    pair(mean_of_errors)
-
-
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+@on("pair")
 @as_if_apart
-def overflows(world, view):
+def test_an_overflow_is_not_remembered(world, view):
     """An overflow on one rank is seen by all, and the next average is as if it had not been."""
     expected = None
     for infinite in (False, True):
@@ -194,21 +185,19 @@ def overflows(world, view):
         assert all(torch.equal(a, b) for a, b in zip(expected, following, strict=True))
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-def test_an_overflow_is_not_remembered(pair, view):
-    pair(overflows, view)
-
-
-def test_settings_are_checked():
-    for settings in ({"rank": 0}, {"start": -1}):
-        with pytest.raises(ValueError, match="rank must be 1 or more and start 0 or more"):
-            PowerSGDState(**settings)
-
-
 # Ranks that share memory -------------------------------------------------------------------------
 
 
-def in_full_on_one_machine(world):
+def average_in_full(world, step):
+    model = Given()
+    reducer = Reducer(model)
+    average_random(world, model, step)
+    reducer.remove()
+    return model.matrix.grad
+
+
+@on("pair")
+def test_on_one_machine_nothing_is_compressed(world):
     model, state = Given(), PowerSGDState(rank=1, start=1)
     reducer = Reducer(model)
     reducer.register_comm_hook(state, power_sgd_hook)
@@ -224,18 +213,6 @@ def in_full_on_one_machine(world):
     for left in (1.0, 0.0):
         average_of(world, model, torch.ones(12, 10), 1.0)
         assert model.matrix.grad.eq(1 + left).all()
-
-
-def average_in_full(world, step):
-    model = Given()
-    reducer = Reducer(model)
-    average_random(world, model, step)
-    reducer.remove()
-    return model.matrix.grad
-
-
-def test_on_one_machine_nothing_is_compressed(pair):
-    pair(in_full_on_one_machine)
 
 
 def low_rank_between(world, sizes):

@@ -1,0 +1,344 @@
+"""Errors of the Reducer: each names the parameter and the rank, before ranks drift apart."""
+
+from contextlib import nullcontext
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import embedding
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+import ddp_from_scratch as ddp
+from ddp_from_scratch import Reducer
+from tests.support.on_ranks import on
+from tests.support.terms import Terms, mean, own
+
+
+def forgotten(world, **options):
+    model = Terms(1, 2, 3, 4)
+    Reducer(model, **options)
+    model(own(world)).backward()
+    model(own(world), (0, 1, 3)).backward()
+    with pytest.raises(RuntimeError, match="p2"):
+        model(own(world))
+    model(own(world))
+
+
+def forgotten_in_checkpoint(world, reentrant):
+    model = Terms(1, 2)
+    Reducer(model)
+    x = torch.tensor(own(world), requires_grad=True)
+    for _ in range(2):
+        checkpoint(model, x, (0,), use_reentrant=reentrant).backward()
+
+
+def forgotten_with_forward_in_no_sync(world):
+    model = Terms(1, 2)
+    reducer = Reducer(model)
+    with reducer.no_sync():
+        loss = model(own(world), (0,))
+    loss.backward()
+    with reducer.no_sync():
+        model(own(world), (0,))
+
+
+def step_of_a_part(world):
+    """Trained never through the module itself, so that no forward pass of it can notice."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    Reducer(model, bucket_cap_mb=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    unrelated = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    before = model[0].weight.item()
+    model[0](torch.full((1, 1), own(world))).sum().backward()
+    unrelated.step()
+    try:
+        optimizer.step()
+    finally:
+        assert model[0].weight.item() == before
+
+
+def step_during_backward(world):
+    model = Terms(1, 2)
+    Reducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.p0.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    model(own(world)).backward()
+
+
+def changed(world, change, frozen=False):
+    """Also that a new Reducer is right."""
+    model = Terms(1, 2)
+    model.p1.requires_grad_(not frozen)
+    reducer = Reducer(model)
+    model(own(world)).backward()
+    change(model)
+    try:
+        model(own(world))
+    finally:
+        reducer.remove()
+        model.zero_grad()
+        Reducer(model)
+        model(own(world)).backward()
+        assert model.p0.grad.tolist() == [mean(world)]
+
+
+def set_p(k, size):
+    return lambda model: setattr(model, f"p{k}", nn.Parameter(torch.zeros(size)))
+
+
+def second_gradient(world, in_no_sync=False, **options):
+    """It would be overwritten by the average of the first."""
+    model = Terms(1, 2, 3)
+    reducer = Reducer(model, **options)
+    one, two = model(own(world), (1, 2)), model(own(world), (2, 0))
+    one.backward()
+    with reducer.no_sync() if in_no_sync else nullcontext():
+        two.backward()
+
+
+def undeclared_sparse(world):
+    model = Terms(6)
+    model.p0 = nn.Parameter(torch.zeros(5, 2))
+    model.forward = lambda x: embedding(torch.tensor([1, 3]), model.p0, sparse=True).sum()
+    Reducer(model)
+    model(1.0).backward()
+
+
+def hook_that_is_none(world):
+    Reducer(Terms(1)).register_comm_hook(None, 3)
+
+
+def with_hook(world, hook):
+    model = Terms(1, 2)
+    reducer = Reducer(model)
+    reducer.register_comm_hook(None, hook)
+    model(own(world)).backward()
+
+
+def no_future(state, bucket):
+    return bucket.buffer()
+
+
+def no_tensor(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(3)
+    return future
+
+
+def failing(state, bucket):
+    future = torch.futures.Future()
+    future.set_exception(KeyError("the hook's"))
+    return future
+
+
+def after_a_failed_average(world):
+    model = Terms(1, 2)
+    Reducer(model).register_comm_hook(None, failing)
+    loss = model(own(world))
+    with pytest.raises(KeyError, match="the hook's"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="broken off"):
+        model(own(world))
+    model(own(world))
+
+
+def gradient_that_goes(world):
+    model = Terms(1, 2)
+    model.p0.register_post_accumulate_grad_hook(lambda _: setattr(model.p1, "grad", None))
+    Reducer(model)
+    model(own(world)).backward()
+
+
+def in_backward(world, act):
+    model = Terms(1, 2)
+    reducer = Reducer(model)
+    model.p0.register_hook(lambda _: act(reducer))  # p1's gradient is ready before p0's
+    model(own(world)).backward()
+
+
+def register_a_hook(reducer):
+    reducer.register_comm_hook(None, ddp.comm_hooks.average)
+
+
+def weight_in_join(world, wrapped):
+    model = ddp.DistributedDataParallel(Terms(1)) if wrapped else Terms(1)
+    reducer = model.reducer if wrapped else Reducer(model)
+    joining = model.join if wrapped else lambda **options: ddp.join(reducer, **options)
+    with joining(enable=False):
+        reducer.weight(2)
+    model(1.0).backward()
+    with joining():
+        reducer.weight(2)
+
+
+def two_kinds(world):
+    """Declared sparse, and dense on a rank that uses it otherwise, too."""
+    table = nn.Embedding(10, 2, sparse=True)
+    Reducer(table)
+    loss = table(torch.tensor([1])).sum()
+    loss = loss + table.weight.sum() if world.rank == 1 else loss
+    loss.backward()
+
+
+def sparse_on_rank_1(world):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Embedding(4, 2, sparse=world.rank == 1))
+    ddp.broadcast_parameters(model)
+
+
+def delayed_table(world):
+    model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True), "layer": nn.Linear(2, 1)})
+    ddp.DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("table.weight", model["table"].weight)],
+        param_to_hook_all_reduce=model["layer"].weight,
+    )
+
+
+def cast_table(world):
+    model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True), "layer": nn.Linear(2, 1)})
+    ddp.DistributedDataParallel(model, mixed_precision=_MixedPrecision(torch.bfloat16))
+
+
+def graph_in_a_view(world):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    Reducer(model, gradient_as_bucket_view=True)
+    model(torch.ones(2, 3)).square().mean().backward(create_graph=True)
+
+
+def limited_rows(world, kind, frozen):
+    model = nn.Sequential(kind(5, 3, max_norm=1.5, norm_type=1), nn.Linear(3, 3))
+    model[0].weight.requires_grad_(not frozen)
+    Reducer(model, ignore={"0.weight"}).remove()
+    Reducer(model)
+
+
+def fused_on_meta(world):
+    Reducer(nn.Linear(3, 3, device="meta"), fuse_wgrad=True)
+
+
+def power_sgd(world, settings):
+    ddp.power_sgd.PowerSGDState(*settings)
+
+
+def made(world, module=None, **options):
+    Reducer(nn.Linear(1, 1) if module is None else module, **options)
+
+
+GONE = r"no gradient in the last backward pass on rank {rank} for: "
+REQUIRES = r"parameter p1 became .* requires_grad=%s on rank {rank}"
+SECOND = r"parameter p2 got a second gradient on rank {rank} "
+CAP = "bucket_cap_mb must be 0 or more, got %s$"
+EVERY = "straggler_every must be a number of averages, got %s$"
+NOTHING = "no parameter that requires a gradient"
+JOIN = r"weight\(\) cannot be used inside join"
+RANK = "rank must be 1 or more and start 0 or more, got"
+KINDS = r"parameter weight is dense on ranks \[1\] and sparse on \[0\]"
+SPARSE = "gradient of parameter p0 is sparse on rank {rank}, but its module has not"
+ROWS = r"^parameter 0.weight belongs to an %s with max_norm=1.5(.|\n)*weight.renorm_\(1, 0, 1.5\)"
+RANGE, TYPE, STATE = ValueError, TypeError, RuntimeError
+# The error, its text, what provokes it, and with which arguments.
+ERRORS = [
+    (STATE, GONE + r".*\bp2\b", forgotten, {}),
+    (STATE, GONE + r"(?!.*p1).*\bp2\b", forgotten, {"bucket_cap_mb": 0}),
+    (STATE, GONE + r".*\bp2\b", forgotten, {"overlap": False}),
+    (STATE, GONE + "p1", forgotten_in_checkpoint, {"reentrant": False}),
+    (STATE, GONE + "p1", forgotten_in_checkpoint, {"reentrant": True}),
+    (STATE, GONE + "p1", forgotten_with_forward_in_no_sync, {}),
+    (STATE, r"no gradient .* on rank {rank} for: 1\.weight", step_of_a_part, {}),
+    (STATE, "stepped during backward on rank {rank}", step_during_backward, {}),
+    (STATE, REQUIRES % False, changed, {"change": lambda model: model.p1.requires_grad_(False)}),
+    (STATE, REQUIRES % True, changed, {"change": nn.Module.requires_grad_, "frozen": True}),
+    # A float32 bucket would round float64 gradients without a word.
+    (STATE, r"parameter p0 became torch\.float64 on cpu", changed, {"change": nn.Module.double}),
+    (STATE, "parameter p2 .* on rank {rank}", changed, {"change": set_p(2, 3)}),
+    (STATE, "parameter p1 .* on rank {rank}", changed, {"change": set_p(1, 2)}),
+    (STATE, "p1 was removed on rank {rank}", changed, {"change": lambda m: delattr(m, "p1")}),
+    (STATE, SECOND, second_gradient, {}),
+    (STATE, SECOND, second_gradient, {"bucket_cap_mb": 0}),
+    (STATE, SECOND, second_gradient, {"bucket_cap_mb": 0, "in_no_sync": True}),
+    (STATE, SPARSE, undeclared_sparse, {}),
+    (TYPE, "must be callable, got 3", hook_that_is_none, {}),
+    (TYPE, "Future, no_future returned Tensor", with_hook, {"hook": no_future}),
+    (TYPE, "must give a tensor, got int", with_hook, {"hook": no_tensor}),
+    (STATE, "backward pass on rank {rank} was broken off: ", after_a_failed_average, {}),
+    (STATE, r"of shape \(2,\) was set to None after it was counted", gradient_that_goes, {}),
+    (STATE, "under way cannot move into", in_backward, {"act": Reducer.keep_bucket_views}),
+    (STATE, "cannot be registered while gradients", in_backward, {"act": register_a_hook}),
+    (STATE, JOIN, weight_in_join, {"wrapped": False}),
+    (STATE, JOIN, weight_in_join, {"wrapped": True}),
+    (STATE, KINDS, two_kinds, {}),
+    (STATE, "rank 0 has parameter 1.weight: .*; rank 1 has .* sparse", sparse_on_rank_1, {}),
+    (RANGE, r"parameter table\.weight has a sparse gradient, which", delayed_table, {}),
+    (RANGE, r"mixed_precision cannot cast parameter table\.weight", cast_table, {}),
+    (STATE, r"parameter 2.bias .* gradient_as_bucket_view=False", graph_in_a_view, {}),
+    (RANGE, RANK, power_sgd, {"settings": (0, 1)}),
+    (RANGE, RANK, power_sgd, {"settings": (1, -1)}),
+    (RANGE, NOTHING, made, {"module": nn.ReLU()}),
+    (RANGE, NOTHING, made, {"module": nn.Linear(1, 1).requires_grad_(False)}),
+    (RANGE, CAP % -1, made, {"bucket_cap_mb": -1}),
+    (RANGE, 'must be a number, numbers or "auto", got .Auto', made, {"bucket_cap_mb": "Auto"}),
+    (RANGE, "must be a positive number of seconds, got 0$", made, {"stall_after": 0}),
+    (RANGE, EVERY % 0, made, {"straggler_every": 0}),
+    (RANGE, EVERY % 2.5, made, {"straggler_every": 2.5}),
+    (RANGE, EVERY % "'x'", made, {"straggler_every": "x"}),
+    (RANGE, "fuse_wgrad needs all parameters on a CPU", fused_on_meta, {}),
+    (RANGE, ROWS % "Embedding", limited_rows, {"kind": nn.Embedding, "frozen": False}),
+    (RANGE, ROWS % "EmbeddingBag", limited_rows, {"kind": nn.EmbeddingBag, "frozen": True}),
+]
+
+
+IDS = [f"{row[2].__name__}{number}" for number, row in enumerate(ERRORS)]
+
+
+@pytest.mark.parametrize("number", range(len(ERRORS)), ids=IDS)
+@on("gloo-2")
+def test_error(world, number):
+    error, text, provoke, arguments = ERRORS[number]
+    with pytest.raises(error, match=text.replace("{rank}", str(world.rank))):
+        provoke(world, **arguments)
+
+
+@on("gloo-2")
+def test_parameter_without_gradient_on_one_rank_is_named_there(world):
+    """Rank 0 waits for rank 1 in vain, so in a group with a short timeout."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    model = Terms(1, 2)
+    Reducer(model, group)
+    if world.rank == 1:
+        model(own(world), (1,)).backward()
+    with pytest.raises(RuntimeError, match="pass on rank 1 for: p0" if world.rank else None):
+        model(own(world)).backward()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+@on("pair")
+def test_second_gradient_in_a_pass_within_the_pass(world, view):
+    """On one rank: it raises when the other has what it waits for, and both train on."""
+    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=view)
+    x = torch.full((2, 3), world.rank + 1.0)
+
+    def loss(inner):
+        h = model[0](x)
+        if inner:  # the last layer's bucket is launched before this pass within the pass
+            h = checkpoint(lambda h: model[2](model[1](h)), h, use_reentrant=True)
+        else:
+            h = model[1](h)
+        return model[2](h).sum()
+
+    for _ in range(2):
+        loss(False).backward()
+        model.zero_grad()
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"parameter 2.* got a second gradient on rank 0"):
+            loss(True).backward()
+    else:
+        loss(False).backward()
+    model.zero_grad()
+    loss(False).backward()
+    assert model[2].bias.grad.tolist() == [2.0] * 3
