@@ -5,13 +5,13 @@ import gc
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import threading
 import time
 import weakref
 from collections import deque
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from ddp_from_scratch.buckets.bucket_list import make_buckets
 from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.checks import stall_watch
 from ddp_from_scratch.checks.stall_watch import Progress
+from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
 AFTER_S = 0.3
@@ -49,91 +50,139 @@ def store() -> dist.Store:
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
+def until(condition):
+    """Asks from time to time: a store that waits may keep the watcher's thread out."""
+    while not condition():
+        time.sleep(0.01)
+
+
 def until_reported(step):
-    """The laggard waits for the others' report, and so does not come before it."""
-    end = time.monotonic() + 20
-    while not store().check([f"report {step}"]) and time.monotonic() < end:
-        time.sleep(0.02)
+    until(lambda: store().check([f"report {step}"]))
 
 
 def watchers():
     return [t for t in threading.enumerate() if t.name == "ddp stall watch"]
 
 
+class Clock:
+    """In place of time: it stands still until some rank moves all ranks' on by `move`."""
+
+    def __init__(self):
+        self.looks, self.going = threading.Semaphore(0), threading.Event()
+        self.going.set()
+
+    def monotonic(self):
+        self.looks.release()
+        self.going.wait()
+        return 1000.0 * store().check(["moved"])
+
+    def move(self):
+        store().set("moved", "")
+
+    def looked(self, times):
+        while self.looks.acquire(blocking=False):
+            pass
+        for _ in range(times):
+            assert self.looks.acquire(timeout=20)
+
+
+@contextlib.contextmanager
+def watched(model):
+    """A Reducer that watches by such a clock, and what it prints in the block, to the end."""
+    gc.collect()  # a module and its Reducer are a cycle
+    clock = Clock()
+    printed = contextlib.redirect_stderr(io.StringIO())
+    with printed as told, patch.object(stall_watch, "time", clock):
+        reducer = Reducer(model, bucket_cap_mb=0, stall_after=AFTER_S)
+        try:
+            yield weakref.proxy(reducer), clock, told
+        finally:
+            reducer.remove()
+            del reducer
+            gc.collect()  # ends the watch when it has printed
+            assert not watchers()
+
+
+STEP_1 = {
+    "forward": (0, "0 of 3 gradients have arrived, bucket 0 waits for c"),
+    "backward": (1, "1 of 3 gradients have arrived, bucket 1 waits for b"),  # c is averaged
+}
+ALL_ARRIVED = "3 of 3 gradients have arrived"
+
+
 def stalled_step(world, where):
     """Rank 2 lags in step 1; returns what this rank has printed."""
     model = Layers()
-    reducer = Reducer(model, bucket_cap_mb=0, stall_after=AFTER_S)
-    model().backward()
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+    with watched(model) as (_, clock, told):
+        model().backward()
+        expected = [[1, text] for text in (ALL_ARRIVED, ALL_ARRIVED, STEP_1[where][1])]
+
+        def published(rank):
+            key = str(rank)
+            return store().check([key]) and json.loads(store().get(key)) == expected[rank]
+
+        def lag():
+            until(lambda: all(map(published, range(3))))
+            clock.move()
+            until_reported(1)
+
         if world.rank == 2:
             if where == "forward":
-                until_reported(1)
+                lag()
             else:
-                model.between = lambda: until_reported(1)
+                model.between = lag
         model().backward()
-        time.sleep(AFTER_S)  # what is being printed is printed
-    assert model.a.grad.tolist() == [4, 4]
-    del reducer, model
-    gc.collect()
-    assert not watchers()
+        assert model.a.grad.tolist() == [4, 4]
     return told.getvalue()
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", STEP_1)
 def test_a_rank_that_lags_is_named_with_what_it_lacks(trio, where):
     first, second, last = trio(stalled_step, where)
     assert last == ""
     assert bool(first) != bool(second), "one rank reports"
-    rank, bucket, missing = (0 if first else 1), 0, "0 of 3 gradients have arrived, bucket 0"
-    missing += " waits for c"
-    if where == "backward":  # c has come and is averaged
-        bucket, missing = 1, "1 of 3 gradients have arrived, bucket 1 waits for b"
-    lines = (first or second).splitlines()
-    name = "cba"[bucket]
-    told = rf"step 1, rank {rank}: has waited \d+ s for bucket {bucket} of 3 \({name}\)"
-    assert re.fullmatch(told, lines[0])
-    assert lines[1:] == [
-        "  rank 0: 3 of 3 gradients have arrived",
-        "  rank 1: 3 of 3 gradients have arrived",
+    rank, (bucket, missing) = (0 if first else 1), STEP_1[where]
+    assert (first or second).splitlines() == [
+        f"step 1, rank {rank}: has waited 1000 s for bucket {bucket} of 3 ({'cba'[bucket]})",
+        f"  rank 0: {ALL_ARRIVED}",
+        f"  rank 1: {ALL_ARRIVED}",
         f"  rank 2: {missing}",
         "The step goes on waiting until the process group's timeout ends the run.",
     ]
 
 
-def quiet_steps(world):
+@on("trio")
+def test_a_rank_that_does_not_wait_says_nothing(world):
     """Whoever does not wait for others says nothing, however long it takes."""
     model = Layers()
-    reducer = Reducer(model, bucket_cap_mb=0, stall_after=AFTER_S)
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+    with watched(model) as (reducer, clock, told):
         for _ in range(3):
             model().backward()
-        time.sleep(2 * AFTER_S)
+        clock.looked(3)
         dist.barrier()
+        clock.move()
+        clock.looked(3)
         with reducer.no_sync():
-            model.between = lambda: time.sleep(2 * AFTER_S)
+            model.between = lambda: clock.looked(3)
             model().backward()
-    return told.getvalue()
-
-
-def test_a_rank_that_does_not_wait_says_nothing(trio):
-    assert trio(quiet_steps) == [""] * 3
+    assert told.getvalue() == ""
 
 
 def unwatched_rank(world):
-    gc.collect()  # a module and its Reducer are a cycle
     model = Layers()
-    reducer = Reducer(model, stall_after=AFTER_S if world.rank == 0 else None)
-    assert len(watchers()) == (world.rank == 0)
     name = dist.group.WORLD.group_name
     if world.rank != 0:
         stall_watch._made[name] += 1
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+        Reducer(model, bucket_cap_mb=0)
+        assert not watchers()
         if world.rank == 1:
+            until(lambda: store().check(["0"]))
+            store().set("moved", "")
             until_reported(0)
         model().backward()
-        time.sleep(AFTER_S)
-    reducer.remove()
+        return ""
+    with watched(model) as (_, _, told):
+        model().backward()
     return told.getvalue()
 
 
@@ -145,26 +194,29 @@ def test_a_rank_that_does_not_watch_is_told(trio):
 def stopped_rank(world):
     """Rank 1 is stopped until it has been reported."""
     model = Layers()
-    reducer = Reducer(model, bucket_cap_mb=0, stall_after=AFTER_S)
-    pids = [None] * world.world_size
-    dist.all_gather_object(pids, os.getpid())
-    model().backward()
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+    with watched(model) as (_, clock, told):
+        pids = [None] * world.world_size
+        dist.all_gather_object(pids, os.getpid())
+        model().backward()
         if world.rank == 0:
 
             def wake():
+                until(lambda: stall_watch._state(pids[1])[0] == "T")
+                clock.move()
                 until_reported(1)
                 os.kill(pids[1], signal.SIGCONT)
 
             waker = threading.Thread(target=wake)
             waker.start()
         elif world.rank == 1:
+            until(lambda: store().check(["process 1"]))
+            clock.going.clear()
+            clock.looked(1)  # now the watcher has no part of the store locked
             os.kill(os.getpid(), signal.SIGSTOP)
+            clock.going.set()
         model().backward()
         if world.rank == 0:
             waker.join()
-        time.sleep(AFTER_S)  # what is being printed is printed
-    reducer.remove()
     return told.getvalue()
 
 
@@ -197,7 +249,8 @@ def test_an_ended_process_is_told_from_one_that_runs():
     assert found == [runs, over, over, None, None]
 
 
-def let_go(world):
+@on("gloo-2")
+def test_the_watch_ends_with_the_reducer(world):
     gc.collect()
     model = Layers()
     gone = weakref.ref(Reducer(model, stall_after=60.0))
@@ -207,12 +260,6 @@ def let_go(world):
     gc.collect()
     assert gone() is None
     assert not thread.is_alive(), "it did not wait for its next turn"
-    with pytest.raises(ValueError, match="stall_after must be a positive number of seconds, got 0"):
-        Reducer(Layers(), stall_after=0)
-
-
-def test_the_watch_ends_with_the_reducer(ranks):
-    ranks("gloo", 2)(let_go)
 
 
 # Arithmetic -------------------------------------------------------------------------------------

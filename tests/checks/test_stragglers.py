@@ -3,8 +3,8 @@
 import contextlib
 import gc
 import io
-import re
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from ddp_from_scratch.checks import straggler_watch
 from ddp_from_scratch.checks.straggler_report import PHASES, compare
 from ddp_from_scratch.comm_hooks import power_sgd
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
+from tests.support.on_ranks import on
 from tests.support.terms import BYTES
 from tests.support.tiers import slow
 
@@ -48,29 +49,33 @@ def test_a_late_rank_is_named():
     )
 
 
-@pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
-def test_the_phase_is_named(phase):
-    found = compare(seconds([{}] * 3, [{phase: 90}] * 3), 3)
-    assert (found.is_late, found.rank, found.phase) == (True, 1, phase)
+BY_CHANCE = [[{}, {}, LATE], [{"data": 2.1}, {"data": 2.1}, {}]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "late"),
+    [
+        *(([[{}] * 3, [{phase: 90}] * 3], phase) for phase in PHASES[:-1]),
+        # Descheduled once, and the last in two steps of three by little.
+        (BY_CHANCE, None),
+        ([[{}] * 4, [LATE, {}, LATE, {}]], None),  # half of the steps is not often
+        ([[{}] * 3, [{"forward": 15}] * 3], None),  # a small part of a step
+        ([[{}] * 3, [{"forward": 18}] * 3], "forward"),
+    ],
+)
+def test_who_is_late(ranks, late):
+    found = compare(seconds(*ranks), len(ranks[0]))
+    assert found.is_late == (late is not None)
+    assert late is None or (found.rank, found.phase) == (1, late)
 
 
 def test_no_rank_is_named_by_chance():
-    # Descheduled once, and the last in two steps of three by little.
-    found = compare(seconds([{}, {}, LATE], [{"data": 2.1}, {"data": 2.1}, {}]), 3)
-    assert (found.rank, found.times, found.is_late) == (1, 2, False)
+    found = compare(seconds(*BY_CHANCE), 3)
+    assert (found.rank, found.times) == (1, 2)
     assert str(found) == (
         "steps 1-3: no rank is late; a step takes 46.0 ms: data 2.0, forward 12.0, backward 25.0, "
         "optimizer 3.0, waiting 4.0"
     )
-
-
-def test_late_in_half_of_the_steps_is_not_often():
-    assert not compare(seconds([{}] * 4, [LATE, {}, LATE, {}]), 4).is_late
-
-
-def test_a_small_part_of_a_step_is_not_late():
-    assert not compare(seconds([{}] * 3, [{"forward": 15}] * 3), 3).is_late
-    assert compare(seconds([{}] * 3, [{"forward": 18}] * 3), 3).is_late
 
 
 def test_only_some_phases_are_compared():
@@ -146,140 +151,101 @@ class Several:
             optimizer.step()
 
 
-def reports(world, late, phase, options):
-    """Four steps, a report for two of them; `late` brings 50 ms more in `phase`."""
+@contextlib.contextmanager
+def clock_that_stands_still():
     clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straggler_watch, "marks_for", lambda device: clock)
-        return _train(world, clock, {phase: 0.05} if world.rank == late else {}, **options)
+    with patch.object(straggler_watch, "marks_for", lambda device: clock):
+        yield clock
 
 
-def _train(
-    world,
-    clock,
-    more,
-    *,
-    accumulate=1,
-    batch_norm=False,
-    hook=False,
-    evaluate=False,
-    weigh=False,
-    optimizer="torch",
-    **options,
-):
-    model = Slow(clock, batch_norm)
-    model.more = more
-    if batch_norm:
-        ddp.convert_sync_batchnorm(model)
-    ddp.broadcast_parameters(model)
-    reducer = Reducer(model, bucket_cap_mb=BYTES, **options)
-    if hook:
-        reducer.register_comm_hook(power_sgd.PowerSGDState(start=2), power_sgd.power_sgd_hook)
-    found = []
-    reducer.watch_stragglers(2, found.append)
-    if optimizer == "torch":
-        sgd = torch.optim.SGD(model.parameters(), 0.1)
-    elif optimizer == "several":
-        sgd = Several(model)
-    else:
-        sgd = ddp.SGD(model.parameters(), 0.1, reducer=reducer)
-    sgd.register_step_pre_hook(lambda *_: model.spend("optimizer"))
-    for _ in range(5):
-        for remaining in reversed(range(accumulate)):
-            model.spend("data")
-            if weigh:
-                reducer.weight(3)
-            with reducer.no_sync() if remaining else contextlib.nullcontext():
-                loss = model(torch.ones(3, 2)).sum()
-                if optimizer == "at once":
-                    sgd.backward_and_step(loss)
-                else:
-                    loss.backward()
-        if optimizer != "at once":
-            sgd.step()
-        if evaluate:
-            with torch.no_grad():
-                model(torch.ones(3, 2))
-    return [(r.first, r.last, r.rank, r.times, r.phase, r.is_late, r.others_ms) for r in found]
+OPTIMIZERS = {
+    "torch": lambda model, reducer: torch.optim.SGD(model.parameters(), 0.1),
+    "several": lambda model, reducer: Several(model),
+    "ours": lambda model, reducer: ddp.SGD(model.parameters(), 0.1, reducer=reducer),
+}
 
 
-WORK = ["data", "forward", "backward", "optimizer"]
+def reports(world, late, phase, how=(), optimizer="torch", accumulate=1, **options):
+    """Four steps, a report for two of them; `late` brings 50 ms more in `phase`."""
+    found, total = [], GradientWeight.total
 
-
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("phase", WORK)
-def test_a_slow_rank_is_named_with_its_phase(crew, late, phase):
-    for found in crew(reports, late, phase, {}):
-        first, second = found
-        assert first[:2] == (2, 2)
-        assert second[:6] == (3, 4, late, 2, phase, True)
-        assert [second[6][p] for p in WORK] == pytest.approx([10.0] * 4)
-
-
-@pytest.mark.parametrize("phase", WORK)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 3},
-        {"overlap": False},
-        {"hook": True},
-        {"find_unused_parameters": True},
-        {"broadcast_buffers": True},
-        {"optimizer": "several"},
-        {"gradient_as_bucket_view": True, "optimizer": "ours"},
-    ],
-    ids=str,
-)
-def test_a_slow_rank_is_named_with_every_option(crew, options, phase):
-    for found in crew(reports, 1, phase, options):
-        assert found[1][:6] == (3, 4, 1, 2, phase, True)
-
-
-@pytest.mark.parametrize("phase", ["data", "forward", "backward"])
-def test_a_slow_rank_is_named_where_backward_steps(crew, phase):
-    options = {"gradient_as_bucket_view": True, "optimizer": "at once"}
-    for found in crew(reports, 1, phase, options):
-        assert found[1][:6] == (3, 4, 1, 2, phase, True)
-
-
-def weighed(world, late, phase):
-    """Ranks that come early wait in backward for the weights of all."""
-    clock, total = Clock(), GradientWeight.total
-
-    def wait(weight):
+    def wait(weight):  # ranks that come early wait in backward for the weights of all
         clock.now += 0.05 if world.rank != late else 0
         return total(weight)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straggler_watch, "marks_for", lambda device: clock)
-        patch.setattr(GradientWeight, "total", wait)
-        return _train(world, clock, {phase: 0.05} if world.rank == late else {}, weigh=True)
+    waits = patch.object(GradientWeight, "total", wait if "weigh" in how else total)
+    with clock_that_stands_still() as clock, waits:
+        model = Slow(clock, "batch norm" in how)
+        model.more = {phase: 0.05} if world.rank == late else {}
+        if "batch norm" in how:
+            ddp.convert_sync_batchnorm(model)
+        ddp.broadcast_parameters(model)
+        reducer = Reducer(model, bucket_cap_mb=BYTES, **options)
+        if "hook" in how:
+            reducer.register_comm_hook(power_sgd.PowerSGDState(start=2), power_sgd.power_sgd_hook)
+        reducer.watch_stragglers(2, found.append)
+        sgd = OPTIMIZERS[optimizer](model, reducer)
+        sgd.register_step_pre_hook(lambda *_: model.spend("optimizer"))
+        for _ in range(5):
+            for remaining in reversed(range(accumulate)):
+                model.spend("data")
+                if "weigh" in how:
+                    reducer.weight(3)
+                with reducer.no_sync() if remaining else contextlib.nullcontext():
+                    loss = model(torch.ones(3, 2)).sum()
+                    if "at once" in how:
+                        sgd.backward_and_step(loss)
+                    else:
+                        loss.backward()
+            if "at once" not in how:
+                sgd.step()
+            if "evaluate" in how:
+                with torch.no_grad():
+                    model(torch.ones(3, 2))
+    return found
 
 
-@pytest.mark.parametrize("phase", ["data", "forward"])
-def test_a_slow_rank_is_named_where_ranks_have_weights(crew, phase):
-    for found in crew(weighed, 1, phase):
-        assert found[1][:6] == (3, 4, 1, 2, phase, True)
+WORK = ["data", "forward", "backward", "optimizer"]
+OURS = {"gradient_as_bucket_view": True, "optimizer": "ours"}
+HOW = {
+    "plain": ({}, WORK),
+    "accumulated": ({"accumulate": 3}, WORK),
+    "at the end": ({"overlap": False}, WORK),
+    "a hook": ({"how": ["hook"]}, WORK),
+    "unused": ({"find_unused_parameters": True}, WORK),
+    "buffers": ({"broadcast_buffers": True}, WORK),
+    "several optimizers": ({"optimizer": "several"}, WORK),
+    "our optimizer": (OURS, WORK),
+    "backward steps": (OURS | {"how": ["at once"]}, WORK[:3]),
+    "weights": ({"how": ["weigh"]}, WORK[:2]),
+    "batch norm": ({"how": ["batch norm"]}, WORK[:1]),  # which leaves two phases to compare
+    "evaluation": ({"how": ["evaluate"]}, WORK[:1]),
+}
+PHASE_AND_HOW = [(phase, how) for how, (_, phases) in HOW.items() for phase in phases]
 
 
-def test_an_evaluation_between_steps_is_data(crew):
-    for found in crew(reports, 1, "data", {"evaluate": True}):
-        assert found[1][:6] == (3, 4, 1, 2, "data", True)
-        assert found[1][6]["data"] == pytest.approx(20)
+@pytest.mark.parametrize(("phase", "how"), PHASE_AND_HOW)
+@on("crew")
+def test_a_slow_rank_is_named_with_its_phase(world, phase, how):
+    for late in (0, 1) if how == "plain" else (1,):
+        first, second = reports(world, late, phase, **HOW[how][0])
+        assert (first.first, first.last) == (2, 2)
+        assert (second.first, second.last, second.rank, second.times) == (3, 4, late, 2)
+        assert (second.phase, second.is_late) == (phase, True)
+        if how in ("plain", "evaluation"):
+            expected = [20.0 if how == "evaluation" else 10.0, 10.0, 10.0, 10.0]
+            assert [second.others_ms[p] for p in WORK] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("phase", "named"), [("data", True), ("forward", False)])
-def test_synchronised_batch_norm_leaves_two_phases_to_compare(crew, phase, named):
-    for found in crew(reports, 1, phase, {"batch_norm": True}):
-        assert found[1][5] is named
+@on("crew")
+def test_synchronised_batch_norm_makes_ranks_wait_in_forward(world):
+    assert not reports(world, 1, "forward", ["batch norm"])[1].is_late
 
 
 def uneven(world):
     """Rank 0 has no data after the second step; the last rank is late."""
-    clock, late = Clock(), world.world_size - 1
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straggler_watch, "marks_for", lambda device: clock)
+    found, late = [], world.world_size - 1
+    with clock_that_stands_still() as clock:
         model = Slow(clock)
         ddp.broadcast_parameters(model)
         reducer = Reducer(model)
@@ -290,7 +256,7 @@ def uneven(world):
             clock.now += 1.0
             wait(weight)
 
-        patch.setattr(reducer, "contribute_nothing", waited)
+        reducer.contribute_nothing = waited
         with ddp.join(reducer):
             for _ in range(4 if world.rank else 2):
                 clock.now += 0.05 if world.rank == late else 0
@@ -328,7 +294,8 @@ def test_rank_0_prints_a_line_for_each_report(crew):
     assert others == [[]] * len(others)
 
 
-def raised(world):
+@on("crew")
+def test_a_callback_may_raise(world):
     """What `tell` raises comes out of backward, and later steps have their times."""
     found = []
 
@@ -337,9 +304,7 @@ def raised(world):
         if len(found) == 1 and world.rank == 0:
             raise ValueError("on purpose")
 
-    clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straggler_watch, "marks_for", lambda device: clock)
+    with clock_that_stands_still() as clock:
         model = nn.Linear(2, 1)
         reducer = Reducer(model)
         reducer.watch_stragglers(2, tell)
@@ -355,11 +320,8 @@ def raised(world):
     assert found == pytest.approx([50] * 3)
 
 
-def test_a_callback_may_raise(crew):
-    crew(raised)
-
-
-def outlived(world):
+@on("crew")
+def test_an_optimizer_may_outlive_the_reducer(world):
     """An optimizer that outlives its Reducers keeps nothing of them."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -373,10 +335,6 @@ def outlived(world):
         gc.collect()
         assert gone() is None
     assert not optimizer._optimizer_step_post_hooks
-
-
-def test_an_optimizer_may_outlive_the_reducer(crew):
-    crew(outlived)
 
 
 def in_a_group(world):
@@ -395,14 +353,3 @@ def in_a_group(world):
 @pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_a_part_of_the_ranks(ranks, backend):
     assert ranks(backend, 3)(in_a_group) == [1, None, 0]
-
-
-def test_every_must_be_a_number_of_steps(crew):
-    crew(refused)
-
-
-def refused(world):
-    for every in (0, 2.5, float("nan"), "x"):
-        text = f"straggler_every must be a number of averages, got {every!r}"
-        with pytest.raises(ValueError, match=re.escape(text)):
-            Reducer(nn.Linear(1, 1), straggler_every=every)
