@@ -24,6 +24,7 @@ from ddp_from_scratch.training import bucket_choice, loop
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
+from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 
 SMALL, LARGE, ALL = 8 * BYTES, 16 * BYTES, math.inf
@@ -74,12 +75,6 @@ def test_what_cannot_be_otherwise_is_not_tried():
 )
 def test_choice(times, chosen):
     assert choose(times) == chosen
-
-
-@pytest.mark.parametrize("word", ["Auto", "fast", ""])
-def test_another_word_is_refused(word):
-    with pytest.raises(ValueError, match=r'must be a number, numbers or "auto", got'):
-        Reducer(nn.Linear(1, 1), bucket_cap_mb=word)
 
 
 # Ranks ------------------------------------------------------------------------------------------
@@ -188,7 +183,8 @@ def test_ranks_choose_the_same_whatever_their_clocks_say(pair, kind):
     assert {way for way, _ in ways[known : known + 13]} == set(expected.values())
 
 
-def searched_static(world):
+@on("pair")
+def test_static_graph(world):
     """Reentrant or not, what the first pass taught stays true of other buckets."""
     model = Terms(1, 2, 3, 4)
     with clock_of(rank_0_is_misled(world)) as timed:
@@ -200,14 +196,11 @@ def searched_static(world):
                 grad = getattr(model, f"p{k}").grad
                 assert torch.equal(grad, torch.full_like(grad, (k + 1) * mean(world)))
             assert model.p1.grad is None
-    return timed[0].bucket_cap_mb, timed[0].overlap
+    assert (timed[0].bucket_cap_mb, timed[0].overlap) == (LARGE, False)
 
 
-def test_static_graph(pair):
-    assert pair(searched_static) == [(LARGE, False)] * 2
-
-
-def without_overlap(world):
+@on("gloo-2")
+def test_overlap_that_is_off_stays_off(world):
     model = Terms(1, 2, 3, 4)
     with clock_of(rank_0_is_misled(world)) as timed:
         timed.append(Reducer(model, bucket_cap_mb="auto", overlap=False))
@@ -215,15 +208,12 @@ def without_overlap(world):
         while timed[0].bucket_cap_mb is None:
             seen.add(timed[0].overlap)
             model(own(world)).backward()
-    return seen, timed[0].bucket_cap_mb, timed[0].iteration
-
-
-def test_overlap_that_is_off_stays_off(ranks):
     averages = 2 + bucket_tuning.ROUNDS * 3 * 3
-    assert ranks("gloo", 2)(without_overlap) == [({False}, LARGE, averages)] * 2
+    assert (seen, timed[0].bucket_cap_mb, timed[0].iteration) == ({False}, LARGE, averages)
 
 
-def small(world):
+@on("gloo-2")
+def test_a_model_of_one_bucket_settles_at_once(world):
     model = Terms(1, 2, 3, 4)
     reducer = Reducer(model, bucket_cap_mb="auto")
     chosen = []
@@ -233,28 +223,30 @@ def small(world):
         assert sent == [10]
         chosen.append(reducer.bucket_cap_mb)
         model.zero_grad()
-    return chosen, reducer.overlap
+    assert (chosen, reducer.overlap) == ([None, (1.0, 25.0), (1.0, 25.0)], True)
 
 
-def test_a_model_of_one_bucket_settles_at_once(ranks):
-    assert ranks("gloo", 2)(small) == [([None, (1.0, 25.0), (1.0, 25.0)], True)] * 2
-
-
-def fixed(world):
+@on("gloo-2")
+def test_a_fixed_cap_is_told_as_given(world):
     reducers = [Reducer(Terms(1), bucket_cap_mb=cap) for cap in (None, 0.5, [1, 2])]
-    return [(r.bucket_cap_mb, r.overlap) for r in reducers]
-
-
-def test_a_fixed_cap_is_told_as_given(ranks):
     expected = [((1.0, 25.0), True), (0.5, True), ([1, 2], True)]
-    assert ranks("gloo", 2)(fixed) == [expected] * 2
+    assert [(r.bucket_cap_mb, r.overlap) for r in reducers] == expected
 
 
 # What is built on the buckets -------------------------------------------------------------------
 
 
-def trained(world, how, hook):
-    """ddp.SGD on buckets that change, beside torch's on buckets that do not: the same bits."""
+@pytest.mark.parametrize(
+    ("how", "hook"),
+    [("two calls", False), ("at once", False), ("wrapper", False), ("two calls", True)],
+    ids=["step", "backward_and_step", "wrapper", "PowerSGD"],
+)
+@on("pair")
+def test_training_has_the_bits_of_one_cap(world, how, hook):
+    """Two ranks: a sum of two is the same in any bucket; but for PowerSGD's matrices' rounding.
+
+    ddp.SGD on buckets that change, beside torch's on buckets that do not: the same bits.
+    """
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 1))
     theirs = copy.deepcopy(ours)
@@ -294,20 +286,11 @@ def trained(world, how, hook):
     ddp.check_sync(ours, optimizers=[fast])
     timed[0].remove()
     fixed_buckets.remove()
-    return timed[0].bucket_cap_mb
+    assert timed[0].bucket_cap_mb == ALL
 
 
-@pytest.mark.parametrize(
-    ("how", "hook"),
-    [("two calls", False), ("at once", False), ("wrapper", False), ("two calls", True)],
-    ids=["step", "backward_and_step", "wrapper", "PowerSGD"],
-)
-def test_training_has_the_bits_of_one_cap(pair, how, hook):
-    """Two ranks: a sum of two is the same in any bucket; but for PowerSGD's matrices' rounding."""
-    assert pair(trained, how, hook) == [ALL] * 2
-
-
-def foreign_hook(world):
+@on("gloo-2")
+def test_a_hook_that_may_remember_buckets_is_refused_until_they_stay(world):
     model = Terms(1, 2, 3, 4)
     with clock_of(lambda candidate: 1.0) as timed:
         timed.append(Reducer(model, bucket_cap_mb="auto"))
@@ -321,11 +304,8 @@ def foreign_hook(world):
         reducer.register_comm_hook(state, powerSGD_hook)
 
 
-def test_a_hook_that_may_remember_buckets_is_refused_until_they_stay(ranks):
-    ranks("gloo", 2)(foreign_hook)
-
-
-def moved_with_a_hook(world):
+@on("gloo-2")
+def test_another_process_group(world):
     """What "auto" has settled on stays with the next process group: hooks may remember buckets."""
     with clock_of(one_bucket_is_best) as timed:
         wrapped = ddp.DistributedDataParallel(Terms(1, 2, 3, 4), bucket_cap_mb="auto")
@@ -339,10 +319,6 @@ def moved_with_a_hook(world):
     wrapped.zero_grad()
     wrapped(own(world)).backward()
     assert wrapped.module.p1.grad.tolist() == [2 * mean(world)] * 2
-
-
-def test_another_process_group(ranks):
-    ranks("gloo", 2)(moved_with_a_hook)
 
 
 def joined(world):

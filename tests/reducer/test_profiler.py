@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_from_scratch import Reducer
+from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, own
 
 PHASES = ("pack", "launch", "wait", "unpack")
@@ -18,7 +19,8 @@ def ranges(profiler):
     return [event for event in profiler.events() if event.name.startswith("ddp.bucket")]
 
 
-def profiled(world):
+@on("pair")
+def test_every_phase_of_every_bucket_is_a_range(world):
     model = Terms(2, 2, 2)
     reducer = Reducer(model, bucket_cap_mb=16 * BYTES)
     observers = list(reducer._observers)
@@ -38,10 +40,6 @@ def profiled(world):
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(own(world)).backward()
     assert len(ranges(profiler)) == len(expected)
-
-
-def test_every_phase_of_every_bucket_is_a_range(pair):
-    pair(profiled)
 
 
 def phases_in_order(world, one_collective):
@@ -77,7 +75,9 @@ def test_a_bucket_that_is_awaited_before_the_next_is_unpacked_at_the_end(pair):
         assert found == awaited + [(bucket, phase) for bucket in "01" for phase in PHASES[2:]]
 
 
-def failing(world, where):
+@pytest.mark.parametrize("where", ["launch", "wait"])
+@on("gloo-1")
+def test_a_range_ends_with_a_phase_that_raises(world, where):
     """The hook, or the average, raises at the end of backward: inside no range of autograd's."""
     model = Terms(2)
     reducer = Reducer(model, overlap=False)
@@ -100,19 +100,11 @@ def failing(world, where):
     assert all(event.time_range.end <= later.time_range.start for event in ranges(profiler))
 
 
-@pytest.mark.parametrize("where", ["launch", "wait"])
-def test_a_range_ends_with_a_phase_that_raises(ranks, where):
-    ranks("gloo", 1)(failing, where)
-
-
-def old_profiler(world):
+@on("gloo-2")
+def test_torchs_old_profiler_sees_them_too(world):
     model = Terms(2)
     Reducer(model, bucket_cap_mb=math.inf)
     with torch.autograd.profiler.profile() as profiler:
         model(own(world)).backward()
     names = {event.name for event in profiler.function_events}
     assert {f"ddp.bucket 0 (p0): {phase}" for phase in PHASES} <= names
-
-
-def test_torchs_old_profiler_sees_them_too(ranks):
-    ranks("gloo", 2)(old_profiler)
