@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,46 +29,36 @@ from tests.support.tiers import slow
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def train_in_one(pair: Pair, count: int) -> None:
+def train_in_one(pair: Pair, count: int, accumulates: bool = False) -> None:
     for x in inputs(count):
-        pair.our_optimizer.zero_grad()
+        for model, optimizer in pair.both:
+            optimizer.zero_grad()
+            if accumulates:
+                with pair.reducer.no_sync():
+                    model(2 * x).backward()
         pair.our_optimizer.backward_and_step(pair.ours(x))
-        pair.their_optimizer.zero_grad()
         pair.theirs(x).backward()
         pair.their_optimizer.step()
         pair.check()
 
 
 @each_option
-def test_backward_and_step_is_both(options):
-    train_in_one(Pair(**options), 4)
+@pytest.mark.parametrize("accumulates", [False, slow(True)])
+def test_backward_and_step_is_both(options, accumulates):
+    train_in_one(Pair(**options), 4, accumulates)
 
 
-def test_backward_and_step_counts_as_a_step():
+def test_backward_and_step_counts_as_a_step_after_accumulation():
     pair = Pair(**MOMENTUM)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for _, o in pair.both]
     told: list[str] = []
     pair.our_optimizer.register_step_pre_hook(lambda *_: told.append("pre"))
     pair.our_optimizer.register_step_post_hook(lambda *_: told.append("post"))
     for _ in range(3):
-        train_in_one(pair, 1)
+        train_in_one(pair, 1, accumulates=True)
         for scheduler in schedulers:
             scheduler.step()  # warns, here an error, unless it knows of a step
     assert told == ["pre", "post"] * 3
-
-
-def test_backward_and_step_after_accumulation():
-    pair = Pair(**MOMENTUM)
-    for x in inputs(3):
-        for _, optimizer in pair.both:
-            optimizer.zero_grad()
-        with pair.reducer.no_sync():
-            pair.ours(x).backward()
-        pair.our_optimizer.backward_and_step(pair.ours(2 * x))
-        pair.theirs(x).backward()
-        pair.theirs(2 * x).backward()
-        pair.their_optimizer.step()
-        pair.check()
 
 
 def test_backward_and_step_that_averages_nothing_steps_nothing():
@@ -89,17 +80,13 @@ def test_backward_and_step_that_averages_nothing_steps_nothing():
 
 def mlp() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 5)
-    )
+    sizes = [nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 5)]
+    return nn.Sequential(*sizes)
 
 
 def batch(step: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return (
-        torch.randn(count, 6, generator=generator),
-        torch.randint(5, (count,), generator=generator),
-    )
+    torch.manual_seed(step)
+    return torch.randn(count, 6), torch.randint(5, (count,))
 
 
 OF_KIND = {
@@ -116,8 +103,7 @@ def beside_torch(world, kind, prefix, in_one):
     theirs = DistributedDataParallel(copy.deepcopy(mine), bucket_cap_mb=SEVERAL)
     whole = copy.deepcopy(mine).double()
     # gloo takes the sum of three or more numbers in another order than shared memory.
-    shared = n == 2 or bool(prefix)
-    reducer = Reducer(mine, bucket_cap_mb=SEVERAL, shared_memory=shared)
+    reducer = Reducer(mine, bucket_cap_mb=SEVERAL, shared_memory=n == 2 or bool(prefix))
     optimizer = ours(prefix + kind)(mine.parameters(), reducer=reducer, **options)
     their_optimizer = torchs(kind)(theirs.parameters(), **options)
     whole_optimizer = torchs(kind)(whole.parameters(), **options)
@@ -150,15 +136,13 @@ def beside_torch(world, kind, prefix, in_one):
 
 @pytest.mark.parametrize("kind", OF_KIND)
 @pytest.mark.parametrize("in_one", [False, True], ids=["step", "backward and step"])
-def test_as_torch_bit_for_bit_on_ranks(crew, kind, in_one):
-    crew(beside_torch, kind, "", in_one)
-
-
-@pytest.mark.parametrize("kind", OF_KIND)
-@pytest.mark.parametrize("in_one", [False, True], ids=["step", "backward and step"])
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
-def test_one_copy_for_a_machine_has_torchs_bits(ranks, backend, kind, in_one):
-    ranks(backend, 2)(beside_torch, kind, "NodeShared", in_one)
+@pytest.mark.parametrize(
+    "crew",
+    ["gloo-3", "gloo-2-NodeShared", slow("mpi-2"), slow("mpi-3"), slow("mpi-2-NodeShared")],
+)
+def test_as_torch_bit_for_bit_on_ranks(ranks, crew, kind, in_one):
+    backend, size, *prefix = crew.split("-")
+    ranks(backend, int(size))(beside_torch, kind, "".join(prefix), in_one)
 
 
 def steps_in_flight(world):
@@ -173,22 +157,14 @@ def steps_in_flight(world):
         in_flight.append(sum(b.state is not BucketState.FILLING for b in reducer.flat_buckets))
         original(*arguments)
 
-    FlatParams.update = record
-    try:
+    with patch.object(FlatParams, "update", record):
         for step in range(2):
             in_flight.clear()
             x, y = batch(step, 4)
             optimizer.zero_grad()
             optimizer.backward_and_step(cross_entropy(model(x), y))
-    finally:
-        FlatParams.update = original
-    return in_flight, len(reducer.buckets)
-
-
-def test_a_bucket_is_stepped_while_later_ones_are_under_way(crew):
-    for in_flight, buckets in crew(steps_in_flight):
-        assert buckets >= 3
-        assert list(dict.fromkeys(in_flight)) == list(reversed(range(buckets)))
+    assert len(reducer.buckets) >= 3
+    assert list(dict.fromkeys(in_flight)) == list(reversed(range(len(reducer.buckets))))
 
 
 class Twice(nn.Module):
@@ -205,15 +181,17 @@ class Twice(nn.Module):
         return x
 
 
-def a_pass_that_raises(world):
+def nothing_in_a_pass_that_raises(world):
     model = Twice()
     reducer = Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=True)
     optimizer = SGD(model.parameters(), lr=0.1, reducer=reducer)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(RuntimeError, match="got a second gradient"):
         optimizer.backward_and_step(model(torch.ones(1, 2)).sum())
-    return all(p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_a_pass_that_raises_steps_nothing(ranks):
-    assert ranks("gloo", 2)(a_pass_that_raises) == [True, True]
+@pytest.mark.parametrize("what", [steps_in_flight, nothing_in_a_pass_that_raises])
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_backward_steps(ranks, backend, what):
+    ranks(backend, 2)(what)

@@ -1,15 +1,18 @@
-"""Flat optimizers beside torch's: the same bits of parameters and state.
+"""Flat optimizers beside torch's: the same bits of parameters and state, whatever a program does.
 
-Most tests need no second rank and run in a group of one, in this process.
+Most of it needs no second rank and runs in a group of one, in this process.
 """
 
+import copy
+import io
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
-from ddp_from_scratch import SGD, Reducer
+from ddp_from_scratch import SGD, AdamW, Reducer
 from ddp_from_scratch.optim import flat_params
 from ddp_from_scratch.optim.update_rules import AdamRule, SGDRule, UpdateRule
 from tests.support.optimizer_pair import (
@@ -20,68 +23,61 @@ from tests.support.optimizer_pair import (
     Net,
     Pair,
     assert_same,
+    each_kind,
     each_option,
     inputs,
+    ours,
+    torchs,
 )
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-class OddHeads(nn.Module):
-    """Products with single rows, whose rounding depends on where a weight lies in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        sizes = [(38, 138), (183, 139), (48, 189), (37, 61), (64, 64)]
-        self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
-
-    def forward(self, x: float) -> torch.Tensor:
-        return torch.stack(
-            [
-                layer(torch.linspace(0, x, layer.in_features)[None]).square().sum()
-                for layer in self.layers
-            ]
-        ).sum()
-
-
-@pytest.mark.parametrize("cap", [SEVERAL, ALL])
-def test_parameters_begin_where_products_have_torchs_bits(cap):
-    pair = Pair(OddHeads, cap=cap, lr=1e-4, momentum=0.9)
-    pair.train(10)
-    assert all(p.data_ptr() % 64 == 0 for p in pair.ours.parameters())
-
-
-def test_parameters_that_share_memory_are_found():
-    whole = torch.zeros(10)
-    inside, apart, empty = whole[2:4], torch.zeros(3), torch.zeros(0)
-    halves = torch.zeros(4).split(2)
-    assert flat_params.overlapping([apart, inside, whole, empty, *halves]) == {
-        id(whole),
-        id(inside),
-    }
-
-
 @each_option
 @pytest.mark.parametrize("cap", [0, SEVERAL, ALL], ids=["each its own", "several", "all in one"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, slow(False)])
 def test_bits_are_those_of_torch(options, cap, set_to_none):
     Pair(cap=cap, **options).train(set_to_none=set_to_none)
 
 
+DTYPES = [torch.bfloat16, torch.complex64, slow(torch.float64), slow(torch.float16)]
+
+
 @each_option
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_are_those_of_torch_in_every_dtype(options, dtype):
     if dtype.is_complex and "kind" in options:
         pytest.skip("torch's fused kernel takes no complex numbers")
-    Pair(lambda: Net(dtype), **options).train()
+    Pair(lambda: Net(dtype), **options).train(3)
 
 
-def calls(monkeypatch: pytest.MonkeyPatch, rule: type[UpdateRule]) -> list[int]:
-    """The number of elements of each call of the arithmetic."""
+class Layers(nn.Module):
+    def __init__(self, *sizes: tuple[int, int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
+
+    def forward(self, x: float) -> torch.Tensor:
+        each = (f(torch.linspace(0, x, f.in_features)[None]).square().sum() for f in self.layers)
+        return torch.stack([*each]).sum()
+
+
+@pytest.mark.parametrize("cap", [SEVERAL, ALL])
+def test_parameters_begin_where_products_have_torchs_bits(cap):
+    """The rounding of products with single rows depends on where a weight lies in memory."""
+    sizes = [(38, 138), (183, 139), (48, 189), (37, 61), (64, 64)]
+    pair = Pair(lambda: Layers(*sizes), cap=cap, lr=1e-4, momentum=0.9)
+    pair.train(10)
+    assert all(p.data_ptr() % 64 == 0 for p in pair.ours.parameters())
+
+
+@pytest.mark.parametrize(("options", "rule"), [(MOMENTUM, SGDRule), (ADAMW, AdamRule)])
+def test_one_call_per_bucket(monkeypatch, options, rule):
+    """Sizes are multiples of 16 elements, so that neighbours are stepped together."""
     sizes: list[int] = []
+    pair = Pair(lambda: Layers(*((1, 16 * k) for k in (1, 2, 3, 1, 2)), (1, 30_000)), **options)
+    pair.train(2)
     original = rule.update_flat
 
     def record(self: UpdateRule, tensors: Any, *arguments: Any) -> None:
@@ -89,35 +85,23 @@ def calls(monkeypatch: pytest.MonkeyPatch, rule: type[UpdateRule]) -> list[int]:
         original(self, tensors, *arguments)
 
     monkeypatch.setattr(rule, "update_flat", record)
-    return sizes
-
-
-def even() -> nn.Module:
-    """Sizes that are multiples of 16 elements, so that neighbours are stepped together."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(1, 16 * k) for k in (1, 2, 3, 1, 2)), nn.Linear(1, 30_000))
-
-
-class Even(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = even()
-
-    def forward(self, x: float) -> torch.Tensor:
-        return torch.stack([layer(torch.tensor([x])).square().sum() for layer in self.layers]).sum()
-
-
-@pytest.mark.parametrize(("options", "rule"), [(MOMENTUM, SGDRule), (ADAMW, AdamRule)])
-def test_one_call_per_bucket(monkeypatch, options, rule):
-    pair = Pair(Even, **options)
-    pair.train(2)
-    sizes = calls(monkeypatch, rule)
     pair.train(1)
     buckets = pair.reducer.flat_buckets
     assert 1 < len(buckets) < len(list(pair.ours.parameters()))
     assert sizes == [bucket.layout.numel for bucket in buckets]
     for bucket in buckets:
         assert len({p.untyped_storage().data_ptr() for p in bucket.parameters()}) == 1
+
+
+def test_parameters_that_share_memory_are_found():
+    whole = torch.zeros(10)
+    inside, apart, empty = whole[2:4], torch.zeros(3), torch.zeros(0)
+    halves = torch.zeros(4).split(2)
+    found = flat_params.overlapping([apart, inside, whole, empty, *halves])
+    assert found == {id(whole), id(inside)}
+
+
+# Groups -----------------------------------------------------------------------------------------
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -131,31 +115,21 @@ def alternating(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": own[::2]}, {"params": own[1::2], "weight_decay": 0.2, "nesterov": True}]
 
 
-@pytest.mark.parametrize("groups", [two_groups, alternating])
+@pytest.mark.parametrize("groups", [two_groups, alternating, nn.Module.named_parameters])
 def test_groups(groups):
     Pair(groups=groups, **MOMENTUM).train()
 
 
-def test_named_parameters():
-    Pair(groups=nn.Module.named_parameters, **MOMENTUM).train()
-
-
-def test_group_added_later():
-    def half(model: nn.Module) -> list[torch.Tensor]:
-        return list(model.parameters())[:4]
-
-    pair = Pair(groups=half, **MOMENTUM)
-    pair.train(2)
-    for model, optimizer in pair.both:
-        optimizer.add_param_group({"params": list(model.parameters())[4:], "lr": 0.2})
-    pair.train(2)
-
-
-def test_group_changed_by_hand():
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_parameters_added_later(by_hand):
     pair = Pair(groups=lambda model: list(model.parameters())[:4], **MOMENTUM)
     pair.train(2)
     for model, optimizer in pair.both:
-        optimizer.param_groups[0]["params"] += list(model.parameters())[4:]
+        added = list(model.parameters())[4:]
+        if by_hand:
+            optimizer.param_groups[0]["params"] += added
+        else:
+            optimizer.add_param_group({"params": added, "lr": 0.2})
     pair.train(2)
 
 
@@ -168,28 +142,243 @@ def test_parameter_of_no_bucket():
     pair = Pair(groups=with_another, **MOMENTUM)
     for x in inputs(3):
         pair.backward(x)
+        before = pair.ours.__dict__["other"].detach().clone()
         for model, optimizer in pair.both:
-            other = model.__dict__["other"]
-            before = other.detach().clone()
-            (other * other).sum().backward()
+            model.__dict__["other"].square().sum().backward()
             optimizer.step()
-            assert not torch.equal(other, before)
         pair.check()
+        assert not torch.equal(pair.ours.__dict__["other"], before)
     assert torch.equal(*(model.__dict__["other"] for model, _ in pair.both))
 
 
 def test_two_optimizers_for_one_reducer():
     model, reference = Net(), Net()
-    reducer = Reducer(model, bucket_cap_mb=SEVERAL, gradient_as_bucket_view=True)
-    own = list(model.parameters())
+    reducer = Reducer(model, bucket_cap_mb=SEVERAL)
+    own, other = list(model.parameters()), list(reference.parameters())
     halves = [SGD(own[:3], 0.1, 0.9, reducer=reducer), SGD(own[3:], 0.2, reducer=reducer)]
-    other = list(reference.parameters())
     theirs = [torch.optim.SGD(other[:3], 0.1, 0.9), torch.optim.SGD(other[3:], 0.2)]
     for x in inputs(4):
-        model.zero_grad()
-        reference.zero_grad()
-        model(x).backward()
-        reference(x).backward()
+        for each in (model, reference):
+            each.zero_grad()
+            each(x).backward()
         for optimizer in (*halves, *theirs):
             optimizer.step()
     assert_same(model, reference)
+
+
+# Programs ---------------------------------------------------------------------------------------
+
+
+def schedulers(pair):
+    made = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for _, optimizer in pair.both]
+    for _, o in pair.both:  # momentum, too
+        made.append(torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=8))
+    for x in inputs(6):
+        pair.step(x)
+        pair.check()
+        for scheduler in made:
+            scheduler.step()
+    assert pair.our_optimizer.param_groups[0]["lr"] != 0.05
+
+
+def a_scaler_that_skips_a_step(pair):
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in "12"]
+    for step, x in enumerate(inputs(6)):
+        before = pair.ours.p5.detach().clone()
+        for (model, optimizer), scaler in zip(pair.both, scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(model(float("inf") if step == 3 else x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        pair.check()
+        assert torch.equal(before, pair.ours.p5) == (step == 3)
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+
+
+def clipping(pair):
+    for x in inputs(4):
+        pair.backward(x)
+        norms = [clip_grad_norm_(model.parameters(), 0.1) for model, _ in pair.both]
+        assert norms[0] == norms[1] > 0.1
+        for _, optimizer in pair.both:
+            optimizer.step()
+        pair.check()
+
+
+def a_closure(pair):
+    for x in inputs(3):
+        losses = []
+        for model, optimizer in pair.both:
+
+            def closure(model: nn.Module = model, x: float = x) -> torch.Tensor:
+                model.zero_grad()
+                loss = model(x)
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure))
+        assert losses[0] == losses[1]
+        pair.check()
+
+
+def a_parameter_without_a_gradient(pair):
+    """In the first steps, too, so that only some members have momentum."""
+    for step, x in enumerate(inputs(5)):
+        pair.backward(x)
+        before = pair.ours.p1.detach().clone()
+        for model, optimizer in pair.both:
+            if step != 2:
+                model.p1.grad = None
+            optimizer.step()
+        pair.check()
+        assert torch.equal(before, pair.ours.p1) == (step != 2)
+
+
+def replaced_data_and_gradients(pair):
+    """Data is stepped where it lies."""
+    pair.train(2)
+    before = [model.p5.data for model, _ in pair.both]
+    elsewhere = [model.p5.detach().clone() for model, _ in pair.both]
+    for (model, _), data in zip(pair.both, elsewhere, strict=True):
+        model.p5.data = data
+    pair.train(2)
+    assert pair.ours.p5.data_ptr() == elsewhere[0].data_ptr()
+    for (model, _), data in zip(pair.both, before, strict=True):
+        model.p5.data = data
+    for x in inputs(3):
+        pair.backward(x)
+        for model, optimizer in pair.both:
+            model.p5.grad = model.p5.grad * 2
+            optimizer.step()
+        pair.check()
+
+
+def a_loaded_model(pair):
+    pair.train(2)
+    saved = copy.deepcopy(pair.ours.state_dict())
+    pair.train(2)
+    for model, _ in pair.both:
+        model.load_state_dict(saved)
+    pair.train(2)
+
+
+def a_reducer_taken_off(pair):
+    pair.train(2)
+    pair.reducer.remove()
+    pair.train(2)
+
+
+def a_second_optimizer(pair):
+    pair.train(2)
+    mine, other = ours(pair.kind), torchs(pair.kind)
+    pair.our_optimizer = mine(pair.ours.parameters(), lr=0.01, reducer=pair.reducer)
+    pair.their_optimizer = other(pair.theirs.parameters(), lr=0.01)
+    pair.train(2)
+
+
+def a_copy(pair):
+    """It steps its own parameters; a copied state stays, and a file is no larger for it."""
+    pair.train(2)
+    before = copy.deepcopy(pair.ours)
+    state = copy.deepcopy(pair.our_optimizer.state_dict())["state"]
+    model, optimizer = copy.deepcopy((pair.ours, pair.our_optimizer))
+    for x in inputs(2):
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"a copy of a ddp\.\w+ has no Reducer"):
+        optimizer.backward_and_step(model(0.5))
+    assert_same(pair.ours, before)
+    unchanged = pair.our_optimizer.state_dict()["state"]
+    torch.testing.assert_close(state, unchanged, rtol=0, atol=0)
+    pair.train(2)
+    assert_same(pair.ours, model)
+    sizes = []
+    for model, optimizer in pair.both:
+        torch.save([model.state_dict(), optimizer.state_dict()], file := io.BytesIO())
+        sizes.append(file.tell())
+    assert sizes[0] <= sizes[1]
+
+
+@each_kind
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(schedulers, a_scaler_that_skips_a_step, clipping, a_closure, a_loaded_model),
+        *(a_parameter_without_a_gradient, replaced_data_and_gradients, a_reducer_taken_off),
+        *(a_second_optimizer, a_copy),
+    ],
+)
+def test_bits_are_those_of_torch_with(program, options):
+    program(Pair(**options))
+
+
+def saved_and_loaded(state: Any) -> Any:
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@each_option
+@pytest.mark.parametrize("how", [saved_and_loaded, slow(copy.deepcopy)])
+def test_state_goes_both_ways(options, how):
+    pair = Pair(**options)
+    pair.train(3)
+    ours, theirs = pair.our_optimizer.state_dict(), pair.their_optimizer.state_dict()
+    assert ours["state"].keys() == theirs["state"].keys()
+    keys = [[group.keys() for group in state["param_groups"]] for state in (ours, theirs)]
+    assert keys[0] == keys[1]
+    other = Pair(**{**options, "lr": 7.0})  # comes from the state
+    states = copy.deepcopy(theirs), how(ours)
+    for (model, optimizer), state in zip(other.both, states, strict=True):
+        model.load_state_dict(pair.ours.state_dict())
+        optimizer.load_state_dict(state)
+    other.check()
+    other.train(3)
+    pair.train(3)  # the one that was saved goes on from where it was
+    assert_same(pair.ours, other.ours)
+
+
+@each_kind
+def test_parameters_in_shared_memory_stay_shared(options):
+    def make() -> nn.Module:
+        model = Net()
+        model.p6 = nn.Parameter(model.p5.data[:17])
+        return model
+
+    pair = Pair(make, **options)
+    pair.train()
+    assert pair.ours.p6.data_ptr() == pair.ours.p5.data_ptr()
+
+
+def test_autograd_notices_that_parameters_changed():
+    pair = Pair(**MOMENTUM)
+    for model, optimizer in pair.both:
+        loss = model(0.5)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": -1.0}, {"momentum": -1.0}, {"weight_decay": -1.0}, {"nesterov": True}],
+    ids=str,
+)
+def test_values_out_of_range_are_refused_as_by_torch(options):
+    model = Net()
+    with pytest.raises(ValueError) as theirs:  # noqa: PT011  # compared below
+        torch.optim.SGD(model.parameters(), **options)
+    with pytest.raises(ValueError) as mine:  # noqa: PT011
+        SGD(model.parameters(), reducer=Reducer(model), **options)
+    assert str(mine.value) == str(theirs.value)
+
+
+def test_settings_that_choose_a_kernel_and_another_models_reducer_are_refused():
+    model = Net()
+    for name in ("foreach", "fused", "capturable", "differentiable"):
+        with pytest.raises(TypeError, match=f"AdamW takes no {name}: it has one kernel"):
+            AdamW(model.parameters(), reducer=Reducer(model), **{name: True})
+    with pytest.raises(ValueError, match="none of params is one of the reducer's"):
+        SGD(Net().parameters(), reducer=Reducer(model))

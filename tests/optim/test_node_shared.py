@@ -5,6 +5,7 @@ import itertools
 import time
 import warnings
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def as_flat(world):
         torch.testing.assert_close(shared.state_dict(), flat.state_dict(), **near)
 
 
-@pytest.mark.parametrize("size", [slow(2), 3, 4])
+@pytest.mark.parametrize("size", [slow(2), slow(3), 4])
 @each_backend
 def test_the_numbers_are_those_of_the_flat_optimizer(ranks, backend, size):
     ranks(backend, size)(as_flat)
@@ -135,12 +136,6 @@ def one_copy(world, kind, settings):
     assert model.wide.weight.eq(7.0).all()
 
 
-@each_kind
-@each_backend
-def test_all_ranks_have_the_same_memory(ranks, backend, kind, settings):
-    ranks(backend, 3)(one_copy, kind, settings)
-
-
 def resumed(world, kind, settings):
     """With torch's optimizer for the steps between: the same as without."""
 
@@ -149,7 +144,7 @@ def resumed(world, kind, settings):
 
     def trained(optimizer_class, states, steps):
         model, _, optimizer = made(optimizer_class, settings, find_unused_parameters=True)
-        in_one = hasattr(optimizer, "backward_and_step")
+        in_one = isinstance(optimizer, node_shared(kind))
         if in_one:
             optimizer.backward_and_step(loss_of(model, world, 9))  # moves the parameters
             dist.barrier()
@@ -176,264 +171,199 @@ def resumed(world, kind, settings):
 
 
 @each_kind
+@pytest.mark.parametrize("what", [one_copy, resumed])
 @each_backend
-def test_states_go_both_ways(ranks, backend, kind, settings):
-    ranks(backend, 2)(resumed, kind, settings)
+def test_all_ranks_have_the_same_memory_and_states_go_both_ways(
+    ranks, backend, what, kind, settings
+):
+    ranks(backend, 2)(what, kind, settings)
 
 
-def misused(world):
-    group = dist.new_group(timeout=timedelta(seconds=20))
-    model = nn.Linear(3, 3)
-    ddp.broadcast_parameters(model)
-    reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
+# Small programs ---------------------------------------------------------------------------------
+
+X = torch.ones(1, 3)
+
+
+def linear(group=None, model=None, same=True, **options):
+    model = model or nn.Linear(3, 3)
+    if same:
+        ddp.broadcast_parameters(model, process_group=group)
+    reducer = ddp.Reducer(model, group, **options)
     optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+
+    def step(x=X):
+        optimizer.zero_grad()
+        optimizer.backward_and_step(model(x).sum())
+
+    return model, reducer, optimizer, step
+
+
+def refuses_a_comm_hook(world):
+    _, reducer, _, step = linear()
     reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
     with pytest.raises(RuntimeError, match="cannot go through a comm hook"):
-        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
-    model = nn.Linear(3, 3)
-    torch.nn.init.constant_(model.weight, world.rank)
-    reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
-    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
-    with pytest.raises(RuntimeError, match="weight"):  # unlike parameters would become one
-        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
-    ddp.broadcast_parameters(model, process_group=group)
-    model.zero_grad()
-    optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
-    optimizer.param_groups[0]["lr"] = 0.1 * (world.rank + 1)
-    with pytest.raises(RuntimeError, match=r"different operations.*step with lr=0\.1 .*lr=0\.2"):
-        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+        step()
 
 
-def other_settings(world, changed):
+def refuses_unlike_parameters_and_unlike_steps(world):
+    """Parameters that differ would become one."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.Linear(3, 3)
+    torch.nn.init.constant_(model.weight, world.rank)
+    _, _, optimizer, step = linear(group, model, same=False)
+    with pytest.raises(RuntimeError, match="weight"):
+        step()
     ddp.broadcast_parameters(model, process_group=group)
-    reducer = ddp.Reducer(model, group)
-    optimizer = ddp.NodeSharedAdamW(model.parameters(), torch.tensor(1e-3), reducer=reducer)
-    optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
-    if world.rank:
-        optimizer.param_groups[0].update(changed)
-        if "step" in changed:
-            optimizer.state[model.weight]["step"] += 1
-    with pytest.raises(RuntimeError, match=r"different operations.*step with lr"):
-        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+    step()
+    optimizer.param_groups[0]["lr"] = 0.1 * (world.rank + 1)
+    with pytest.raises(RuntimeError, match=r"different operations.*step with lr=0\.1 .*lr=0\.2"):
+        step()
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"lr": 0.00100001},
-        {"betas": (0.9, 0.9)},
-        {"eps": 1e-6},
-        {"maximize": True},
-        {"weight_decay": 0.0},
-        {"decoupled_weight_decay": False},
-        {"step": 1},
-    ],
-    ids=str,
-)
-@each_backend
-def test_ranks_that_step_otherwise_are_named(ranks, backend, changed):
-    ranks(backend, 2)(other_settings, changed)
+CHANGED = [
+    *({"lr": 0.00100001}, {"betas": (0.9, 0.9)}, {"eps": 1e-6}, {"maximize": True}),
+    *({"weight_decay": 0.0}, {"decoupled_weight_decay": False}, {"step": 1}),
+]
 
 
-@each_backend
-def test_what_would_go_wrong_is_named(ranks, backend):
-    ranks(backend, 2)(misused)
+def refuses_each_setting_that_differs(world):
+    for changed in CHANGED:
+        group = dist.new_group(timeout=timedelta(seconds=20))
+        model = nn.Linear(3, 3)
+        ddp.broadcast_parameters(model, process_group=group)
+        reducer = ddp.Reducer(model, group)
+        optimizer = ddp.NodeSharedAdamW(model.parameters(), torch.tensor(1e-3), reducer=reducer)
+        optimizer.backward_and_step(model(X).sum())
+        if world.rank:
+            optimizer.param_groups[0].update(changed)
+            if "step" in changed:
+                optimizer.state[model.weight]["step"] += 1
+        with pytest.raises(RuntimeError, match=r"different operations.*step with lr"):
+            optimizer.backward_and_step(model(X).sum())
 
 
-def replaced(world):
-    model = nn.Linear(3, 3)
-    ddp.broadcast_parameters(model)
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
-    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
-    optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+def refuses_parameters_that_were_replaced_or_cannot_move(world):
+    model, _, _, step = linear()
+    step()
     model.weight.data = model.weight.detach().clone()
     with pytest.raises(RuntimeError, match=r"shape \(3, 3\) does not lie in shared memory any lon"):
-        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
-
-
-def transposed(world):
-    model = nn.Conv2d(3, 3, 2)
-    ddp.broadcast_parameters(model)
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
-    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+        step()
+    model, _, _, step = linear(model=nn.Conv2d(3, 3, 2))
     model.to(memory_format=torch.channels_last)
     before = model.weight.detach().clone()
     with pytest.raises(RuntimeError, match=r"shape \(3, 3, 2, 2\) cannot be moved into shared mem"):
-        optimizer.backward_and_step(model(torch.ones(1, 3, 2, 2)).sum())
+        step(torch.ones(1, 3, 2, 2))
     assert model.weight.equal(before)
+    with pytest.raises(ValueError, match=r"needs parameters of float32 or float64.*bfloat16"):
+        linear(model=nn.Linear(3, 3).bfloat16())
 
 
-def without_a_rank(world):
-    model = nn.Linear(3, 3)
-    ddp.broadcast_parameters(model)
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
-    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+def refuses_to_miss_a_rank(world):
+    _, reducer, _, step = linear()
     with ddp.join(reducer), pytest.raises(RuntimeError, match=r"inside join\(\)"):
-        optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+        step()
 
 
-def some_parameters(world):
+def takes_all_parameters_but_those_that_are_ignored(world):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     ddp.broadcast_parameters(model)
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    reducer = ddp.Reducer(model)
     with pytest.raises(ValueError, match="must hold all of the reducer's parameters"):
         ddp.NodeSharedSGD(model[0].parameters(), reducer=reducer)
     reducer.remove()
-    # What is not synchronised may differ.
-    torch.nn.init.constant_(model[1].weight, world.rank)
+    torch.nn.init.constant_(model[1].weight, world.rank)  # may differ
     names = ["1.weight", "1.bias"]
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True, ignore=names)
-    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
-    optimizer.backward_and_step(model(torch.ones(1, 3)).sum())
+    _, _, optimizer, step = linear(model=model, same=False, ignore=names)
+    step()
     ddp.check_sync(model, ignore=names)
     model, optimizer = copy.deepcopy((model, optimizer))  # which has no Reducer
-    model(torch.ones(1, 3)).sum().backward()
+    model(X).sum().backward()
     before = model[0].weight.clone()
     optimizer.step()
     assert not model[0].weight.equal(before)
 
 
-@each_backend
-def test_which_parameters(ranks, backend):
-    ranks(backend, 2)(some_parameters)
-
-
-def memory_after(world):
+def gives_memory_that_was_moved_from_back(world):
     group = dist.new_group()
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     ddp.broadcast_parameters(model, process_group=group)
-    reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True, bucket_cap_mb=0)
+    reducer = ddp.Reducer(model, group, bucket_cap_mb=0)
     optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, momentum=0.9, reducer=reducer)
     for _ in range(4):
         optimizer.zero_grad()
         optimizer.backward_and_step(model(torch.ones(1, 512)).sum())
-    windows = shared_memory_beside(group)._windows._memories
+    beside = shared_memory_beside(group)
     # For each of four runs one of parameters and one of momentum, and one for all gradients.
-    assert len(windows) == 9
+    assert len(beside._windows._memories) == 9
     weight = model[0].weight.detach()
     expected = weight.clone() * world.world_size
-    dist.all_reduce(
-        weight, group=shared_memory_beside(group)
-    )  # there is one of it, not one of each rank
+    dist.all_reduce(weight, group=beside)  # there is one of it, not one of each rank
     assert weight.equal(expected)
 
 
-@each_backend
-def test_memory_that_was_moved_from_is_given_back(ranks, backend):
-    ranks(backend, 2)(memory_after)
-
-
-def a_slow_owner(world):
-    model = nn.Linear(300, 300)
-    ddp.broadcast_parameters(model)
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
-    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+def returns_when_all_shares_are_written(world):
+    model, _, optimizer, step = linear(model=nn.Linear(300, 300))
     group = optimizer._group
     reduce_to_owners = group.reduce_to_owners
 
     def slowly(gradient, op, receive, label):
         def receive_late(begin, chunk):
-            time.sleep(0.05 * world.rank)
+            time.sleep(0.05 * world.rank)  # which shows a step that does not wait
             receive(begin, chunk)
 
         reduce_to_owners(gradient, op, receive_late, label)
 
-    group.reduce_to_owners = slowly
-    for _ in range(3):
-        optimizer.backward_and_step(model(torch.ones(1, 300)).sum())
-        seen = model.weight.detach().clone()
-        dist.barrier()
-        assert model.weight.equal(seen), "a step returned before all shares were written"
-    del group.reduce_to_owners
-
-
-@each_backend
-def test_a_step_returns_when_all_shares_are_written(ranks, backend):
-    ranks(backend, 2)(a_slow_owner)
+    with patch.object(group, "reduce_to_owners", slowly):
+        for _ in range(3):
+            step(torch.ones(1, 300))
+            seen = model.weight.detach().clone()
+            dist.barrier()
+            assert model.weight.equal(seen)
 
 
 def no_room(*_):
     raise NoSharedMemory("no room")
 
 
-def without_room(world):
+def refuses_gradients_that_are_not_shared(world):
+    """As there is no room; in a copy, which one rank may make alone; and without shared memory."""
     group = dist.new_group()
     model = nn.Linear(3, 3)
     ddp.broadcast_parameters(model)
-    shared_memory, windows.SharedMemory = windows.SharedMemory, no_room
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with patch.object(windows, "SharedMemory", no_room):
             reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
-    finally:
-        windows.SharedMemory = shared_memory
     assert ["no room" in str(warning.message) for warning in told] == [True] * (world.rank == 0)
     model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
     assert model.weight.grad.eq(1.5).all()
-    with pytest.raises(
-        ValueError, match="memory that the machine's ranks share, and there was none"
-    ):
+    with pytest.raises(ValueError, match="that the machine's ranks share, and there was none"):
         ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
-
-
-@each_backend
-def test_where_there_is_no_room_in_shared_memory(ranks, backend):
-    ranks(backend, 2)(without_room)
-
-
-def on_a_copy(world):
-    """One rank may make a copy alone, so it has memory of its own."""
     copied = copy.deepcopy(ddp.DistributedDataParallel(nn.Linear(3, 3)))
     message = r"there was none: .* or its module is a copy of a wrapped one, to be wrapped itself"
     with pytest.raises(ValueError, match=message):
         ddp.NodeSharedSGD(copied.parameters(), reducer=copied.reducer)
     wrapped = ddp.DistributedDataParallel(copied.module)
     ddp.NodeSharedSGD(wrapped.parameters(), reducer=wrapped.reducer)
+    if world.backend == "gloo":
+        with pytest.raises(ValueError, match="needs ranks that share memory: a process"):
+            linear(shared_memory=False)
 
 
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(refuses_a_comm_hook, refuses_unlike_parameters_and_unlike_steps),
+        *(refuses_each_setting_that_differs, refuses_to_miss_a_rank),
+        refuses_parameters_that_were_replaced_or_cannot_move,
+        takes_all_parameters_but_those_that_are_ignored,
+        *(gives_memory_that_was_moved_from_back, returns_when_all_shares_are_written),
+        refuses_gradients_that_are_not_shared,
+    ],
+)
 @each_backend
-def test_a_copy_of_a_wrapped_module_is_refused(ranks, backend):
-    ranks(backend, 2)(on_a_copy)
-
-
-@each_backend
-def test_no_rank_can_be_missing(ranks, backend):
-    ranks(backend, 2)(without_a_rank)
-
-
-@each_backend
-def test_a_parameter_that_was_replaced_is_named(ranks, backend):
-    ranks(backend, 2)(replaced)
-
-
-@each_backend
-def test_a_parameter_that_cannot_move_any_longer_is_not_stepped_alone(ranks, backend):
-    ranks(backend, 2)(transposed)
-
-
-def refused(world):
-    model = nn.Linear(3, 3).bfloat16()
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
-    with pytest.raises(ValueError, match=r"needs parameters of float32 or float64.*bfloat16"):
-        ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
-
-
-@each_backend
-def test_parameters_that_cannot_move_are_refused(ranks, backend):
-    ranks(backend, 2)(refused)
-
-
-def without_shared_memory(world):
-    model = nn.Linear(3, 3)
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True, shared_memory=False)
-    with pytest.raises(ValueError, match="NodeSharedSGD needs ranks that share memory: a process"):
-        ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
-
-
-def test_a_group_without_shared_memory_is_refused(ranks):
-    ranks("gloo", 2)(without_shared_memory)
+def test_an_optimizer(ranks, backend, what):
+    ranks(backend, 2)(what)
 
 
 def shares_over_machines(world, sizes):
@@ -460,6 +390,6 @@ def shares_over_machines(world, sizes):
     group.shutdown()
 
 
-@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2), (1, 2)])
+@pytest.mark.parametrize("sizes", [slow((2,)), (1, 2), slow((3,)), slow((2, 2))])
 def test_each_rank_gets_its_share_of_the_average(ranks, sizes):
     ranks("mpi", sum(sizes))(shares_over_machines, sizes)

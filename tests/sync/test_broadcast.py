@@ -13,53 +13,23 @@ from torch import nn
 
 from ddp_from_scratch import broadcast_buffers, broadcast_parameters
 from ddp_from_scratch.group import on_gpu_of
-from ddp_from_scratch.sync.broadcast import check_same_model, tree_neighbours
+from ddp_from_scratch.sync.broadcast import tree_neighbours
 from tests.support.tiers import slow
 
 
-# From four ranks on, one that receives passes on.
-@pytest.fixture(
-    params=["gloo-4", "mpi-3", *map(slow, ("gloo-2", "gloo-3", "mpi-2", "mpi-4"))],
-)
-def crew(ranks, request):
-    backend, world_size = request.param.split("-")
-    return ranks(backend, int(world_size))
-
-
-# The tree ---------------------------------------------------------------------------------------
-
-WORLD_SIZES = range(1, 18)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_tree_reaches_every_rank_once_and_in_few_hops(world_size):
-    for root in range(world_size):
-        depth = {root: 0}
-        waiting = [root]
-        while waiting:
-            rank = waiting.pop()
-            for child in tree_neighbours(rank, world_size, root)[1]:
-                assert child not in depth, f"{child} is reached twice from root {root}"
-                depth[child] = depth[rank] + 1
-                waiting.append(child)
-        assert sorted(depth) == list(range(world_size))
-        assert max(depth.values()) <= math.ceil(math.log2(world_size))
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_tree_parents_and_children_agree(world_size):
-    for root in range(world_size):
-        neighbours = [tree_neighbours(rank, world_size, root) for rank in range(world_size)]
-        assert neighbours[root][0] is None
-        for rank, (parent, _) in enumerate(neighbours):
-            if rank != root:
-                assert rank in neighbours[parent][1]
-        assert sum(len(children) for _, children in neighbours) == world_size - 1
-
-
-def test_tree_of_eight_is_the_one_drawn():
+def test_the_tree_reaches_every_rank_once_and_in_few_hops():
     children = [tree_neighbours(rank, 8)[1] for rank in range(8)]
-    assert children == [[4, 2, 1], [], [3], [], [6, 5], [], [7], []]
+    assert children == [[4, 2, 1], [], [3], [], [6, 5], [], [7], []]  # as drawn
+    for size, root in [(ranks, root) for ranks in range(1, 18) for root in range(ranks)]:
+        neighbours = [tree_neighbours(rank, size, root) for rank in range(size)]
+        parents = {child: rank for rank, (_, below) in enumerate(neighbours) for child in below}
+        assert sum(len(below) for _, below in neighbours) == len(parents) == size - 1
+        assert [parent for parent, _ in neighbours] == [parents.get(rank) for rank in range(size)]
+        for rank in range(size):
+            hops = 0
+            while rank != root:
+                rank, hops = parents[rank], hops + 1
+                assert hops <= math.ceil(math.log2(size))
 
 
 # What travels -----------------------------------------------------------------------------------
@@ -68,11 +38,11 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.bool, torch.complex64),
 )
-SHAPES = ((), (3,), (2, 3), (0, 4))
+LARGE = 3 * 2**18
 
 
 class Zoo(nn.Module):
-    """Every dtype in every shape, as parameters where there can be one and as buffers."""
+    """Every dtype and shape, as parameters where there can be one and as buffers."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -82,67 +52,51 @@ class Zoo(nn.Module):
             return torch.randint(-9, 10, shape, generator=draw).to(dtype)
 
         for dtype in DTYPES:
-            for number, shape in enumerate(SHAPES):
+            for number, shape in enumerate([(), (3,), (2, 3), (0, 4)]):
                 name = f"{str(dtype).removeprefix('torch.')}_{number}"
                 self.register_buffer(f"buffer_{name}", values(shape, dtype))
                 if dtype.is_floating_point or dtype.is_complex:
                     self.register_parameter(name, nn.Parameter(values(shape, dtype)))
         self.frozen = nn.Parameter(values((4,)), requires_grad=False)
-        self.transposed = nn.Parameter(values((3, 2)).t())
-        self.channels_last = nn.Parameter(
-            values((2, 3, 2, 2)).to(memory_format=torch.channels_last)
-        )
+        self.tied = self.transposed = nn.Parameter(values((3, 2)).t())
+        last = values((2, 3, 2, 2)).to(memory_format=torch.channels_last)
+        self.channels_last = nn.Parameter(last)
         self.with_holes = nn.Parameter(values((40,)).as_strided((2, 3), (20, 2)))
-        self.tied = self.transposed
-        self.unsaved = nn.Buffer(values((2,)), persistent=False)
+        self.buffer_unsaved = nn.Buffer(values((2,)), persistent=False)
+
+    def tensors(self):
+        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers()]
+        return dict(named)
 
 
-def state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of all names, copied."""
-    every = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    return {name: tensor.detach().clone() for name, tensor in every}
-
-
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
-def broadcast_zoo(world):
+def parameters_and_buffers_in_place(world):
     for src in range(world.world_size):
-        model, source = Zoo(100 + world.rank), Zoo(100 + src)
-        before = [(t.data_ptr(), t.stride()) for t in (*model.parameters(), *model.buffers())]
+        model = Zoo(100 + world.rank)
+        before = [(t.data_ptr(), t.stride()) for t in model.tensors().values()]
         broadcast_parameters(model, src=src)
-        after = [(t.data_ptr(), t.stride()) for t in (*model.parameters(), *model.buffers())]
-        assert same(state(model), state(source)), f"from rank {src}"
-        assert before == after
+        assert same(model.tensors(), Zoo(100 + src).tensors()), f"from rank {src}"
+        assert before == [(t.data_ptr(), t.stride()) for t in model.tensors().values()]
         assert model.tied is model.transposed
         assert all(p.grad is None and p.is_leaf for p in model.parameters())
 
 
-def test_every_rank_gets_every_tensor_of_the_source_in_place(crew):
-    crew(broadcast_zoo)
-
-
-def broadcast_buffers_only(world):
+def buffers_alone(world):
     last = world.world_size - 1
     model = Zoo(100 + world.rank)
-    broadcast_buffers(model, src=last)
-    mine, source = state(Zoo(100 + world.rank)), state(Zoo(100 + last))
-    for name, values in state(model).items():
-        is_buffer = "buffer" in name or name == "unsaved"
-        assert torch.equal(values, (source if is_buffer else mine)[name]), name
+    broadcast_buffers(model, src=last, ignore=["buffer_int64_1"])
+    mine, source = Zoo(100 + world.rank).tensors(), Zoo(100 + last).tensors()
+    for name, values in model.tensors().items():
+        sent = name.startswith("buffer") and name != "buffer_int64_1"
+        assert torch.equal(values, (source if sent else mine)[name]), name
 
 
-def test_broadcast_buffers_leaves_parameters_alone(crew):
-    crew(broadcast_buffers_only)
-
-
-def broadcast_large(world):
-    """40 MiB in tensors that do not end where messages do: three messages."""
-    model = nn.ParameterList(torch.full((3 * 2**18,), 10.0 * world.rank + i) for i in range(14))
+def large_models_in_several_messages(world):
+    """42 MiB in tensors that do not end where messages do: three messages."""
+    model = nn.ParameterList(torch.full((LARGE,), 10.0 * world.rank + i) for i in range(14))
     sizes = []
     batch = dist.batch_isend_irecv
 
@@ -153,62 +107,58 @@ def broadcast_large(world):
     with patch.object(dist, "batch_isend_irecv", record):
         broadcast_parameters(model)
     assert [p.unique().tolist() for p in model] == [[i] for i in range(14)]
-    _, children = tree_neighbours(world.rank, world.world_size)
-    assert len(sizes) == 3 * len(children)
-    assert sum(sizes) == 42 * 2**20 * len(children)
+    children = len(tree_neighbours(world.rank, world.world_size)[1])
+    assert (len(sizes), sum(sizes)) == (3 * children, 42 * 2**20 * children)
 
 
-def test_a_large_model_travels_in_several_messages(crew):
-    crew(broadcast_large)
-
-
-def broadcast_nothing(world):
+def within_a_group_and_without_what_is_ignored(world):
+    """Ranks 0 and 2 are 0 and 1 of their group."""
     broadcast_parameters(nn.ReLU())
-    broadcast_buffers(nn.Linear(2, 2))
-
-
-def test_nothing_to_send(trio):
-    trio(broadcast_nothing)
-
-
-def broadcast_in_subgroup(world):
-    """Ranks 0 and 2, which are 0 and 1 of their group."""
+    broadcast_buffers(nn.Linear(2, 2))  # has none
     group = dist.new_group([0, 2])
     model = Zoo(100 + world.rank)
-    if world.rank != 1:
-        broadcast_parameters(model, src=1, process_group=group)
+    if world.rank in (0, 2):
+        broadcast_parameters(model, 1, group, ignore=["float32_1", "buffer_bool_1"])
     dist.destroy_process_group(group)
-    assert same(state(model), state(Zoo(101 if world.rank == 1 else 102)))
+    mine, expected = (Zoo(100 + r).tensors() for r in (world.rank, world.rank or 2))
+    for name in ("float32_1", "buffer_bool_1"):
+        expected[name] = mine[name]
+    assert same(model.tensors(), expected)
 
 
-def test_src_is_a_rank_of_the_group(trio):
-    trio(broadcast_in_subgroup)
-
-
-def broadcast_from(world, src):
-    for broadcast in (broadcast_parameters, broadcast_buffers):
-        with pytest.raises(ValueError, match=f"src must be a rank of the group, 0 to 2, got {src}"):
-            broadcast(nn.Linear(2, 2), src=src)
-
-
-@pytest.mark.parametrize("src", [-1, 3])
-def test_src_that_is_no_rank(trio, src):
-    trio(broadcast_from, src)
+# From four ranks on, one that receives passes on.
+@pytest.mark.parametrize("crew", ["gloo-4", *map(slow, ("gloo-3", "mpi-3", "mpi-4"))])
+@pytest.mark.parametrize(
+    "what",
+    [
+        parameters_and_buffers_in_place,
+        buffers_alone,
+        large_models_in_several_messages,
+        within_a_group_and_without_what_is_ignored,
+    ],
+)
+def test_ranks_get_the_sources(ranks, crew, what):
+    backend, size = crew.split("-")
+    ranks(backend, int(size))(what)
 
 
 # What is refused --------------------------------------------------------------------------------
 
 
-def mlp(**changed: nn.Module) -> nn.ModuleDict:
+def mlp(layer=None, name="", value=None, **others):
+    """Layers, of which some are others, or one has another parameter or buffer."""
     layers = {"one": nn.Linear(2, 3), "norm": nn.BatchNorm1d(3), "two": nn.Linear(3, 4)}
-    return nn.ModuleDict(layers | changed)
+    model = nn.ModuleDict(layers | others)
+    if layer:
+        setattr(model[layer], name, value)
+    return model
 
 
-def renamed() -> nn.Module:
+def renamed():
     return nn.ModuleDict({f"{name}_": layer for name, layer in mlp().items()})
 
 
-def reordered() -> nn.Module:
+def reordered():
     """Two parameters of one shape, the other way round."""
     model = mlp()
     weight = model.norm.weight
@@ -217,139 +167,70 @@ def reordered() -> nn.Module:
     return model
 
 
-def other_strides() -> nn.Module:
-    model = mlp()
-    model.one.weight = nn.Parameter(torch.zeros(2, 3).t())
-    return model
+MEAN = "buffer norm.running_mean: shape (3,)"
+# What one rank has instead of `mlp()`; and what the error says that the others have, and it has.
+DIFFERENT = [
+    (lambda: mlp(two=nn.Linear(3, 4, bias=False)), "parameter two.bias: shape (4,)", MEAN),
+    (renamed, "parameter one.weight", "parameter one_.weight"),
+    (reordered, "parameter norm.weight", "parameter norm.bias"),
+    (lambda: mlp(two=nn.Linear(3, 5)), "two.weight: shape (4, 3)", "two.weight: shape (5, 3)"),
+    (lambda: mlp("one", "weight", ACROSS), "strides (2, 1)", "strides (1, 3)"),
+    (lambda: mlp(one=nn.Linear(2, 3).half()), "torch.float32", "torch.float16"),
+    (lambda: mlp(two=nn.Linear(3, 4).requires_grad_(False)), "grad=True", "grad=False"),
+    (lambda: mlp("norm", "running_mean", torch.zeros(3, 1)), MEAN, "mean: shape (3, 1)"),
+    (lambda: mlp("norm", "running_mean", torch.zeros(3).double()), f"{MEAN}, torch.float32", "64"),
+    (lambda: mlp("norm", "num_batches_tracked", None), "9", "8"),
+]
+ACROSS = nn.Parameter(torch.zeros(2, 3).t())
 
 
-def frozen() -> nn.Module:
-    model = mlp()
-    model.two.weight.requires_grad = False
-    return model
-
-
-def other_buffer(buffer: torch.Tensor) -> nn.Module:
-    model = mlp()
-    model.norm.running_mean = buffer
-    return model
-
-
-# What one rank builds instead of `mlp()`, and how the texts about the others and about it begin.
-DIFFERENT = {
-    "parameter missing": (
-        lambda: mlp(two=nn.Linear(3, 4, bias=False)),
-        "parameter two.bias",
-        "buffer norm.running_mean",
-    ),
-    "name": (renamed, "parameter one.weight", "parameter one_.weight"),
-    "order": (reordered, "parameter norm.weight", "parameter norm.bias"),
-    "shape": (
-        lambda: mlp(two=nn.Linear(3, 5)),
-        "parameter two.weight: shape (4, 3)",
-        "parameter two.weight: shape (5, 3)",
-    ),
-    "strides": (
-        other_strides,
-        "parameter one.weight: shape (3, 2), strides (2, 1)",
-        "parameter one.weight: shape (3, 2), strides (1, 3)",
-    ),
-    "dtype": (
-        lambda: mlp(one=nn.Linear(2, 3).half()),
-        "parameter one.weight: shape (3, 2), strides (2, 1), torch.float32",
-        "parameter one.weight: shape (3, 2), strides (2, 1), torch.float16",
-    ),
-    "requires_grad": (
-        frozen,
-        "parameter two.weight: shape (4, 3), strides (3, 1), torch.float32, requires_grad=True",
-        "parameter two.weight: shape (4, 3), strides (3, 1), torch.float32, requires_grad=False",
-    ),
-    "buffer shape": (
-        lambda: other_buffer(torch.zeros(3, 1)),
-        "buffer norm.running_mean: shape (3,)",
-        "buffer norm.running_mean: shape (3, 1)",
-    ),
-    "buffer dtype": (
-        lambda: other_buffer(torch.zeros(3).double()),
-        "buffer norm.running_mean: shape (3,), torch.float32",
-        "buffer norm.running_mean: shape (3,), torch.float64",
-    ),
-}
-
-
-def refused(world, kind, odd):
-    model = DIFFERENT[kind][0]() if world.rank == odd else mlp()
-    before = state(model)
+def error_of(make, odd, world):
+    model = make() if world.rank == odd else mlp()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(RuntimeError) as caught:
         broadcast_parameters(model)
-    assert same(before, state(model)), "values were sent"
+    assert same(before, model.state_dict()), "values were sent"
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", DIFFERENT)
-@pytest.mark.parametrize("odd", [0, 2])
-def test_different_models_are_refused_with_one_text_on_every_rank(trio, kind, odd):
-    _, usual, unusual = DIFFERENT[kind]
-    zero, other, rank = (unusual, usual, 1) if odd == 0 else (usual, unusual, 2)
-    texts = set(trio(refused, kind, odd))
-    assert len(texts) == 1
-    pattern = (
-        f"the models differ: rank 0 has {re.escape(zero)}.*; rank {rank} has {re.escape(other)}"
-    )
-    assert re.match(pattern, texts.pop())
+def errors(world, case):
+    return [error_of(DIFFERENT[case][0], odd, world) for odd in (0, 2)]
 
 
-def refused_for_length(world, shorter):
-    layers = [nn.Linear(2, 2), nn.Linear(2, 2, bias=world.rank != shorter)]
-    with pytest.raises(RuntimeError) as caught:
-        broadcast_parameters(nn.Sequential(*layers))
-    return str(caught.value)
+@pytest.mark.parametrize("case", range(len(DIFFERENT)))
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_different_models_are_refused_with_one_text_on_every_rank(ranks, backend, case):
+    found = ranks(backend, 3)(errors, case)
+    assert found == [found[0]] * 3
+    _, usual, unusual = DIFFERENT[case]
+    orders = [(unusual, usual, 1), (usual, unusual, 2)]
+    for text, (zero, other, rank) in zip(found[0], orders, strict=True):
+        zero, other = re.escape(zero), re.escape(other)
+        pattern = f"the models differ: rank 0 has .*{zero}.*[;,] rank {rank} has .*{other}"
+        assert re.match(pattern, text), text
+    only = ["only rank 1 has buffer norm.num", "only rank 0 has buffer norm.num"]
+    has = case == len(DIFFERENT) - 1
+    assert [part in text for part, text in zip(only, found[0], strict=True)] == [has, has]
 
 
-@pytest.mark.parametrize(
-    ("shorter", "text"),
-    [
-        (0, "rank 0 has 3 parameters and buffers, rank 1 has 4; only rank 1 has parameter 1.bias:"),
-        (2, "rank 0 has 4 parameters and buffers, rank 2 has 3; only rank 0 has parameter 1.bias:"),
-    ],
-)
-def test_a_model_that_ends_early_is_refused_with_one_text_on_every_rank(trio, shorter, text):
-    texts = set(trio(refused_for_length, shorter))
-    assert len(texts) == 1
-    assert texts.pop().startswith(f"the models differ: {text}")
-
-
-def compare_values(world):
-    check_same_model(Zoo(world.rank))
-
-
-def test_values_may_differ(trio):
-    trio(compare_values)
-
-
-def refuse_lazy(world, lazy_ranks):
-    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-    if world.rank not in lazy_ranks:
-        model(torch.zeros(1, 2))
-    with pytest.raises((ValueError, RuntimeError), match=r"parameter 1.weight.* lazy"):
-        broadcast_parameters(model)
-
-
-def test_lazy_modules_are_refused(trio):
-    trio(refuse_lazy, (0, 1, 2))
-
-
-def test_a_module_that_is_lazy_on_one_rank_is_refused_on_every_rank(trio):
-    trio(refuse_lazy, (1,), limit=10)
-
-
-def refuse_lazy_buffer(world):
+def refused_on_all(world):
+    for broadcast in (broadcast_parameters, broadcast_buffers):
+        for src in (-1, world.world_size):
+            with pytest.raises(ValueError, match=f"rank of the group, 0 to 2, got {src}"):
+                broadcast(nn.Linear(2, 2), src=src)
+    for lazy in ([0, 1, 2], [1]):  # on one rank alone, too
+        model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+        if world.rank not in lazy:
+            model(torch.zeros(1, 2))
+        error = ValueError if len(lazy) > 1 else RuntimeError
+        with pytest.raises(error, match=r"parameter 1.weight.* lazy"):
+            broadcast_parameters(model)
     with pytest.raises(ValueError, match=r"buffer running_mean.* lazy"):
         broadcast_parameters(nn.LazyBatchNorm1d(affine=False))
 
 
-def test_lazy_buffers_are_refused(trio):
-    trio(refuse_lazy_buffer)
+def test_a_rank_that_is_none_and_lazy_modules_are_refused(ranks):
+    ranks("gloo", 3)(refused_on_all)
 
 
 def test_objects_go_through_the_modules_own_gpu(monkeypatch):

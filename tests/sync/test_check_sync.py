@@ -1,4 +1,4 @@
-"""Ranks that hold the same bits, and ranks that do not."""
+"""Checksums; ranks that hold the same bits, and ranks that do not."""
 
 import gc
 import math
@@ -11,174 +11,162 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer, check_sync
+from ddp_from_scratch.sync.checksum import checksums
+from tests.support.tiers import slow
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.complex128, torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn),
+]
 
 
-def model(fill: float = 0.5) -> nn.Module:
+def test_checksums_of_every_dtype_and_shape():
+    assert checksums([]) == []
+    for dtype in DTYPES:
+        ones = [torch.ones(shape).to(dtype) for shape in ((), (0,), (3,), (2, 5), (70_000,))]
+        found = checksums(ones)
+        assert found == checksums([tensor.clone() for tensor in ones])
+        zeros = checksums([torch.zeros_like(tensor) for tensor in ones])
+        assert [a == b for a, b in zip(found, zeros, strict=True)] == [t.numel() == 0 for t in ones]
+
+
+def test_a_checksum_depends_on_the_order_and_not_on_strides():
+    values = torch.randn(2, 3, 4, 5)
+    transposed = values.transpose(0, 1).contiguous().transpose(0, 1)
+    laid_out = values.to(memory_format=torch.channels_last)
+    first, *others, other = checksums([values, laid_out, transposed, values.flip(0)])
+    assert others == [first, first]
+    assert other != first
+
+
+def test_one_bit_anywhere_changes_the_checksum():
+    """Also between pieces of 65,536 elements that only changed places."""
+    values = torch.zeros(3 * 2**16, dtype=torch.int32)
+    found = {checksums([values])[0]}
+    for index in (0, 1, 2**16 - 1, 2**16, 2**17, 3 * 2**16 - 1):
+        for bit in (1, 2**15, -(2**31)):
+            changed = values.clone()
+            changed[index] = bit
+            found.add(checksums([changed])[0])
+    assert len(found) == 1 + 6 * 3
+
+
+# check_sync -------------------------------------------------------------------------------------
+
+
+def model(fill=0.5):
     layers = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(1, 2, 2), nn.Linear(2, 2).bfloat16())
-    layers.register_parameter("empty", nn.Parameter(torch.zeros(0, 2)))
-    layers.register_parameter("scalar", nn.Parameter(torch.tensor(1.0)))
+    for name, value in {"empty": torch.zeros(0, 2), "nan": torch.tensor(math.nan)}.items():
+        layers.register_parameter(name, nn.Parameter(value))
     for parameter in layers.parameters():
-        nn.init.constant_(parameter, fill)
+        if not parameter.isnan().any():  # a NaN is unequal to itself, and has equal bits
+            nn.init.constant_(parameter, fill)
+    layers.register_parameter("zero", nn.Parameter(torch.tensor(0.0)))
     return layers
 
 
-def one_model(world):
-    return check_sync(model())
-
-
-def test_equal_parameters_give_one_checksum(trio):
-    checksums = set(trio(one_model))
-    assert len(checksums) == 1
-    assert len(checksums.pop()) == 16
-
-
-def two_models(world):
-    return check_sync(model(0.5)), check_sync(model(0.25))
-
-
-def test_checksum_depends_on_the_values(trio):
-    for one, other in trio(two_models):
-        assert one != other
-
-
-def one_bit_off(world, name, odd):
-    ours = model()
-    if world.rank in odd:
-        with torch.no_grad():
-            last = ours.get_parameter(name).view(-1)[-1:]
-            last.copy_(torch.nextafter(last, torch.full_like(last, math.inf)))
-    with pytest.raises(RuntimeError) as caught:
-        check_sync(ours)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.weight", "2.weight", "scalar"])
-def test_one_ulp_in_one_parameter_is_named_on_every_rank(trio, name):
-    ulp = "0.00391" if name == "2.weight" else "5.96e-08"  # of 0.5: 2**-8, 2**-24
-    text = f"parameter {name} is not the same on all ranks: [2] differ from rank 0 by up to {ulp}"
-    assert trio(one_bit_off, name, [2]) == [text] * 3
-
-
-def test_ranks_are_compared_with_rank_0(trio):
-    text = (
-        "parameter 0.bias is not the same on all ranks: [1, 2] differ from rank 0 by up to 5.96e-08"
-    )
-    assert trio(one_bit_off, "0.bias", [0]) == [text] * 3
-
-
-def signed_zero_and_nan(world):
-    told = r"parameter scalar is not the same on all ranks: \[1\] differ from rank 0 by up to 0$"
-    ours = model()
-    nn.init.constant_(ours.scalar, -0.0 if world.rank == 1 else 0.0)
-    with pytest.raises(RuntimeError, match=told):
-        check_sync(ours)
-    check_sync(model(math.nan))
-
-
-def test_bits_are_compared_and_not_values(trio):
-    """-0.0 == 0.0, but what is computed from them differs; a NaN is unequal to itself."""
-    trio(signed_zero_and_nan)
-
-
-def extra_parameter(world, odd):
-    ours = model()
-    if world.rank == odd:
-        ours.register_parameter("extra", nn.Parameter(torch.tensor(1.0)))
-    with pytest.raises(RuntimeError) as caught:
-        check_sync(ours)
-    here, there = "torch.float32 ()", "missing"
-    if odd != 0:
-        here, there = there, here
-    assert str(caught.value) == (
-        f"parameter extra is not the same on all ranks: {[1, 2] if odd == 0 else [1]} differ from "
-        f"rank 0: {here} there, {there} on rank 1"
-    )
-
-
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_parameter_that_one_rank_lacks_is_named_on_every_rank(trio, odd):
-    trio(extra_parameter, odd)
-
-
-# An optimizer's state ---------------------------------------------------------------------------
-
-
-def stepped(kind, ours, **options):
-    optimizer = kind(ours.parameters(), lr=0.5, **options)
-    for p in ours.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    return optimizer
-
-
-def error_of(*arguments, **options) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        check_sync(*arguments, **options)
-    return str(caught.value)
-
-
-def different_states(world):
-    ours = model()
-    adam = stepped(torch.optim.Adam, ours)
-    check_sync(ours, optimizers=[adam])
-    told = []
-    if world.rank == 1:
-        adam.state[ours[1].bias]["exp_avg_sq"][1] += 0.25
-    told.append(error_of(ours, optimizers=[adam]))
-    check_sync(ours)
-    if world.rank == 2:
-        adam.state[ours[0].weight]["step"] += 3
-    told.append(error_of(ours, optimizers=[adam]))
-    check_sync(ours, optimizers=[adam], ignore=["0.weight", "1.bias"])
-    if world.rank == 2:
-        nn.init.constant_(ours[2].bias, 7.0)
-    told.append(error_of(ours, optimizers=[adam])[:16])  # parameters come first
-    return told
-
-
-def test_an_optimizers_state_is_compared(trio):
-    for told in trio(different_states):
-        assert told == [
-            "exp_avg_sq in the state of the optimizer for parameter 1.bias is not the same on all "
-            "ranks: [1] differ from rank 0 by up to 0.25",
-            "step in the state of the optimizer for parameter 0.weight is not the same on all "
-            "ranks: [2] differ from rank 0 by up to 3",
-            "parameter 2.bias",
-        ]
-
-
-def odd_states(world):
-    ours = nn.Linear(2, 2)
-    for p in ours.parameters():
-        nn.init.ones_(p)
-    optimizer = torch.optim.SGD(ours.parameters())
-    kept = {
+def optimizers_of(world, layers):
+    """Two, with states of every kind; the second one's is sharded, and rank 0 has none of it."""
+    first, second = (torch.optim.SGD(layers.parameters(), 1.0) for _ in "12")
+    first.state[layers[0].weight] = {
         "list": [torch.ones(3, dtype=torch.complex64), None],
         "text": object(),
-        "deep": {"n": 1},
+        "deep": {"n": 1, "yes": True},
+        "sparse": torch.full((2,), float(world.rank)).to_sparse(),
     }
-    optimizer.state[ours.weight] = kept
-    if world.rank > 0:  # as of an optimizer that shards its state
-        optimizer.state[ours.bias] = {"shard": torch.ones(2)}
-    check_sync(ours, optimizers=[optimizer])
-    if world.rank == 1:
-        kept["deep"]["n"] = 4
-    assert "deep.n in the state" in error_of(ours, optimizers=[optimizer])
-    if world.rank == 1:
-        kept["deep"]["n"] = 1
-        kept["list"][0][2] = 1 + 2j
-    assert "list.0 in the state of the optimizer for parameter weight" in error_of(
-        ours, optimizers=[optimizer]
-    )
-    if world.rank == 1:
-        kept["list"][0][2] = 1
-    if world.rank == 2:
-        optimizer.state[ours.bias]["shard"][0] = 0
-    assert "[2] differ from rank 1 by up to 1" in error_of(ours, optimizers=[optimizer])
+    first.state[layers[1].bias] = {"moment": torch.ones(2), "step": torch.tensor(3.0)}
+    if world.rank > 0:
+        second.state[layers[0].bias] = {"shard": torch.ones(2)}
+    return first, second
 
 
-def test_states_of_other_kinds_and_sharded_ones(trio):
-    trio(odd_states)
+def one_ulp(name):
+    def change(layers, first, second):
+        last = layers.get_parameter(name).view(-1)[-1:]
+        last.copy_(torch.nextafter(last, torch.full_like(last, math.inf)))
+
+    return change
+
+
+def extra(layers, first, second):
+    layers.register_parameter("extra", nn.Parameter(torch.tensor(1.0)))
+
+
+OF = " in the state of the optimizer for parameter"
+# The rank that differs, in what, how the error names it, and who differs from whom by how much.
+DIFFERENCES = [
+    (2, one_ulp("0.weight"), "parameter 0.weight", "[2] differ from rank 0 by up to 5.96e-08"),
+    (2, one_ulp("2.weight"), "parameter 2.weight", "[2] differ from rank 0 by up to 0.00391"),
+    (0, one_ulp("0.bias"), "parameter 0.bias", "[1, 2] differ from rank 0 by up to 5.96e-08"),
+    # Equal, but what is computed from it differs.
+    (1, lambda m, *_: m.zero.neg_(), "parameter zero", "[1] differ from rank 0 by up to 0"),
+    (0, extra, "parameter extra", "[1, 2] differ from rank 0: {} there, missing on rank 1"),
+    (1, extra, "parameter extra", "[1] differ from rank 0: missing there, {} on rank 1"),
+    (
+        *(1, lambda m, a, _: a.state[m[1].bias]["moment"][1:].add_(0.25)),
+        *(f"moment{OF} 1.bias", "[1] differ from rank 0 by up to 0.25"),
+    ),
+    (
+        *(2, lambda m, a, _: a.state[m[1].bias]["step"].add_(3)),
+        *(f"step{OF} 1.bias", "[2] differ from rank 0 by up to 3"),
+    ),
+    (  # parameters come first
+        *(2, lambda m, a, _: (a.state[m[1].bias]["step"].add_(3), m[2].bias.fill_(7))),
+        *("parameter 2.bias", "[2] differ from rank 0 by up to 6.5"),
+    ),
+    (
+        *(1, lambda m, a, _: a.state[m[0].weight]["deep"].update(n=4)),
+        *(f"deep.n{OF} 0.weight", "[1] differ from rank 0 by up to 3"),
+    ),
+    (
+        *(1, lambda m, a, _: a.state[m[0].weight]["list"][0].imag.add_(2)),
+        *(f"list.0{OF} 0.weight", "[1] differ from rank 0 by up to 2"),
+    ),
+    (
+        *(2, lambda m, _, b: b.state[m[0].bias]["shard"].zero_()),
+        *(
+            "shard in the state of optimizer 2 for parameter 0.bias",
+            "[2] differ from rank 1 by up to 1",
+        ),
+    ),
+]
+
+
+def differing(world, case):
+    odd, change, label, _ = DIFFERENCES[case]
+    layers = model()
+    first, second = optimizers_of(world, layers)
+    held = check_sync(layers)
+    assert held == check_sync(layers, optimizers=[first, second])
+    if world.rank == odd:
+        with torch.no_grad():
+            change(layers, first, second)
+    with pytest.raises(RuntimeError) as caught:
+        check_sync(layers, optimizers=[first, second])
+    ignored = [label.split()[-1], "1.bias"]
+    check_sync(layers, optimizers=[first, second], ignore=ignored)
+    if "state" in label:
+        assert check_sync(layers) == held
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", range(len(DIFFERENCES)))
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_one_text_on_every_rank_names_the_first_difference(ranks, backend, case):
+    _, _, label, text = DIFFERENCES[case]
+    text = f"{label} is not the same on all ranks: {text.format('torch.float32 ()')}"
+    (found,) = set(ranks(backend, 3)(differing, case))
+    assert found == text
+
+
+def returned(world):
+    return check_sync(model()), check_sync(model(0.25))
+
+
+def test_equal_ranks_get_the_checksum_of_their_parameters(ranks):
+    ((one, other),) = set(ranks("gloo", 3)(returned))
+    assert one != other
+    assert len(one) == len(other) == 16
 
 
 # Reducer(check_every=N) -------------------------------------------------------------------------
@@ -202,7 +190,7 @@ def training(every, kind=torch.optim.SGD, **options):
     return ours, reducer, optimizer, step
 
 
-def gathers(step) -> int:
+def gathers(step):
     """How many all_gathers a step issues."""
     called, original = [], dist.all_gather
     dist.all_gather = lambda *args, **options: (called.append(1), original(*args, **options))[1]
@@ -213,49 +201,34 @@ def gathers(step) -> int:
     return len(called)
 
 
-def drift_of_a_parameter(world):
+def of_a_parameter(world):
+    """After the error the next step averages."""
     ours, _, _, step = training(2)
     assert [gathers(step) for _ in range(5)] == [0, 1, 0, 1, 0]
     if world.rank == 1:
         with torch.no_grad():
             ours[1].weight[0, 2] += 2
-    with pytest.raises(RuntimeError) as caught:
+    text = r"^average 6: parameter 1.weight is not .*: \[1\] differ from rank 0 by up to 2$"
+    with pytest.raises(RuntimeError, match=text):
         step()
-    # The engine is whole: the next step averages.
     step()
-    return str(caught.value)
 
 
-def test_a_parameter_that_drifts_is_named(trio):
-    text = (
-        "average 6: parameter 1.weight is not the same on all ranks: [1] differ from rank 0 "
-        "by up to 2"
-    )
-    assert trio(drift_of_a_parameter) == [text] * 3
+def of_a_state(world):
+    for kind in (torch.optim.SGD, ddp.SGD):
+        ours, _, optimizer, step = training(3, kind, momentum=0.5)
+        for _ in range(5):
+            step()
+        if world.rank == 2:
+            optimizer.state[ours[0].bias]["momentum_buffer"][1] -= 1
+        text = (
+            rf"average 6: momentum_buffer{OF} 0.bias is not .*\[2\] differ from rank 0 by up to 1"
+        )
+        with pytest.raises(RuntimeError, match=text):
+            step()
 
 
-def drift_of_a_state(world, kind):
-    ours, _, optimizer, step = training(3, kind, momentum=0.5)
-    for _ in range(5):
-        step()
-    if world.rank == 2:
-        optimizer.state[ours[0].bias]["momentum_buffer"][1] -= 1
-    with pytest.raises(RuntimeError) as caught:
-        step()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, ddp.SGD], ids=["torch", "ours"])
-def test_a_state_that_drifts_is_named(trio, kind):
-    text = (
-        "average 6: momentum_buffer in the state of the optimizer for parameter 0.bias is not the "
-        "same on all ranks: [2] differ from rank 0 by up to 1"
-    )
-    assert trio(drift_of_a_state, kind) == [text] * 3
-
-
-def skipped_step(world):
-    """The cause may be in the loop: here a rank leaves out a step that it takes for bad."""
+def by_a_step_that_a_rank_leaves_out(world):
     ours, _, optimizer, _ = training(1, torch.optim.Adam)
     ours(torch.ones(4, 2)).sum().backward()
     if world.rank != 1:
@@ -265,29 +238,19 @@ def skipped_step(world):
         loss.backward()
 
 
-def test_a_step_that_a_rank_leaves_out_is_found(trio):
-    trio(skipped_step)
-
-
-def alone_and_accumulated(world):
+def not_by_what_one_rank_does_alone(world):
     ours, reducer, _, step = training(1)
     step()
     if world.rank == 0:  # an evaluation, and a backward pass of its own: nobody waits
-        ours.eval()
         with torch.no_grad():
             assert gathers(lambda: ours(torch.ones(1, 2))) == 0
-        ours.train()
         with reducer.no_sync():
             assert gathers(lambda: ours(torch.ones(1, 2)).sum().backward()) == 0
     step()
 
 
-def test_what_one_rank_does_alone_is_not_checked(trio):
-    trio(alone_and_accumulated)
-
-
-def uneven(world):
-    """Ranks that have run out of data hold parameters of earlier steps until the end."""
+def not_by_ranks_without_data(world):
+    """They hold parameters of earlier steps until the end."""
     ours, reducer, _, step = training(2)
     with ddp.join(reducer):
         for _ in range(3 + 2 * world.rank):
@@ -296,27 +259,25 @@ def uneven(world):
     check_sync(ours)
 
 
-def test_ranks_without_data_are_left_out(trio):
-    trio(uneven)
-
-
-def optimizer_is_let_go(world):
+def and_keeps_no_optimizer_alive(world):
     _, _, optimizer, step = training(1)
     step()
     gone = weakref.ref(optimizer)
     del optimizer, step
     gc.collect()
     assert gone() is None
-
-
-def test_the_check_keeps_no_optimizer_alive(ranks):
-    ranks("gloo", 2)(optimizer_is_let_go)
-
-
-def bad_every(world):
     with pytest.raises(ValueError, match="check_every must be 1 or more, got 0"):
         Reducer(nn.Linear(1, 1), check_every=0)
 
 
-def test_check_every_must_be_positive(ranks):
-    ranks("gloo", 2)(bad_every)
+@pytest.mark.parametrize(
+    "drift",
+    [
+        *(of_a_parameter, of_a_state, by_a_step_that_a_rank_leaves_out),
+        *(not_by_what_one_rank_does_alone, not_by_ranks_without_data),
+        and_keeps_no_optimizer_alive,
+    ],
+)
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_a_reducer_finds_drift(ranks, backend, drift):
+    ranks(backend, 3)(drift)

@@ -18,75 +18,68 @@ from ddp_from_scratch import Reducer
 from ddp_from_scratch.group import gloo_beside, takes_cpu_tensors
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
 from tests.support.terms import BYTES, Terms
+from tests.support.tiers import slow
 
 
-def weighted(world, view):
+def once(world):
     """Rank r has r samples with gradient r + 1 each."""
     n = world.world_size
-    model = Terms(1, 2, 3)
-    reducer = Reducer(model, bucket_cap_mb=8 * BYTES, gradient_as_bucket_view=view)
-    amounts = range(n)
-    expected = sum(r * (r + 1.0) for r in amounts) / sum(amounts)
-    for _ in range(3):
-        model.zero_grad()
-        reducer.weight(world.rank)
-        model(world.rank + 1.0).backward()
-        for k, p in enumerate(model.parameters()):
-            assert p.grad.tolist() == pytest.approx([(k + 1) * expected] * (k + 1), rel=1e-6)
-        model.zero_grad()
-        model(n * (world.rank + 1.0)).backward()  # once only
-        assert model.p0.grad.tolist() == [n * (n + 1) / 2]
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-def test_average_is_weighted_once(crew, view):
-    crew(weighted, view)
-
-
-def beside_one_process(world, name, hook):
-    """Batches of 5, 2 and 0 samples, of which the last has a loss that is not a number."""
-    torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-    whole = copy.deepcopy(ours)
-    sizes = [5, 2, 0][: world.world_size]
-    reducer = Reducer(ours, bucket_cap_mb=1e-3, **name)
-    if hook:
-        reducer.register_comm_hook(None, default_hooks.allreduce_hook)
-    for _ in range(4):
-        x, y = torch.randn(sum(sizes), 6).double(), torch.randint(4, (sum(sizes),))
-        mine = x.split(sizes)[world.rank], y.split(sizes)[world.rank]
-        for model in (ours, whole):
+    expected = sum(r * (r + 1.0) for r in range(n)) / sum(range(n))
+    for view in (False, True):
+        model = Terms(1, 2, 3)
+        reducer = Reducer(model, bucket_cap_mb=8 * BYTES, gradient_as_bucket_view=view)
+        for _ in range(3):
             model.zero_grad()
-        reducer.weight(sizes[world.rank])
-        cross_entropy(ours(mine[0]), mine[1]).backward()
-        cross_entropy(whole(x), y).backward()
-        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
-            assert (p.grad - q.grad).abs().max() < 1e-15
+            reducer.weight(world.rank)
+            model(world.rank + 1.0).backward()
+            for k, p in enumerate(model.parameters()):
+                assert p.grad.tolist() == pytest.approx([(k + 1) * expected] * (k + 1), rel=1e-6)
+            model.zero_grad()
+            model(n * (world.rank + 1.0)).backward()
+            assert model.p0.grad.tolist() == [n * (n + 1) / 2]
 
 
-@pytest.mark.parametrize("name", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_unequal_batches_give_the_gradient_of_the_whole_batch(crew, name):
-    crew(beside_one_process, name, False)
+def as_one_process(world):
+    """Batches of 5, 2 and 0 samples, of which the last has a loss that is not a number."""
+    sizes = [5, 2, 0][: world.world_size]
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, None):
+        torch.manual_seed(0)
+        ours = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+        whole = copy.deepcopy(ours)
+        reducer = Reducer(ours, bucket_cap_mb=1e-3, **(options or {}))
+        if options is None:
+            reducer.register_comm_hook(None, default_hooks.allreduce_hook)
+        for _ in range(4):
+            x, y = torch.randn(sum(sizes), 6).double(), torch.randint(4, (sum(sizes),))
+            ours.zero_grad()
+            whole.zero_grad()
+            reducer.weight(sizes[world.rank])
+            logits = ours(x.split(sizes)[world.rank])
+            cross_entropy(logits, y.split(sizes)[world.rank]).backward()
+            cross_entropy(whole(x), y).backward()
+            for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+                assert (p.grad - q.grad).abs().max() < 1e-15
 
 
-def test_weights_hold_for_any_comm_hook(crew):
-    crew(beside_one_process, {}, True)
-
-
-def refused(world):
+def refusing_what_is_no_weight(world):
+    """Where one rank's is wrong all raise: the others would wait for gradients that do not come."""
     model = Terms(1)
     reducer = Reducer(model)
     for amount in (-1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"0 or more, and finite, got {amount}"):
-            reducer.weight(amount)
+        loss = model(1.0)
+        if world.rank == 1:
+            with pytest.raises(ValueError, match=f"0 or more, and finite, got {amount}"):
+                reducer.weight(amount)
+        else:
+            reducer.weight(1)
+            with pytest.raises(ValueError, match="another rank's weight is negative or not finite"):
+                loss.backward()
+    reducer.remove()
+    reducer = Reducer(model)
     reducer.weight(0)
     loss = model(1.0)
     with pytest.raises(ValueError, match="all ranks are 0"):
         loss.backward()
-
-
-def test_what_is_no_weight_is_refused(ranks):
-    ranks("gloo", 2)(refused)
 
 
 class OnGpus(dist.ProcessGroup):
@@ -102,7 +95,7 @@ class OnGpus(dist.ProcessGroup):
         return self
 
 
-def agreed_beside_gpus(world):
+def beside_the_gpu(world):
     """On the host, which need not wait for the GPU, over a group of gloo."""
     assert takes_cpu_tensors(None)
     on_gpus = OnGpus(world.rank, world.world_size)
@@ -123,11 +116,7 @@ def agreed_beside_gpus(world):
     assert shares[0].value() == (world.rank + 1) * world.world_size / total
 
 
-def test_weights_are_agreed_on_beside_the_gpu(crew):
-    crew(agreed_beside_gpus)
-
-
-def beside_some(world):
+def beside_some_ranks(world):
     """torch names the groups that come later by a count that all ranks must agree on."""
     some = dist.new_group([0, 1])
     if world.rank < 2:
@@ -141,27 +130,13 @@ def beside_some(world):
     every = dist.new_group(list(range(world.world_size)))
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=every)
-    return tensor.item()
+    assert tensor.item() == world.world_size
 
 
-def test_a_gloo_group_beside_some_ranks_disturbs_no_later_group(ranks):
-    assert ranks("gloo", 3)(beside_some) == [3.0] * 3
-
-
-def wrong_on_one_rank(world):
-    """All raise: the others would wait for gradients that do not come."""
-    model = nn.Linear(2, 2)
-    reducer = Reducer(model)
-    loss = model(torch.ones(1, 2)).sum()
-    if world.rank == 1:
-        with pytest.raises(ValueError, match="must be 0 or more, and finite, got nan"):
-            reducer.weight(float("nan"))
-    else:
-        reducer.weight(1)
-        with pytest.raises(ValueError, match="another rank's weight is negative or not finite"):
-            loss.backward()
-    reducer.remove()
-
-
-def test_a_wrong_weight_is_every_ranks_error(crew):
-    crew(wrong_on_one_rank)
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+@pytest.mark.parametrize(
+    "how",
+    [once, as_one_process, refusing_what_is_no_weight, beside_the_gpu, beside_some_ranks],
+)
+def test_averages_are_weighted(ranks, backend, how):
+    ranks(backend, 3)(how)

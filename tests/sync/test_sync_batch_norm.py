@@ -1,20 +1,31 @@
 """Synchronised batch norm beside torch's batch norm of the whole batch in one process."""
 
 import copy
+import io
+import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import (
+    DistributedDataParallel,
+    Reducer,
     SyncBatchNorm,
+    broadcast_parameters,
     convert_sync_batchnorm,
+    join,
 )
+from ddp_from_scratch.checks.module_snapshot import ModuleSnapshot
 from ddp_from_scratch.sync import sync_batch_norm
+from tests.support.tiers import slow
 
 CHANNELS = 3
 
@@ -31,10 +42,6 @@ def test_moments_by_hand():
     assert moments.count.tolist() == [3]
     assert moments.mean.tolist() == [4, 5]
     assert moments.variance.tolist() == [26 / 3, 0]
-
-
-def test_moments_of_nothing_are_finite():
-    none = sync_batch_norm._pack_moments(torch.zeros(0, 2, 4, 4))
     moments = sync_batch_norm._merge_moments(torch.stack([none, none]), 2)
     assert moments.count.tolist() == [1]
     assert moments.mean.tolist() == moments.variance.tolist() == [0, 0]
@@ -52,52 +59,27 @@ def test_sums_are_of_full_precision(dtype):
     torch.testing.assert_close(moments.variance, variance, rtol=1e-5, atol=0)
 
 
+# A layer ----------------------------------------------------------------------------------------
+
+
 @contextmanager
 def collectives() -> Iterator[list[str]]:
     """The names of the collectives that are called."""
     called: list[str] = []
-    originals = {
-        name: getattr(dist, name)
-        for name in ("all_gather_into_tensor", "all_gather", "all_reduce", "broadcast")
-    }
 
-    def recorder(name: str) -> Any:
-        def record(*arguments: Any, **options: Any) -> Any:
-            called.append(name)
-            return originals[name](*arguments, **options)
+    def recorder(name: str, original: Any) -> Any:
+        return lambda *a, **options: (called.append(name), original(*a, **options))[1]
 
-        return record
-
-    for name in originals:
-        setattr(dist, name, recorder(name))
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("all_gather_into_tensor", "all_gather", "all_reduce", "broadcast"):
+            patched.setattr(dist, name, recorder(name, getattr(dist, name)))
         yield called
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
-SHAPES: dict[str, tuple[int, ...]] = {
-    "1d": (),
-    "1d of sequences": (5,),
-    "2d": (4, 3),
-    "3d": (2, 3, 2),
-}
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
-LAYERS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "no affine": {"affine": False},
-    "no statistics": {"track_running_stats": False},
-    "cumulative": {"momentum": None},
-    "eps and momentum": {"eps": 0.1, "momentum": 0.4},
-}
-
-
-SIZES = {"equal": [4, 4, 4], "unequal": [1, 5, 2], "one empty": [3, 0, 2], "first empty": [0, 2, 1]}
-
-
-def as_one_process(world, shape, options, sizes, channels_last=False):
+def as_one_process(world, shape, sizes, options, channels_last):
     """Three steps, each with one collective in forward and one in backward."""
     sizes = sizes[: world.world_size]
     torch.manual_seed(0)
@@ -116,9 +98,8 @@ def as_one_process(world, shape, options, sizes, channels_last=False):
             mine = mine.contiguous(memory_format=formats[mine.dim()])
         mine.requires_grad_()
         whole.requires_grad_()
-        for layer in (ours, theirs):
-            layer.zero_grad()
-
+        ours.zero_grad()
+        theirs.zero_grad()
         with collectives() as called:
             y = ours(mine)
             assert called == ["all_gather_into_tensor"]
@@ -126,7 +107,6 @@ def as_one_process(world, shape, options, sizes, channels_last=False):
             assert called == ["all_gather_into_tensor", "all_reduce"]
         expected = theirs(whole)
         (expected.square() * factor).sum().backward()
-
         close(y, expected.split(sizes)[world.rank])
         close(mine.grad, whole.grad.split(sizes)[world.rank])
         if channels_last:
@@ -137,138 +117,349 @@ def as_one_process(world, shape, options, sizes, channels_last=False):
         for p, q in zip(ours.buffers(), theirs.buffers(), strict=True):
             close(p, q)
     buffers = [buffer.numpy().tobytes() for buffer in ours.buffers()]
-
     with collectives() as called, torch.no_grad():
         close(ours.eval()(mine), theirs.eval()(mine))
         assert called == []
     return buffers
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+UNEQUAL = [1, 5, 2]
+LAYERS: dict[str, tuple[Any, ...]] = {
+    "1d": ((), [4, 4, 4], {}, False),
+    "1d of sequences, one empty": ((5,), [3, 0, 2], {}, False),
+    "2d, first empty": ((4, 3), [0, 2, 1], {}, False),
+    "3d": ((2, 3, 2), UNEQUAL, {}, False),
+    "no affine": ((4, 3), UNEQUAL, {"affine": False}, False),
+    "no statistics": ((4, 3), UNEQUAL, {"track_running_stats": False}, False),
+    "cumulative": ((4, 3), UNEQUAL, {"momentum": None}, False),
+    "eps and momentum": ((4, 3), UNEQUAL, {"eps": 0.1, "momentum": 0.4}, False),
+    "channels last": ((4, 3), UNEQUAL, {}, True),
+    "channels last, 3d": ((2, 3, 2), UNEQUAL, {}, True),
+}
 
 
-def assert_one(results: list[Any]) -> None:
-    """Statistics have the same bits on every rank."""
-    assert all(result == results[0] for result in results)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("crew", ["gloo-3", slow("gloo-2"), slow("mpi-3")])
+def test_a_layer_is_that_of_one_process(ranks, crew, layer):
+    backend, size = crew.split("-")
+    found = ranks(backend, int(size))(as_one_process, *LAYERS[layer])
+    assert found == [found[0]] * int(size)  # statistics have the same bits on every rank
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_as_one_process_for_every_shape(crew, shape, sizes):
-    assert_one(crew(as_one_process, shape, {}, sizes))
+def floats_of_16_bits(world):
+    for dtype in (torch.bfloat16, torch.float16):
+        for kept in (torch.float32, dtype):
+            torch.manual_seed(0)
+            whole = (50 + 2 * torch.randn(6 * world.world_size, CHANNELS, 8, 8)).to(dtype)
+            mine = whole.chunk(world.world_size)[world.rank].clone().requires_grad_()
+            ours = SyncBatchNorm(CHANNELS, dtype=kept)
+            y = ours(mine)
+            y.float().square().sum().backward()
+            assert y.dtype == mine.grad.dtype == dtype
+            assert ours.weight.grad.dtype == ours.running_var.dtype == ours.weight.dtype
+            exact = nn.BatchNorm2d(CHANNELS)(whole.float()).chunk(world.world_size)[world.rank]
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(y.float(), exact, rtol=eps, atol=eps)
+            variance, mean = torch.var_mean(whole.float(), (0, 2, 3))
+            near = {"rtol": eps if kept == dtype else 1e-5, "atol": 0.0}
+            torch.testing.assert_close(ours.running_mean.float(), 0.1 * mean, **near)
+            torch.testing.assert_close(ours.running_var.float(), 0.9 + 0.1 * variance, **near)
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS.keys())
-def test_as_one_process_for_every_layer(crew, options):
-    assert_one(crew(as_one_process, (4, 3), options, SIZES["unequal"]))
-
-
-@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 2)], ids=str)
-def test_channels_last_is_kept(crew, shape):
-    assert_one(crew(as_one_process, shape, {}, [2, 5, 3], True))
-
-
-def of_16_bits(world, dtype, keep_float32):
-    torch.manual_seed(0)
-    whole = (50 + 2 * torch.randn(6 * world.world_size, CHANNELS, 8, 8)).to(dtype)
-    mine = whole.chunk(world.world_size)[world.rank].clone().requires_grad_()
-    ours = SyncBatchNorm(CHANNELS, dtype=torch.float32 if keep_float32 else dtype)
-    y = ours(mine)
-    y.float().square().sum().backward()
-    assert y.dtype == mine.grad.dtype == dtype
-    assert ours.weight.grad.dtype == ours.running_var.dtype == ours.weight.dtype
-    exact = nn.BatchNorm2d(CHANNELS)(whole.float()).chunk(world.world_size)[world.rank]
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(y.float(), exact, rtol=eps, atol=eps)
-    variance, mean = torch.var_mean(whole.float(), (0, 2, 3))
-    tolerance = 1e-5 if keep_float32 else eps
-    torch.testing.assert_close(ours.running_mean.float(), 0.1 * mean, rtol=tolerance, atol=0.0)
-    torch.testing.assert_close(
-        ours.running_var.float(), 0.9 + 0.1 * variance, rtol=tolerance, atol=0.0
-    )
-
-
-@pytest.mark.parametrize("keep_float32", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_floats(crew, dtype, keep_float32):
-    crew(of_16_bits, dtype, keep_float32)
-
-
-def nobody_has_a_batch(world):
+def no_batch_anywhere_and_one_value(world):
     layer = SyncBatchNorm(CHANNELS)
     x = torch.zeros(0, CHANNELS, 2, 2, requires_grad=True)
     y = layer(x)
     y.sum().backward()
     assert y.shape == x.grad.shape == x.shape
     assert layer.num_batches_tracked == 1
-    assert layer.running_mean.tolist() == [0] * CHANNELS
-    assert layer.running_var.tolist() == [1] * CHANNELS
-    assert layer.weight.grad.tolist() == layer.bias.grad.tolist() == [0] * CHANNELS
-
-
-def test_nobody_has_a_batch(crew):
-    crew(nobody_has_a_batch)
-
-
-def one_value(world):
-    layer = SyncBatchNorm(CHANNELS)
-    x = torch.zeros(int(world.rank == 1), CHANNELS)
+    assert (layer.running_mean.tolist(), layer.running_var.tolist()) == ([0] * 3, [1] * 3)
+    assert layer.weight.grad.tolist() == layer.bias.grad.tolist() == [0] * 3
     with pytest.raises(ValueError, match=r"more than 1 value per channel.*\[\d, 3\]"):
-        layer(x)
+        layer(torch.zeros(int(world.rank == 1), CHANNELS))
     layer(torch.zeros(1, CHANNELS))  # one on each rank is enough
     with pytest.raises(RuntimeError, match="running_mean should contain 4 elements not 3"):
         layer(torch.zeros(2, CHANNELS + 1))
 
 
-def test_one_value_over_all_ranks_is_refused_on_every_rank(crew):
-    crew(one_value)
-
-
-def input_without_gradient(world):
+def no_gradient_of_the_input_and_no_second_one(world):
     layer = SyncBatchNorm(CHANNELS)
     with collectives() as called:
         layer(torch.randn(3, CHANNELS)).square().sum().backward()
+    assert called == ["all_gather_into_tensor"]
     assert layer.weight.grad is not None
-    return called
-
-
-def test_backward_sends_nothing_where_the_input_needs_no_gradient(crew):
-    for called in crew(input_without_gradient):
-        assert called == ["all_gather_into_tensor"]
-
-
-def second_derivative(world):
-    layer = SyncBatchNorm(CHANNELS)
     x = torch.randn(4, CHANNELS, requires_grad=True)
     (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
 
 
-def test_a_second_derivative_is_refused(crew):
-    crew(second_derivative)
-
-
-def in_a_group_of_its_own(world):
+def group_of_some_ranks(world):
     groups = [dist.new_group([0]), dist.new_group(list(range(1, world.world_size)))]
     mine = groups[int(world.rank > 0)]
-    layer = convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), mine)
-    layer = copy.deepcopy(layer)
+    layer = copy.deepcopy(convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), mine))
     assert layer.process_group is mine
     layer(torch.tensor([[float(world.rank)], [float(world.rank + 1)]]))
+    others = range(1, world.world_size) if world.rank else [0]
+    assert layer.running_mean.item() == sum(others) / len(others) + 0.5
     stranger = SyncBatchNorm(1, process_group=groups[int(world.rank == 0)])
     with pytest.raises(ValueError, match="not a member"):
         stranger(torch.zeros(2, 1))
     stranger.eval()(torch.zeros(2, 1))
-    return layer.running_mean.item()
 
 
-def test_a_group_of_some_ranks(crew):
-    means = crew(in_a_group_of_its_own)
-    assert means[0] == 0.5
-    others = range(1, len(means))
-    assert means[1:] == [sum(others) / len(others) + 0.5] * len(others)
+# Training ---------------------------------------------------------------------------------------
+
+
+class CNN(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+            *(nn.Conv2d(4, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
+        )
+
+
+def cnn_as_one_process(world, own_group=False, recomputes=False):
+    n = world.world_size
+    torch.manual_seed(world.rank)
+    ours = CNN().double()
+    broadcast_parameters(ours)
+    whole = copy.deepcopy(ours)
+    Reducer(ours, bucket_cap_mb=5e-4)  # which does not take converted layers for a changed model
+    convert_sync_batchnorm(ours, dist.new_group(list(range(n))) if own_group else None)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (ours, whole)]
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(10):
+        x = torch.randn(4 * n, 2, 9, 9, generator=generator, dtype=torch.float64)
+        y = torch.randint(5, (4 * n,), generator=generator)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        mine = x.chunk(n)[world.rank]
+        output = checkpoint(ours, mine, use_reentrant=False) if recomputes else ours(mine)
+        cross_entropy(output, y.chunk(n)[world.rank]).backward()
+        cross_entropy(whole(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    # Recomputing a forward counts its batch again, as in torch.
+    kept = dict(ours.named_parameters()) if recomputes else ours.state_dict()
+    for name, tensor in kept.items():
+        assert (tensor - whole.state_dict()[name]).abs().max() < 1e-11, name
+    bits = [tensor.detach().numpy().tobytes() for tensor in ours.state_dict().values()]
+    everyone = [None] * n
+    dist.all_gather_object(everyone, bits)
+    assert everyone == [bits] * n
+
+
+cnn_with_a_group_of_its_own = partial(cnn_as_one_process, own_group=True)
+cnn_with_checkpoints = partial(cnn_as_one_process, recomputes=True)
+
+
+class Branching(nn.Module):
+    """A batch norm, and a branch below it that only some ranks take.
+
+    The branch is in the first bucket, as the last to be registered, but its gradient comes last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False)
+        self.branch = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, takes: bool) -> torch.Tensor:
+        return self.head(self.norm(self.before(x, takes)))
+
+    def before(self, x: torch.Tensor, takes: bool) -> torch.Tensor:
+        return self.branch(x) if takes else x
+
+
+def branch_that_some_ranks_take(world, own_group=False):
+    n = world.world_size
+    for option in ("find_unused_parameters", "static_graph"):
+        torch.manual_seed(0)
+        ours = Branching().double()
+        whole = copy.deepcopy(ours)
+        convert_sync_batchnorm(ours, dist.new_group(list(range(n))) if own_group else None)
+        reducer = Reducer(ours, bucket_cap_mb=0, **{option: True})
+        for step in range(4):
+            x = torch.randn(n, 3, 4, dtype=torch.float64)
+            shift = 0 if option == "static_graph" else step
+            takes = [(rank + shift) % 2 == 0 for rank in range(n)]
+            ours.zero_grad()
+            whole.zero_grad()
+            ours(x[world.rank], takes[world.rank]).square().mean().backward()
+            both = torch.cat([whole.before(part, t) for part, t in zip(x, takes, strict=True)])
+            whole.head(whole.norm(both)).square().mean().backward()
+            for (name, p), q in zip(ours.named_parameters(), whole.parameters(), strict=True):
+                assert (p.grad - q.grad).abs().max() < 1e-12, (step, name)
+        reducer.remove()
+
+
+branch_with_a_group_of_its_own = partial(branch_that_some_ranks_take, own_group=True)
+
+
+def layers_that_learn_on_one_rank_alone(world):
+    """Layers learn below the norm on rank 0 alone; on the others nothing learns at all."""
+    n = world.world_size
+    torch.manual_seed(0)
+    branch = nn.Linear(4, 4, bias=False).double()
+    plain, norm = copy.deepcopy(branch), nn.BatchNorm1d(4, affine=False).double()
+    model = nn.Sequential(branch, convert_sync_batchnorm(copy.deepcopy(norm)))
+    Reducer(model, find_unused_parameters=True)
+    if world.rank:
+        branch.forward = lambda x: x
+    for _ in range(3):
+        x, weights = torch.randn(2, n, 3, 4, dtype=torch.float64)
+        model.zero_grad()
+        plain.zero_grad()
+        (model(x[world.rank]) * weights[world.rank]).sum().backward()
+        both = torch.cat([plain(x[0]), *x[1:]])
+        (norm(both) * weights.flatten(0, 1)).sum().backward()
+        assert (branch.weight.grad - plain.weight.grad / n).abs().max() < 1e-12
+
+
+def unequal_weights_are_refused(world):
+    """And right with weighted losses; equal weights are right."""
+    n = world.world_size
+    sizes = range(2, 2 + n)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    broadcast_parameters(model)
+    whole = copy.deepcopy(model)
+    reducer = Reducer(convert_sync_batchnorm(model))
+    x = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(0)).double()
+    mine = x.split(list(sizes))[world.rank]
+    with pytest.raises(RuntimeError, match="weights of ranks differ"):
+        reducer.weight(len(mine))
+    for equal in (5, 0.1):
+        reducer.weight(equal)
+    loss = model(mine).square().mean() * len(mine) * n / sum(sizes)
+    loss.backward()
+    whole(x).square().mean().backward()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() < 1e-12
+    model.eval()
+    reducer.weight(len(mine))  # moments are not taken over ranks
+    reducer.remove()
+
+
+def a_rank_out_of_data_is_told(world):
+    for wrapped, accumulates in ((False, False), (False, True), (True, False), (True, True)):
+        model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+        called = DistributedDataParallel(model) if wrapped else model
+        reducer = called.reducer if wrapped else Reducer(model)
+
+        def train(context, called=called, reducer=reducer, accumulates=accumulates):
+            with context:
+                for _ in range(2 + world.rank):
+                    with reducer.no_sync() if accumulates else nullcontext():
+                        called(torch.randn(2, 3)).sum().backward()
+
+        with pytest.raises(RuntimeError, match="a rank has run out of data"):
+            train(called.join() if wrapped else join(reducer))
+        reducer.remove()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(floats_of_16_bits, no_batch_anywhere_and_one_value, group_of_some_ranks),
+        *(no_gradient_of_the_input_and_no_second_one, cnn_with_a_group_of_its_own),
+        *(cnn_with_checkpoints, branch_that_some_ranks_take, branch_with_a_group_of_its_own),
+        *(layers_that_learn_on_one_rank_alone, unequal_weights_are_refused),
+        *(a_rank_out_of_data_is_told, slow(cnn_as_one_process)),
+    ],
+    ids=lambda program: getattr(program, "__name__", "with a group of its own, or checkpoints"),
+)
+@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")])
+def test_synchronised(ranks, crew, program):
+    backend, size = crew.split("-")
+    ranks(backend, int(size))(program)
+
+
+# Conversion -------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.BatchNorm1d(3)
+        self.inner = nn.Sequential(nn.Linear(3, 3), self.shared, nn.BatchNorm2d(3, affine=False))
+        self.other = nn.Sequential(nn.BatchNorm3d(3, momentum=None), nn.SyncBatchNorm(3))
+        self.untouched = nn.ModuleList([nn.InstanceNorm1d(3, affine=True), nn.LayerNorm(3)])
+
+
+def test_every_batch_norm_is_converted_in_place():
+    model = Model()
+    model.other.eval()
+    parameters, state = list(model.parameters()), model.state_dict()
+    modes = [module.training for module in model.modules()]
+    assert convert_sync_batchnorm(model) is model
+    found = [name for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)]
+    assert found == ["shared", "inner.2", "other.0", "other.1"]
+    assert model.inner[1] is model.shared
+    assert model.other[0].momentum is None
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    assert [module.training for module in model.modules()] == modes
+    assert model.state_dict().keys() == state.keys()
+    assert model.state_dict()._metadata == state._metadata
+    assert [type(layer) for layer in model.untouched] == [nn.InstanceNorm1d, nn.LayerNorm]
+    # One by itself is replaced.
+    layer = nn.BatchNorm2d(4, eps=0.5)
+    told: list[int] = []
+    layer.register_forward_hook(lambda *_: told.append(1))
+    converted = convert_sync_batchnorm(layer)
+    assert (type(converted), converted.num_features, converted.eps) == (SyncBatchNorm, 4, 0.5)
+    converted(torch.randn(2, 4, 3, 3))
+    assert told == [1]
+    lazy = nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match="1 is lazy and has no shape yet"):
+        convert_sync_batchnorm(lazy)
+    lazy(torch.randn(3, 2))
+    assert isinstance(convert_sync_batchnorm(lazy)[1], SyncBatchNorm)
+
+
+def test_what_is_there_for_one_call_is_no_new_layer():
+    """Its number may be that of a parameter which replaces another later."""
+    model = CNN()
+    snapshot = ModuleSnapshot(model)
+    seen, weight = snapshot.communicating, model[0].weight
+    model[0]._parameters["weight"] = weight.detach() * 2  # as torch.func.functional_call does
+    assert snapshot.difference(model) is None
+    assert snapshot.communicating is seen
+    model[0]._parameters["weight"] = weight
+    convert_sync_batchnorm(model)
+    assert snapshot.difference(model) is None
+    assert [type(layer) for layer in snapshot.communicating] == [SyncBatchNorm, SyncBatchNorm]
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
+def test_state_and_results_without_a_group_are_torchs(options):
+    ours, theirs = SyncBatchNorm(3, **options), nn.BatchNorm2d(3, **options)
+    for x in torch.randn(3, 4, 3, 2, 2):
+        assert torch.equal(ours(x), theirs(x))
+    file = io.BytesIO()
+    theirs(torch.randn(4, 3, 2, 2))
+    torch.save(theirs.state_dict(), file)
+    file.seek(0)
+    ours.load_state_dict(torch.load(file, weights_only=True))
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    ours = pickle.loads(pickle.dumps(ours))
+    assert torch.equal(ours.eval()(x), theirs.eval()(x))
+    theirs.load_state_dict(ours.state_dict())
+    state = nn.BatchNorm2d(3).state_dict()
+    del state["num_batches_tracked"]  # as before there was a count
+    state._metadata[""]["version"] = 1
+    SyncBatchNorm(3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 0, 2), (1, 3), (2, 5, 2)], ids=str)
+def test_errors_are_those_of_torch(shape):
+    x = torch.zeros(shape)
+    with pytest.raises((ValueError, RuntimeError)) as theirs:
+        (nn.SyncBatchNorm if 0 in shape or len(shape) == 1 else nn.BatchNorm1d)(3)(x)
+    with pytest.raises(type(theirs.value)) as ours:
+        SyncBatchNorm(3)(x)
+    assert str(ours.value) == str(theirs.value)
 
 
 @pytest.mark.gpu

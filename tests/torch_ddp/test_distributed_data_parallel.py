@@ -1,6 +1,7 @@
 """torch's class, beside torch's class: the same program, one import line changed."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,21 +18,19 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_from_scratch import DistributedDataParallel as Ours
 from ddp_from_scratch.buckets import packing
-from tests.support.terms import Terms, mean, own, recorded
+from tests.support.terms import Terms, assert_grads, mean, own, recorded
+from tests.support.tiers import slow
 
 
 class Net(nn.Module):
-    """Batch norm, a buffer that counts, and a branch that may be skipped."""
+    """Batch norm, and a branch that may be skipped."""
 
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU())
         self.branch, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
-        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x, branch=True):
-        if self.training:
-            self.calls += 1
         h = self.body(x)
         return self.head(h + self.branch(h) if branch else h)
 
@@ -48,17 +47,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def beside_torch(world, name):
-    if name == "list of caps" and not hasattr(Theirs, "_log_and_throw"):
-        return
-    options = OPTIONS[name]
     torch.manual_seed(world.rank)
-    ours = Ours(Net(), **options)
-    their_options = dict(options)
+    ours = Ours(Net(), **OPTIONS[name])
+    options = dict(OPTIONS[name])
     if torch.__version__ < "2.13":
-        their_options.pop("bucket_cap_mb_list", None)
-        if their_options.pop("forward_sync_buffers", None) is False:
-            their_options["broadcast_buffers"] = False
-    theirs = Theirs(copy.deepcopy(ours.module), **their_options)
+        options.pop("bucket_cap_mb_list", None)
+        if options.pop("forward_sync_buffers", None) is False:
+            options["broadcast_buffers"] = False
+    theirs = Theirs(copy.deepcopy(ours.module), **options)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ours, theirs)]
     for step in range(8):
         x, y = torch.randn(4, 6), torch.randint(3, (4,))
@@ -70,66 +66,44 @@ def beside_torch(world, name):
             if not accumulate:
                 optimizer.step()
                 optimizer.zero_grad()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    if world.rank == 0:
-        for p, q in zip(ours.buffers(), theirs.buffers(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for key, p in ours.state_dict().items():
+        if world.rank == 0 or key in dict(ours.named_parameters()):
+            torch.testing.assert_close(p, theirs.state_dict()[key], rtol=1e-5, atol=1e-6)
+    # State goes in with the prefix and without.
+    for state in (ours.module.state_dict(), ours.state_dict()):
+        other = Ours(Net())
+        other.load_state_dict(state)
+        assert all(map(torch.equal, ours.parameters(), other.parameters()))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        Ours(Net()).load_state_dict({"module.head.weight": ours.module.head.weight})
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_trains_as_torch(crew, name):
-    crew(beside_torch, name)
+@pytest.mark.parametrize("crew", ["gloo-3", slow("gloo-2"), slow("mpi-2")])
+def test_trains_as_torch(ranks, crew, name):
+    backend, size = crew.split("-")
+    ranks(backend, int(size))(beside_torch, name)
 
 
-def passes_on(world):
+# What the wrapper adds to the Reducer -------------------------------------------------------------
+
+
+def accumulation(world):
     model = Ours(Terms(1, 2))
-    assert isinstance(model, nn.Module)
-    assert list(model.state_dict()) == ["module.p0", "module.p1"]
-    assert model.module.p0 is model.state_dict(keep_vars=True)["module.p0"]
     with model.no_sync():
         assert not model.require_backward_grad_sync
         model(own(world)).backward()
-        assert model.module.p0.grad.tolist() == [own(world)]
+        assert_grads(model, own(world))
     model(own(world)).backward()
-    assert model.module.p0.grad.tolist() == [2 * mean(world)]
+    assert_grads(model, 2 * mean(world))
     model.zero_grad()
     model.require_backward_grad_sync = False
     model(own(world)).backward()
-    assert model.module.p0.grad.tolist() == [own(world)]
-    model.require_backward_grad_sync = True
-    model.zero_grad()
-    with recorded("all_reduce") as sent:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-        model(own(world)).backward()
-    assert sent == [3]
-    assert model.module.p0.grad.tolist() == [mean(world)]
+    assert_grads(model, own(world))
 
 
-def test_passes_on_what_the_reducer_does(crew):
-    crew(passes_on)
-
-
-def keeps_state(world):
-    torch.manual_seed(world.rank)
-    model = Ours(Net())
-    bare, wrapped = model.module.state_dict(), model.state_dict()
-    for state in (bare, wrapped):
-        other = Ours(Net())
-        other.load_state_dict(state)
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(p, q)
-    model.module.load_state_dict(bare)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        Ours(Net()).load_state_dict({"module.head.weight": bare["head.weight"]})
-
-
-def test_state_dicts_with_and_without_the_prefix(ranks):
-    ranks("gloo", 2)(keeps_state)
-
-
-def ignores(world):
+def what_is_ignored(world):
     model = Terms(1, 2)
     model.register_buffer("b", torch.tensor([float(world.rank)]))
     model.p0.data += world.rank
@@ -145,29 +119,19 @@ def ignores(world):
     assert model.b.item() == world.rank
 
 
-def test_named_parameters_and_buffers_are_ignored(pair):
-    pair(ignores)
-
-
-def delays(world):
+def delayed_parameters(world):
+    """They are averaged with the chosen one."""
     model = Terms(1, 2, 3)
-    wrapped = Ours(
-        model,
-        delay_all_reduce_named_params=[("p2", model.p2), ("p1", model.p1)],
-        param_to_hook_all_reduce=model.p0,
-    )
+    delayed = [("p2", model.p2), ("p1", model.p1)]
+    options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": model.p0}
+    wrapped = Ours(model, **options)
     for _ in range(2):
         wrapped.zero_grad()
         # Gradients come in reverse order of use: p0's is the last.
         with recorded("all_reduce") as sent:
             wrapped(own(world), (0, 1, 2)).backward()
         assert sent == [5, 1]
-        for k, p in enumerate(model.parameters()):
-            assert p.grad.tolist() == [(k + 1) * mean(world)] * (k + 1)
-
-
-def test_delayed_parameters_are_averaged_with_the_chosen_one(pair):
-    pair(delays)
+        assert_grads(model, mean(world))
 
 
 class Casts(nn.Module):
@@ -182,35 +146,25 @@ class Casts(nn.Module):
         return self.fc(x + more["y"]) * self.b
 
 
-def lower_precision(world, reduce_dtype, size):
-    precision = _MixedPrecision(torch.bfloat16, reduce_dtype, torch.float16)
-    model = Ours(Casts(), mixed_precision=precision, shared_memory=False)
-    sent = []
-    original = dist.all_reduce
-    dist.all_reduce = lambda t, **o: (sent.append(t.element_size()), original(t, **o))[1]
-    try:
-        for _ in range(2):
-            out = model(torch.ones(2, 4), {"y": torch.ones(2, 4)})
-            out.float().sum().backward()
-    finally:
-        dist.all_reduce = original
-    bf16 = torch.bfloat16
-    assert model.module.seen == [bf16, bf16, bf16, torch.float16] * 2
-    # In shared memory nothing is sent, and nothing is compressed.
-    assert world.backend == "mpi" or sent == [size] * 2
-    weight = model.module.fc.weight
-    assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
-    assert weight.grad.tolist() == [[8.0] * 4] * 4
+def mixed_precision(world):
+    for reduce_dtype, size in ((None, 2), (torch.float16, 2), (torch.float32, 4)):
+        precision = _MixedPrecision(torch.bfloat16, reduce_dtype, torch.float16)
+        model = Ours(Casts(), mixed_precision=precision, shared_memory=False)
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
+            for _ in range(2):
+                out = model(torch.ones(2, 4), {"y": torch.ones(2, 4)})
+                out.float().sum().backward()
+        bf16 = torch.bfloat16
+        assert model.module.seen == [bf16, bf16, bf16, torch.float16] * 2
+        # In shared memory nothing is sent, and nothing is compressed.
+        sent = [call.args[0].element_size() for call in called.mock_calls if call.args]
+        assert world.backend == "mpi" or sent == [size] * 2
+        weight = model.module.fc.weight
+        assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
+        assert weight.grad.tolist() == [[8.0] * 4] * 4
 
 
-@pytest.mark.parametrize(
-    ("reduce_dtype", "size"), [(None, 2), (torch.float16, 2), (torch.float32, 4)]
-)
-def test_mixed_precision(pair, reduce_dtype, size):
-    pair(lower_precision, reduce_dtype, size)
-
-
-def watched(world):
+def checks_and_reports(world):
     """What `Reducer` has beside torch is there on the wrapper, too."""
     model = Ours(Terms(1, 2), check_every=1, stall_after=60)
     model(own(world)).backward()
@@ -218,48 +172,30 @@ def watched(world):
         model.module.p0 += world.rank
     with pytest.raises(RuntimeError, match="average 2: parameter p0 is not the same"):
         model(own(world)).backward()
-    with pytest.raises(ValueError, match="stall_after must be a positive number of seconds, got 0"):
-        Ours(Terms(1, 2), stall_after=0)
-    with pytest.raises(ValueError, match="straggler_every must be a number of averages, got 0"):
-        Ours(Terms(1, 2), straggler_every=0)
 
 
-def test_drift_check_and_stall_report(ranks):
-    ranks("gloo", 2)(watched)
-
-
-def functional(world):
+def functional_calls(world):
     model = Ours(Terms(1, 2))
     values = {f"module.p{k}": torch.ones(k + 1, requires_grad=True) for k in range(2)}
     torch.func.functional_call(model, values, (3.0,)).backward()
     assert values["module.p0"].grad.tolist() == [3.0]
     assert model.module.p0.grad is None
     model(own(world)).backward()
-    assert model.module.p0.grad.tolist() == [mean(world)]
+    assert_grads(model, mean(world))
 
 
-def test_functional_call(pair):
-    pair(functional)
-
-
-def logs(world):
+def logging_data(world):
     model = Ours(Terms(1, 2, 2**10), bucket_cap_mb=2**-10)
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     model(1.0).backward()
     data = model._get_ddp_logging_data()
     assert data == model.logging_data()
-    assert data["module_name"] == "Terms"
-    assert (data["rank"], data["world_size"]) == (world.rank, world.world_size)
-    assert data["bucket_sizes"] == "4096, 12"
-    assert data["comm_hook"] == "fp16_compress_hook"
-    assert (data["iteration"], data["has_rebuilt_buckets"]) == (1, 1)
+    expected = {"module_name": "Terms", "rank": world.rank, "world_size": world.world_size}
+    expected |= {"bucket_sizes": "4096, 12", "comm_hook": "fp16_compress_hook"}
+    assert data.items() >= (expected | {"iteration": 1, "has_rebuilt_buckets": 1}).items()
 
 
-def test_logging_data(ranks):
-    ranks("gloo", 2)(logs)
-
-
-def copies_in_one_call(world):
+def copies_and_unused_buckets(world):
     """With and without batched_grad_copy; and what skip_all_reduce_unused_params leaves out."""
     for batched in (False, True):
         with patch.object(packing, "_SMALL", 2**15):
@@ -269,7 +205,7 @@ def copies_in_one_call(world):
         with patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as copied:
             model(own(world)).backward()
         assert copied.call_count == 2  # into the bucket, and out of it
-        assert model.module.p2.grad.tolist() == [3 * mean(world)] * 3
+        assert_grads(model, mean(world))
     unused = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     model = Ours(Terms(1, 2, 4), bucket_cap_mb=0, **unused)
     model(own(world), (0, 1, 2)).backward()  # the first average leaves nothing out
@@ -279,28 +215,115 @@ def copies_in_one_call(world):
     assert sent == [4, 1, 3]  # p2, p0, and who has used what
 
 
-def test_options_about_copies_and_unused_buckets(pair):
-    pair(copies_in_one_call)
+# Copies, groups and meshes ------------------------------------------------------------------------
+
+
+def copies(world):
+    """They average on their own, and need no other rank; their settings are the wrapper's."""
+    for how in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        model = Ours(Terms(1, 2), find_unused_parameters=True, bucket_cap_mb=0)
+        model(own(world), (0,)).backward()
+        other = None
+        if world.rank == 0:
+            other = how(model)
+            other.eval()(own(world), (0,))
+            repr(other.reducer)
+        dist.barrier()
+        other = other or how(model)  # the others make theirs later
+        other.train()
+        for m in (model, other):
+            m.zero_grad()
+            with recorded("all_reduce") as sent:
+                m(own(world), (0,)).backward()
+            assert sent == [2, 1, 2]
+            assert m.module.p0.grad.tolist() == [mean(world)]
+            assert m.module.p1.grad is None
+        other.load_state_dict(model.state_dict())
+    group = dist.new_group()
+    model = Ours(Terms(1, 2), process_group=group)
+    with pytest.raises(RuntimeError, match="default process group"):
+        copy.deepcopy(model)
+    dist.destroy_process_group(group)
+
+
+def modules_that_are_wrapped_several_times(world):
+    """Its hooks go with the wrapper; the module stays."""
+    model = Terms(1, 2)
+    for _ in range(3):
+        wrapped = Ours(model)
+        wrapped.zero_grad()
+        with recorded("all_reduce") as sent:
+            wrapped(own(world)).backward()
+        assert sent == [3]
+    del wrapped
+    model.zero_grad()
+    model(own(world)).backward()
+    assert_grads(model, own(world))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(accumulation, what_is_ignored, delayed_parameters, mixed_precision, functional_calls),
+        *(checks_and_reports, logging_data, copies_and_unused_buckets, copies),
+        modules_that_are_wrapped_several_times,
+    ],
+)
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_wrapper(ranks, backend, what):
+    ranks(backend, 2)(what)
+
+
+def other_ranks(world):
+    """First ranks 0 and 1 average, then all three; the hooks of the first group are gone."""
+    pair = dist.new_group([0, 1])
+    x = float(world.rank + 1)
+    if world.rank < 2:
+        model = Ours(Terms(1, 2), process_group=pair)
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        model(x).backward()
+        assert_grads(model.module, 1.5)
+        model.zero_grad()
+        model._update_process_group(dist.group.WORLD)
+    else:
+        model = Ours(Terms(1, 2), init_sync=False)
+    for _ in range(3):
+        model(x).backward()
+        assert_grads(model.module, 2)
+        model.zero_grad()
+    assert model.logging_data()["world_size"] == 3
+    if world.rank < 2:
+        assert model.logging_data()["comm_hook"] == str(dist.BuiltinCommHookType.ALLREDUCE)
+    model._update_process_group(dist.new_group([2]))  # for rank 2 alone
+    assert model.logging_data()["world_size"] == (1 if world.rank == 2 else 3)
+    mesh = dist.init_device_mesh("cpu", (world.world_size,))
+    model = Ours(Terms(1, 2), device_mesh=mesh)
+    model(own(world)).backward()
+    assert_grads(model.module, mean(world))
+    with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
+        Ours(Terms(1), process_group=mesh.get_group(), device_mesh=mesh)
+
+
+def test_another_process_group_and_a_mesh(ranks):
+    ranks("gloo", 3)(other_ranks)
 
 
 def refuses(world):
+    def of(*arguments: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: Ours(*(arguments or (Terms(1),)), **options)
+
+    other = nn.Parameter(torch.zeros(1))
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (RuntimeError, "is not needed when a module", lambda: Ours(nn.ReLU())),
-        (RuntimeError, "uninitialized parameters", lambda: Ours(nn.LazyLinear(1))),
-        (ValueError, "only be None or contain", lambda: Ours(Terms(1), device_ids=[0, 1])),
-        (ValueError, "modules on a single GPU, got", lambda: Ours(Terms(1), device_ids=[0])),
-        (
-            ValueError,
-            "lazy_bucket_allocation=True is .*True saves",
-            lambda: Ours(Terms(1), lazy_bucket_allocation=True),
-        ),
-        (
-            ValueError,
-            "same time",
-            lambda: Ours(Terms(1), param_to_hook_all_reduce=nn.Parameter(torch.zeros(1))),
-        ),
-        (RuntimeError, "the models differ", lambda: Ours(Terms(1 + world.rank))),
-        (TypeError, "callable", lambda: Ours(Terms(1)).register_comm_hook(None, 3)),
+        (RuntimeError, "is not needed when a module", of(nn.ReLU())),
+        (RuntimeError, "uninitialized parameters", of(nn.LazyLinear(1))),
+        (ValueError, "only be None or contain", of(device_ids=[0, 1])),
+        (ValueError, "modules on a single GPU, got", of(device_ids=[0])),
+        (ValueError, "lazy_bucket_allocation=True is .*saves", of(lazy_bucket_allocation=True)),
+        (ValueError, "same time", of(param_to_hook_all_reduce=other)),
+        (ValueError, "stall_after must be a positive number of seconds, got 0", of(stall_after=0)),
+        (ValueError, "straggler_every must be a number of averages, got", of(straggler_every=0)),
+        (RuntimeError, "the models differ", of(Terms(1 + world.rank))),
+        (TypeError, "callable", lambda: of()().register_comm_hook(None, 3)),
     ]
     for kind, text, call in cases:
         with pytest.raises(kind, match=text):
@@ -309,5 +332,5 @@ def refuses(world):
         Ours(Terms(1), check_reduction=True)
 
 
-def test_what_torch_refuses(ranks):
+def test_what_is_refused(ranks):
     ranks("gloo", 2)(refuses)

@@ -20,30 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as Theirs
 
 from ddp_from_scratch import DistributedDataParallel as Ours
 from ddp_from_scratch.torch_ddp.nominal_subclass import derives_in_name_alone
-
-# What torch's class defines, up to 2.15, and ours neither has nor inherits.
-NOT_OFFERED = {
-    # parts of its forward and backward passes, of its reducer and of its logger
-    *("_active_ddp_module", "_get_active_ddp_module", "_inside_ddp_forward", "_lazy_init"),
-    *("_register_accum_grad_hook", "_delayed_all_reduce_hook", "_register_delay_all_reduce_hook"),
-    *("_setup_in_backward_optimizers", "_fire_reducer_autograd_hook", "_root_copy_hook"),
-    *("_module_wait_for_copy_hook", "_log_and_throw", "_ddp_init_helper", "_clear_grad_buffer"),
-    *("_build_params_for_reducer", "_assign_modules_buffers", "_build_debug_param_to_name_mapping"),
-    *("_get_parameters", "_check_default_group", "_run_ddp_forward", "_pre_forward"),
-    *("_post_forward", "_check_global_requires_backward_grad_sync", "_sync_final_model"),
-    *("_check_and_sync_module_buffers", "_match_all_reduce_for_bwd_pass", "_find_common_rank"),
-    *("_match_unused_params_allreduce", "_distributed_broadcast_coalesced", "_sync_buffers"),
-    *("_check_sync_bufs_post_fwd", "_check_sync_bufs_pre_fwd", "_sync_module_buffers"),
-    *("_passing_sync_batchnorm_handle", "_check_comm_hook", "_distributed_rank"),
-    *("_set_ddp_runtime_logging_sample_rate", "_check_reducer_finalized", "_set_sparse_metadata"),
-    # of modules on several GPUs in one process
-    *("scatter", "to_kwargs", "gather"),
-    # optimizers inside backward: `SGD.backward_and_step`
-    "_register_fused_optim",
-    # averages that a program waits for itself
-    *("require_manual_backward_finalization", "_check_manual_backward_finalization_supported"),
-    *("should_finalize_after_backward", "finalize_backward"),
-}
+from tests.support.tiers import slow
 
 
 def test_nothing_is_inherited_from_torchs_class():
@@ -55,11 +32,6 @@ def test_nothing_is_inherited_from_torchs_class():
         assert owner is not Theirs, name
         with suppress(AttributeError):
             assert inspect.getattr_static(Ours, name) is not theirs, name
-
-
-def test_what_is_not_offered_has_been_looked_at():
-    missing = {name for name in vars(Theirs) if not hasattr(Ours, name) and name[:2] != "__"}
-    assert missing <= NOT_OFFERED
 
 
 class Base:
@@ -109,21 +81,15 @@ def test_an_attribute_that_only_theirs_has_is_none_of_ours():
     assert not hasattr(Mine, "own")
 
 
-def on_an_instance(world):
+def in_name_alone(world):
     model = Ours(nn.Linear(2, 2))
     assert isinstance(model, Theirs)
-    for name in NOT_OFFERED:
-        assert not hasattr(model, name)
-    with pytest.raises(AttributeError, match="finalize_backward"):
+    with pytest.raises(AttributeError, match="has no finalize_backward"):
         model.finalize_backward()
     assert model.process_group.size() == world.world_size
     assert (model.find_unused_parameters, model.static_graph) == (False, False)
     model._set_static_graph()
     assert model.static_graph
-
-
-def test_instances(ranks):
-    ranks("gloo", 2)(on_an_instance)
 
 
 # Checkpoints ------------------------------------------------------------------------------------
@@ -175,8 +141,9 @@ def through_a_checkpoint(world, source, target):
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("ours", other) for other in WRAPPERS]
-    + [(other, "ours") for other in WRAPPERS if other != "ours"],
+    [("ours", "torch"), ("fully_shard", "ours")]
+    + [slow("ours", other) for other in ("ours", "plain", "fully_shard")]
+    + [slow(other, "ours") for other in ("plain", "torch")],
 )
 def test_distributed_checkpoints_go_both_ways(ranks, source, target):
     ranks("gloo", 2)(through_a_checkpoint, source, target)
@@ -207,16 +174,11 @@ def pipelined(world, class_, unused):
     return [p.detach() for p in net.parameters()]
 
 
-def pipelined_as_torch(world, unused):
+def a_stage_of_a_pipeline(world):
     # torch's class fails without find_unused_parameters: it counts each micro-batch's gradients.
-    pairs = zip(pipelined(world, Ours, unused), pipelined(world, Theirs, True), strict=True)
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("unused", [False, True])
-def test_a_stage_of_a_pipeline(ranks, unused):
-    ranks("gloo", 2)(pipelined_as_torch, unused)
+    theirs = pipelined(world, Theirs, True)
+    for unused in (False, True):
+        torch.testing.assert_close(pipelined(world, Ours, unused), theirs)
 
 
 # Optimizers inside a hook, and a mesh of two dimensions -------------------------------------------
@@ -242,16 +204,12 @@ def zero_in_a_hook(world, class_, make):
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-def zero_as_torch(world):
+def zeros_step_inside_the_comm_hook(world):
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 
     theirs = zero_in_a_hook(world, Theirs, ddp_zero_hook.hook_with_zero_step)
     for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
         assert torch.equal(zero_in_a_hook(world, Ours, make), theirs)
-
-
-def test_zero_steps_inside_the_comm_hook(ranks):
-    ranks("mpi", 2)(zero_as_torch)
 
 
 def in_a_mesh(world, class_, by_hand):
@@ -279,10 +237,17 @@ def in_a_mesh(world, class_, by_hand):
     return torch.cat([p.detach().flatten() for p in parameters])
 
 
-def in_a_mesh_as_torch(world):
+def a_mesh_of_two_dimensions(world):
     for by_hand in (False, True):
         assert torch.equal(in_a_mesh(world, Ours, by_hand), in_a_mesh(world, Theirs, by_hand))
 
 
-def test_a_mesh_of_two_dimensions(ranks):
-    ranks("gloo", 2)(in_a_mesh_as_torch)
+@pytest.mark.parametrize(
+    ("crew", "what"),
+    [
+        *(("gloo", in_name_alone), ("gloo", a_stage_of_a_pipeline)),
+        *(("mpi", zeros_step_inside_the_comm_hook), ("gloo", a_mesh_of_two_dimensions)),
+    ],
+)
+def test_in_torchs_place(ranks, crew, what):
+    ranks(crew, 2)(what)
