@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
 
@@ -32,11 +33,14 @@ def test_text_of_a_step():
     assert lines[3].startswith("rank 0")
     assert lines[4].startswith("  bucket 0, 1 MiB |")
     assert lines[5].startswith("  bucket 1, 2 MiB |")
-
-
-def test_the_guide_shows_this_step():
-    drawn = as_text(record(), record().typical).splitlines()[3:6]
-    assert "\n".join(drawn) in (ROOT / "docs" / "how-to" / "timeline.md").read_text()
+    assert "\n".join(lines[3:6]) in (ROOT / "docs" / "how-to" / "timeline.md").read_text()
+    symbols = re.findall(r"(?:^|  )(\S) [a-z]", legend(), re.MULTILINE)
+    bars = "".join(line.partition("|")[2] for line in lines)
+    assert set(bars) - set(" |") <= set(symbols)
+    assert len(symbols) == 9
+    coloured = as_text(whole, whole.typical, colour=True)
+    assert "\033" not in text
+    assert re.sub(r"\033\[\d+m", "", coloured) == text != coloured
 
 
 def test_two_lines_of_a_step_on_a_longer_scale():
@@ -60,14 +64,6 @@ def test_of_many_buckets_those_are_shown_that_were_waited_for():
     assert "25 buckets, of which those are shown that were waited for" in text
 
 
-def test_the_legend_has_every_symbol():
-    text = as_text(record(), record().typical)
-    symbols = re.findall(r"(?:^|  )(\S) [a-z]", legend(), re.MULTILINE)
-    bars = "".join(line.partition("|")[2] for line in text.splitlines())
-    assert set(bars) - set(" |") <= set(symbols)
-    assert len(symbols) == 9
-
-
 def test_text_says_what_is_exposed_and_who_was_late():
     whole = record(late=0.015)
     text = as_text(whole, whole.typical)
@@ -79,29 +75,14 @@ def test_text_says_what_is_exposed_and_who_was_late():
     assert "rank 1 was late: the others waited 7.0 ms for it in all" in text
     assert "overlaps" not in text
     assert "clocks" not in text
-
-
-def test_a_rank_that_was_waited_for_by_nobody_is_not_late():
-    whole = record(late=0.0)
-    assert "late" not in as_text(whole, whole.typical)
-
-
-def test_text_of_one_bucket_says_that_nothing_can_overlap():
+    whole = replace(record(late=0.0), clock_error=0.25)
+    text = as_text(whole, whole.typical)
+    assert "late" not in text
+    assert "may differ by 0.25 ms" in text
     (step,) = record().steps
     ranks = tuple(replace(rank, buckets=rank.buckets[:1]) for rank in step.ranks)
     whole = replace(record(), steps=(replace(step, layout=(("a", "b"),), ranks=ranks),))
     assert "1 bucket of 3 MiB: it is full near the end of backward" in as_text(whole, whole.typical)
-
-
-def test_text_says_how_far_clocks_may_differ():
-    assert "may differ by 0.25 ms" in as_text(replace(record(), clock_error=0.25), record().typical)
-
-
-def test_text_has_colours_only_if_asked():
-    whole = record()
-    plain, coloured = (as_text(whole, whole.typical, colour=c) for c in (False, True))
-    assert "\033" not in plain
-    assert re.sub(r"\033\[\d+m", "", coloured) == plain != coloured
 
 
 def test_trace_has_every_event_in_microseconds():
@@ -119,31 +100,22 @@ def test_trace_has_every_event_in_microseconds():
     assert {e["pid"] for e in events if e["name"] == "waits for rank 1"} == {0}
 
 
-def test_picture_is_drawn_into_the_formats_of_the_names(tmp_path):
+def test_pictures_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     paths = tmp_path / "a.png", tmp_path / "a.svg"
     assert draw(record(), record().typical, *paths)
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     svg = paths[1].read_text()
-    assert "bucket 1, 2 MiB" in svg
-    for colour in COLOURS.values():
-        assert colour in svg
-
-
-def test_a_ladder_has_a_panel_for_each_step(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "a.svg"
-    assert draw_ladder("a model", {"naive": record().typical, "flat": record().typical}, path)
-    svg = path.read_text()
-    for text in ("a model", "naive: exposed 10.0 ms", "flat: exposed"):
-        assert text in svg
+    for part in ("bucket 1, 2 MiB", *COLOURS.values()):
+        assert part in svg
+    draw_ladder("a model", {"naive": record().typical, "flat": record().typical}, paths[1])
+    svg = paths[1].read_text()
+    for part in ("a model", "naive: exposed 10.0 ms", "flat: exposed"):
+        assert part in svg
     assert svg.count("main thread") == 2
-
-
-def test_without_matplotlib_nothing_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert not draw(record(), record().typical, tmp_path / "a.png")
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not draw(record(), record().typical, tmp_path / "b.png")
+    assert not (tmp_path / "b.png").exists()
 
 
 def data_of(page: str) -> dict:
@@ -162,9 +134,7 @@ def test_page_holds_the_record_and_loads_nothing():
 # The second would hide the end of the script from the browser.
 @pytest.mark.parametrize("name", ["</script><b>", "<!--<script>"])
 def test_page_is_not_ended_by_a_name(name):
-    (step,) = record().steps
-    whole = replace(record(), title=name, steps=(step,))
-    page = "".join(as_html(whole))
+    page = "".join(as_html(replace(record(), title=name)))
     assert name not in page
     assert data_of(page)["title"] == name
 

@@ -1,9 +1,13 @@
-"""Timelines of real ranks."""
+"""Timelines of real ranks, also of programs that do more than forward, backward and step."""
 
+import gc
+import io
 import itertools
 import json
 import math
-import time
+import weakref
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,61 +17,76 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
+from ddp_from_scratch.buckets.gradient_bucket import BucketState
+from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.errors import PeerError
 from ddp_from_scratch.marks import CudaMarks, marks_for
 from ddp_from_scratch.profiling import clocks
 from ddp_from_scratch.profiling import timeline as module
 from ddp_from_scratch.profiling.timeline import Timeline
+from ddp_from_scratch.reducer import bucket_tuning
+from tests.profiling.records import record
 from tests.support.terms import BYTES, Terms, own
 from tests.support.tiers import slow
 
-FILES = {"timeline.txt", "timeline.html", "trace.json"}
-
 
 class Net(nn.Module):
+    raises = False
+
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
 
     def forward(self, x):
-        return self.second(torch.relu(self.first(x)))
+        if self.raises:
+            raise ZeroDivisionError
+        # A parameter among the outputs.
+        return self.second(torch.relu(self.first(x))), self.first.weight
 
 
-def train(model, optimizer, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
+def made(kind=torch.optim.SGD, **options):
+    """A model, its Reducer, and a function that takes some steps."""
+    model = Net()
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, **options)
+    own = {"reducer": reducer} if kind is ddp.SGD else {}
+    optimizer = kind(model.parameters(), 0.1, momentum=0.9, **own)
+
+    def step(count=1, at_once=False):
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3))[0].sum()
+            if at_once:
+                optimizer.backward_and_step(loss)
+            else:
+                loss.backward()
+                optimizer.step()
+
+    return model, reducer, step
 
 
 def in_order(*moments):
     return all(a <= b for a, b in itertools.pairwise(moments))
 
 
+# What is recorded -------------------------------------------------------------------------------
+
+
 def recorded_steps(world, folder, at_once):
     """Every event of every step is there, and in its order."""
-    model = Net()
-    ddp.broadcast_parameters(model)
-    reducer = ddp.Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=True)
-    optimizer = ddp.SGD(model.parameters(), 0.1, momentum=0.9, reducer=reducer)
+    model, reducer, step = made(ddp.SGD, bucket_cap_mb=0)
     before = len(model._forward_hooks)
     with ddp.timeline(reducer, folder, steps=2, skip=1) as timeline:
         for _ in range(5):
-            optimizer.zero_grad()
-            loss = model(torch.ones(2, 3)).sum()
-            if at_once:
-                optimizer.backward_and_step(loss)
-            else:
-                loss.backward()
-                optimizer.step()
+            step(1, at_once)
             with torch.no_grad():
                 model(torch.ones(1, 3))  # an evaluation is no step
         # Written as soon as it is complete.
         assert timeline.record is not None
     assert len(model._forward_hooks) == before
-    record = timeline.record
-    assert [step.iteration for step in record.steps] == [1, 2]
-    for step in record.steps:
+    assert not model.first.weight._backward_hooks
+    assert [step.iteration for step in timeline.record.steps] == [1, 2]
+    for step in timeline.record.steps:
         assert step.layout == reducer.buckets
         assert [rank.rank for rank in step.ranks] == list(range(world.world_size))
         for rank in step.ranks:
@@ -80,213 +99,89 @@ def recorded_steps(world, folder, at_once):
                 assert in_order(backward[0], arrived[step.layout[index][0]], *bucket.pack)
                 assert in_order(bucket.sent[0], bucket.met, bucket.sent[1])
                 assert in_order(bucket.sent[0], *bucket.wait, *bucket.unpack, rank.optimizer[1])
-    assert record.nbytes["first.weight"] == 48
-    assert record.clock_error == 0
+    assert timeline.record.nbytes["first.weight"] == 48
+    assert timeline.record.clock_error == 0
     dist.barrier()
     return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("at_once", [False, slow(True)])
-def test_every_event_of_every_step_is_recorded(crew, tmp_path, at_once):
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_every_event_of_every_step_is_recorded(ranks, backend, tmp_path, at_once):
     folder = tmp_path / "made" / "there"
-    for found in crew(recorded_steps, folder, at_once):
-        assert set(found) >= FILES
+    for found in ranks(backend, 2)(recorded_steps, folder, at_once):
+        assert set(found) >= {"timeline.txt", "timeline.html", "trace.json"}
     data = json.loads((folder / "trace.json").read_text())
     assert {event["args"].get("step", 1) for event in data["traceEvents"]} == {1, 2}
     assert (folder / "timeline.txt").read_text().startswith("Net, ")
 
 
-def late_rank(world, folder):
-    """Rank 1 begins when all others have launched their bucket."""
+def a_late_rank_for_which_its_peers_wait(world):
+    """Rank 1 begins when the other has launched its bucket."""
     model = Terms(2)
     reducer = ddp.Reducer(model, bucket_cap_mb=math.inf)
     timeline = Timeline(reducer, None, steps=2, skip=0)
-    for step in range(3):
-        launched = [folder / f"{step} {r}" for r in range(world.world_size) if r != 1]
+    launched = dist.new_group(backend="gloo")
+
+    def tell(parameter):  # behind the Reducer's own hook, which launches
+        dist.send(torch.ones(1), 1, launched)
+
+    if world.rank == 0:
+        model.p0.register_post_accumulate_grad_hook(tell)
+    for _ in range(3):
         if world.rank == 1:
-            end = time.monotonic() + 20
-            while not all(file.exists() for file in launched) and time.monotonic() < end:
-                time.sleep(0.01)
-        own_file = folder / f"{step} {world.rank}"
-        # Behind the Reducer's own hook, which launches.
-        handle = model.p0.register_post_accumulate_grad_hook(lambda _, file=own_file: file.touch())
+            dist.recv(torch.ones(1), 0, launched)
         model(own(world)).backward()
-        handle.remove()
     timeline.close()
-    return timeline.record
+    for step in timeline.record.steps:
+        (late,), (waiting,) = (rank.buckets for rank in step.ranks[::-1])
+        assert late.last == waiting.last == 1
+        assert waiting.sent[0] < waiting.met
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_a_late_rank_is_named_and_its_peers_wait(ranks, backend, tmp_path):
-    for record in ranks(backend, 3)(late_rank, tmp_path):
-        for step in record.steps:
-            for rank in step.ranks:
-                (bucket,) = rank.buckets
-                assert bucket.last == 1
-                if rank.rank != 1:
-                    assert bucket.sent[0] < bucket.met
-
-
-def accumulated(world):
-    model = Net()
-    reducer = ddp.Reducer(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def passes_that_accumulate_and_one_that_raised(world):
+    """They are one step, and what raised is left out."""
+    model, reducer, step = made()
     timeline = Timeline(reducer, None, steps=1, skip=0)
+    model.raises = True
+    with suppress(ZeroDivisionError):
+        model(torch.ones(2, 3))
+    model.raises = False
     for _ in range(2):
         with reducer.no_sync():
-            model(torch.ones(2, 3)).sum().backward()
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
+            model(torch.ones(2, 3))[0].sum().backward()
+        step()
     timeline.close()
-    (step,) = timeline.record.steps
-    for rank in step.ranks:
+    for rank in timeline.record.steps[0].ranks:
         assert len(rank.forward) == len(rank.backward) == 2
         assert in_order(*rank.forward[0], *rank.backward[0], *rank.forward[1], *rank.backward[1])
+        # From the output on, and not from the first gradient.
+        assert rank.backward[0][0] < rank.arrived[0][1]
 
 
-def test_passes_that_accumulate_are_one_step(ranks):
-    ranks("gloo", 2)(accumulated)
-
-
-def refused(world, folder):
-    model = Net()
-    reducer = ddp.Reducer(model)
-    expected = ddp.UsageError if world.rank == 0 else PeerError
-    # The second is there, and takes no file: not even root's.
-    for refusing in (folder, Path("/proc")):
-        with pytest.raises(expected, match=f"cannot write the timeline to {refusing}"):
-            Timeline(reducer, refusing)
-    with pytest.raises(ddp.UsageError, match="got 0"):
-        Timeline(reducer, folder, steps=0)
-    # What comes up later: the disk is full, or the folder gone.
-    timeline = Timeline(reducer, folder.parent / "gone", steps=1, skip=0)
-    train(model, torch.optim.SGD(model.parameters(), 0.1), 1)
-    if world.rank == 0:
-        timeline.folder.rmdir()
-    with pytest.raises(expected, match="cannot write the timeline"):
-        timeline.close()
-
-
-def test_a_folder_that_cannot_be_written_ends_all_ranks(ranks, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("")
-    ranks("gloo", 2)(refused, file)
-
-
-def raised(world, folder):
-    model = Net()
-    reducer = ddp.Reducer(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def steps_and_fails():
-        with ddp.timeline(reducer, folder, skip=0):
-            train(model, optimizer, 2)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        steps_and_fails()
-    train(model, optimizer, 9)
-    dist.barrier()
-    assert list(folder.iterdir()) == []
-
-
-def test_nothing_is_written_where_the_program_raises(ranks, tmp_path):
-    ranks("gloo", 2)(raised, tmp_path)
-
-
-def short(world):
-    model = Net()
-    timeline = Timeline(ddp.Reducer(model), None)
-    train(model, torch.optim.SGD(model.parameters(), 0.1), 2)
-    timeline.close()
-    assert timeline.record is None
-
-
-def test_too_few_steps_are_no_record(ranks):
-    ranks("gloo", 2)(short)
-
-
-def same_bits(world):
-    """A timeline changes no bit, and the buckets' order of launch stays."""
-    found = []
-    for recorded in (False, True):
-        torch.manual_seed(world.rank)
-        model = Net()
-        ddp.broadcast_parameters(model)
-        reducer = ddp.Reducer(model, bucket_cap_mb=20 * BYTES, find_unused_parameters=True)
-        timeline = Timeline(reducer, None, steps=3, skip=0) if recorded else None
-        train(model, torch.optim.SGD(model.parameters(), 0.1), 3)
-        if timeline is not None:
-            timeline.close()
-        found.append(([p.detach().clone() for p in model.parameters()], reducer.buckets))
-    assert all(map(torch.equal, found[0][0], found[1][0]))
-    assert found[0][1] == found[1][1]
-
-
-def test_a_timeline_changes_no_bit(pair):
-    pair(same_bits)
-
-
-def offsets(world):
-    # As if each rank were a machine of its own, all with one clock: the true offset is 0.
-    hosts = [str(rank) for rank in range(world.world_size)]
-    return clocks.measure(hosts, dist.group.WORLD)
-
-
-def test_the_offset_of_a_clock_is_within_its_error(pair):
-    first, *others = pair(offsets)
-    assert all(found == first for found in others)
-    assert first[0] == (0, 0)
-    for offset, error in first[1:]:
-        assert error > 0
-        assert abs(offset) <= error
-
-
-def beside(world):
-    """As on nccl: what ranks exchange goes through a gloo group that torch does not list."""
-    with patch.object(module, "takes_cpu_tensors", lambda group: False):
-        model = Net()
-        timeline = Timeline(ddp.Reducer(model), None, steps=1, skip=0)
-        assert clocks.measure(["a", "b"], timeline._group)[0] == (0, 0)
-        train(model, torch.optim.SGD(model.parameters(), 0.1), 2)
-        timeline.close()
-    assert len(timeline.record.steps) == 1
-
-
-def test_a_group_without_cpu_tensors(ranks):
-    ranks("gloo", 2)(beside)
-
-
-def landed_early(world):
+def a_bucket_that_lands_while_backward_goes_on(world):
     """The second gradient is computed once the first bucket has landed, behind backward."""
     model = Terms(2, 2)
     reducer = ddp.Reducer(model, bucket_cap_mb=0)
     timeline = Timeline(reducer, None, steps=1, skip=0)
 
     def until_landed(gradient):
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            marks = timeline._recorder.steps[-1].buckets.get(0)
-            if marks is not None and marks.landed is not None:
-                return
-            time.sleep(0.001)
+        marks = timeline._recorder.steps[-1].buckets[0]
+        reducer.flat_buckets[0].wait()
+        while marks.landed is None:
+            pass
 
     handle = model.p0.register_hook(until_landed)
     model(own(world)).backward()
     handle.remove()
     model(own(world)).backward()
     timeline.close()
-    (step,) = timeline.record.steps
-    for rank in step.ranks:
+    for rank in timeline.record.steps[0].ranks:
         first, second = rank.buckets
         assert first.sent[1] < second.pack[0] <= first.wait[0]
 
 
-def test_a_bucket_lands_while_backward_goes_on(pair):
-    pair(landed_early)
-
-
-def one_at_a_time(world):
+def buckets_that_are_sent_one_at_a_time(world):
     """A hook without `one_collective`: the wait for each bucket is where it happens."""
     model = Terms(2, 2)
     reducer = ddp.Reducer(model, bucket_cap_mb=0)
@@ -301,15 +196,230 @@ def one_at_a_time(world):
     for _ in range(2):
         model(own(world)).backward()
     timeline.close()
-    (step,) = timeline.record.steps
-    for rank in step.ranks:
+    for rank in timeline.record.steps[0].ranks:
         first, second = rank.buckets
         assert in_order(first.sent[0], *first.wait, second.pack[0])
         assert in_order(second.sent[0], *second.wait, *first.unpack, *second.unpack)
 
 
-def test_buckets_that_are_sent_one_at_a_time(pair):
-    pair(one_at_a_time)
+def a_critic_that_is_frozen_between_its_steps(world):
+    model, reducer, step = made()
+    model.requires_grad_(False)
+    timeline = Timeline(reducer, None, steps=2, skip=0)
+    for _ in range(2):
+        model.requires_grad_(True)
+        step()
+        model.requires_grad_(False)
+    timeline.close()
+    assert sum(timeline.record.nbytes.values()) == 84
+    for recorded in timeline.record.steps:
+        assert all(rank.backward and rank.optimizer for rank in recorded.ranks)
+
+
+def a_rank_without_data(world):
+    _, reducer, step = made(bucket_cap_mb=0)
+    timeline = Timeline(reducer, None, steps=2, skip=1)
+    with ddp.join(reducer):
+        step(1 + 2 * world.rank)
+    timeline.close()
+    assert [recorded.iteration for recorded in timeline.record.steps] == [1, 2]
+    for recorded in timeline.record.steps:
+        first, second = recorded.ranks
+        assert (first.forward, first.backward, first.arrived) == ((), (), ())
+        assert second.forward
+        for rank in recorded.ranks:
+            assert rank.begin == min([*rank.forward, *(b.pack for b in rank.buckets)])[0] >= 0
+
+
+def no_trials_of_auto(world):
+    """Two layouts are tried: each parameter alone, and all in one bucket."""
+    with patch.object(bucket_tuning, "CAPS", (1e-6, 1.0)):
+        _, reducer, step = made(bucket_cap_mb="auto")
+        timeline = Timeline(reducer, None, steps=2, skip=1)
+        trials = 0
+        while reducer.bucket_cap_mb is None:
+            step()
+            trials += 1
+        assert trials > 3
+        for _ in range(4):
+            assert timeline.record is None
+            step()
+    assert [step.iteration for step in timeline.record.steps] == [trials + 1, trials + 2]
+    assert {step.layout for step in timeline.record.steps} == {reducer.buckets}
+
+
+class States(Observer):
+    def __init__(self):
+        self.found = []
+
+    def on_wait(self, bucket):
+        self.found.append(bucket.state)
+
+    def on_waited(self, bucket):
+        self.found.append(bucket.state)
+
+
+def the_whole_wait_beside_others_and_the_profiler(world):
+    model, reducer, step = made()
+    timelines = [Timeline(reducer, None, steps=1, skip=0) for _ in range(2)]
+    with torch.autograd.profiler.profile():
+        model(torch.ones(2, 3))  # which shows the profiler the buckets
+        states = States()
+        reducer.add_observer(states)
+        step()
+    assert states.found == [BucketState.LAUNCHED, BucketState.LANDED]
+    for timeline in timelines:
+        timeline.close()
+        assert len(timeline.record.steps) == 1
+
+
+def no_bit_of_the_training(world):
+    """Nor the buckets' order of launch."""
+    found = []
+    for recorded in (False, True):
+        torch.manual_seed(world.rank)
+        model, reducer, step = made(bucket_cap_mb=20 * BYTES, find_unused_parameters=True)
+        timeline = Timeline(reducer, None, steps=3, skip=0) if recorded else None
+        step(3)
+        if timeline is not None:
+            timeline.close()
+        found.append([p.detach().clone() for p in model.parameters()])
+        found.append(reducer.buckets)
+    assert all(map(torch.equal, found[0], found[2]))
+    assert found[1] == found[3]
+
+
+def no_model_alive(world):
+    """The model goes with a timeline that still records."""
+    model, reducer, step = made()
+    Timeline(reducer, None, steps=100, skip=0)
+    step(2)
+    gone = weakref.ref(model)
+    del model, reducer, step
+    gc.collect()
+    assert gone() is None
+
+
+def too_few_steps(world):
+    _, reducer, step = made()
+    timeline = Timeline(reducer, None)
+    step(2)
+    timeline.close()
+    assert timeline.record is None
+
+
+def over_a_group_beside_the_gpus(world):
+    """As on nccl: what ranks exchange goes through a gloo group that torch does not list."""
+    with patch.object(module, "takes_cpu_tensors", lambda group: False):
+        _, reducer, step = made()
+        timeline = Timeline(reducer, None, steps=1, skip=0)
+        assert clocks.measure(["a", "b"], timeline._group)[0] == (0, 0)
+        step(2)
+        timeline.close()
+    assert len(timeline.record.steps) == 1
+
+
+def offsets_of_clocks_within_their_errors(world):
+    # As if each rank were a machine of its own, all with one clock: the true offset is 0.
+    hosts = [str(rank) for rank in range(world.world_size)]
+    found = clocks.measure(hosts, dist.group.WORLD)
+    everyone = [None] * world.world_size
+    dist.all_gather_object(everyone, found)
+    assert everyone == [found] * world.world_size
+    assert found[0] == (0, 0)
+    for offset, error in found[1:]:
+        assert error > 0
+        assert abs(offset) <= error
+
+
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(a_late_rank_for_which_its_peers_wait, passes_that_accumulate_and_one_that_raised),
+        *(a_bucket_that_lands_while_backward_goes_on, buckets_that_are_sent_one_at_a_time),
+        *(a_critic_that_is_frozen_between_its_steps, a_rank_without_data, no_trials_of_auto),
+        *(the_whole_wait_beside_others_and_the_profiler, no_bit_of_the_training),
+        *(no_model_alive, too_few_steps, over_a_group_beside_the_gpus),
+        offsets_of_clocks_within_their_errors,
+    ],
+)
+def test_a_timeline_records_or_changes(ranks, backend, what):
+    ranks(backend, 2)(what)
+
+
+# What fails -------------------------------------------------------------------------------------
+
+
+def fails_to_write(world, folder):
+    """A folder that is a file, one that takes none, one that goes; and any other error."""
+    _, reducer, step = made()
+    expected = ddp.UsageError if world.rank == 0 else PeerError
+    (folder / "file").touch()
+    for refusing in (folder / "file", Path("/proc")):  # not even root's
+        with pytest.raises(expected, match=f"cannot write the timeline to {refusing}"):
+            Timeline(reducer, refusing)
+    with pytest.raises(ddp.UsageError, match="got 0"):
+        Timeline(reducer, folder, steps=0)
+    timeline = Timeline(reducer, folder / "gone", steps=1, skip=0)
+    step()
+    if world.rank == 0:
+        timeline.folder.rmdir()
+    with pytest.raises(expected, match="cannot write the timeline"):
+        timeline.close()
+    timeline = Timeline(reducer, folder, steps=1, skip=0)
+    step()
+    bad_page = patch.object(module.page, "as_html", lambda record: record["not a record"])
+    with bad_page, pytest.raises(expected) as error:
+        timeline.close()
+    assert world.rank or isinstance(error.value.__cause__, TypeError)
+    dist.barrier()
+
+
+def fails_to_read_its_times(world, folder):
+    for refusing in (0, 1):
+        _, reducer, step = made()
+        timeline = Timeline(reducer, None, steps=1, skip=0)
+        step()
+        times = (lambda *_: {}["no such time"]) if world.rank == refusing else module.rank_times
+        expected = RuntimeError if world.rank == refusing else PeerError
+        text = f"rank {refusing} cannot read its part of the timeline: 'no such time'"
+        bad_times = patch.object(module, "rank_times", times)
+        with bad_times, pytest.raises(expected, match=text) as error:
+            timeline.close()
+        assert timeline.record is None
+        assert (type(error.value.__cause__) is KeyError) == (world.rank == refusing)
+        # The others are at the same place: they have not waited for this rank in vain.
+        dist.barrier()
+
+
+def writes_nothing_where_the_program_raises(world, folder):
+    _, reducer, step = made()
+
+    def steps_and_fails():
+        with ddp.timeline(reducer, folder, skip=0):
+            step(2)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        steps_and_fails()
+    step(9)
+    dist.barrier()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "what",
+    [fails_to_write, fails_to_read_its_times, writes_nothing_where_the_program_raises],
+)
+def test_an_error_of_one_rank_ends_all(ranks, tmp_path, what):
+    ranks("gloo", 2)(what, tmp_path)
+
+
+def test_files_are_utf_8_whatever_the_locale(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, _=2: encoding or "ascii")
+    module.write(replace(record(), title="Сеть"), tmp_path)
+    assert (tmp_path / "timeline.txt").read_text(encoding="utf-8").startswith("Сеть\n")
 
 
 class Event:

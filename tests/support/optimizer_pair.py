@@ -10,10 +10,7 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 
-SEVERAL = 5e-4  # MiB: a few buckets
-
-
-ALL = float("inf")
+SEVERAL, ALL = 5e-4, float("inf")  # MiB: a few buckets, and one
 
 
 class Net(nn.Module):
@@ -112,6 +109,8 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
         assert p.stride() == q.stride(), name
 
 
+MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
+ADAMW = {"kind": "AdamW", "weight_decay": 0.1}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "weight decay": {"weight_decay": 0.01},
@@ -122,21 +121,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tensor lr": {"lr": torch.tensor(0.03), "momentum": 0.9},
     "AdamW": {"kind": "AdamW"},
     "AdamW, amsgrad": {"kind": "AdamW", "amsgrad": True, "weight_decay": 0.1, "maximize": True},
-    "AdamW, other betas": {
-        "kind": "AdamW",
-        "betas": (0.7, 0.9),
-        "eps": 1e-3,
-        "lr": torch.tensor(1e-2),
-    },
+    "AdamW, tensor lr": ADAMW | {"lr": torch.tensor(1e-2), "betas": (0.7, 0.9), "eps": 1e-3},
     "Adam": {"kind": "Adam", "weight_decay": 0.1},
 }
-
-
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-
-
-MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
-ADAMW = {"kind": "AdamW", "weight_decay": 0.1}
-
-
 each_kind = pytest.mark.parametrize("options", [MOMENTUM, ADAMW], ids=["SGD", "AdamW"])

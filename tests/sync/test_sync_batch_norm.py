@@ -30,23 +30,6 @@ from tests.support.tiers import slow
 CHANNELS = 3
 
 
-def test_moments_by_hand():
-    """Channel 0 holds 1, 3 on one rank and 8 on the other; channel 1 is 5 everywhere."""
-    one = sync_batch_norm._pack_moments(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
-    other = sync_batch_norm._pack_moments(torch.tensor([[8.0, 5.0]]))
-    none = sync_batch_norm._pack_moments(torch.zeros(0, 2))
-    assert one.tolist() == [2, 5, 2, 0, 2, 0]
-    assert other.tolist() == [8, 5, 0, 0, 1, 0]
-    assert none.tolist() == [0] * 6
-    moments = sync_batch_norm._merge_moments(torch.stack([one, none, other]), 2)
-    assert moments.count.tolist() == [3]
-    assert moments.mean.tolist() == [4, 5]
-    assert moments.variance.tolist() == [26 / 3, 0]
-    moments = sync_batch_norm._merge_moments(torch.stack([none, none]), 2)
-    assert moments.count.tolist() == [1]
-    assert moments.mean.tolist() == moments.variance.tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sums_are_of_full_precision(dtype):
     """Far from zero and close together, where the difference of squares has no digit left."""
@@ -368,7 +351,7 @@ def a_rank_out_of_data_is_told(world):
         *(layers_that_learn_on_one_rank_alone, unequal_weights_are_refused),
         *(a_rank_out_of_data_is_told, slow(cnn_as_one_process)),
     ],
-    ids=lambda program: getattr(program, "__name__", "with a group of its own, or checkpoints"),
+    ids=lambda program: getattr(program, "__name__", None) or str(program.keywords),
 )
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")])
 def test_synchronised(ranks, crew, program):
