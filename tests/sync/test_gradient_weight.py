@@ -64,8 +64,8 @@ def as_one_process(world):
 def refusing_what_is_no_weight(world):
     """Where one rank's is wrong all raise: the others would wait for gradients that do not come."""
     model = Terms(1)
-    reducer = Reducer(model)
     for amount in (-1, float("nan"), float("inf")):
+        reducer = Reducer(model)
         loss = model(1.0)
         if world.rank == 1:
             with pytest.raises(ValueError, match=f"0 or more, and finite, got {amount}"):
@@ -74,7 +74,7 @@ def refusing_what_is_no_weight(world):
             reducer.weight(1)
             with pytest.raises(ValueError, match="another rank's weight is negative or not finite"):
                 loss.backward()
-    reducer.remove()
+        reducer.remove()
     reducer = Reducer(model)
     reducer.weight(0)
     loss = model(1.0)
