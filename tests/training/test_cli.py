@@ -8,6 +8,7 @@ import pytest
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.training.cli import make_parser, parse
+from ddp_from_scratch.training.main import main
 from ddp_from_scratch.training.settings import Settings, option_of
 
 ABOUT = "Trains.\n\n    python run.py\n"
@@ -80,10 +81,7 @@ def error_of(*arguments: str) -> str:
             "--compress fp16 --powersgd-rank 2",
             "--powersgd-rank is for --compress powersgd, which is not given",
         ),
-        (
-            "--compress powersgd --powersgd-rank 0",
-            "--powersgd-rank must be 1 or more, got 0",
-        ),
+        ("--compress powersgd --powersgd-rank 0", "--powersgd-rank must be 1 or more, got 0"),
         ("test --checkpoint x.pt --compress bf16", "--compress has no meaning for test"),
         ("--seed -1", "--seed must be 0 to 2**62 - 1, got -1"),
         ("--resume auto", "--resume auto looks into --checkpoint-dir, which is not given"),
@@ -94,6 +92,19 @@ def error_of(*arguments: str) -> str:
         ("test --checkpoint x.pt --no-overlap", "--no-overlap has no meaning for test"),
         ("test --checkpoint x.pt --check-sync", "--check-sync has no meaning for test"),
         ("test --checkpoint x.pt --log-dir logs", "--log-dir has no meaning for test"),
+        ("--max-failures 2", "--max-failures is for --go-on, which is not given"),
+        ("--go-on --max-failures -1", "--max-failures must be 0 or more, got -1"),
+        (
+            "--go-on --shards 2 --backend mpi",
+            "--go-on is for gloo, and the backend is mpi: leave one of them out",
+        ),
+        *(
+            (
+                f"--go-on --shards 2 {option} 5",
+                f"{option} cannot be had with --go-on: leave one out",
+            )
+            for option in ("--timeline", "--stragglers")
+        ),
         ("--master-port 0", "--master-port must be 1 to 65535, got 0"),
         ("--master-port 65536", "--master-port must be 1 to 65535, got 65536"),
     ],
@@ -119,6 +130,44 @@ def test_a_bad_value_is_one_line_that_says_what_was_expected(arguments: str, tol
 def test_an_unknown_word_is_one_line_that_names_it(arguments: str, told: list[str]) -> None:
     text = error_of(*arguments.split())
     assert all(word in text for word in [*told, "see --help"]), text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "told"),
+    [
+        (
+            "--go-on --nproc 4 --shards 2",
+            {},
+            "--shards must be at least as many as ranks, got 2 of 4",
+        ),
+        (
+            "--nproc 2",
+            {"OMPI_COMM_WORLD_RANK": "0"},
+            "--nproc is for starting without a launcher, but mpirun has",
+        ),
+        (
+            "--node-rank 0",
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            "--node-rank is for starting without a launcher, but torchrun has",
+        ),
+        ("--nproc 1,1", {}, "needs --node-rank and --master-addr"),
+        (
+            "--nproc 1,1 --backend mpi",
+            {},
+            "under mpirun: mpirun --host A:8,B:2 python run.py --backend mpi",
+        ),
+        ("--nproc 2 --master-port 29500", {}, "--master-port are for several machines"),
+    ],
+)
+def test_how_ranks_are_started(
+    arguments: str, environ: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError) as error:
+        main(["run.py"], arguments.split())
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_defaults() -> None:

@@ -185,9 +185,11 @@ def test_one_missing_file_is_named(tmp_path: Path) -> None:
     write_mnist(tmp_path / "MNIST" / "raw")
     path = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
     path.unlink()
-    with pytest.raises(UsageError) as error:
-        load_dataset("mnist", tmp_path, download=False)
-    assert_one_line(error, f"there is no {path};")
+    for _ in range(2):  # and where a folder has its name
+        with pytest.raises(UsageError) as error:
+            load_dataset("mnist", tmp_path, download=False)
+        assert_one_line(error, f"there is no {path};")
+        path.mkdir(exist_ok=True)
 
 
 def cut(path: Path, length: int) -> None:
@@ -255,15 +257,6 @@ def test_a_corrupt_mnist_file(damage: str, tmp_path: Path) -> None:
 def test_no_images(tmp_path: Path) -> None:
     write_mnist(tmp_path / "MNIST" / "raw", test=0)
     with pytest.raises(UsageError, match="mnist's test images are truncated or corrupt"):
-        load_dataset("mnist", tmp_path, download=False)
-
-
-def test_a_folder_in_the_place_of_a_file_is_missing(tmp_path: Path) -> None:
-    raw = tmp_path / "MNIST" / "raw"
-    write_mnist(raw)
-    (raw / "train-images-idx3-ubyte").unlink()
-    (raw / "train-images-idx3-ubyte").mkdir()
-    with pytest.raises(UsageError, match="not found"):
         load_dataset("mnist", tmp_path, download=False)
 
 
@@ -341,52 +334,30 @@ def test_download(mnist_site: Path, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in raw.iterdir()} == {
         path.name: path.read_bytes() for path in (mnist_site / "plain").iterdir()
     }
-    # Nothing but the files stays, and they are not fetched again.
+    # Nothing but the files stays. Of them only those that are missing are fetched again.
     assert list(data_dir.iterdir()) == [data_dir / "MNIST"]
+    write_idx(raw / "train-labels-idx1-ubyte", np.array([7, 8, 9]))
+    (raw / "t10k-labels-idx1-ubyte").unlink()
+    data = load_dataset("mnist", data_dir, download=True)
+    assert [label for _, label in (data.train[i] for i in range(3))] == [7, 8, 9]
     for path in mnist_site.glob("*.gz"):
         path.unlink()
     load_dataset("mnist", data_dir, download=True)
 
 
-def test_download_replaces_no_file(mnist_site: Path, tmp_path: Path) -> None:
-    raw = tmp_path / "MNIST" / "raw"
-    write_mnist(raw)
-    write_idx(raw / "train-labels-idx1-ubyte", np.array([7, 8, 9]))
-    (raw / "t10k-labels-idx1-ubyte").unlink()
-    data = load_dataset("mnist", tmp_path, download=True)
-    assert [label for _, label in (data.train[i] for i in range(3))] == [7, 8, 9]
-    assert [label for _, label in (data.test[i] for i in range(2))] == [0, 1]
-
-
 # urllib's answer to a missing file holds a socket, which torchvision leaves to the collector.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
-@pytest.mark.parametrize("damage", ["cut short", "absent", "no server"])
-def test_a_failed_download_leaves_nothing(
-    damage: str, mnist_site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_download_leaves_nothing(mnist_site: Path, tmp_path: Path) -> None:
     # The last of the four files: the other three have arrived by then.
     last = mnist_site / "train-labels-idx1-ubyte.gz"
-    if damage == "cut short":
-        cut(last, 20)
-    elif damage == "absent":
-        last.unlink()
-    else:
-        monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:1/"])
-    with pytest.raises(UsageError) as error:
-        load_dataset("mnist", tmp_path, download=True)
-    assert_one_line(error, f"cannot download mnist to {tmp_path}", "check the network")
-    assert list(tmp_path.iterdir()) == []
-    del error
-    gc.collect()
-
-
-def test_a_failed_cifar10_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(CIFAR10, "url", "http://127.0.0.1:1/cifar-10-python.tar.gz")
-    with pytest.raises(UsageError) as error:
-        load_dataset("cifar10", tmp_path, download=True)
-    assert_one_line(error, f"cannot download cifar10 to {tmp_path}", "Connection refused")
-    assert list(tmp_path.iterdir()) == []
+    for damage in (lambda: cut(last, 20), last.unlink):
+        damage()
+        with pytest.raises(UsageError) as error:
+            load_dataset("mnist", tmp_path, download=True)
+        assert_one_line(error, f"cannot download mnist to {tmp_path}", "check the network")
+        assert list(tmp_path.iterdir()) == []
+        del error
+        gc.collect()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -401,6 +372,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_fake_is_the_same_noise_every_time() -> None:
     first = load_dataset("fake", NOWHERE, download=False)
+    before = torch.get_rng_state()
     second = load_dataset("fake", NOWHERE, download=False)
     assert (first.num_classes, first.channels, first.image_size) == (10, 3, 32)
     for part, again in ((first.train, second.train), (first.test, second.test)):
@@ -410,16 +382,10 @@ def test_fake_is_the_same_noise_every_time() -> None:
         assert type(label) is int
         assert torch.equal(image, again[5][0])
         assert label == again[5][1]
+    assert torch.equal(before, torch.get_rng_state())
     assert {first.train[i][1] for i in range(200)} == set(range(10))
     train = images(first.train)
     assert abs(train.mean().item()) < 1e-2
     assert abs(train.std().item() - 1) < 1e-2
     together = torch.cat([train, images(first.test)]).flatten(1)
     assert len(together.unique(dim=0)) == len(together)
-
-
-def test_fake_leaves_the_global_generator_alone() -> None:
-    train = load_dataset("fake", NOWHERE, download=False).train
-    before = torch.get_rng_state()
-    assert train[0][0].shape == (3, 32, 32)
-    assert torch.equal(before, torch.get_rng_state())
