@@ -1,0 +1,182 @@
+"""Supervisors of several machines meet: whom machine 0 lets in, and what each says where not."""
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.launch import multi_node, other_machines
+from ddp_from_scratch.launch.multi_node import Machines, Meeting
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A free one. All machines have the same secret."""
+    monkeypatch.setenv("DDP_SECRET", "known to all machines")
+    with socket.create_server((HERE, 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def machine(port: int) -> Iterator[Callable[..., Machines]]:
+    """Opens machine `node_rank` of a job that ends when one fails, in this process."""
+    opened: list[Machines] = []
+
+    def open_one(node_rank: int, *counts: int, timeout: float = 30.0) -> Machines:
+        opened.append(Machines(counts, node_rank, HERE, port, timeout))
+        return opened[-1]
+
+    yield open_one
+    for one in reversed(opened):
+        one.close()
+
+
+def refusal(open_one: Callable[..., object], *arguments: object, **named: object) -> str:
+    with pytest.raises(UsageError) as error:
+        open_one(*arguments, **named)
+    return str(error.value)
+
+
+def test_machines_that_do_not_fit(machine: Callable[..., Machines], port: int) -> None:
+    first = machine(0, 1, 1)
+    assert refusal(machine, 1, 1, 2) == (
+        "--nproc is 1,2 here and 1,1 on machine 0: it must be equal"
+    )
+    # Else it would wait for ranks that cannot come.
+    told = first.store.get("failure").decode()
+    assert told == "machine 1: --nproc is 1,2 there and 1,1 on machine 0"
+    assert refusal(machine, 1, 1, 1) == "--node-rank 1 was given on two machines"
+    assert refusal(machine, 0, 1, 1) == (
+        f"port {port} is in use on machine 0: choose another with --master-port, on every machine"
+    )
+
+
+@pytest.mark.parametrize("first_goes_on", [False, True])
+def test_machines_that_go_on_and_others_do_not_meet(first_goes_on: bool, port: int) -> None:
+    first = Meeting(0, HERE, port, 30.0, goes_on=first_goes_on)
+    there, here = ("given", "not given") if first_goes_on else ("not given", "given")
+    assert refusal(Meeting, 1, HERE, port, 30.0, goes_on=not first_goes_on) == (
+        f"--go-on was {here} here and {there} on machine 0: it must be the same on all"
+    )
+    told = first.store.get("failure").decode()
+    assert told == f"machine 1: --go-on was {here} there and {there} on machine 0"
+    first.close()
+
+
+def test_what_one_says_the_others_hear(machine: Callable[..., Machines]) -> None:
+    first, second = machine(0, 1, 1), machine(1, 1, 1)
+    assert (first.failure(), first.may_leave()) == (None, False)
+    second.tell_failure("rank 1 ended with exit code 3")
+    heard = first.store.get("failure").decode()
+    assert heard == "machine 1: rank 1 ended with exit code 3"
+
+
+class Store:
+    """A store that goes when it is asked for the third time."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, str] = {}
+        self.checks = 0
+
+    def add(self, key: str, number: int) -> int:
+        return number
+
+    def set(self, key: str, text: str) -> None:
+        self.said[key] = text
+
+    def check(self, keys: list[str]) -> bool:
+        self.checks += 1
+        if self.checks == 3:
+            raise RuntimeError("Connection reset by peer")
+        return False
+
+
+def test_a_machine_that_waits_ends_with_machine_0(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock = SimpleNamespace(monotonic=iter(range(100)).__next__, sleep=lambda seconds: None)
+    monkeypatch.setattr(other_machines, "time", clock)
+    store, asked = Store(), {"--lr": "0.1"}
+    told = refusal(other_machines.arrive, store, 1, [1, 1], asked)
+    assert told == "the job ended before machine 0 let this machine in"
+    assert json.loads(store.said["arrival 1"]) == {"node": 1, "counts": [1, 1], "asked": asked}
+    assert capfd.readouterr().err == "waiting until machine 0 lets this machine in\n"
+
+
+def listening_at(port: int) -> list[str]:
+    """The addresses at which somebody listens on it."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, number = local.partition(":")
+            if state == "0A" and int(number, 16) == port:
+                found.append(address)
+    return found
+
+
+def test_machine_0_listens_on_its_address_alone_and_lets_no_stranger_in(
+    machine: Callable[..., Machines], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(0, 1, 1)
+    assert listening_at(port) == ["0100007F"]
+    with socket.create_connection((HERE, port)) as stranger, suppress(ConnectionError):
+        stranger.sendall(b"x" * 30)  # as many bytes as a greeting has
+        assert stranger.recv(1) == b""
+    monkeypatch.setenv("DDP_SECRET", "not the secret of this job")
+    assert refusal(machine, 1, 1, 1) == (
+        f"127.0.0.1:{port} does not answer as machine 0 does: it does not have the same "
+        f"DDP_SECRET. Check DDP_SECRET, --master-addr and --master-port"
+    )
+
+
+def test_machine_0_prints_a_secret_where_it_has_none(
+    machine: Callable[..., Machines],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("DDP_SECRET", "short")
+    told = "DDP_SECRET must have 16 characters or more, got 5: "
+    assert refusal(machine, 1, 1, 1).startswith(told)
+    monkeypatch.delenv("DDP_SECRET")
+    machine(0, 1, 1)
+    secret = capfd.readouterr().err.strip().rpartition("export DDP_SECRET=")[2]
+    assert len(secret) == 32
+    assert refusal(machine, 1, 1, 1).startswith("DDP_SECRET is not set: machine 0 printed one")
+    monkeypatch.setenv("DDP_SECRET", secret)
+    machine(1, 1, 1)
+
+
+def test_what_is_not_machine_0_is_one_line_in_time(
+    machine: Callable[..., Machines], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multi_node, "_RETRY_S", 0.01)
+    absent = (
+        "machine 0 did not answer at 127.0.0.1:{} within 0.2 s ({}): start the command with "
+        "--node-rank 0 there, and check --master-addr, --master-port and the firewall"
+    )
+    told = refusal(machine, 1, 1, 1, timeout=0.2)
+    assert told == absent.format(port, "Connection refused")
+    with socket.create_server((HERE, port)):
+        told = refusal(machine, 1, 1, 1, timeout=0.2)
+        assert told == absent.format(port, "timed out")
+    with HTTPServer((HERE, port), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        told = refusal(machine, 1, 1, 1)
+        thread.join()
+    assert re.fullmatch(
+        rf"127.0.0.1:{port} does not answer as machine 0 does: something else listens there "
+        r"\(it said '.*'\)\. Check DDP_SECRET, .*",
+        told,
+    )
