@@ -7,7 +7,7 @@ several dtypes, outputs and buffers, activation checkpointing, batch norm over a
 accumulation, several forward passes for one backward and the other way round, retained graphs,
 losses in parts, freezing, weights of ranks, unequal numbers of steps; comm hooks; flat optimizers;
 parameters and gradients that are moved, Reducers that follow one another, transforms of torch.func,
-forward passes that write to parameters.
+forward passes that write to parameters; two Reducers for one module.
 Each is played on the ranks by a
 `Reducer` or a `DistributedDataParallel`, and in one process (`fuzz_oracle.py`), which knows the
 gradients, parameters and buffers after each operation, or the error that must be raised; and where
@@ -210,6 +210,14 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     )
     writes = None if batch_norm else draw(st.sampled_from([None] * 8 + ["own", "alike"]))
     flat, shared_memory = draw(st.booleans()), draw(st.integers(0, 3)) > 0
+    wrapped = draw(st.booleans())
+    halves = (
+        not (wrapped or flat or batch_norm or writes or any(p.frozen for p in parameters))
+        and len(parameters) > 1
+        and (kind == "unused" or (kind == "static" and regular))
+        and not any(isinstance(op, Freeze | Join) for op in operations)
+        and draw(st.booleans())
+    )
     alike = flat and shared_memory and regular and writes is None and "bfloat16" not in dtypes
     return Case(
         world_size=world_size,
@@ -217,7 +225,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         branches=tuple(tuple(branch) for branch in branches),
         operations=operations,
         buffers=not batch_norm and draw(st.booleans()),
-        wrapped=draw(st.booleans()),
+        wrapped=wrapped,
         bucket_cap_mb=draw(st.sampled_from(CAPS[1:4] if below else CAPS)),
         overlap=below or draw(st.booleans()),
         gradient_as_bucket_view=view,
@@ -233,6 +241,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         node_shared=alike and _steps_with_averages(operations) and draw(st.booleans()),
         shared_memory=shared_memory,
         straggler_every=draw(st.sampled_from([None, None, 1, 3])),
+        halves=halves,
         large=draw(st.booleans()),
         momentum=momentum,
         writes=writes,

@@ -156,6 +156,7 @@ class Case:
         node_shared: the one with a copy for all ranks, which are on one machine.
         shared_memory: of the Reducer; gloo alone without.
         straggler_every: of the Reducer; its reports go nowhere.
+        halves: two Reducers, each for every other parameter.
         large: the library treats these small gradients as it does large ones.
         autocast: forward passes compute in bfloat16.
     """
@@ -181,6 +182,7 @@ class Case:
     node_shared: bool = False
     shared_memory: bool = True
     straggler_every: int | None = None
+    halves: bool = False
     large: bool = False
     autocast: bool = False
     momentum: float = 0.0
@@ -224,6 +226,7 @@ class Case:
                 ("node_shared", False),
                 ("shared_memory", True),
                 ("straggler_every", None),
+                ("halves", False),
                 ("large", False),
                 ("autocast", False),
                 ("momentum", 0.0),

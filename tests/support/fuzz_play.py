@@ -1,6 +1,7 @@
 """Plays a case on one rank of a real process group: with ours, and with torch's class."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -37,7 +38,8 @@ def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played
         player, reducers = _with_ours(world, case, model, group)
         played = _play(player)
     if played.error is not None and together:
-        reducers[-1].remove()
+        for reducer in reducers:
+            reducer.remove()
         played.recovered = _trains_on(world, case, model)
     dist.barrier()
     if group is not None:
@@ -62,32 +64,49 @@ def _with_ours(
 
     def wrap() -> dict[str, Any]:
         called: Any = model
-        join: Any
         if case.wrapped:
             called = ddp.DistributedDataParallel(model, process_group=group, **options)
-            reducer, join = called.reducer, called.join
+            present, join = [called.reducer], called.join
         else:
             if not reducers:  # later they are equal, and graphs may be alive
                 ddp.broadcast_parameters(model, process_group=group)
-            reducer = ddp.Reducer(
-                model,
-                group,
-                overlap=case.overlap,
-                broadcast_buffers=case.broadcast_buffers,
-                **options,
-            )
-            join = partial(ddp.join, reducer)
-        if case.hook is not None:
-            reducer.register_comm_hook(group, HOOKS[case.hook])
-        if case.straggler_every is not None:
-            reducer.watch_stragglers(case.straggler_every, lambda report: None)
-        reducers.append(reducer)  # and keeps it alive
+            names = [name for name, p in model.named_parameters() if p.requires_grad]
+            present = [
+                ddp.Reducer(
+                    model,
+                    group,
+                    overlap=case.overlap,
+                    broadcast_buffers=case.broadcast_buffers,
+                    ignore=ignored,
+                    **options,
+                )
+                for ignored in ([names[::2], names[1::2]] if case.halves else [()])
+            ]
+            join = partial(ddp.join, present[0])
+        for reducer in present:
+            if case.hook is not None:
+                reducer.register_comm_hook(group, HOOKS[case.hook])
+            if case.straggler_every is not None:
+                reducer.watch_stragglers(case.straggler_every, lambda report: None)
+        reducers[:] = present  # and keeps them alive
+
+        @contextmanager
+        def no_sync() -> Iterator[None]:
+            with ExitStack() as stack:
+                for context in [called] if case.wrapped else present:
+                    stack.enter_context(context.no_sync())
+                yield
+
+        def weigh(amount: float) -> None:
+            for reducer in present:
+                reducer.weight(amount)
+
         return {
             "called": called,
-            "no_sync": called.no_sync if case.wrapped else reducer.no_sync,
-            "weigh": reducer.weight,
+            "no_sync": no_sync,
+            "weigh": weigh,
             "join": lambda initial: join(divide_by_initial_world_size=initial),
-            "keep_views": reducer.keep_bucket_views,
+            "keep_views": lambda: [reducer.keep_bucket_views() for reducer in present],
         }
 
     def optimizer(parameters: Any, **settings: Any) -> Any:
@@ -97,7 +116,8 @@ def _with_ours(
         return TORCHS[case.optimizer](parameters, **settings)
 
     def again(player: Player) -> None:
-        reducers[-1].remove()
+        for reducer in reducers:
+            reducer.remove()
         for name, value in wrap().items():
             setattr(player, name, value)
         if case.flat:

@@ -54,7 +54,7 @@ def sharded_cases(draw: st.DrawFn, ordinary: st.SearchStrategy[Case]) -> Case:
         operations=tuple(operations),
         broadcast_buffers=True,
         fuse_wgrad=case.fuse_wgrad and not case.batch_norm,
-        **dict.fromkeys(("wrapped", "static_graph", "divided", "node_shared"), False),
+        **dict.fromkeys(("wrapped", "static_graph", "divided", "node_shared", "halves"), False),
         **dict.fromkeys(("hook", "writes", "straggler_every"), None),
     )
 
