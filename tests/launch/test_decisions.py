@@ -626,6 +626,12 @@ FOLLOWING = {
         ["machine 0 has not answered for 5 s: ending the ranks here"],
         [[KILL], [KILL], [TERM]],
     ),
+    "what it said before it was silent": Case(
+        [orders(*START), machine_0(is_silent=True), 6.0, orders(*START, ("start", 3, 0)), 20.0],
+        None,
+        ["machine 0 has not answered for 5 s: ending the ranks here"],
+        [[KILL], [KILL]],
+    ),
     "another supervisor of this machine": Case(
         [orders(*START), orders(ticket=8)],
         1,
