@@ -1,13 +1,11 @@
 """`run.py --go-on`: ranks are lost in each part of a run, and the checkpoint stays the same."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import ROOT
+from tests.support.tiers import slow
 from tests.training.going_on_runs import finish, last, start
 
 
@@ -48,24 +46,16 @@ if me == "3":
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+FIRST = ["the joining of another"]
+
+
+@pytest.mark.parametrize("name", FIRST + [slow(name) for name in FAULTS if name not in FIRST])
 def test_a_rank_that_is_killed_costs_no_bit(
     name: str, quiet: dict[str, bytes], tmp_path: Path
 ) -> None:
     _, err = finish(start(tmp_path, FAULTS[name], "--epochs", "3", "--go-on"))
     assert "was killed by SIGKILL" in err
     assert last(tmp_path) == quiet
-
-
-def test_a_rank_is_killed_in_lock_step(tmp_path: Path) -> None:
-    options = ["--epochs", "2", "--sync-batch-norm"]
-    finish(start(tmp_path, "", *options, nproc=2))
-    expected = last(tmp_path)
-    fault = "before('_backward', lambda t: me == '1' and t.global_step == 7 and die())"
-    killed = tmp_path / "killed"
-    killed.mkdir()
-    finish(start(killed, fault, *options, "--go-on"))
-    assert last(killed) == expected
 
 
 def test_each_event_is_a_line_and_a_metric(tmp_path: Path) -> None:
@@ -81,18 +71,6 @@ def test_each_event_is_a_line_and_a_metric(tmp_path: Path) -> None:
     (event,) = [line for line in lines if "ranks" in line]
     assert (event["step"], event["ranks"]) == (8, 2)
     assert event.keys() == {"step", "ranks", "group_seconds", "step_seconds"}
-
-
-def test_a_bug_ends_the_run(tmp_path: Path) -> None:
-    fault = """
-def fail(trainer):
-    if trainer.global_step == 3 and trainer.world.rank == 0:
-        raise ZeroDivisionError("no")
-before("_backward", fail)
-"""
-    _, err = finish(start(tmp_path, fault, "--epochs", "1", "--go-on"), code=1)
-    assert "ZeroDivisionError: no" in err
-    assert err.splitlines()[-1].startswith("step 4 failed again with ZeroDivisionError: no")
 
 
 def test_one_rank_that_is_asked_to_stop_stops_all(tmp_path: Path) -> None:
@@ -122,27 +100,3 @@ def test_a_run_that_goes_on_can_be_stopped_and_resumed(
     assert "stopped in epoch 2, step " in out
     finish(start(tmp_path, "", *options, "--resume", "auto", nproc=4))
     assert last(tmp_path) == quiet
-
-
-REFUSED: dict[str, tuple[list[str], str]] = {
-    "a failure count without it": (["--max-failures", "2"], "--max-failures is for --go-on"),
-    "mpi": (["--go-on", "--backend", "mpi"], "--go-on is for gloo, and the backend is mpi"),
-    "a timeline": (["--go-on", "--timeline", "x"], "--timeline cannot be had with --go-on"),
-    "stragglers": (["--go-on", "--stragglers", "5"], "--stragglers cannot be had with --go-on"),
-    "too few shards": (
-        ["--go-on", "--nproc", "4", "--shards", "2"],
-        "--shards must be at least as many as ranks, got 2 of 4",
-    ),
-    "a negative count": (["--go-on", "--max-failures", "-1"], "--max-failures must be 0 or more"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_had_is_refused(name: str) -> None:
-    options, text = REFUSED[name]
-    done = subprocess.run(
-        [sys.executable, "run.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {text}")
-    assert len(done.stderr.splitlines()) == 1

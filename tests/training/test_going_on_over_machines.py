@@ -108,8 +108,18 @@ def test_an_option_that_differs_is_named_once(tmp_path: Path) -> None:
 SLOWLY = "import time; before('_step', lambda t: time.sleep(0.25))"
 
 
+# Until it has been asked to stop: from then on the signal has its default handler.
+HOLD_UNTIL_ASKED = """
+import time
+def hold(trainer):
+    while trainer.global_step == 7 and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        time.sleep(0.01)
+before("_step", hold)
+"""
+
+
 def test_a_signal_on_one_machine_stops_all(quiet: dict[str, bytes], tmp_path: Path) -> None:
-    with machines(tmp_path, SLOWLY, "--epochs", "3") as (first, second, _):
+    with machines(tmp_path, HOLD_UNTIL_ASKED, "--epochs", "3") as (first, second, _):
         first.wait_for("epoch   1/3")
         second.process.send_signal(signal.SIGINT)
         assert (first.end(), second.end()) == (130, 130)
@@ -129,13 +139,30 @@ def test_a_signal_stops_all_while_a_machine_is_lost(tmp_path: Path) -> None:
     assert first.said("stopped in epoch ")
 
 
+# Steps in which the ranks wait, so that the run cannot end before the machines have come: until a
+# process of such a number trains with the others, or until the test has left a file.
+HOLD = """
+import pathlib, time
+from ddp_from_scratch.launch.board import Board
+board = Board(pathlib.Path(os.environ["DDP_BOARD"]))
+enough = pathlib.Path(sys.argv[0]).parent / "enough"
+def has_come(member):
+    return max(board.members(board.generation)) >= member
+until = {10: lambda: has_come(4), 15: lambda: has_come(6), 20: enough.exists}
+def hold(trainer):
+    while not until.get(trainer.global_step, lambda: True)():
+        time.sleep(0.01)
+before("_step", hold)
+"""
+
+
 def test_a_machine_that_is_lost_comes_again_and_another_one_joins(tmp_path: Path) -> None:
-    epochs = ["--epochs", "9"]
+    epochs = ["--epochs", "5"]
     quiet = tmp_path / "quiet"
     quiet.mkdir()
     finish(start(quiet, "", *epochs, nproc=2))
-    with machines(tmp_path, SLOWLY, *epochs) as (first, second, begin):
-        first.wait_for("epoch   1/9")
+    with machines(tmp_path, HOLD, *epochs) as (first, second, begin):
+        first.wait_for("epoch   1/5")
         second.process.kill()
         again = begin(1)
         # Not the command that the job was started with.
@@ -145,8 +172,9 @@ def test_a_machine_that_is_lost_comes_again_and_another_one_joins(tmp_path: Path
         first.wait_for("going on with 6 ranks in epoch ")
         # 6 ranks and 3 more are more than 8 shards.
         fourth = begin(3, nproc="2,2,2,3")
-        assert [one.end() for one in (first, again, third)] == [0, 0, 0], first.lines
         assert (wrong.end(), fourth.end()) == (2, 2)
+        (tmp_path / "enough").touch()
+        assert [one.end() for one in (first, again, third)] == [0, 0, 0], first.lines
     assert first.said("machine 1 has not answered for 5 s: its ranks are lost")
     assert first.said("process 3 was on machine 1: going on with 2 ranks")
     assert first.said("machine 1 has come again")
@@ -156,8 +184,8 @@ def test_a_machine_that_is_lost_comes_again_and_another_one_joins(tmp_path: Path
 
 
 def test_without_machine_0_the_run_ends(tmp_path: Path) -> None:
-    with machines(tmp_path, SLOWLY, "--epochs", "30") as (first, second, _):
-        first.wait_for("epoch   1/30")
+    with machines(tmp_path, HOLD, "--epochs", "3") as (first, second, _):
+        first.wait_for("epoch   1/3")
         first.process.kill()
         assert second.end() == 1
     assert second.said("machine 0 no longer answers: all ranks here were stopped")
