@@ -1,4 +1,4 @@
-"""`run.py --compress`: as accurate as without, and continued with the bits of one run."""
+"""`run.py --compress`: as accurate as without; and what a resumed run keeps of it."""
 
 import pytest
 import torch
@@ -8,16 +8,7 @@ from ddp_from_scratch.training import loop
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
-from tests.training.test_resume import (
-    bits,
-    make_trainer,
-    stop_in_step,
-    stopped_and_resumed,
-    uninterrupted,
-)
-
-# 11 steps in an epoch; PowerSGD begins with the 11th.
-POWERSGD = {"compress": "powersgd", "accumulate": 2, "shared_memory": False}
+from tests.training.test_resume import POWERSGD, bits, make_trainer, stop_in_step
 
 
 def accuracies(world, compressions):
@@ -48,22 +39,6 @@ def test_it_trains_to_the_same_accuracy_on_mpi(ranks):
     full, compressed = ranks("mpi", 2)(accuracies, [None, "powersgd"])[0]
     assert full > 0.97
     assert compressed == full  # in shared memory
-
-
-@pytest.mark.parametrize(("step", "precision"), [(4, "fp32"), (17, "fp16")])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, step, precision):
-    """Stopped before PowerSGD begins, and after."""
-    changes = POWERSGD | {"precision": precision}
-    crew = ranks("gloo", 2)
-    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
-    assert crew(stopped_and_resumed, tmp_path / "b", step, changes)[0] == expected
-    assert crew(uninterrupted, tmp_path / "c", changes | {"compress": None})[0] != expected
-
-
-def test_bf16_resumes_too(ranks, tmp_path):
-    changes = {"compress": "bf16"}
-    expected = ranks("gloo", 2)(uninterrupted, tmp_path / "a", changes)[0]
-    assert ranks("gloo", 2)(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
 
 
 def stopped(world, folder, changes):

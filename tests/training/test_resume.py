@@ -89,44 +89,44 @@ def stopped_and_resumed(world, folder, step, changes):
     return bits(trainer) if world.rank == 0 else None
 
 
+POWERSGD = {"compress": "powersgd", "accumulate": 2, "shared_memory": False}
+# Stopped in the first step, at the end of an epoch, after its last step, in the middle.
+RESUMED = [
+    ("gloo-2", 0, {}),
+    ("mpi-2", 3, {}),
+    ("gloo-2", 4, {}),
+    ("mpi-2", 7, {"sync_batch_norm": True}),
+    # With more than two ranks the buckets' layout decides the order of sums, and so the last bit.
+    ("gloo-4", 6, {"model": "cnn", "accumulate": 1, "epochs": 1}),
+    ("gloo-2", 6, {"compress": "bf16", "shared_memory": False}),
+    # 11 steps in an epoch; PowerSGD begins with the 11th.
+    ("gloo-2", 4, POWERSGD),
+    ("gloo-2", 17, POWERSGD | {"precision": "fp16"}),
+    slow("gloo-2", 6, {"precision": "fp16", "workers": 1, "scale_lr": True}),
+    slow("mpi-2", 0, {}),
+    slow("gloo-2", 3, {}),
+    slow("mpi-2", 4, {}),
+    slow("gloo-2", 7, {"sync_batch_norm": True}),
+    slow("mpi-4", 6, {"model": "cnn", "accumulate": 1, "epochs": 1}),
+]
+
+
+@pytest.mark.parametrize(("crew", "step", "changes"), RESUMED)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, crew, step, changes):
+    backend, world_size = crew.split("-")
+    crew = ranks(backend, int(world_size))
+    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
+    assert crew(stopped_and_resumed, tmp_path / "b", step, changes)[0] == expected
+
+
 @pytest.mark.parametrize(
-    ("step", "backend"),
-    [
-        *((0, "gloo"), (3, "mpi"), (4, "gloo"), (7, "mpi")),
-        *(slow(0, "mpi"), slow(3, "gloo"), slow(4, "mpi"), slow(7, "gloo")),
-    ],
+    ("more", "without"),
+    [({"sync_batch_norm": True}, {}), (POWERSGD, POWERSGD | {"compress": None})],
 )
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, backend, step):
-    """Stopped in the first step, at the end of an epoch, after its last step, in the middle."""
-    crew = ranks(backend, 2)
-    expected = crew(uninterrupted, tmp_path / "a", {})[0]
-    assert crew(stopped_and_resumed, tmp_path / "b", step, {})[0] == expected
-
-
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
-def test_sums_of_four_ranks_are_taken_in_the_same_order(ranks, tmp_path, backend):
-    """With more than two ranks the buckets' layout decides the order, and so the last bit."""
-    changes = {"model": "cnn", "accumulate": 1, "epochs": 1}
-    crew = ranks(backend, 4)
-    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
-    assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
-
-
-@pytest.mark.slow
-def test_resuming_restores_workers_and_loss_scaling_too(ranks, tmp_path):
-    changes = {"precision": "fp16", "workers": 1, "scale_lr": True}
+def test_an_option_changes_the_bits(ranks, tmp_path, more, without):
     crew = ranks("gloo", 2)
-    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
-    assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
-
-
-@pytest.mark.parametrize("backend", [slow("gloo"), "mpi"])
-def test_a_run_with_synchronised_batch_norm_resumes_too(ranks, tmp_path, backend):
-    changes = {"sync_batch_norm": True}
-    crew = ranks(backend, 2)
-    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
-    assert crew(stopped_and_resumed, tmp_path / "b", 6, changes)[0] == expected
-    assert crew(uninterrupted, tmp_path / "c", {})[0] != expected
+    found = [crew(uninterrupted, tmp_path / str(i), c)[0] for i, c in enumerate((more, without))]
+    assert found[0] != found[1]
 
 
 def drawn(world, seed):
