@@ -81,7 +81,7 @@ def test_without_a_launcher(trained: tuple[Run, Result, Path]) -> None:
     assert "\033" not in run.out
 
 
-@pytest.mark.parametrize("backend", [slow("gloo"), "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_a_timeline_is_printed_and_written(
     backend: str, trained: tuple[Run, Result, Path], tmp_path: Path
 ) -> None:
@@ -146,7 +146,7 @@ def test_mpi_starts_itself_under_mpirun_and_says_so(trained: tuple[Run, Result, 
     ("command", "ranks"),
     [
         slow("mpirun -n 4 python run.py --backend mpi", 4),
-        ("mpirun -n 2 python run.py --backend gloo", 2),
+        slow("mpirun -n 2 python run.py --backend gloo", 2),
         slow("torchrun --nproc-per-node 2 run.py --backend gloo", 2),
         slow("python run.py --nproc 1", 1),
     ],
@@ -205,53 +205,45 @@ def assert_told_once(told: str, *runs: Run) -> None:
     assert 'Traceback (most recent call last):\n  File "run.py' not in "\n".join(lines)
 
 
+EACH = "-n 1 python run.py --backend"
+OTHERS = {
+    "mpirun": ("lr", f"mpirun {EACH} mpi : {EACH} mpi --lr 0.1"),
+    "mpirun, another backend": ("backend", f"mpirun {EACH} gloo : {EACH} mpi"),
+    "torchrun": ("lr", "torchrun --nproc-per-node 2 --no-python sh -c"),
+}
+OTHER_BACKEND = (
+    "error: backend is gloo on rank 0 and mpi on rank 1: it must be the same on all ranks"
+)
+
+
 @pytest.mark.slow
-def test_other_settings_under_mpirun(tmp_path: Path) -> None:
-    each = ["-n", "1", "python", "run.py", "--backend", "mpi"]
-    with Run("mpirun", *each, ":", *each, "--lr", "0.1", TMPDIR=str(tmp_path)) as run:
-        assert_told_once(OTHER_LR, run)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_settings_of_one_rank(name: str, tmp_path: Path) -> None:
+    what, command = OTHERS[name]
+    lr = ["exec python run.py --lr $([ $RANK = 0 ] && echo 0.05 || echo 0.1)"]
+    more = lr if name == "torchrun" else []
+    with Run(*command.split(), *more, TMPDIR=str(tmp_path)) as run:
+        assert_told_once(OTHER_LR if what == "lr" else OTHER_BACKEND, run)
     assert list(tmp_path.glob("ddp-*")) == []
 
 
 @pytest.mark.slow
-def test_other_settings_under_torchrun() -> None:
-    lr = "exec python run.py --lr $([ $RANK = 0 ] && echo 0.05 || echo 0.1)"
-    with Run("torchrun", "--nproc-per-node", "2", "--no-python", "sh", "-c", lr) as run:
-        assert_told_once(OTHER_LR, run)
-
-
-@pytest.mark.slow
-def test_other_settings_under_srun(tmp_path: Path) -> None:
-    here = SRUN | {"TMPDIR": str(tmp_path)}
-    with (
-        run_py(**here, SLURM_PROCID="0", SLURM_LOCALID="0") as zero,
-        run_py("--lr", "0.1", **here, SLURM_PROCID="1", SLURM_LOCALID="1") as one,
-    ):
-        assert_told_once(OTHER_LR, zero, one)
-
-
-@pytest.mark.slow
-def test_other_settings_on_another_machine() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+@pytest.mark.parametrize("launcher", ["srun", "start_ranks on two machines"])
+def test_other_settings_of_one_command(launcher: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    counts = ["--nproc", "1,1", "--master-addr", "127.0.0.1", "--master-port", port]
-    secret = {"DDP_SECRET": "known to both machines"}
-    with (
-        run_py(*counts, "--node-rank", 0, **secret) as zero,
-        run_py(*counts, "--node-rank", 1, "--lr", "0.1", **secret) as one,
-    ):
-        assert_told_once(OTHER_LR, zero, one)
-
-
-@pytest.mark.slow
-def test_another_backend_under_mpirun() -> None:
-    each = ["-n", "1", "python", "run.py", "--backend"]
-    with Run("mpirun", *each, "gloo", ":", *each, "mpi") as run:
-        assert_told_once(
-            "error: backend is gloo on rank 0 and mpi on rank 1: it must be the same on all ranks",
-            run,
-        )
+    options = ["--nproc", "1,1", "--master-addr", "127.0.0.1", "--master-port", port]
+    environ = {"DDP_SECRET": "known to both machines"}
+    if launcher == "srun":
+        options, environ = [], SRUN | {"TMPDIR": str(tmp_path)}
+    with ExitStack() as stack:
+        runs = []
+        for number, lr in enumerate(("0.05", "0.1")):
+            node = ["--node-rank", number] if options else []
+            place = {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
+            own = environ | ({} if options else place)
+            runs.append(stack.enter_context(run_py(*options, *node, "--lr", lr, **own)))
+        assert_told_once(OTHER_LR, *runs)
 
 
 @pytest.mark.slow
@@ -300,7 +292,7 @@ def on_a_terminal(*command: str) -> tuple[int, str]:
         return process.wait(LIMIT_S), written.decode()
 
 
-@pytest.mark.parametrize("backend", [slow("gloo"), "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_a_terminal_shows_a_bar(backend: str, trained: tuple[Run, Result, Path]) -> None:
     command = [sys.executable, RUN_PY, "--backend", backend, "--nproc", "2", *ONE_EPOCH]
     code, written = on_a_terminal(*command)
@@ -329,12 +321,7 @@ def in_a_shell(command: str) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("where", "nproc"),
-    [
-        ("| head -1", 2),
-        slow(">/dev/full", 1),
-        slow("<&- >&- 2>&-", 2),
-    ],
+    ("where", "nproc"), [("| head -1", 2), slow(">/dev/full", 1), slow("<&- >&- 2>&-", 2)]
 )
 def test_a_run_goes_on_when_it_cannot_print(where: str, nproc: int, tmp_path: Path) -> None:
     run_py = f"{sys.executable} {RUN_PY} --nproc {nproc} --epochs 2 --checkpoint-dir {tmp_path}"
@@ -379,12 +366,12 @@ def test_nccl_without_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("--dataset mnist --data-dir /nowhere", ["/nowhere", "--download"]),
+        slow("--dataset mnist --data-dir /nowhere", ["/nowhere", "--download"]),
         slow("--checkpoint-dir /etc/hostname/c", ["--checkpoint-dir /etc/hostname/c"]),
         slow("--log-dir /etc/hostname/l", ["/etc/hostname/l", "--log-dir"]),
         slow("--resume /nowhere.pt", ["/nowhere.pt"]),
-        ("--global-batch-size 7 --accumulate 2", ["1 ranks x --accumulate 2 = 2, got 7"]),
-        slow("test --checkpoint /etc/hostname", ["/etc/hostname", "not", "checkpoint"]),
+        slow("--global-batch-size 7 --accumulate 2", ["1 ranks x --accumulate 2 = 2, got 7"]),
+        ("test --checkpoint /etc/hostname", ["/etc/hostname", "not", "checkpoint"]),
     ],
 )
 def test_what_cannot_be_had(arguments: str, told: list[str]) -> None:
@@ -415,23 +402,6 @@ def test_all_ranks_agree_on_a_mistake(command: str, code: int) -> None:
         assert run.wait() == code
 
 
-@pytest.mark.slow
-def test_starting_ranks_is_the_launchers_part() -> None:
-    with Run("mpirun", "-n", "2", "python", "run.py", "--nproc", "2") as run:
-        assert_one_line(
-            run, "--nproc is for starting without a launcher, but mpirun has", alone=False
-        )
-    by_hand = {"RANK": "0", "WORLD_SIZE": "1"}
-    with run_py("--node-rank", "0", **by_hand) as run:
-        assert_one_line(run, "--node-rank is for starting without a launcher, but torchrun has")
-    with run_py(**by_hand) as run:
-        assert_one_line(run, "LOCAL_RANK=None, expected a number")
-    with run_py(**by_hand, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1") as run:
-        assert_one_line(run, "MASTER_PORT=None, expected a number")
-    with run_py("--backend", "mpi", PMI_RANK="0", PMI_SIZE="4") as run:
-        assert_one_line(run, "mpirun started 4 processes but MPI sees 1")
-
-
 def test_control_characters_of_the_users_are_printed_as_such() -> None:
     with run_py("--foo\nbar\033[31m") as run:
         assert_one_line(run, r"unrecognized arguments: --foo\nbar\x1b[31m; see --help")
@@ -451,18 +421,3 @@ def test_a_rank_that_is_missing(tmp_path: Path) -> None:
     task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
     with run_py("--timeout", 2, **SRUN, **task) as run:
         assert_one_line(run, "rank 0 waited 2 s for all 2 ranks: not all have started")
-
-
-@pytest.mark.slow
-def test_several_machines_need_to_know_each_other() -> None:
-    with run_py("--nproc", "1,1") as run:
-        assert_one_line(run, "needs --node-rank and --master-addr")
-    with run_py("--nproc", "1,1", "--backend", "mpi") as run:
-        assert_one_line(run, "under mpirun: mpirun --host A:8,B:2 python run.py --backend mpi")
-    with run_py("--nproc", "2", "--master-port", "29500") as run:
-        assert_one_line(run, "--master-port are for several machines")
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        first = ["--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port]
-        with run_py("--nproc", "1,1", *first) as run:
-            assert_one_line(run, f"port {port} is in use on machine 0", "--master-port")

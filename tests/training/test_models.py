@@ -56,10 +56,8 @@ def test_cnn_takes_a_batch_of_one(size: int) -> None:
 )
 def test_torchvision(name: str, size: int, enlarged_to: int | None) -> None:
     model = make_model(name, channels=1, image_size=size, num_classes=10)
-    if enlarged_to is None:
-        assert not hasattr(model, "enlarge")
-    else:
-        assert model.enlarge.size == (enlarged_to, enlarged_to)
+    enlarge = getattr(model, "enlarge", None)
+    assert (enlarge and enlarge.size) == (enlarged_to and (enlarged_to, enlarged_to))
     check(model, 1, size)
 
 
@@ -106,21 +104,18 @@ def test_weights_are_torchvisions_own_and_trying_it_changes_nothing() -> None:
         ("ResNet18", "resnet18"),
         ("cmn", "cnn"),
         ("fcn_resnet50", "resnet50"),
+        ("zzz", None),
     ],
 )
-def test_an_unknown_name_suggests_another(name: str, suggestion: str) -> None:
+def test_an_unknown_name_suggests_another(name: str, suggestion: str | None) -> None:
     with pytest.raises(UsageError) as error:
         make_model(name, channels=1, image_size=8, num_classes=10)
     text = str(error.value)
-    assert f"unknown model {name!r}: expected {models.MODELS}; did you mean " in text
-    assert suggestion in text
+    told, _, meant = text.partition("; did you mean ")
+    assert told == f"unknown model {name!r}: expected {models.MODELS}"
+    assert (suggestion or "") in meant
+    assert bool(meant) == bool(suggestion)
     assert "\n" not in text
-
-
-def test_an_unknown_name_like_no_other() -> None:
-    with pytest.raises(UsageError) as error:
-        make_model("zzz", channels=1, image_size=8, num_classes=10)
-    assert str(error.value) == f"unknown model 'zzz': expected {models.MODELS}"
 
 
 def test_a_model_that_takes_no_such_images() -> None:
