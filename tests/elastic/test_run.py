@@ -111,13 +111,11 @@ def test_ranks_that_are_left_alone_end_with_the_bits_of_one(quiet: str, tmp_path
     assert {file.read_text() for file in (tmp_path / "out").glob("way-*")} == {"shared memory"}
 
 
-PLACES = [("begin", 0), ("backward", 1), ("averaged", 2), ("stepped", 0)]
-OTHERS = [(w, r) for w in ("begin", "backward", "averaged", "stepped") for r in range(3)]
+PLACES = [(w, r) for w in ("begin", "backward", "averaged", "stepped") for r in range(3)]
 
 
 @pytest.mark.parametrize(
-    ("where", "who"),
-    [*PLACES, *(pytest.param(*o, marks=pytest.mark.slow) for o in OTHERS if o not in PLACES)],
+    ("where", "who"), [p if p == ("backward", 1) else slow(*p) for p in PLACES]
 )
 def test_a_rank_that_is_killed_costs_no_bit(
     where: str, who: int, quiet: str, tmp_path: Path
@@ -142,11 +140,13 @@ if (where, step, me) == ("begin", 3, 1):
     assert set(ends(tmp_path / "out", fault, in_lock_step=True)) == {quiet}
 
 
+@pytest.mark.slow
 def test_several_in_turn_until_one_is_left(quiet: str, tmp_path: Path) -> None:
     fault = "if (where, step, me) in [('backward', 2, 1), ('averaged', 4, 0)]: die()"
     assert ends(tmp_path / "out", fault, max_failures=0) == [quiet]
 
 
+@pytest.mark.slow
 def test_two_at_once(quiet: str, tmp_path: Path) -> None:
     fault = "if (where, step) == ('backward', 4) and me in (0, 2): die()"
     assert set(ends(tmp_path / "out", fault)) == {quiet}
@@ -165,6 +165,7 @@ while (where, step) == ("stepped", 5) and me < 3 and max(board.members(board.gen
 """
 
 
+@pytest.mark.slow
 def test_without_a_rank_that_has_trained_the_run_ends(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,9 +179,9 @@ def test_without_a_rank_that_has_trained_the_run_ends(
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        slow({}),
         {"static_graph": True, "check_every": 1},
-        {"straggler_every": 4, "find_unused_parameters": True, "stall_after": 20.0},
+        slow({"straggler_every": 4, "find_unused_parameters": True, "stall_after": 20.0}),
     ],
 )
 def test_one_joins_and_trains(options: dict[str, object], quiet: str, tmp_path: Path) -> None:
@@ -189,6 +190,7 @@ def test_one_joins_and_trains(options: dict[str, object], quiet: str, tmp_path: 
     assert (tmp_path / "out" / "trained").read_text() == "7"
 
 
+@pytest.mark.slow
 def test_an_exception_is_a_lost_rank_and_the_second_time_a_bug(
     quiet: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +206,7 @@ def test_an_exception_is_a_lost_rank_and_the_second_time_a_bug(
     assert "step 4 failed again with ValueError: no" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_under_another_launcher_a_run_is_an_ordinary_one(quiet: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -74,6 +74,7 @@ def pair(ranks, request):
     return ranks(request.param, 2, fresh=True)
 
 
+@pytest.mark.slow
 def test_accelerate(pair):
     pytest.importorskip("accelerate")
     first, second = pair(with_accelerate)

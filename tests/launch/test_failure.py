@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def assert_ends(run: Run) -> int:
         slow("start_ranks", "gloo", "raise_in_backward"),
         ("start_ranks", "gloo", "kill"),
         slow("mpirun", "gloo", "raise_before_backward"),
-        ("mpirun", "mpi", "raise_in_backward"),
+        slow("mpirun", "mpi", "raise_in_backward"),
         slow("mpirun", "mpi", "kill"),
         slow("torchrun", "gloo", "raise_in_backward"),
         slow("torchrun", "gloo", "kill"),
@@ -88,10 +89,7 @@ def test_a_rank_that_hangs_is_named_before_the_timeout(launcher: str, backend: s
 
 @pytest.mark.parametrize(
     ("backend", "numbers"),
-    [
-        ("gloo", (signal.SIGINT, signal.SIGHUP)),
-        slow("mpi", (signal.SIGTERM, signal.SIGUSR1)),
-    ],
+    [("gloo", (signal.SIGINT, signal.SIGHUP)), slow("mpi", (signal.SIGTERM, signal.SIGUSR1))],
 )
 def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(
     backend: str, numbers: tuple[int, int], tmp_path: Path
@@ -118,8 +116,8 @@ def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(
 @pytest.mark.parametrize(
     ("launcher", "backend", "number"),
     [
-        ("mpirun", "mpi", signal.SIGUSR1),
-        pytest.param("torchrun", "gloo", signal.SIGTERM, marks=pytest.mark.slow),
+        slow("mpirun", "mpi", signal.SIGUSR1),
+        slow("torchrun", "gloo", signal.SIGTERM),
         slow("torchrun", "gloo", signal.SIGINT),
     ],
 )
@@ -161,12 +159,7 @@ def test_ctrl_c_on_mpirun_ends_all_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "backend"),
-    [
-        slow("none", "gloo"),
-        ("none", "mpi"),
-        slow("mpirun", "gloo"),
-        slow("torchrun", "gloo"),
-    ],
+    [slow("none", "gloo"), slow("none", "mpi"), slow("mpirun", "gloo"), slow("torchrun", "gloo")],
 )
 def test_ranks_die_with_their_launcher(launcher: str, backend: str, tmp_path: Path) -> None:
     workers = 1 if launcher == "torchrun" else 0
@@ -181,12 +174,20 @@ def test_ranks_die_with_their_launcher(launcher: str, backend: str, tmp_path: Pa
         assert_ends(run)
 
 
+def imports_torch(run: Run) -> bool:
+    """True once some process of the run has begun to."""
+    for pid in run.processes():
+        with suppress(OSError):
+            if "libtorch" in Path(f"/proc/{pid}/maps").read_text():
+                return True
+    return False
+
+
 def test_ctrl_c_before_training_has_begun() -> None:
     for ranks in (1, 2):  # while the only rank imports; while the fork server does
         with Run(sys.executable, RUN_PY, "--nproc", str(ranks)) as run:
-            while len(run.processes()) < ranks:
-                time.sleep(0.01)
-            time.sleep(0.5)
+            while not imports_torch(run):
+                assert run.process.poll() is None, run.text
             assert "epoch" not in run.text
             run.signal(signal.SIGINT)
             assert assert_ends(run) == 128 + signal.SIGINT

@@ -53,6 +53,7 @@ def fail() -> None:
         threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_a_function_that_raises_ends_all_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert start_ranks(fail, [3]) == 1
     assert capfd.readouterr().err.count("ValueError: on purpose") == 1

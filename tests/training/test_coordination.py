@@ -15,6 +15,7 @@ from ddp_from_scratch.training.coordination import differences
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world.process_group import _check_gpus, _device, _meet_in_store
+from tests.support.tiers import slow
 
 # One value for rank 0, another for rank 1.
 DIFFERENT = {
@@ -89,7 +90,7 @@ def refusals(world):
     return told
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_a_setting_that_differs_is_named_before_anything_is_trained(ranks, backend):
     zero, one = ranks(backend, 2)(refusals)
     assert zero == one

@@ -9,6 +9,7 @@ from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.training import checkpoint, loop
 from ddp_from_scratch.training.loss_watch import LossWatch, as_number, from_number
 from ddp_from_scratch.training.settings import Settings
+from tests.support.tiers import slow
 
 CPU = torch.device("cpu")
 STEPS = 22  # of an epoch: 1,437 images on 2 ranks in batches of 32
@@ -56,7 +57,7 @@ def trained(world, folder, step, loss, changes):
     return said, ended, [path.name for path in checkpoint.files(folder)]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 @pytest.mark.parametrize(
     ("step", "loss", "kept"),
     [(0, math.nan, 0), (7, math.inf, 0), (STEPS - 1, math.nan, 0), (STEPS + 3, math.nan, 1)],

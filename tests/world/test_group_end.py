@@ -65,10 +65,7 @@ MADE = [
     "reducer = ddp.Reducer(model)",
     "model = ddp.DistributedDataParallel(model); reducer = model.reducer",
 ]
-FIRST = [
-    ("by init_process_group", MADE[0], False),
-    ("by process_group", MADE[2], True),
-]
+FIRST = [("by process_group", MADE[2], True)]
 REST = [case for case in product(OPENED, MADE, (False, True)) if case not in FIRST]
 AGAIN = """
     import sys
@@ -101,7 +98,12 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize(
     ("launcher", "backend"),
-    [slow("start_ranks", "gloo"), ("torchrun", "gloo"), slow("mpirun", "gloo"), ("mpirun", "mpi")],
+    [
+        slow("start_ranks", "gloo"),
+        slow("torchrun", "gloo"),
+        slow("mpirun", "gloo"),
+        ("mpirun", "mpi"),
+    ],
 )
 def test_a_group_may_be_opened_again(launcher, backend, tmp_path):
     file = tmp_path / "again.py"
