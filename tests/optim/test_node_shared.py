@@ -390,6 +390,6 @@ def shares_over_machines(world, sizes):
     group.shutdown()
 
 
-@pytest.mark.parametrize("sizes", [slow((2,)), (1, 2), slow((3,)), slow((2, 2))])
+@pytest.mark.parametrize("sizes", [(2,), *map(slow, ((3,), (1, 2), (2, 2)))])
 def test_each_rank_gets_its_share_of_the_average(ranks, sizes):
     ranks("mpi", sum(sizes))(shares_over_machines, sizes)

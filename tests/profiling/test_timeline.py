@@ -339,12 +339,16 @@ def offsets_of_clocks_within_their_errors(world):
         *(a_bucket_that_lands_while_backward_goes_on, buckets_that_are_sent_one_at_a_time),
         *(a_critic_that_is_frozen_between_its_steps, a_rank_without_data, no_trials_of_auto),
         *(the_whole_wait_beside_others_and_the_profiler, no_bit_of_the_training),
-        *(no_model_alive, too_few_steps, over_a_group_beside_the_gpus),
+        *(no_model_alive, too_few_steps),
         offsets_of_clocks_within_their_errors,
     ],
 )
 def test_a_timeline_records_or_changes(ranks, backend, what):
     ranks(backend, 2)(what)
+
+
+def test_a_group_without_cpu_tensors(ranks):
+    ranks("gloo", 2)(over_a_group_beside_the_gpus)
 
 
 # What fails -------------------------------------------------------------------------------------

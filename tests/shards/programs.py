@@ -5,7 +5,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -200,8 +200,10 @@ def checksum(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()[:16]
 
 
-def by_definition(program: Program, steps: int = STEPS) -> str:
+@cache
+def by_definition(name: str, steps: int = STEPS) -> str:
     """The checksum of one process that knows nothing of ranks or buckets."""
+    program = PROGRAMS[name]
     model = program.model()
     settings = {"momentum": 0.9} if program.optimizer == "SGD" else {}
     kind = getattr(torch.optim, program.optimizer)

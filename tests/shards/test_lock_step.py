@@ -91,7 +91,7 @@ def plain(world, name):
 
 
 def test_shards_without_such_layers_run_one_after_the_other(ranks):
-    assert set(ranks("gloo", 3)(plain, "cnn")) == {by_definition(PROGRAMS["cnn"])}
+    assert set(ranks("gloo", 3)(plain, "cnn")) == {by_definition("cnn")}
 
 
 # Steps that fail ----------------------------------------------------------------------------------

@@ -42,9 +42,9 @@ def trained(world, name, steps=STEPS, way="shared memory"):
 )
 def test_bits_are_those_of_one_process(ranks, crew):
     backend, world_size, *way = crew.split("-")
-    for name, program in PROGRAMS.items():
+    for name in PROGRAMS:
         found = ranks(backend, int(world_size))(trained, name, STEPS, *way)
-        assert set(found) == {by_definition(program)}, name
+        assert set(found) == {by_definition(name)}, name
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_bits_after_many_steps(ranks, crew):
     backend, world_size, *way = crew.split("-")
     for name in ("cnn", "transformer"):
         found = ranks(backend, int(world_size))(trained, name, 200, *way)
-        assert set(found) == {by_definition(PROGRAMS[name], 200)}
+        assert set(found) == {by_definition(name, 200)}
 
 
 # Steps that fail ----------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def repeated(world, name):
 @pytest.mark.parametrize("name", ["cnn", "cnn, a flat optimizer", "branches, in views"])
 def test_a_step_that_failed_is_repeated(ranks, crew, name):
     found = ranks(crew[:-2], 2)(repeated, name)
-    assert set(found) == {by_definition(PROGRAMS[name])}
+    assert set(found) == {by_definition(name)}
 
 
 class BreaksOff(torch.autograd.Function):
@@ -123,7 +123,7 @@ def broken_off(world):
 def test_a_backward_pass_that_breaks_off(ranks):
     for world_size in (1, 2):
         found = ranks("gloo", world_size)(broken_off)
-        assert set(found) == {by_definition(PROGRAMS["cnn"])}
+        assert set(found) == {by_definition("cnn")}
 
 
 def killed(world, name, rendezvous):
@@ -159,7 +159,7 @@ def test_a_rank_is_killed_and_the_others_repeat_the_step(tmp_path, name):
     finally:
         crew.end()
     assert found[1] is None
-    assert {found[0], found[2]} == {by_definition(PROGRAMS[name])}
+    assert {found[0], found[2]} == {by_definition(name)}
 
 
 # What is refused ----------------------------------------------------------------------------------

@@ -136,7 +136,11 @@ def beside_some_ranks(world):
 @pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 @pytest.mark.parametrize(
     "how",
-    [once, as_one_process, refusing_what_is_no_weight, beside_the_gpu, beside_some_ranks],
+    [once, as_one_process, refusing_what_is_no_weight, beside_the_gpu],
 )
 def test_averages_are_weighted(ranks, backend, how):
     ranks(backend, 3)(how)
+
+
+def test_a_gloo_group_beside_some_ranks_disturbs_no_later_group(ranks):
+    ranks("gloo", 3)(beside_some_ranks)
