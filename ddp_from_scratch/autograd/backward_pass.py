@@ -128,11 +128,9 @@ class BackwardPass:
             self.order.count(index)
         return self.used is None or self.used.is_last_gradient(index)
 
-    def end(self) -> bool:
-        """Ends the pass; False if there is none. Idempotent."""
-        ended = self.state is not PassState.IDLE
+    def end(self) -> None:
+        """Ends the pass. Idempotent."""
         self.state, self.number = PassState.IDLE, -1
-        return ended
 
     def drop(self) -> None:
         """Forgets the pass under way, and the gradients since the last average. Idempotent."""
@@ -140,10 +138,12 @@ class BackwardPass:
         if self.used is not None:
             self.used.drop()
 
-    def break_off(self, number: int) -> None:
-        """Marks the pass of this number as broken off."""
-        if self.number == number:
-            self.state = PassState.BROKEN_OFF
+    def break_off(self, number: int) -> bool:
+        """Marks the pass of this number as broken off; False if another one is under way."""
+        if self.number != number or self.state is not PassState.RUNNING:
+            return False
+        self.state = PassState.BROKEN_OFF
+        return True
 
     def is_same(self, other: "BackwardPass") -> bool:
         """True if both are under way in the same pass of autograd's."""
@@ -151,7 +151,7 @@ class BackwardPass:
 
     def is_inside(self, other: "BackwardPass") -> bool:
         """True if this pass runs inside the other, as in a reentrant checkpoint's backward."""
-        # A backward pass of another thread is no part of this one.
+        # A pass of another thread is no part of this one. (On a GPU all passes have one thread.)
         return (
             other.state is PassState.RUNNING
             and other._thread == self._thread
@@ -163,12 +163,13 @@ class BackwardPass:
         self.number = other.number
 
     def will_run(self) -> bool:
-        """True if the pass that autograd is executing brings a gradient of these parameters."""
-        return any(map(will_accumulate, self._parameters))
+        """True if the pass that autograd is executing is, or will be, one of these parameters'."""
+        # A pass may go through the module and use none of them.
+        return any(map(will_accumulate, self._parameters)) or self._graphs.will_enter()
 
     @property
     def hides_parameters(self) -> bool:
-        """True if the last graph that was walked hides parameters in a reentrant checkpoint."""
+        """True if a graph that was walked hides parameters in a reentrant checkpoint."""
         return self._graphs.hides_parameters
 
     def stop(self) -> None:

@@ -125,6 +125,10 @@ class GraphWatch:
         """Forgets the last walk: the next forward pass is walked in any case."""
         self._last = None
 
+    def will_enter(self) -> bool:
+        """True if the pass that autograd is executing goes through a forward pass of the module."""
+        return any(self._accumulates(f.reached or set(), f) for f in self._forwards)
+
     def _record(self, leaves: list[torch.Tensor] | None) -> _Forward:
         if leaves is None:
             return _Forward(None)

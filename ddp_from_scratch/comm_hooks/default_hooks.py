@@ -131,7 +131,7 @@ _AFTER_DIVISION: dict[CommHook, CommHook] = {
 @contextmanager
 def _named(bucket: Bucket) -> Iterator[None]:
     """Lets an error name the bucket, where ranks compare what they have come for."""
-    caller.suffix = f" for {bucket.name}"
+    caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"  # torch's have no name
     try:
         yield
     finally:

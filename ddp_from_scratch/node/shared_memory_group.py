@@ -74,7 +74,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self.machines > 1:
             self._reduce_here = AllReduce(self._nodes.here, self.checked_barrier, self._windows)
         # Finding both takes as long as summing a small tensor: those last used are kept.
-        self._named_reduction = lru_cache(maxsize=256)(self._make_named_reduction)
+        self._named_reduction = lru_cache(maxsize=1024)(self._make_named_reduction)
         self._timeout = timeout
         self._sequence = 0  # of calls, for error messages
         self._worker = Worker(f"{self.backend}-group-{everyone.size}")

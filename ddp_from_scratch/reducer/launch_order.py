@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
+
 Reducer = Any  # reducer.py imports this module
 
 # In the order in which they were made, which is the same on all ranks of a group.
@@ -17,14 +19,21 @@ _made: list[weakref.ref[Any]] = []
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def name_in(group: dist.ProcessGroup) -> str:
-    """Returns the name of a new Reducer of this group, the same on all its ranks."""
-    _numbers[group] = number = _numbers.get(group, 0) + 1
-    return f"Reducer {number}"
+def next_name(memory_of: dist.ProcessGroup | None) -> str:
+    """Returns the name of a new Reducer, the same on all ranks.
+
+    Those are counted that all ranks of a group make together, to share memory: one rank may make
+    another alone.
+    """
+    if not isinstance(memory_of, SharedMemoryGroup):
+        return "a Reducer"
+    return f"Reducer {_numbers.get(memory_of, 0) + 1}"
 
 
-def add(reducer: Reducer) -> None:
-    """Puts a new Reducer first."""
+def add(reducer: Reducer, memory_of: dist.ProcessGroup | None) -> None:
+    """Puts a new Reducer first, and counts it."""
+    if memory_of is not None:
+        _numbers[memory_of] = _numbers.get(memory_of, 0) + 1
     _made.append(weakref.ref(reducer, _made.remove))
 
 

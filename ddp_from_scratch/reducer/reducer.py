@@ -146,7 +146,7 @@ class Reducer:
         caps = bucket_caps(bucket_cap_mb)
         snapshot = ModuleSnapshot(module, ignore)
         trainable = snapshot.trainable()
-        group = check_group(process_group)
+        check_group(process_group)
         on_cpu = all(parameter.device.type == "cpu" for parameter in trainable.values())
         if fuse_wgrad and not on_cpu:
             raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
@@ -154,7 +154,7 @@ class Reducer:
         as_view = gradient_as_bucket_view or fuse_wgrad
         # Memory of a group ends with it, and shards may go on in another group.
         memory_of = None if shards else self._memory_of()
-        name = self._name_in(group)
+        name = launch_order.next_name(memory_of)
         self._buckets = BucketList(module, trainable, process_group, caps, as_view, memory_of, name)
         parameters = self._buckets.parameters
         self.module, self.device, self.process_group = module, parameters[0].device, process_group
@@ -218,14 +218,11 @@ class Reducer:
         self._hooks = Hooks(module, parameters, *called)
         # The Reducers that launch before this one in a pass, with their iteration; and the pass.
         self._ahead: tuple[int, list[tuple[Reducer, int]]] = (-1, [])
-        launch_order.add(self)
+        launch_order.add(self, memory_of)
 
     def _memory_of(self) -> dist.ProcessGroup | None:
         """The group that may offer the buckets' memory. Collective where `CommState.group` is."""
         return self.comm.group()
-
-    def _name_in(self, group: dist.ProcessGroup) -> str:
-        return launch_order.name_in(group)
 
     def __repr__(self) -> str:
         return f"Reducer({self.stats()})"
@@ -502,7 +499,9 @@ class Reducer:
         # parameters are unused there.
         reducers = [self, *(other for other, _ in self._ahead[1])]
         fixed = all(r.comm.several_at_once and not r._pass.may_be_unused for r in reducers)
-        return fixed or not any(r.checks.layers_communicate() for r in launch_order.living())
+        return fixed or not any(
+            r.checks.layers_communicate() and r.takes_part() for r in launch_order.living()
+        )
 
     def takes_part(self) -> bool:
         """True if this Reducer averages in the backward pass that autograd is executing."""
@@ -515,6 +514,8 @@ class Reducer:
         if self._pass.may_be_unused and self._pass.hides_parameters:
             # What the checkpoint hides is known at the end, and another Reducer's may be among it.
             return False
+        if any(self._pass.is_inside(other._pass) for other in launch_order.living()):
+            return False  # another inner pass may add to these gradients
         number, ahead = self._ahead
         if number != self._pass.number:
             ahead = [(other, other.iteration) for other in launch_order.ahead_of(self)]
@@ -586,6 +587,7 @@ class Reducer:
             if self._pass.is_inside(other._pass):
                 # Its buckets may come first, and on another rank may have been launched by now.
                 self._pass.end_with(other._pass)
+                self._buckets.restore_grads()
                 return
         together = [r for r in reducers if r._pass.is_same(self._pass)]
         if self not in together:  # removed in the middle of the pass
@@ -625,9 +627,11 @@ class Reducer:
     def _on_broken_off(self, number: int) -> None:
         """Restores gradients after an exception in a pass. Called before `backward()` raises it."""
         self._buckets.restore_grads()
-        self._ahead = (-1, [])
+        self._pass.break_off(number)
         for reducer in launch_order.living():
-            reducer._pass.break_off(number)
+            if reducer._pass.break_off(number):  # which had joined the pass
+                reducer._buckets.restore_grads()
+            reducer._ahead = (-1, [])
 
     def _finish(self, takes_part: bool) -> None:
         """Waits for each bucket in order and unpacks it, but not on a rank that takes no part."""

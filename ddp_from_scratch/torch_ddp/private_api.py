@@ -37,9 +37,6 @@ class CopiedReducer(WrappedReducer):
     def _memory_of(self) -> None:
         """Returns None: sharing memory takes all ranks. They meet when the copy first averages."""
 
-    def _name_in(self, group: dist.ProcessGroup) -> str:
-        return "a copy's Reducer"  # not counted: the others may make theirs at another time
-
 
 class TorchInternals:
     """The part of `DistributedDataParallel` that torch does not document."""

@@ -77,6 +77,38 @@ def gan_loss(modules, x, rank, step):
     return discriminator(generator(x)).square().mean() - discriminator(x).mean()
 
 
+class Twice(nn.Module):
+    """Its parameters get a gradient in each of two inner passes, and one in the outer pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.inner, torch.tanh(x), use_reentrant=True)
+        return self.inner(x)
+
+
+class Depth(nn.Module):
+    """Stochastic depth: a rank may skip the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.skips = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        return x * 1 if self.skips else self.layer(x)
+
+
+def skipping_loss(modules, x, rank, step):
+    a, b = modules
+    b.skips = rank == step % 2
+    x = x.requires_grad_()
+    skipped = b(x)  # before a, whose gradients are then ready first
+    return a(x).square().mean() + skipped.square().mean()
+
+
 UNUSED = {"find_unused_parameters": True}
 BUFFERS = {"broadcast_buffers": True}
 PROGRAMS = {
@@ -86,6 +118,12 @@ PROGRAMS = {
     "checkpoint below": (lambda: [Checkpointed(), Heads()], [{}, UNUSED], heads_loss),
     "checkpoint below, both": (lambda: [Checkpointed(), Heads()], [UNUSED, UNUSED], heads_loss),
     "checkpoint, made last": (lambda: [Heads(), Checkpointed()], [UNUSED, {}], reversed_loss),
+    "checkpointed twice": (
+        lambda: [Twice(), Heads()],
+        [{"static_graph": True}, UNUSED],
+        heads_loss,
+    ),
+    "skipped": (lambda: [nn.Linear(4, 4), Depth()], [{}, UNUSED], skipping_loss),
     "chain of three": (lambda: [Heads(), Heads(), Heads()], [UNUSED] * 3, chain_loss),
     "siblings": (lambda: [body(), body()], [{}, {}], siblings_loss),
     "gan": (lambda: [body(), body()], [{}, {"static_graph": True}], gan_loss),
