@@ -32,24 +32,18 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session")
-def crews() -> Iterator[dict[tuple[str, int], Crew]]:
-    """The crews that serve all tests."""
-    found: dict[tuple[str, int], Crew] = {}
-    yield found
-    for crew in found.values():
-        crew.end()
-
-
-@pytest.fixture
-def ranks(crews: dict[tuple[str, int], Crew]) -> Iterator[Callable[..., Crew]]:
+def ranks() -> Iterator[Callable[..., Crew]]:
     """`ranks(backend, world_size)(function, *arguments)` calls it on every rank.
 
-    `ranks(backend, world_size, fresh=True)` starts ranks of the test's own, for what changes their
-    process for good: another library, or an error that ends a group.
+    `ranks(backend, world_size, fresh=True)` starts ranks that end when the next are asked for, for
+    what changes their process for good: another library, or an error that ends a group.
     """
+    crews: dict[tuple[str, int], Crew] = {}
     own: list[Crew] = []
 
     def crew(backend: str, world_size: int, fresh: bool = False) -> Crew:
+        while own:
+            own.pop().end()
         if fresh:
             own.append(Crew(backend, world_size, fresh=True))
             return own[-1]
@@ -59,8 +53,8 @@ def ranks(crews: dict[tuple[str, int], Crew]) -> Iterator[Callable[..., Crew]]:
         return found
 
     yield crew
-    for made in own:
-        made.end()
+    for found in [*crews.values(), *own]:
+        found.end()
 
 
 # The first tier has both backends and both sizes.

@@ -1,5 +1,6 @@
 """Private names of torch and Python that the library uses, and those that a version has lost."""
 
+import argparse
 import ast
 import atexit
 import threading
@@ -16,6 +17,7 @@ PACKAGE = Path(ddp_from_scratch.__file__).parent
 
 # Expressions that a version of torch or Python evaluates, as long as it has the name.
 NAMES = {
+    "argparse.ArgumentParser()._option_string_actions",
     "atexit._run_exitfuncs",
     "ignoring._ddp_params_and_buffers_to_ignore",
     "ignoring.weight._ddp_ignored",
@@ -149,7 +151,13 @@ def test_this_torch_has_them_all():
         ignoring, ["weight"]
     )
     wanted = NAMES | {name for name, since in SINCE.items() if torch.__version__ >= since}
-    scope = {"atexit": atexit, "ignoring": ignoring, "threading": threading, "torch": torch}
+    scope = {
+        "argparse": argparse,
+        "atexit": atexit,
+        "ignoring": ignoring,
+        "threading": threading,
+        "torch": torch,
+    }
     lost = []
     for name in sorted(wanted):
         try:

@@ -75,7 +75,8 @@ class Kind:
             images: Any = self.reader(self.root, train=part == "training", transform=transform)
         except OSError as error:
             raise UsageError(
-                f"cannot read {self.name}: {one_line(error)}; check its permissions"
+                f"cannot read {self.name}: {error.filename}: {one_line(error)}; check its "
+                f"permissions"
             ) from error
         except _CORRUPT as error:
             raise self._corrupt(part, one_line(error)) from error

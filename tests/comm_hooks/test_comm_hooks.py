@@ -377,7 +377,7 @@ def test_a_third_is_not_rounded_to_16_bits(monkeypatch, dtype, ranks, sent):
     monkeypatch.setattr(
         our_hooks,
         "_all_reduce",
-        lambda tensor, group, op=dist.ReduceOp.SUM: (tensor.item(), op),
+        lambda bucket, tensor, group, op=dist.ReduceOp.SUM: (tensor.item(), op),
     )
     assert our_hooks._average_by_backend(None, bucket) == sent
 

@@ -87,6 +87,7 @@ OF_OTHERS = {
 
 def test_every_option_named_is_one_of_a_program():
     source = MAKEFILE + source_of(ROOT / "benchmarks", ROOT / "tests" / "support")
+    source += (ROOT / "tests" / "conftest.py").read_text()
     known = RUN_PY.union({"--help"}, re.findall(r"--[a-z][a-z-]+", source), *OF_OTHERS.values())
     named = {(name, option) for name, text in TEXT.items() for option in OPTION.findall(text)}
     assert {(name, option) for name, option in named if option not in known} == set()
@@ -148,7 +149,7 @@ def test_the_readme_lists_every_page_and_room():
 def test_every_test_named_is_there():
     named = set(re.findall(r"`(test_\w+)`", section(REFERENCE, "Features beside others")))
     there = source_of(ROOT / "tests")
-    assert len(named) > 30
+    assert len(named) > 25
     assert {name for name in named if f"def {name}(" not in there} == set()
 
 

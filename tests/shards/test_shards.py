@@ -153,7 +153,7 @@ def killed(world, name, rendezvous):
     "name", ["cnn", *map(slow, ("cnn, watched", "cnn, a flat optimizer", "branches, in views"))]
 )
 def test_a_rank_is_killed_and_the_others_repeat_the_step(tmp_path, name):
-    crew = Crew("gloo", 3)
+    crew = Crew("gloo", 3, fresh=True)
     try:
         found = crew(killed, name, str(tmp_path / "rendezvous"), dies=1)
     finally:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.reducer import launch_order
 
+STALL_WATCH = "ddp stall watch"
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM]
 # Set by launchers and libraries in the course of their work, and read by nobody again.
 _IGNORED = ("PYTEST_", "KINETO_", "TORCHINDUCTOR_", "TRITON_")
@@ -54,8 +55,9 @@ def _state() -> dict[str, Any]:
         "Python threads": sorted(
             thread.name
             for thread in threading.enumerate()
-            # Those of groups are compared above: a group may open another beside it.
-            if "-group-" not in thread.name and thread.name != "tqdm_monitor"
+            # Those of groups are compared above: a group may open another beside it. The others
+            # look from time to time whether they are still needed.
+            if "-group-" not in thread.name and thread.name not in ("tqdm_monitor", STALL_WATCH)
         ),
     }
 

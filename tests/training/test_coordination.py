@@ -117,7 +117,9 @@ def with_its_own(world, folder):
         checkpoint_dir=own,
         resume="auto",
     )
+    threads = torch.get_num_threads()
     Trainer(settings, world)
+    torch.set_num_threads(threads)
 
 
 def test_what_may_differ(ranks, tmp_path):

@@ -118,6 +118,7 @@ before("_step", hold)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_on_one_machine_stops_all(quiet: dict[str, bytes], tmp_path: Path) -> None:
     with machines(tmp_path, HOLD_UNTIL_ASKED, "--epochs", "3") as (first, second, _):
         first.wait_for("epoch   1/3")
@@ -156,6 +157,7 @@ before("_step", hold)
 """
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_comes_again_and_another_one_joins(tmp_path: Path) -> None:
     epochs = ["--epochs", "5"]
     quiet = tmp_path / "quiet"
@@ -183,6 +185,7 @@ def test_a_machine_that_is_lost_comes_again_and_another_one_joins(tmp_path: Path
     assert last(tmp_path) == last(quiet)
 
 
+@pytest.mark.slow
 def test_without_machine_0_the_run_ends(tmp_path: Path) -> None:
     with machines(tmp_path, HOLD, "--epochs", "3") as (first, second, _):
         first.wait_for("epoch   1/3")
