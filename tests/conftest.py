@@ -103,7 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str:
     more = config.pluginmanager.get_plugin("terminalreporter").stats.get("deselected", [])
     minutes = max(1, round(len(items) * SECONDS_A_TEST / 60))
-    rest = f"; make test-all has {len(more):,} more" if more else ""
+    first_tier = config.getoption("markexpr") == "not slow"
+    rest = f"; make test-all has {len(more):,} more" if more and first_tier else ""
     return f"{len(items):,} tests, about {minutes} min on 2 idle cores{rest}"
 
 
