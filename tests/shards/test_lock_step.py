@@ -36,7 +36,7 @@ def test_bits_of_any_number_of_ranks(ranks, crews, name):
 @pytest.mark.parametrize(
     "crew",
     ["gloo-3-messages", "gloo-3-2 machines", slow("mpi-3-2 machines"), slow("node-3")]
-    + [slow(name) for name in ("gloo-4", "gloo-6", "gloo-8", "mpi-8", "mpi-4-2 machines")],
+    + [slow(name) for name in ("gloo-4", "gloo-6", "gloo-8", "mpi-4", "mpi-4-2 machines")],
 )
 def test_bits_on_each_way(ranks, crew):
     backend, world_size, *way = crew.split("-")
