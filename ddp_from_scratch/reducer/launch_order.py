@@ -54,8 +54,7 @@ def living() -> list[Reducer]:
 
 def ahead_of(reducer: Reducer) -> list[Reducer]:
     """The Reducers before this one that average in the backward pass under way."""
-    # The graph is asked, not the Reducers that have begun: how far backward has come differs
-    # between ranks.
+    # The graph decides, not which Reducers have begun: backward is not equally far on all ranks.
     everyone = living()
     before = everyone[: everyone.index(reducer)] if reducer in everyone else []
     return [other for other in before if other.takes_part()]
