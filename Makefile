@@ -2,6 +2,7 @@
 #
 #     make run ARGS="--epochs 3"       passes options on (run, test, test-all and bench)
 #     make test PYTHON=python3.12      chooses the Python that .venv is made of
+#     make test-versions SESSIONS="tests(torch='2.11')"
 
 PYTHON ?= python3.12 python3.11 python3.13 python3
 ARGS ?=
@@ -32,7 +33,7 @@ test-all: .venv/test ## run all tests: torch's own, random programs, two hosts a
 	.venv/bin/python -m pytest -m "" $(ARGS)
 
 test-versions: .venv/versions ## run `make test` on each torch and Python promised; 6 GB each
-	.venv/bin/nox -- $(ARGS)
+	.venv/bin/nox $(if $(SESSIONS),-s "$(SESSIONS)") -- $(ARGS)
 
 bench: .venv/bench ## measure beside torch's DDP; ARGS=--quick is rough
 	.venv/bin/python -m benchmarks $(ARGS)

@@ -16,6 +16,7 @@ NEEDS = [
 ]
 
 nox.options.reuse_venv = "yes"
+nox.options.default_venv_backend = "uv|virtualenv"  # uv keeps one copy of what they share
 
 
 @nox.session(python="3.11")
