@@ -24,6 +24,7 @@ from ddp_from_scratch.profiling import clocks
 from ddp_from_scratch.profiling import timeline as module
 from ddp_from_scratch.profiling.timeline import Timeline
 from ddp_from_scratch.reducer import bucket_tuning
+from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, own
 from tests.support.tiers import slow
 
@@ -73,11 +74,18 @@ def closed(timeline):
     return timeline.record.steps
 
 
+@pytest.fixture(params=["gloo", slow("mpi")])
+def both(ranks, request):
+    return ranks(request.param, 2)
+
+
 # What is recorded -------------------------------------------------------------------------------
 
 
-def recorded_steps(world, folder, at_once):
-    """Every event of every step is there, and in its order."""
+@pytest.mark.parametrize("at_once", [False, slow(True)])
+@on("both")
+def test_every_event_of_every_step_is_recorded_in_its_order(world, tmp_path, at_once):
+    folder = tmp_path / "made" / "there"
     model, reducer, step = made(ddp.SGD, bucket_cap_mb=0)
     before = len(model._forward_hooks)
     with ddp.timeline(reducer, folder, steps=2, skip=1) as timeline:
@@ -106,23 +114,14 @@ def recorded_steps(world, folder, at_once):
     assert timeline.record.nbytes["first.weight"] == 48
     assert timeline.record.clock_error == 0
     dist.barrier()
-    assert {path.name for path in folder.iterdir()} >= {
-        *("timeline.txt", "timeline.html", "trace.json")
-    }
-
-
-@pytest.mark.parametrize(
-    ("backend", "at_once"), [("gloo", False), slow("gloo", True), slow("mpi", False)]
-)
-def test_every_event_of_every_step_is_recorded(ranks, backend, tmp_path, at_once):
-    folder = tmp_path / "made" / "there"
-    ranks(backend, 2)(recorded_steps, folder, at_once)
     data = json.loads((folder / "trace.json").read_text())
     assert {event["args"].get("step", 1) for event in data["traceEvents"]} == {1, 2}
     assert (folder / "timeline.txt").read_text().startswith("Net, ")
+    assert (folder / "timeline.html").exists()
 
 
-def a_late_rank_for_which_its_peers_wait(world):
+@on("both")
+def test_a_late_rank_for_which_its_peers_wait(world):
     """Rank 1 begins when the other has launched its bucket."""
     model = Terms(2)
     reducer = ddp.Reducer(model, bucket_cap_mb=math.inf)
@@ -144,7 +143,8 @@ def a_late_rank_for_which_its_peers_wait(world):
         assert waiting.sent[0] < waiting.met
 
 
-def a_bucket_that_lands_while_backward_goes_on(world):
+@on("both")
+def test_a_bucket_that_lands_while_backward_goes_on(world):
     """The second gradient is computed once the first bucket has landed, behind backward."""
     model = Terms(2, 2)
     timeline = Timeline(ddp.Reducer(model, bucket_cap_mb=0), None, steps=1, skip=0)
@@ -162,7 +162,8 @@ def a_bucket_that_lands_while_backward_goes_on(world):
         assert first.sent[1] < second.pack[0] <= first.wait[0]
 
 
-def buckets_that_are_sent_one_at_a_time(world):
+@on("both")
+def test_buckets_that_are_sent_one_at_a_time(world):
     """A hook without `one_collective`: the wait for each bucket is where it happens."""
     model = Terms(2, 2)
     reducer = ddp.Reducer(model, bucket_cap_mb=0)
@@ -181,7 +182,8 @@ def buckets_that_are_sent_one_at_a_time(world):
         assert in_order(second.sent[0], *second.wait, *first.unpack, *second.unpack)
 
 
-def offsets_of_clocks_within_their_errors(world):
+@on("both")
+def test_offsets_of_clocks_are_within_their_errors(world):
     # As if each rank were a machine of its own, all with one clock: the true offset is 0.
     hosts = [str(rank) for rank in range(world.world_size)]
     found = clocks.measure(hosts, dist.group.WORLD)
@@ -194,7 +196,8 @@ def offsets_of_clocks_within_their_errors(world):
         assert abs(offset) <= error
 
 
-def passes_that_accumulate_and_one_that_raised(world):
+@on("gloo-2")
+def test_passes_that_accumulate_and_one_that_raised(world):
     """They are one step, and what raised is left out."""
     model, reducer, step = made()
     timeline = Timeline(reducer, None, steps=1, skip=0)
@@ -213,7 +216,8 @@ def passes_that_accumulate_and_one_that_raised(world):
         assert rank.backward[0][0] < rank.arrived[0][1]
 
 
-def a_critic_that_is_frozen_between_its_steps(world):
+@on("gloo-2")
+def test_a_critic_that_is_frozen_between_its_steps(world):
     model, reducer, step = made()
     model.requires_grad_(False)
     timeline = Timeline(reducer, None, steps=2, skip=0)
@@ -226,7 +230,8 @@ def a_critic_that_is_frozen_between_its_steps(world):
     assert sum(timeline.record.nbytes.values()) == 84
 
 
-def a_rank_without_data(world):
+@on("gloo-2")
+def test_a_rank_without_data(world):
     _, reducer, step = made(bucket_cap_mb=0)
     timeline = Timeline(reducer, None, steps=2, skip=1)
     with ddp.join(reducer):
@@ -240,7 +245,8 @@ def a_rank_without_data(world):
             assert rank.begin == min([*rank.forward, *(b.pack for b in rank.buckets)])[0] >= 0
 
 
-def no_trials_of_auto(world):
+@on("gloo-2")
+def test_trials_of_auto_are_left_out(world):
     """Two layouts are tried: each parameter alone, and all in one bucket."""
     with patch.object(bucket_tuning, "CAPS", (1e-6, 1.0)):
         _, reducer, step = made(bucket_cap_mb="auto")
@@ -257,7 +263,8 @@ def no_trials_of_auto(world):
     assert {step.layout for step in timeline.record.steps} == {reducer.buckets}
 
 
-def the_whole_wait_beside_others_and_the_profiler(world):
+@on("gloo-2")
+def test_the_whole_wait_is_seen_beside_others_and_the_profiler(world):
     model, reducer, step = made()
     timelines = [Timeline(reducer, None, steps=1, skip=0) for _ in range(2)]
     found = []
@@ -271,7 +278,8 @@ def the_whole_wait_beside_others_and_the_profiler(world):
     assert [len(closed(timeline)) for timeline in timelines] == [1, 1]
 
 
-def no_bit_of_the_training(world):
+@on("gloo-2")
+def test_no_bit_of_the_training_changes(world):
     """Nor the buckets' order of launch."""
     found = []
     for steps in (None, 3):
@@ -285,7 +293,8 @@ def no_bit_of_the_training(world):
     assert found[0] == found[1]
 
 
-def no_model_alive(world):
+@on("gloo-2")
+def test_no_model_is_kept_alive(world):
     """The model goes with a timeline that still records."""
     model, reducer, step = made()
     Timeline(reducer, None, steps=100, skip=0)
@@ -296,7 +305,8 @@ def no_model_alive(world):
     assert gone() is None
 
 
-def too_few_steps(world):
+@on("gloo-2")
+def test_too_few_steps_are_no_record(world):
     _, reducer, step = made()
     timeline = Timeline(reducer, None)
     step(2)
@@ -304,7 +314,8 @@ def too_few_steps(world):
     assert timeline.record is None
 
 
-def over_a_group_beside_the_gpus(world):
+@on("gloo-2")
+def test_a_group_beside_the_gpus(world):
     """As on nccl: what ranks exchange goes through a gloo group that torch does not list."""
     with patch.object(module, "takes_cpu_tensors", lambda group: False):
         _, reducer, step = made()
@@ -314,46 +325,27 @@ def over_a_group_beside_the_gpus(world):
         assert len(closed(timeline)) == 1
 
 
-OF_THE_BACKEND = [
-    *(a_late_rank_for_which_its_peers_wait, a_bucket_that_lands_while_backward_goes_on),
-    *(buckets_that_are_sent_one_at_a_time, offsets_of_clocks_within_their_errors),
-]
-OTHERS = [
-    *(passes_that_accumulate_and_one_that_raised, a_critic_that_is_frozen_between_its_steps),
-    *(a_rank_without_data, no_trials_of_auto, the_whole_wait_beside_others_and_the_profiler),
-    *(no_bit_of_the_training, no_model_alive, too_few_steps, over_a_group_beside_the_gpus),
-]
-
-
-@pytest.mark.parametrize(
-    ("what", "backend"),
-    [(what, "gloo") for what in OF_THE_BACKEND + OTHERS]
-    + [slow(what, "mpi") for what in OF_THE_BACKEND],
-)
-def test_a_timeline_records_or_changes(ranks, what, backend):
-    ranks(backend, 2)(what)
-
-
 # What fails -------------------------------------------------------------------------------------
 
 
-def fails_to_write(world, folder):
+@on("gloo-2")
+def test_an_error_in_writing_ends_all(world, tmp_path):
     """A folder that is a file, one that takes none, one that goes; and any other error."""
     _, reducer, step = made()
     expected = ddp.UsageError if world.rank == 0 else PeerError
-    (folder / "file").touch()
-    for refusing in (folder / "file", Path("/proc")):  # not even root's
+    (tmp_path / "file").touch()
+    for refusing in (tmp_path / "file", Path("/proc")):  # not even root's
         with pytest.raises(expected, match=f"cannot write the timeline to {refusing}"):
             Timeline(reducer, refusing)
     with pytest.raises(ddp.UsageError, match="got 0"):
-        Timeline(reducer, folder, steps=0)
-    timeline = Timeline(reducer, folder / "gone", steps=1, skip=0)
+        Timeline(reducer, tmp_path, steps=0)
+    timeline = Timeline(reducer, tmp_path / "gone", steps=1, skip=0)
     step()
     if world.rank == 0:
         timeline.folder.rmdir()
     with pytest.raises(expected, match="cannot write the timeline"):
         timeline.close()
-    timeline = Timeline(reducer, folder, steps=1, skip=0)
+    timeline = Timeline(reducer, tmp_path, steps=1, skip=0)
     step()
     bad_page = patch.object(module.page, "as_html", lambda record: record["not a record"])
     with bad_page, pytest.raises(expected) as error:
@@ -362,7 +354,8 @@ def fails_to_write(world, folder):
     dist.barrier()
 
 
-def fails_to_read_its_times(world, folder):
+@on("gloo-2")
+def test_an_error_in_reading_ends_all(world):
     for refusing in (0, 1):
         _, reducer, step = made()
         timeline = Timeline(reducer, None, steps=1, skip=0)
@@ -379,22 +372,15 @@ def fails_to_read_its_times(world, folder):
         dist.barrier()
 
 
-def writes_nothing_where_the_program_raises(world, folder):
+@on("gloo-2")
+def test_nothing_is_written_where_the_program_raises(world, tmp_path):
     _, reducer, step = made()
-    with suppress(ZeroDivisionError), ddp.timeline(reducer, folder, skip=0):
+    with suppress(ZeroDivisionError), ddp.timeline(reducer, tmp_path, skip=0):
         step(2)
         raise ZeroDivisionError
     step(9)
     dist.barrier()
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "what",
-    [fails_to_write, fails_to_read_its_times, writes_nothing_where_the_program_raises],
-)
-def test_an_error_of_one_rank_ends_all(ranks, tmp_path, what):
-    ranks("gloo", 2)(what, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 class Event:
