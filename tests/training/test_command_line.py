@@ -257,6 +257,7 @@ RUN = f"{PYTHON} {RUN_PY} --epochs 2 --checkpoint-dir"
         slow(f"{RUN} FOLDER --nproc 2 <&- >&- 2>&-", None),
         (f"{PYTHON} {RUN_PY} --help | head -1", None),
     ],
+    ids=["cut off", "full", "closed", "help cut off"],
 )
 def test_a_run_goes_on_when_it_cannot_print(command, reason, tmp_path):
     shell = f"set -o pipefail; {command.replace('FOLDER', str(tmp_path))}"

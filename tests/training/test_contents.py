@@ -1,16 +1,16 @@
 """What stands in a checkpoint that is otherwise whole, and sealed: right, or refused in a line."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.environment import ALONE
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.contents import check_contents, check_fit
 from ddp_from_scratch.training.evaluate import load_model
-from tests.support.on_ranks import on
+from ddp_from_scratch.world.process_group import World
 from tests.training.test_checkpoint import CPU, MODEL, state
 
 
@@ -145,15 +145,16 @@ def test_an_older_or_newer_version_s_settings_load():
     check_contents(good | {"settings": settings | {"later": [1, 2]}})
 
 
-@on("gloo-1")
-def test_a_model_that_is_absurd_or_not_the_one_it_names_is_not_built(world, tmp_path):
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_is_absurd_or_not_the_one_it_names_is_not_built(tmp_path):
+    world = World(**vars(ALONE), backend="gloo", device=CPU)
     for key, value, why in (
         ("image_size", 2**20, "mlp: the model has no "),
         ("image_size", 2**40, "mlp, it was written by another version"),
         ("name", "mlp", "mlp: the model has no "),
         ("name", "mlq", "mlq: unknown model 'mlq'"),
     ):
-        path = checkpoint.save(Path(tmp_path), changed(state(1), f"model_spec/{key}", value))
+        path = checkpoint.save(tmp_path, changed(state(1), f"model_spec/{key}", value))
         with pytest.raises(UsageError) as error:
             load_model(path, world, torch.distributed.group.WORLD)
         assert str(error.value).startswith(f"{path} does not fit its own model {why}")
