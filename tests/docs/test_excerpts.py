@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.pages import Excerpt, excerpts
 from tests.support.ranks import MPIRUN, ROOT
+from tests.support.tiers import slow
 
 LIMIT_S = 60.0
 ENVIRON = os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)}
@@ -65,15 +66,12 @@ def run(code: str, world_size: int, folder: Path) -> str:
     of_all = {name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     of_all |= {"DDP_RENDEZVOUS_FILE": str(folder / "rendezvous")}
     places = [of_all | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-    processes = [
-        FORKS.Process(
-            target=as_rank, args=(str(file), str(output), place if world_size > 1 else {})
-        )
-        for output, place in zip(outputs, places, strict=True)
-    ]
-    for process in processes:
-        process.start()
+    processes = []
     try:
+        for output, place in zip(outputs, places, strict=True):
+            arguments = (str(file), str(output), place if world_size > 1 else {})
+            processes.append(FORKS.Process(target=as_rank, args=arguments))
+            processes[-1].start()
         for process in processes:
             process.join(LIMIT_S)
         printed = "\n".join(output.read_text() for output in outputs if output.exists())
@@ -85,19 +83,30 @@ def run(code: str, world_size: int, folder: Path) -> str:
             process.join()
 
 
-@pytest.mark.parametrize("excerpt", ON_GLOO, ids=str)
+def check_readme(output: str, world_size: int) -> None:
+    """One checksum, printed by every rank."""
+    printed = re.findall(r"rank (\d) of (\d): parameters ([0-9a-f]{16})", output)
+    ranks = [(str(rank), str(world_size)) for rank in range(world_size)]
+    assert sorted((rank, size) for rank, size, _ in printed) == ranks
+    assert len({checksum for _, _, checksum in printed}) == 1
+
+
+# Those that start ranks import torch anew.
+@pytest.mark.parametrize(
+    "excerpt", [slow(e) if "start_ranks(" in e.code else e for e in ON_GLOO], ids=str
+)
 def test_runs_as_printed(excerpt: Excerpt, tmp_path):
-    starts_ranks_itself = "start_ranks(" in excerpt.code
-    assert excerpt.prints in run(excerpt.code, 1 if starts_ranks_itself else 2, tmp_path)
+    printed = run(excerpt.code, 1 if "start_ranks(" in excerpt.code else 2, tmp_path)
+    assert excerpt.prints in printed
+    if excerpt is README:
+        check_readme(printed, 2)
 
 
 # One mpirun for all, since MPI lives as long as its process.
 ONE_AFTER_ANOTHER = """
-import pathlib, runpy, sys
-from mpi4py import MPI
-for file in map(pathlib.Path, sys.argv[1:]):
-    runpy.run_path(str(file), run_name="__main__")
-    file.with_suffix(f".rank-{MPI.COMM_WORLD.rank}").touch()
+import runpy, sys
+for file in sys.argv[1:]:
+    runpy.run_path(file, run_name="__main__")
 """
 
 
@@ -105,39 +114,28 @@ def test_runs_as_printed_under_mpirun(tmp_path):
     files = [tmp_path / f"{number}.py" for number in range(len(ON_MPI))]
     for file, excerpt in zip(files, ON_MPI, strict=True):
         file.write_text(excerpt.code)
-    done = subprocess.run(
-        ["mpirun", "-n", "2", sys.executable, "-c", ONE_AFTER_ANOTHER, *map(str, files)],
-        **{"env": ENVIRON, "cwd": tmp_path, "text": True, "timeout": 110},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    for file, excerpt in zip(files, ON_MPI, strict=True):
-        ran = [file.with_suffix(f".rank-{rank}").exists() for rank in (0, 1)]
-        assert ran == [True, True], f"{excerpt}\n{done.stdout}"
-    check_readme(done.stdout, 2)
-
-
-def check_readme(output: str, world_size: int) -> None:
-    """One checksum, printed by every rank."""
-    printed = re.findall(r"rank (\d) of (\d): parameters ([0-9a-f]{16})", output)
-    assert sorted(rank for rank, _, _ in printed) == [str(rank) for rank in range(world_size)]
-    assert {size for _, size, _ in printed} == {str(world_size)}
-    assert len({checksum for _, _, checksum in printed}) == 1
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_readmes_example_prints_one_checksum(world_size, tmp_path):
-    check_readme(run(README.code, world_size, tmp_path), world_size)
+    command = ["mpirun", "-n", "2", sys.executable, "-c", ONE_AFTER_ANOTHER, *map(str, files)]
+    check_readme(launched(command, tmp_path), 2)  # the last one
 
 
 @pytest.mark.slow
-def test_the_readmes_example_prints_one_checksum_under_torchrun(tmp_path):
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_readmes_example_alone_and_under_torchrun(nproc, tmp_path):
     file = tmp_path / "example.py"
     file.write_text(README.code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(file)]
-    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    check_readme(done.stdout, 2)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if nproc > 1 else []
+    check_readme(launched([sys.executable, *torchrun, str(file)], tmp_path), nproc)
+
+
+def launched(command: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        command,
+        **{"env": ENVIRON, "cwd": folder, "text": True, "timeout": 110},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def call_by_name(world, code: str, function: str, *arguments: object) -> object:

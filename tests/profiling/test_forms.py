@@ -13,6 +13,7 @@ import pytest
 from ddp_from_scratch.profiling.page import as_html
 from ddp_from_scratch.profiling.picture import COLOURS, draw, draw_ladder
 from ddp_from_scratch.profiling.text import WIDTH, as_text, legend, two_lines
+from ddp_from_scratch.profiling.timeline import write
 from ddp_from_scratch.profiling.trace import as_json
 from tests.profiling.records import record, with_steps
 from tests.support.ranks import ROOT
@@ -25,19 +26,18 @@ def test_text_of_a_step():
     assert lines[:3] == ["Net, 3 MiB of gradients, 2 ranks by gloo", "step 7: 100.0 ms", ""]
     assert {len(line) for line in lines[3:9]} == {WIDTH}
     assert max(map(len, lines)) <= WIDTH
-    rank, first, second = (line.partition("|")[2] for line in lines[3:6])
-    assert re.fullmatch(r"F{23,26}B+p+B+p+B+u?!+u *O+\|", rank), rank
-    assert re.fullmatch(r" {32,35}p+-+=+ +u+ *\|", first), first
-    # All have launched it, and it waits for the bucket before it: the blank.
-    assert re.fullmatch(r" {48,52}p+-+=+u? *\|", second), second
-    assert lines[3].startswith("rank 0")
-    assert lines[4].startswith("  bucket 0, 1 MiB |")
-    assert lines[5].startswith("  bucket 1, 2 MiB |")
+    labels, bars = zip(*(line.split("|")[:2] for line in lines[3:6]), strict=True)
+    assert [label.rstrip() for label in labels] == [
+        *("rank 0", "  bucket 0, 1 MiB", "  bucket 1, 2 MiB")
+    ]
+    # All have launched the second bucket, and it waits for the one before it: the blank.
+    shapes = r"F{23,26}B+p+B+p+B+u?!+u *O+", r" {32,35}p+-+=+ +u+ *", r" {48,52}p+-+=+u? *"
+    for shape, bar in zip(shapes, bars, strict=True):
+        assert re.fullmatch(shape, bar), bar
     assert "\n".join(lines[3:6]) in (ROOT / "docs" / "how-to" / "timeline.md").read_text()
     symbols = re.findall(r"(?:^|  )(\S) [a-z]", legend(), re.MULTILINE)
-    bars = "".join(line.partition("|")[2] for line in lines)
-    assert set(bars) - set(" |") <= set(symbols)
     assert len(symbols) == 9
+    assert set("".join(line.partition("|")[2] for line in lines)) <= {*symbols, *" |"}
     coloured = as_text(whole, whole.typical, colour=True)
     assert "\033" not in text
     assert re.sub(r"\033\[\d+m", "", coloured) == text != coloured
@@ -52,13 +52,10 @@ def test_two_lines_of_a_step_on_a_longer_scale():
 
 def test_of_many_buckets_those_are_shown_that_were_waited_for():
     (step,) = record().steps
-    (rank, other) = step.ranks
-    first, second = rank.buckets
-    many = [replace(first, index=index) for index in range(20)]
-    many += [replace(second, index=index) for index in range(20, 25)]
-    many_buckets = replace(step, layout=(("a",),) * 25)
-    ranks = replace(rank, buckets=tuple(many)), replace(other, buckets=tuple(many))
-    text = as_text(record(), replace(many_buckets, ranks=ranks))
+    first, second = step.ranks[0].buckets
+    many = [replace(first if index < 20 else second, index=index) for index in range(25)]
+    ranks = tuple(replace(rank, buckets=tuple(many)) for rank in step.ranks)
+    text = as_text(record(), replace(step, layout=(("a",),) * 25, ranks=ranks))
     shown = [int(number) for number in re.findall(r"  bucket (\d+),", text)]
     assert shown == 2 * [*range(7), *range(20, 25)]
     assert "25 buckets, of which those are shown that were waited for" in text
@@ -70,24 +67,22 @@ def test_text_says_what_is_exposed_and_who_was_late():
     assert (
         "rank 0: communication 38.0 ms, 74% hidden; exposed 10.0 ms\n"
         "rank 0 waited 10.0 ms for bucket 1, of which 7.0 until rank 1 launched it\n"
-        "rank 1: communication 10.0 ms, 100% hidden; exposed 0.0 ms\n" in text
-    )
-    assert "rank 1 was late: the others waited 7.0 ms for it in all" in text
+        "rank 1: communication 10.0 ms, 100% hidden; exposed 0.0 ms\n"
+        "rank 1 was late: the others waited 7.0 ms for it in all"
+    ) in text
     assert "overlaps" not in text
     assert "clocks" not in text
-    whole = replace(record(late=0.0), clock_error=0.25)
-    text = as_text(whole, whole.typical)
+    (step,) = record(late=0.0).steps
+    ranks = tuple(replace(rank, buckets=rank.buckets[:1]) for rank in step.ranks)
+    step = replace(step, layout=(("a", "b"),), ranks=ranks)
+    text = as_text(replace(record(), clock_error=0.25), step)
     assert "late" not in text
     assert "may differ by 0.25 ms" in text
-    (step,) = record().steps
-    ranks = tuple(replace(rank, buckets=rank.buckets[:1]) for rank in step.ranks)
-    whole = replace(record(), steps=(replace(step, layout=(("a", "b"),), ranks=ranks),))
-    assert "1 bucket of 3 MiB: it is full near the end of backward" in as_text(whole, whole.typical)
+    assert "1 bucket of 3 MiB: it is full near the end of backward" in text
 
 
 def test_trace_has_every_event_in_microseconds():
-    whole = with_steps(100.0, 50.0)
-    events = json.loads("".join(as_json(whole)))["traceEvents"]
+    events = json.loads("".join(as_json(with_steps(100.0, 50.0))))["traceEvents"]
     forward = [e for e in events if e["name"] == "forward" and e["pid"] == 1]
     assert [e["dur"] for e in forward] == pytest.approx([30e3, 30e3])
     assert forward[1]["ts"] > 100e3  # the second step behind the first
@@ -102,20 +97,23 @@ def test_trace_has_every_event_in_microseconds():
 
 def test_pictures_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    paths = tmp_path / "a.png", tmp_path / "a.svg"
-    assert draw(record(), record().typical, *paths)
-    assert paths[0].read_bytes().startswith(b"\x89PNG")
-    svg = paths[1].read_text()
-    for part in ("bucket 1, 2 MiB", *COLOURS.values()):
-        assert part in svg
-    draw_ladder("a model", {"naive": record().typical, "flat": record().typical}, paths[1])
-    svg = paths[1].read_text()
+    png, svg = tmp_path / "a.png", tmp_path / "a.svg"
+    assert draw(record(), record().typical, png, svg)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert [p for p in ("bucket 1, 2 MiB", *COLOURS.values()) if p not in svg.read_text()] == []
+    draw_ladder("a model", {"naive": record().typical, "flat": record().typical}, svg)
     for part in ("a model", "naive: exposed 10.0 ms", "flat: exposed"):
-        assert part in svg
-    assert svg.count("main thread") == 2
+        assert part in svg.read_text()
+    assert svg.read_text().count("main thread") == 2
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert not draw(record(), record().typical, tmp_path / "b.png")
     assert not (tmp_path / "b.png").exists()
+
+
+def test_files_are_utf_8_whatever_the_locale(tmp_path, monkeypatch):
+    monkeypatch.setattr("io.text_encoding", lambda encoding, _=2: encoding or "ascii")
+    write(replace(record(), title="Сеть"), tmp_path)
+    assert (tmp_path / "timeline.txt").read_text(encoding="utf-8").startswith("Сеть\n")
 
 
 def data_of(page: str) -> dict:
@@ -129,14 +127,11 @@ def test_page_holds_the_record_and_loads_nothing():
     assert data["typical"] == 2
     assert not re.search(r"(src|href)=|@import|fetch\(", page)
     assert re.findall(r"https?://\S+?(?=\")", page) == ["http://www.w3.org/2000/svg"]
-
-
-# The second would hide the end of the script from the browser.
-@pytest.mark.parametrize("name", ["</script><b>", "<!--<script>"])
-def test_page_is_not_ended_by_a_name(name):
-    page = "".join(as_html(replace(record(), title=name)))
-    assert name not in page
-    assert data_of(page)["title"] == name
+    # The second would hide the end of the script from the browser.
+    for name in ("</script><b>", "<!--<script>"):
+        page = "".join(as_html(replace(record(), title=name)))
+        assert name not in page
+        assert data_of(page)["title"] == name
 
 
 @pytest.mark.parametrize("form", [as_json, as_html])

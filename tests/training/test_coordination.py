@@ -13,52 +13,26 @@ from ddp_from_scratch.launch.environment import Placement
 from ddp_from_scratch.training import evaluate, process_setup
 from ddp_from_scratch.training.coordination import differences
 from ddp_from_scratch.training.loop import Trainer
-from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.training.settings import Settings, option_of
 from ddp_from_scratch.world.process_group import _check_gpus, _device, _meet_in_store
-from tests.support.tiers import slow
+from tests.support.on_ranks import on
 
-# One value for rank 0, another for rank 1.
-DIFFERENT = {
-    "backend": ("gloo", "mpi"),
-    "dataset": ("digits", "fake"),
-    "model": ("cnn", "mlp"),
-    "epochs": (1, 2),
-    "batch_size": (32, 16),
-    "global_batch_size": (None, 64),
-    "lr": (0.05, 0.1),
-    "scale_lr": (False, True),
-    "momentum": (0.9, 0.0),
-    "weight_decay": (1e-4, 0.0),
-    "bucket_cap_mb": (None, "auto"),
-    "overlap": (True, False),
-    "shared_memory": (True, False),
-    "compress": (None, "bf16"),
-    "powersgd_rank": (1, 2),
-    "sync_batch_norm": (False, True),
-    "accumulate": (1, 2),
-    "shards": (2, 4),
-    "precision": ("fp32", "bf16"),
-    "seed": (0, 1),
-    "deterministic": (False, True),
-    "stop_on_nan": (False, True),
-    "timeout": (600.0, 60.0),
-    "stall_after": (60.0, 6.0),
-    "checkpoint_dir": (None, Path("/nowhere")),
-    "resume": (None, "x.pt"),
-    "timeline": (None, Path("/nowhere")),
-    "timeline_steps": (1, 2),
-    "stragglers": (None, 100),
-    "check_sync": (None, 0),
-    "go_on": (False, True),
-    "max_failures": (None, 2),
-}
-# Without these a value is refused on each rank by itself.
-NEEDED = {
-    "powersgd_rank": {"compress": "powersgd"},
-    "timeline_steps": {"timeline": Path("t")},
-    "max_failures": {"go_on": True},
-}
+# May differ: they concern a rank's machine, or the output of rank 0.
 OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
+# Another value on rank 1, and the two as they are told.
+DIFFERENT = {
+    "lr": (0.1, "--lr is 0.05 on rank 0 and 0.1"),
+    "seed": (1, "--seed is 0 on rank 0 and 1"),
+    "bucket_cap_mb": ("auto", "--bucket-cap-mb is not given on rank 0 and auto"),
+    "check_sync": (0, "--check-sync is not given on rank 0 and 0"),
+    "scale_lr": (True, "--scale-lr is not given on rank 0 and given"),
+    "stop_on_nan": (False, "--stop-on-nan is given on rank 0 and not given"),
+    "overlap": (False, "--no-overlap is not given on rank 0 and given"),
+    "shared_memory": (False, "--no-shared-memory is not given on rank 0 and given"),
+    "checkpoint_dir": (Path("/nowhere"), "--checkpoint-dir is not given on rank 0 and given"),
+    "timeline": (Path("/nowhere"), "--timeline is not given on rank 0 and given"),
+    "resume": ("x.pt", "--resume is not given on rank 0 and given"),
+}
 
 
 def test_differences_are_told_with_both_values_and_ranks():
@@ -74,39 +48,31 @@ def test_differences_are_told_with_both_values_and_ranks():
 
 
 def test_every_setting_is_compared_or_a_ranks_own():
-    assert DIFFERENT.keys() | OWN == {field.name for field in fields(Settings)}
+    names = {field.name for field in fields(Settings)}
+    assert Settings().to_compare().keys() == {option_of(name) for name in names - OWN}
+    auto = Settings(resume="auto", checkpoint_dir=Path("c")).to_compare()
+    assert auto["--resume"] == "auto"  # which all decide by rank 0's folder
 
 
-def refusals(world):
-    """What is said for each setting, on this rank."""
-    told = {}
-    for name, values in DIFFERENT.items():
-        more = NEEDED.get(name, {})
-        settings = Settings(**{name: values[world.rank]}, **more)
+def refused(work, *arguments):
+    with pytest.raises(UsageError) as error:
+        work(*arguments)
+    return str(error.value)
+
+
+@on("gloo-2")
+def test_a_setting_that_differs_is_named_before_anything_is_trained(world):
+    for name, (other, told) in DIFFERENT.items():
+        settings = Settings(**{name: other} if world.rank else {})
         with pytest.raises(UsageError) as error:
             Trainer(settings, world)
         assert type(error.value) is (PeerError if world.rank else UsageError), "told once"
-        told[name] = str(error.value)
-    return told
+        assert str(error.value) == f"{told} on rank 1: it must be the same on all ranks"
 
 
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
-def test_a_setting_that_differs_is_named_before_anything_is_trained(ranks, backend):
-    zero, one = ranks(backend, 2)(refusals)
-    assert zero == one
-    same = "it must be the same on all ranks"
-    assert zero["lr"] == f"--lr is 0.05 on rank 0 and 0.1 on rank 1: {same}"
-    for name, text in zero.items():
-        option = "no-" * (name in ("overlap", "shared_memory")) + name.replace("_", "-")
-        assert text.startswith(f"--{option} is "), text
-        assert text.endswith(f" on rank 1: {same}"), text
-    assert "--scale-lr is not given on rank 0 and given on rank 1: " in zero["scale_lr"]
-    assert "--no-overlap is not given on rank 0 and given on rank 1: " in zero["overlap"]
-    assert "--check-sync is not given on rank 0 and 0 on rank 1: " in zero["check_sync"]
-
-
-def with_its_own(world, folder):
-    own = folder / str(world.rank)
+@on("gloo-2")
+def test_what_may_differ(world, tmp_path):
+    own = tmp_path / str(world.rank)
     settings = Settings(
         data_dir=own,
         download=world.rank == 0,
@@ -122,71 +88,36 @@ def with_its_own(world, folder):
     torch.set_num_threads(threads)
 
 
-def test_what_may_differ(ranks, tmp_path):
-    ranks("gloo", 2)(with_its_own, tmp_path)
-
-
-def refused(work, *arguments):
-    with pytest.raises(UsageError) as error:
-        work(*arguments)
-    return str(error.value)
-
-
-def training_and_a_test(world):
+@on("gloo-2")
+def test_the_command_versions_and_images_are_compared(world):
+    settings, file = Settings(), Path("x.pt")
     if world.rank == 0:
-        return refused(Trainer, Settings(), world)
-    return refused(evaluate.test, Settings(), None, Path("x.pt"), world)
-
-
-def a_test_on_another_dataset(world):
-    dataset = "fake" if world.rank else None
-    return refused(evaluate.test, Settings(), dataset, Path("x.pt"), world)
-
-
-def test_the_command_is_compared_too(ranks):
-    (told,) = set(ranks("gloo", 2)(training_and_a_test))
+        told = refused(Trainer, settings, world)
+    else:
+        told = refused(evaluate.test, settings, None, file, world)
     assert told.startswith("the command is train on rank 0 and test on rank 1")
-    (told,) = set(ranks("gloo", 2)(a_test_on_another_dataset))
+    told = refused(evaluate.test, settings, "fake" if world.rank else None, file, world)
     assert told.startswith("--dataset is not given on rank 0 and fake on rank 1: ")
 
+    versions = process_setup.versions()
+    assert versions["torch"] == torch.__version__
+    for name in ("torch", "torchvision", "ddp_from_scratch's source"):
+        other = versions | ({name: "1.0"} if world.rank else {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process_setup, "versions", lambda other=other: other)
+            told = refused(Trainer, settings, world)
+        assert told.startswith(f"{name} is {versions[name]} on rank 0 and 1.0 on rank 1: it must")
 
-def with_another(world, name):
-    before = process_setup.versions
-    process_setup.versions = lambda: before() | ({name: "1.0"} if world.rank else {})
-    try:
-        return refused(Trainer, Settings(), world)
-    finally:
-        process_setup.versions = before
-
-
-@pytest.mark.parametrize("name", ["torch", "torchvision", "ddp_from_scratch's source"])
-def test_versions_are_compared(ranks, name):
-    (told,) = set(ranks("gloo", 2)(with_another, name))
-    assert told == (
-        f"{name} is {process_setup.versions()[name]} on rank 0 and 1.0 on rank 1: it must be the "
-        "same on all ranks"
-    )
-    assert process_setup.versions()["torch"] == torch.__version__
-
-
-def with_other_images(world):
     load = process_setup.load_dataset
 
     def changed(*arguments, **named):
         data = load(*arguments, **named)
-        if world.rank == 1:
-            data.train.data[3, 0, 0] += 1  # a pixel
+        data.train.data[3, 0, 0] += world.rank  # a pixel
         return data
 
-    process_setup.load_dataset = changed
-    try:
-        return refused(Trainer, Settings(), world)
-    finally:
-        process_setup.load_dataset = load
-
-
-def test_the_images_are_compared(ranks):
-    (told,) = set(ranks("gloo", 2)(with_other_images))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_setup, "load_dataset", changed)
+        told = refused(Trainer, settings, world)
     assert told.startswith("--dataset digits is 1,437 + 360 images of 1x8x8, checksum ")
     assert told.count(", checksum ") == 2
 
@@ -223,8 +154,7 @@ def test_the_gpu_of_a_process(monkeypatch, visible, local_rank, local_world_size
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     placement = Placement(local_rank, local_world_size, local_rank, local_world_size, 0, "srun")
     if index is None:
-        with pytest.raises(UsageError, match=f"{visible} visible GPUs"):
-            _device("nccl", placement)
+        assert f"{visible} visible GPUs" in refused(_device, "nccl", placement)
     else:
         assert _device("nccl", placement) == torch.device("cuda", index)
     assert chosen == [torch.device("cuda", index)] * (index is not None)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 
 import numpy as np
@@ -11,14 +12,19 @@ from torch import nn
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.training import loop
+from ddp_from_scratch.training import checkpoint, loop
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
+from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
 # 1,437 images on 2 ranks: 5 steps of 4 x 32 images on each rank in an epoch.
 SETTINGS = {"model": "dropout", "epochs": 3, "batch_size": 32, "accumulate": 4, "quiet": True}
+# 11 steps in an epoch; PowerSGD begins with the 11th.
+POWERSGD = {"compress": "powersgd", "accumulate": 2, "shared_memory": False}
+# 5 steps of 8 shards x 2 x 16 images in an epoch.
+SHARDS = {"shards": 8, "accumulate": 2, "batch_size": 16, "epochs": 2}
 
 
 class SometimesLouder(nn.Module):
@@ -42,91 +48,191 @@ def model_with_dropout(name, *, channels, image_size, num_classes):
 
 
 def make_trainer(world, folder, **changes):
-    loop.make_model = make_model if changes.get("model") == "cnn" else model_with_dropout
+    given = changes.get("model") in ("cnn", "mlp")
+    loop.make_model = make_model if given else model_with_dropout
     settings = Settings(backend=world.backend, checkpoint_dir=folder, **SETTINGS | changes)
     return Trainer(settings, world)
 
 
-def bits(trainer):
-    """Everything that a later step could depend on."""
-    momentum = [s["momentum_buffer"] for s in trainer.optimizer.state.values()]
-    tensors = [*trainer.model.state_dict().values(), *momentum]
-    generators = random.getstate(), np.random.get_state()[1].tolist()
-    return [t.tolist() for t in tensors], torch.get_rng_state().tolist(), generators
-
-
-def uninterrupted(world, folder, changes):
-    trainer = make_trainer(world, folder, **changes)
-    assert trainer.run() == 0
-    check_sync(trainer.model)
-    return bits(trainer) if world.rank == 0 else None
-
-
 def stop_in_step(trainer, step):
-    """A SIGTERM reaches this rank while it computes the given step."""
-    compute = trainer._step
+    compute, number = trainer._step, trainer.global_step
 
     def compute_and_signal(batches):
-        number = trainer.global_step
+        nonlocal number
         compute(batches)
-        if number == step:
+        number += 1
+        if number - 1 == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer._step = compute_and_signal
 
 
-def stopped_and_resumed(world, folder, step, changes):
-    trainer = make_trainer(world, folder, **changes)
-    if world.rank == 1:
-        stop_in_step(trainer, step)
-    assert trainer.run() == signal.SIGTERM, "every rank stops, though only rank 1 was told"
-    steps = trainer.global_step
-    assert step < steps <= step + 2
-    trainer = make_trainer(world, folder, resume="auto", **changes)
-    assert trainer.global_step == steps
-    assert trainer.run() == 0
+def run(world, folder, changes, stop=None, resume=None, on_rank=0):
+    """Trains to the end, or until the step `stop`; what a later step could depend on."""
+    trainer = make_trainer(world, folder, resume=resume, **changes)
+    begin = (trainer.epoch, trainer.step, trainer.global_step)
+    if stop is not None and world.rank == on_rank:
+        stop_in_step(trainer, stop)
+    ended = trainer.run()
+    assert ended == (0 if stop is None else signal.SIGTERM), "every rank stops, if one was told"
+    assert stop is None or stop < trainer.global_step <= stop + 2
     check_sync(trainer.model)
-    return bits(trainer) if world.rank == 0 else None
+    momentum = [s["momentum_buffer"] for s in trainer.optimizer.state.values()]
+    tensors = [*trainer.model.state_dict().values(), *momentum]
+    generators = random.getstate(), np.random.get_state()[1].tolist()
+    return begin, [t.tolist() for t in tensors], torch.get_rng_state().tolist(), generators
 
 
-POWERSGD = {"compress": "powersgd", "accumulate": 2, "shared_memory": False}
+def crew_of(ranks, name):
+    backend, world_size = name.split("-")
+    return ranks(backend, int(world_size))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks, tmp_path_factory):
+    """What rank 0 has at the end of a run that is left alone, and its folder; each trained once."""
+    found = {}
+
+    def end_of(crew, changes):
+        key = (crew, str(changes))
+        if key not in found:
+            folder = tmp_path_factory.mktemp("uninterrupted")
+            found[key] = crew_of(ranks, crew)(run, folder, changes)[0][1:], folder
+        return found[key]
+
+    return end_of
+
+
 # Stopped in the first step, at the end of an epoch, after its last step, in the middle.
-RESUMED = [
-    ("gloo-2", 0, {}),
-    ("mpi-2", 3, {}),
-    ("gloo-2", 4, {}),
-    ("mpi-2", 7, {"sync_batch_norm": True}),
-    # With more than two ranks the buckets' layout decides the order of sums, and so the last bit.
-    ("gloo-4", 6, {"model": "cnn", "accumulate": 1, "epochs": 1}),
-    ("gloo-2", 6, {"compress": "bf16", "shared_memory": False}),
-    # 11 steps in an epoch; PowerSGD begins with the 11th.
-    ("gloo-2", 4, POWERSGD),
-    ("gloo-2", 17, POWERSGD | {"precision": "fp16"}),
-    slow("gloo-2", 6, {"precision": "fp16", "workers": 1, "scale_lr": True}),
-    slow("mpi-2", 0, {}),
-    slow("gloo-2", 3, {}),
-    slow("mpi-2", 4, {}),
-    slow("gloo-2", 7, {"sync_batch_norm": True}),
-    slow("mpi-4", 6, {"model": "cnn", "accumulate": 1, "epochs": 1}),
-]
+@pytest.mark.parametrize(
+    ("crew", "step", "changes"),
+    [
+        *(("gloo-2", 0, {}), ("gloo-2", 3, {}), ("mpi-2", 4, {})),
+        ("gloo-2", 7, {"sync_batch_norm": True}),
+        ("gloo-2", 17, POWERSGD | {"precision": "fp16"}),
+        # With more than two ranks the buckets' layout decides the order of sums, and so the last
+        # bit.
+        ("gloo-4", 6, {"model": "cnn", "accumulate": 1, "epochs": 1}),
+        slow("gloo-2", 4, POWERSGD),
+        slow("gloo-2", 6, {"compress": "bf16", "shared_memory": False}),
+        slow("gloo-2", 6, {"precision": "fp16", "workers": 1, "scale_lr": True}),
+        slow("mpi-4", 6, {"model": "cnn", "accumulate": 1, "epochs": 1}),
+    ],
+)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
+    ranks, tmp_path, uninterrupted, crew, step, changes
+):
+    crew_of(ranks, crew)(run, tmp_path, changes, step, None, 1)
+    resumed = crew_of(ranks, crew)(run, tmp_path, changes, None, "auto")
+    assert resumed[0][1:] == uninterrupted(crew, changes)[0]
+    if changes:
+        other = {"accumulate": changes.get("accumulate", 4)}
+        assert changes.get("model") or resumed[0][1] != uninterrupted(crew, other)[0][0]
 
 
-@pytest.mark.parametrize(("crew", "step", "changes"), RESUMED)
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, crew, step, changes):
-    backend, world_size = crew.split("-")
-    crew = ranks(backend, int(world_size))
-    expected = crew(uninterrupted, tmp_path / "a", changes)[0]
-    assert crew(stopped_and_resumed, tmp_path / "b", step, changes)[0] == expected
+# Shards: the same checkpoints on any number of ranks ---------------------------------------------
+
+
+def contents(folder):
+    """The newest checkpoint, but for what says on how many ranks it was written."""
+
+    def flat(state, name=""):
+        if isinstance(state, dict):
+            for key, value in state.items():
+                yield from flat(value, f"{name}/{key}")
+        else:
+            yield name, state.tolist() if isinstance(state, torch.Tensor) else state
+
+    state = checkpoint.load(checkpoint.files(folder)[0], torch.device("cpu"))
+    return dict(flat({n: v for n, v in state.items() if n not in ("world_size", "settings")}))
 
 
 @pytest.mark.parametrize(
-    ("more", "without"),
-    [({"sync_batch_norm": True}, {}), (POWERSGD, POWERSGD | {"compress": None})],
+    ("crew", "changes"),
+    [
+        ("gloo-3", {"sync_batch_norm": True}),
+        *(slow("gloo-8", {}), slow("mpi-3", {}), slow("mpi-2", {"sync_batch_norm": True})),
+    ],
 )
-def test_an_option_changes_the_bits(ranks, tmp_path, more, without):
-    crew = ranks("gloo", 2)
-    found = [crew(uninterrupted, tmp_path / str(i), c)[0] for i, c in enumerate((more, without))]
-    assert found[0] != found[1]
+def test_checkpoints_on_shards(ranks, uninterrupted, tmp_path, crew, changes):
+    crew_of(ranks, crew)(run, tmp_path, SHARDS | changes)
+    found = contents(tmp_path)
+    assert found == contents(uninterrupted("gloo-1", SHARDS | changes)[1])
+    assert found["/rng"] == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", slow("fp16")])
+def test_a_run_on_shards_is_resumed_on_another_number_of_ranks(
+    ranks, uninterrupted, tmp_path, precision
+):
+    changes = SHARDS | {"precision": precision, "model": "cnn"}
+    ranks("gloo", 3)(run, tmp_path, changes, 1)
+    assert 0 < contents(tmp_path)["/step"] < 5
+    ranks("gloo", 2)(run, tmp_path, changes, 6, "auto")
+    assert contents(tmp_path)["/epoch"] == 1
+    ranks("gloo", 1)(run, tmp_path, changes, None, "auto")
+    assert contents(tmp_path) == contents(uninterrupted("gloo-1", changes)[1])
+
+
+# Resumed with other settings ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(ranks, tmp_path, tmp_path_factory):
+    """The folder of a run that 2 ranks have stopped after step 8: 3 steps into the second epoch."""
+    whole = tmp_path_factory.getbasetemp() / "stopped"
+    if not whole.exists():
+        ranks("gloo", 2)(run, whole, {}, 6)
+    return shutil.copytree(whole, tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "expected"),
+    [
+        # On 3 ranks a step is 384 images and an epoch 3 steps: 768 images are 2 steps.
+        (3, {}, (1, 2, 5)),
+        (4, {"batch_size": 16}, (1, 3, 8)),  # the same global batch
+    ],
+)
+def test_another_world_size_goes_on_at_the_same_images(
+    ranks, stopped, world_size, changes, expected
+):
+    found = ranks("gloo", world_size)(run, stopped, changes, None, "auto")
+    assert [begin for begin, *_ in found] == [expected] * world_size
+
+
+@on("gloo-2")
+def test_settings_decide_and_not_the_checkpoint(world, stopped):
+    trainer = make_trainer(world, stopped, resume="auto", momentum=0.5, weight_decay=0.0)
+    (group,) = trainer.optimizer.param_groups
+    assert (group["momentum"], group["weight_decay"]) == (0.5, 0.0)
+    trainer.lock.close()
+
+
+@on("gloo-2")
+def test_a_run_that_cannot_be_is_refused_on_every_rank(world, stopped):
+    def refused(folder=None, **changes):
+        with pytest.raises(UsageError) as error:
+            make_trainer(world, folder, **changes)
+        assert isinstance(error.value, PeerError) == (world.rank != 0)
+        return str(error.value)
+
+    told = refused(resume=str(max(stopped.glob("*.pt"))), model="other")
+    assert "holds dropout for 10 classes of 1x8x8" in told
+    first = make_trainer(world, stopped, resume="auto")
+    assert "is in use by another run" in refused(stopped, resume="auto")
+    assert first.run() == 0
+    make_trainer(world, stopped, resume="auto").run()  # it has let go
+
+
+@on("gloo-2")
+def test_a_model_without_batch_norm_and_fewer_shards_than_ranks_are_refused(world):
+    for changes, told in (
+        ({"model": "mlp", "sync_batch_norm": True}, "--sync-batch-norm: mlp has no batch norm"),
+        ({"shards": 1}, "--shards must be at least the number of ranks, 2, got 1"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            make_trainer(world, None, **changes)
 
 
 def drawn(world, seed):
@@ -139,85 +245,78 @@ def drawn(world, seed):
 
 
 def test_the_seed_is_that_of_all_generators_and_each_rank_has_its_own(ranks):
-    crew = ranks("gloo", 2)
     seeds = (0, 7, 2**40 + 20, 2**62 - 2)  # numpy itself takes none above 2**32
-    draws = [rank for seed in seeds for rank in crew(drawn, seed)]
+    draws = [rank for seed in seeds for rank in ranks("gloo", 2)(drawn, seed)]
     assert all(len(set(of_one)) == 2 * len(seeds) for of_one in zip(*draws, strict=True))
-    assert crew(drawn, 7) == draws[2:4]
 
 
-def without_batch_norm(world):
-    loop.make_model = make_model
-    with pytest.raises(UsageError) as error:
-        Trainer(Settings(backend=world.backend, model="mlp", sync_batch_norm=True), world)
-    return str(error.value)
+# With --compress ----------------------------------------------------------------------------------
 
 
-def test_a_model_without_batch_norm_has_none_to_synchronise(ranks):
-    text = "--sync-batch-norm: mlp has no batch norm"
-    assert all(text in told for told in ranks("gloo", 2)(without_batch_norm))
+def remembered(trainer):
+    state = trainer.compression._power_sgd
+    if state is None:
+        return None
+    saved = state.state_dict(trainer.model)
+    scale = trainer.scaler.get_scale()
+    return saved["iteration"], {n: (e / scale).tolist() for n, e in saved["errors"].items()}
 
 
-def stopped(world, folder):
-    trainer = make_trainer(world, folder)
-    stop_in_step(trainer, 6)
-    assert trainer.run() == signal.SIGTERM
-    return trainer.global_step
+def stopped_with(world, folder, changes):
+    trainer = make_trainer(world, folder, **POWERSGD | changes)
+    stop_in_step(trainer, 17)
+    trainer.run()
+    return remembered(trainer)
 
 
-def resumed(world, folder, changes):
-    trainer = make_trainer(world, folder, resume="auto", **changes)
-    at = (trainer.epoch, trainer.step, trainer.global_step)
+def resumed_with(world, folder, changes):
+    """What is remembered on resuming, and what was warned of."""
+    told = []
+    report = "ddp_from_scratch.training.report.Report.warning"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, lambda self, text: told.append(text))
+        trainer = make_trainer(world, folder, resume="auto", **POWERSGD | changes)
+    found = remembered(trainer)
     assert trainer.run() == 0
     check_sync(trainer.model)
-    return at
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+    return found, told
 
 
-def test_another_world_size_goes_on_at_the_same_images(ranks, tmp_path):
-    """Stopped after step 8: 3 steps of 256 images into the second epoch."""
-    assert ranks("gloo", 2)(stopped, tmp_path) == [8, 8]
-    # On 3 ranks a step is 384 images and an epoch 3 steps: 768 images are 2 steps.
-    assert ranks("gloo", 3)(resumed, tmp_path, {}) == [(1, 2, 5)] * 3
+def mean_of(ranks):
+    """One rank's memory, of the mean errors."""
+    (count, first), (_, second) = ranks
+    return count, {
+        name: ((torch.tensor(errors) + torch.tensor(second[name])) / 2).tolist()
+        for name, errors in first.items()
+    }
 
 
-def test_the_same_global_batch_on_another_world_size(ranks, tmp_path):
-    assert ranks("gloo", 2)(stopped, tmp_path) == [8, 8]
-    changes = {"batch_size": 16}
-    assert ranks("gloo", 4)(resumed, tmp_path, changes) == [(1, 3, 8)] * 4
-
-
-def with_another_momentum(world, folder):
-    trainer = make_trainer(world, folder, resume="auto", momentum=0.5, weight_decay=0.0)
-    (group,) = trainer.optimizer.param_groups
-    return group["momentum"], group["weight_decay"]
-
-
-def test_settings_decide_and_not_the_checkpoint(ranks, tmp_path):
-    ranks("gloo", 2)(stopped, tmp_path)
-    assert ranks("gloo", 2)(with_another_momentum, tmp_path) == [(0.5, 0.0)] * 2
-
-
-def two_runs_in_one_folder(world, folder):
-    first = make_trainer(world, folder)
-    with pytest.raises(UsageError, match="is in use by another run") as error:
-        make_trainer(world, folder, resume="auto")
-    assert isinstance(error.value, PeerError) == (world.rank != 0)
-    assert first.run() == 0
-    make_trainer(world, folder, resume="auto").run()  # it has let go
-
-
-def test_a_second_run_in_a_folder_is_refused_on_every_rank(ranks, tmp_path):
-    ranks("gloo", 2)(two_runs_in_one_folder, tmp_path)
-
-
-def another_model(world, path):
-    with pytest.raises(UsageError) as error:
-        make_trainer(world, None, resume=str(path), model="other")
-    assert isinstance(error.value, PeerError) == (world.rank != 0)
-    assert "holds dropout for 10 classes of 1x8x8" in str(error.value)
-
-
-def test_a_checkpoint_of_another_model_is_refused_on_every_rank(ranks, tmp_path):
-    ranks("gloo", 2)(stopped, tmp_path)
-    path = max(tmp_path.glob("*.pt"))
-    ranks("gloo", 2)(another_model, path)
+@pytest.mark.parametrize(
+    ("before", "world_size", "after", "expected", "told"),
+    [
+        (
+            *({}, 3, {}, lambda old: [mean_of(old)] * 3),
+            ["world_size 2 -> 3", "mean of what PowerSGD left out on the 2 ranks before"],
+        ),
+        (
+            *({"precision": "fp16"}, 2, {"powersgd_rank": 1, "bucket_cap_mb": 0.0}, list),
+            ["powersgd_rank 2 -> 1"],
+        ),
+        (
+            *({}, 2, {"compress": "bf16"}, lambda old: [None] * 2),
+            ["compress powersgd -> bf16", "what PowerSGD left out of earlier averages is dropped"],
+        ),
+        (
+            *({"compress": None}, 2, {"precision": "fp16"}, lambda old: [(0, {})] * 2),
+            ["compress None -> powersgd"],
+        ),
+    ],
+    ids=["world size", "rank", "compression", "none before"],
+)
+def test_what_power_sgd_remembers(ranks, tmp_path, before, world_size, after, expected, told):
+    old = ranks("gloo", 2)(stopped_with, tmp_path, before)
+    replies = ranks("gloo", world_size)(resumed_with, tmp_path, after)
+    assert [found for found, _ in replies] == expected(old)
+    lines = replies[0][1]
+    assert [words in line for words, line in zip(told, lines, strict=True)] == [True] * len(told)

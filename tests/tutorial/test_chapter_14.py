@@ -15,7 +15,6 @@ from tests.tutorial.test_programs import form
 
 CHAPTER = TUTORIAL_PAGES[14].parent
 PAGE = TUTORIAL_PAGES[14].read_text()
-SLURM = (CHAPTER / "under_slurm.md").read_text()
 SHOWN = PAGE.split("The first of them prints\n\n```text\n")[1].split("```")[0]
 PROGRAM = runpy.run_path(str(CHAPTER / "under_mpi.py"))
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0"}
@@ -28,34 +27,28 @@ COMMANDS = {
 }
 
 
-def start(command, folder, **environment):
+def start(launcher, folder, rank="0", port="0"):
+    """Starts the program under a launcher, or as one of srun's tasks would be."""
+    command, environment = COMMANDS[launcher], os.environ | MPIRUN | {"PYTHONPATH": ""}
+    if launcher == "srun":
+        command = command[3:]
+        environment |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": port} | SRUN
     return subprocess.Popen(
         [*command, "--picture", str(folder / "under_mpi.png")],
-        cwd=ROOT,
-        env=os.environ | MPIRUN | {"PYTHONPATH": ""} | environment,
+        **{"cwd": ROOT, "env": environment, "text": True},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
-
-
-def task(rank, port, folder):
-    """As srun would start it."""
-    place = SRUN | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": port}
-    return start(COMMANDS["srun"][3:], folder, **place)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun", "srun"])
 def test_its_output_is_what_the_page_shows(launcher, tmp_path):
-    if launcher == "srun":
-        with socket.create_server(("localhost", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        processes = [task(rank, port, tmp_path) for rank in "01"]
-    else:
-        processes = [start(COMMANDS[launcher], tmp_path)]
+    with socket.create_server(("localhost", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    ranks = "01" if launcher == "srun" else "0"
     printed = ""
-    for process in processes:
+    for process in [start(launcher, tmp_path, rank, port) for rank in ranks]:
         output, errors = process.communicate(timeout=80)
         assert process.returncode == 0, errors
         printed += output
@@ -67,7 +60,7 @@ def test_its_output_is_what_the_page_shows(launcher, tmp_path):
 def test_one_line_where_the_port_is_taken(tmp_path):
     with socket.create_server(("localhost", 0)) as taken:
         port = str(taken.getsockname()[1])
-        _, errors = task("0", port, tmp_path).communicate(timeout=60)
+        _, errors = start("srun", tmp_path, "0", port).communicate(timeout=60)
     told = f"rank 0: cannot use port {port} of localhost; set MASTER_PORT to another"
     assert errors.splitlines()[-1] == told
 
@@ -90,10 +83,11 @@ def test_find_place(names, expected):
 
 
 def test_the_pages_name_the_variables_that_are_read_and_the_program():
+    slurm = (CHAPTER / "under_slurm.md").read_text()
     for launcher, names in PROGRAM["VARIABLES"].items():
         assert launcher in PAGE
         assert [name for name in names if f"`{name}`" not in PAGE] == []
-    assert [name for name in PROGRAM["VARIABLES"]["srun"] if f"`{name}`" not in SLURM] == []
-    (script,) = re.findall(r"```bash\n(.*?)```", SLURM, re.DOTALL)
+        assert launcher != "srun" or [name for name in names if f"`{name}`" not in slurm] == []
+    (script,) = re.findall(r"```bash\n(.*?)```", slurm, re.DOTALL)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=20)
     assert script.splitlines()[-1] == "srun python -m tutorial.14_under_mpi.under_mpi"

@@ -58,6 +58,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all(tmp_path):
     (tmp_path / "program.py").write_text(WAITS_FOREVER)
     with subprocess.Popen(

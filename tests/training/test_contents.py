@@ -1,0 +1,160 @@
+"""What stands in a checkpoint that is otherwise whole, and sealed: right, or refused in a line."""
+
+import copy
+
+import pytest
+import torch
+
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.environment import ALONE
+from ddp_from_scratch.training import checkpoint
+from ddp_from_scratch.training.contents import check_contents, check_fit
+from ddp_from_scratch.training.evaluate import load_model
+from ddp_from_scratch.world.process_group import World
+from tests.training.test_checkpoint import CPU, MODEL, state
+
+
+def changed(content, path, value):
+    """`content` with another value at "key/key", or without that key where it is `...`."""
+    key, _, rest = path.partition("/")
+    key = int(key) if key.isdecimal() else key
+    if isinstance(content, tuple):
+        return tuple(changed(list(content), path, value))
+    content = copy.copy(content)
+    if rest:
+        content[key] = changed(content[key], rest, value)
+    elif value is ...:
+        del content[key]
+    else:
+        content[key] = value
+    return content
+
+
+EXPANDED = torch.zeros(1, dtype=torch.float64).expand(10**15)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("optimizer", ..., "it has no optimizer"),
+        ("rng", ..., "it has no rng"),
+        ("epoch", -1, "epoch must be 0 or more, got -1"),
+        ("epoch", 11, "epochs must be 11 or more, got 10"),
+        ("step", 1.5, "step must be 0 or more, got 1.5"),
+        ("images", True, "images must be 0 or more, got True"),
+        ("images", 2**80, "images must be 0 or more, got 1208925819614629174706176"),
+        ("global_batch_size", 0, "global_batch_size must be 1 or more, got 0"),
+        ("settings", [1], "settings is not a table, but a list"),
+        ("settings/dataset", 3, "dataset of settings must be str, got 3"),
+        ("settings/seed", torch.ones(2), "seed of settings must be int, got one of (2,) and torch"),
+        ("model_spec/image_size", "8", "image_size of model_spec must be 1 or more, got '8'"),
+        ("model_spec/depth", 8, "model_spec has more"),
+        ("totals", torch.zeros(2), "totals must be a tensor of (3,) and torch.float64, got one of"),
+        ("totals", EXPANDED, "totals must be a tensor of (3,)"),
+        ("scaler/scale", ..., "scaler has no scale"),
+        ("scaler/scale", float("nan"), "scale of scaler must be 0 or more, got nan"),
+        ("buckets/bucket_cap_mb", "big", "bucket_cap_mb is not a size"),
+        ("rng", [], "rng does not hold the generators of each rank"),
+        ("rng/0/torch", torch.zeros(3), "rng of rank 0 cannot be used"),
+        ("rng/0/python", (3, (1, 2), None), "rng of rank 0 cannot be used"),
+        ("rng/0/numpy/1", torch.zeros(2), "numpy of rng of rank 0 must be a tensor"),
+        ("rng/0/cuda", torch.zeros(3), "cuda of rng of rank 0 must be a tensor"),
+    ],
+)
+def test_wrong_contents(tmp_path, path, value, told):
+    good = checkpoint.save(tmp_path, state(1))
+    bad = checkpoint.save(tmp_path, changed(state(1), path, value))
+    with pytest.raises(UsageError) as error:
+        checkpoint.load(bad, CPU)
+    assert f"{bad} is no checkpoint that a run has written: {told}" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert checkpoint.load_newest(tmp_path, CPU)[0] == good
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("model/bias", ..., "the model has no bias"),
+        ("model/bias", torch.zeros(4), r"must be a tensor of \(3,\) .*, got one of \(4,\)"),
+        ("model/bias", torch.zeros(3).half(), "got one of .* torch.float16"),
+        ("model/more", torch.zeros(4), "the model has no 'more'"),
+        ("model/weight", torch.zeros(1).expand(3, 4), "weight of the model must be"),
+        ("optimizer", {}, "optimizer has no state"),
+        ("optimizer/state/2", {}, "the optimizer has a state for parameter 2"),
+        ("optimizer/state/1", {"momentum_buffer": torch.zeros(4)}, "state of parameter 1 must be"),
+        ("ready_order", ["bias"], "ready_order does not name each parameter once"),
+        ("ready_order", [1, 2], "ready_order does not name each parameter once"),
+        ("compression/errors", [{}, {}], "compression is not that of each rank"),
+        ("compression/errors/0/weight", torch.zeros(2), "weight of compression must be"),
+        ("compression/qs/weight", torch.zeros(5, 1), "compression of weight has another shape"),
+        ("compression/iteration", "x", "iteration of compression must be 0 or more, got 'x'"),
+    ],
+)
+def test_contents_that_do_not_fit_the_model(path, value, told):
+    with pytest.raises(UsageError, match=told) as error:
+        check_fit(changed(state(1), path, value), MODEL)
+    assert "\n" not in str(error.value)
+
+
+def places(content, prefix=""):
+    """The ways to all values inside, and the values."""
+    for key in content if isinstance(content, dict) else range(len(content))[:3]:
+        yield f"{prefix}{key}", content[key]
+        if isinstance(content[key], dict | list | tuple):
+            yield from places(content[key], f"{prefix}{key}/")
+
+
+def kind_of(value):
+    return dict if isinstance(value, dict) else type(value)
+
+
+TYPES = ("x", True, 1j, b"x", [1], {"x": 1}, torch.ones(2), torch.ones((), dtype=torch.int64))
+ODD = (..., None, -1, 0.5, 2**70, [], {}, [None], torch.zeros(2), float("nan"))
+
+
+def test_whatever_stands_there_is_right_or_refused():
+    """No value ends in another exception than that line, and none of another type is taken."""
+    good = state(1)
+    good |= {"rng": good["rng"] * 2, "world_size": 2}
+    good["compression"]["errors"] *= 2
+    check_contents(good)
+    check_fit(good, MODEL)
+    refusals, loads = [], []
+    for path, before in places(good):
+        for value in TYPES + ODD:
+            try:
+                content = changed(good, path, value)
+                check_contents(content)
+                check_fit(content, MODEL)
+            except UsageError as error:
+                refusals.append(str(error))
+                continue
+            # An optional value may also be given. And a run has param_groups of its own.
+            optional = before is None and value in ("x", None)
+            right = kind_of(value) is kind_of(before) or optional or "param_groups" in path
+            if not right and any(value is one for one in TYPES):
+                loads.append(f"{path}: {before!r:.20} -> {value!r:.20}")
+    assert loads == []
+    assert len(refusals) > 400
+    assert not [text for text in refusals if "\n" in text]
+
+
+def test_an_older_or_newer_version_s_settings_load():
+    good = state(1)
+    settings = {name: v for name, v in good["settings"].items() if name != "stragglers"}
+    check_contents(good | {"settings": settings | {"later": [1, 2]}})
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_is_absurd_or_not_the_one_it_names_is_not_built(tmp_path):
+    world = World(**vars(ALONE), backend="gloo", device=CPU)
+    for key, value, why in (
+        ("image_size", 2**20, "mlp: the model has no "),
+        ("image_size", 2**40, "mlp, it was written by another version"),
+        ("name", "mlp", "mlp: the model has no "),
+        ("name", "mlq", "mlq: unknown model 'mlq'"),
+    ):
+        path = checkpoint.save(tmp_path, changed(state(1), f"model_spec/{key}", value))
+        with pytest.raises(UsageError) as error:
+            load_model(path, world, torch.distributed.group.WORLD)
+        assert str(error.value).startswith(f"{path} does not fit its own model {why}")
