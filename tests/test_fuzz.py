@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
-from tests.support.fuzz import check, run, run_on_shards
+from tests.support.fuzz import cases, check, check_shards, run, sharded_cases
 from tests.support.fuzz_case import (
     Again,
     Backward,
@@ -25,16 +25,18 @@ from tests.support.tiers import slow
     ("backend", "world_size", "count"), [slow("gloo", 2, 14), ("gloo", 3, 8), ("mpi", 2, 8)]
 )
 def test_random_programs_do_what_one_process_does(ranks, backend, world_size, count):
-    total = run(lambda: ranks(backend, world_size), world_size, count, seed=4)
-    assert total["cases"] >= count
+    def check_one(case):
+        return check(ranks(backend, world_size), case)
+
+    assert run(check_one, cases(world_size), count, seed=4)["cases"] >= count
 
 
 @pytest.mark.parametrize(("backend", "count"), [("gloo", 12), slow("mpi", 12)])
 def test_random_programs_on_shards_have_one_result(ranks, backend, count):
-    def crews():
-        return ranks("gloo", 1), ranks(backend, 2), ranks(backend, 3)
+    def check_one(case):
+        check_shards([ranks("gloo", 1), ranks(backend, 2), ranks(backend, 3)], case)
 
-    assert run_on_shards(crews, 4, count, seed=4)["cases"] >= count // 2
+    assert run(check_one, sharded_cases(4), count, seed=4)["cases"] >= count // 2
 
 
 def both(*branches: int) -> Forward:
@@ -150,6 +152,6 @@ def test_a_difference_is_told_with_its_program(ranks, monkeypatch):
     monkeypatch.setattr("tests.support.fuzz_oracle.Oracle._average", lambda self, indices: None)
     case = Case(**TWO, operations=(both(0, 1), Backward()))
     with pytest.raises(
-        AssertionError, match=r"gradients\[0\](.|\n)*in one process(.|\n)*1 Backward"
+        AssertionError, match=r"gradients\[0\](.|\n)*in one process(.|\n)*1: Backward"
     ):
         check(ranks("gloo", 2), case)

@@ -88,6 +88,7 @@ PROGRAMS = {
         *((ALL, Backward(outputs="first", keep=True), Backward(outputs="rest"), Step(), Zero()) * 2)
     ),
     "tied": program(*STEP, *STEP, branches=((0, 1, 0), (2, 1))),
+    "of no elements": program(*STEP, *LOCAL, *STEP, parameters=(*map(Parameter, (2, 3, 0)),)),
     "frozen": program(*STEP, *STEP, parameters=FROZEN),
     "dtypes": program(
         *(*STEP, *LOCAL, *STEP),
