@@ -13,7 +13,7 @@ import ddp_from_scratch as ddp
 from tests.support.fuzz_case import in_halves
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, mean, own
-from tests.support.tiers import slow
+from tests.support.tiers import slow, spread
 
 STEPS = 4
 
@@ -180,11 +180,12 @@ def train(world, program, setting):
     return max(float((p - q).abs().max()) for p, q in pairs)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("size", ["gloo-2", "mpi-2", slow("gloo-3")])
-def test_ranks_train_as_one_process_does(ranks, size, setting, program):
-    backend, world_size = size.split("-")
+CREWS = ["gloo-2", "mpi-2", "gloo-3"]
+
+
+@pytest.mark.parametrize(("program", "setting", "crew"), spread(PROGRAMS, SETTINGS, CREWS))
+def test_ranks_train_as_one_process_does(ranks, program, setting, crew):
+    backend, world_size = crew.split("-")
     assert max(ranks(backend, int(world_size))(train, program, setting)) < 1e-6
 
 
@@ -246,7 +247,7 @@ def leave_out(world):
     return ""
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_an_error_names_reducer_and_bucket(ranks, backend):
     for error in ranks(backend, 2, fresh=True)(leave_out):
         assert "rank 0 all_reduce" in error
