@@ -107,7 +107,7 @@ def test_buckets_that_would_be_the_same_stay(world):
         assert (reducer.flat_buckets == before) == stays
 
 
-@on("trio")
+@on("gloo-3")
 def test_subgroup(world):
     """Ranks 0 and 2 average 3 and 9; rank 1 goes on alone."""
     group = dist.new_group([0, 2])
