@@ -42,9 +42,9 @@ def test_bits_of_any_number_of_ranks(ranks, crew):
 
 @pytest.mark.slow
 def test_bits_after_many_steps(ranks):
-    (expected,) = in_lock_step(ranks, "gloo-1", "cnn", 200)
+    (expected,) = in_lock_step(ranks, "gloo-1", "cnn", 100)
     for crew in ("mpi-3", "gloo-8"):
-        assert_bits(expected, in_lock_step(ranks, crew, "cnn", 200))
+        assert_bits(expected, in_lock_step(ranks, crew, "cnn", 100))
 
 
 def network():

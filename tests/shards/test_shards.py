@@ -36,8 +36,8 @@ def test_bits_are_those_of_one_process(ranks, crew):
 def test_bits_after_many_steps(ranks, crew):
     backend, world_size, way = crew.split("-")
     for name in ("cnn", "transformer"):
-        found = ranks(backend, int(world_size))(trained, name, way, False, 200)
-        assert_bits(by_definition(name, 200), found, name)
+        found = ranks(backend, int(world_size))(trained, name, way, False, 100)
+        assert_bits(by_definition(name, 100), found, name)
 
 
 # Steps that fail ----------------------------------------------------------------------------------
