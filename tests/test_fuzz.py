@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
-from tests.support.fuzz import check, run, run_on_shards
+from tests.support.fuzz import cases, check, check_shards, run, sharded_cases
 from tests.support.fuzz_case import (
     Again,
     Backward,
@@ -25,131 +25,103 @@ from tests.support.tiers import slow
     ("backend", "world_size", "count"), [slow("gloo", 2, 14), ("gloo", 3, 8), ("mpi", 2, 8)]
 )
 def test_random_programs_do_what_one_process_does(ranks, backend, world_size, count):
-    total = run(lambda: ranks(backend, world_size), world_size, count, seed=4)
-    assert total["cases"] >= count
+    def check_one(case):
+        return check(ranks(backend, world_size), case)
+
+    assert run(check_one, cases(world_size), count, seed=4)["cases"] >= count
 
 
 @pytest.mark.parametrize(("backend", "count"), [("gloo", 12), slow("mpi", 12)])
 def test_random_programs_on_shards_have_one_result(ranks, backend, count):
-    def crews():
-        return ranks("gloo", 1), ranks(backend, 2), ranks(backend, 3)
+    def check_one(case):
+        check_shards([ranks("gloo", 1), ranks(backend, 2), ranks(backend, 3)], case)
 
-    assert run_on_shards(crews, 4, count, seed=4)["cases"] >= count // 2
+    assert run(check_one, sharded_cases(4), count, seed=4)["cases"] >= count // 2
 
 
 def both(*branches: int) -> Forward:
     return Forward((branches, branches))
 
 
-TWO = {"world_size": 2, "parameters": (Parameter(2), Parameter(3)), "branches": ((0,), (1,))}
-AFTER_JOIN = {
-    "buffers come from rank 0 again": (both(0, 1), Backward(), both(0, 1), Backward()),
-    "ranks are weighed again": (Weigh((1, 3)), both(0, 1), Backward()),
-}
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["reducer", "wrapped"])
-@pytest.mark.parametrize("name", AFTER_JOIN)
-def test_after_a_join(ranks, name, wrapped):
-    operations = (Join((1, 2)), *AFTER_JOIN[name])
-    check(ranks("gloo", 2), Case(**TWO, operations=operations, wrapped=wrapped, buffers=True))
+def case(*operations, **settings) -> Case:
+    return Case(2, (Parameter(2), Parameter(3)), ((0,), (1,)), operations, **settings)
 
 
 ONE_USES_BOTH = Forward(((0, 1), (1,)))
-TOGETHER = {
-    "a branch below a batch norm over all ranks, on one rank": Case(
-        **TWO,
-        operations=(ONE_USES_BOTH, Backward(), Zero(), both(0, 1), Backward()),
+LOCAL_STEP = (both(0, 1), Backward(no_sync=True), Step(), Zero())
+AFTER_LOCAL_STEP = (*LOCAL_STEP, both(0, 1), Backward())
+BUFFERS_AFTER_JOIN = (Join((1, 2)), both(0, 1), Backward(), both(0, 1), Backward())
+WEIGHED_AFTER_JOIN = (Join((1, 2)), Weigh((1, 3)), both(0, 1), Backward())
+FOUND = {
+    "buffers after a join": case(*BUFFERS_AFTER_JOIN, buffers=True),
+    "buffers after a join, wrapped": case(*BUFFERS_AFTER_JOIN, buffers=True, wrapped=True),
+    "weights after a join": case(*WEIGHED_AFTER_JOIN, buffers=True),
+    "weights after a join, wrapped": case(*WEIGHED_AFTER_JOIN, buffers=True, wrapped=True),
+    "a branch below a batch norm over all ranks, on one rank": case(
+        *(ONE_USES_BOTH, Backward(), Zero(), both(0, 1), Backward()),
         find_unused_parameters=True,
         batch_norm=True,
         bucket_cap_mb=0,
     ),
-    "gradients moved between passes, and back in their bucket": Case(
-        **TWO,
-        operations=(both(0, 1), Backward(), Move(), Step(), Zero(), both(0, 1), Backward(), Step()),
+    "gradients moved between passes, and back in their bucket": case(
+        *(both(0, 1), Backward(), Move(), Step(), Zero(), both(0, 1), Backward(), Step()),
         gradient_as_bucket_view=True,
         flat=True,
         large=True,
     ),
-    "a weight gradient in its bucket, and another one of the same weight": Case(
-        **TWO,
-        operations=(
-            *(both(0, 1), Backward(no_sync=True), both(0, 1), Backward(), Step(), Zero()),
-            *(both(0, 1), Backward(keep=True), Backward(), Step()),
-        ),
+    "a weight gradient in its bucket, and another one of the same weight": case(
+        *(both(0, 1), Backward(no_sync=True), both(0, 1), Backward(), Step(), Zero()),
+        *(both(0, 1), Backward(keep=True), Backward(), Step()),
         checkpoint="not reentrant",
         fuse_wgrad=True,
         large=True,
     ),
-    "a second Reducer, and a parameter that it never saw": Case(
-        **TWO,
-        operations=(both(0, 1), Backward(no_sync=True), Again(), both(1), Backward(), Step()),
+    "a second Reducer, and a parameter that it never saw": case(
+        *(both(0, 1), Backward(no_sync=True), Again(), both(1), Backward(), Step()),
         find_unused_parameters=True,
     ),
-    "a transform of torch.func in a static graph's model": Case(
-        **TWO,
-        operations=(both(0, 1), Backward(), Zero(), Transform(0), both(0, 1), Backward()),
+    "a transform of torch.func in a static graph's model": case(
+        *(both(0, 1), Backward(), Zero(), Transform(0), both(0, 1), Backward()), static_graph=True
+    ),
+    "error: a static graph accumulates what it has not learnt": case(
+        *(both(0), Backward(), Zero(), both(1), Backward(no_sync=True), both(0), Backward()),
         static_graph=True,
     ),
-}
-
-
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-@pytest.mark.parametrize("name", TOGETHER)
-def test_two_features_together(ranks, name, backend):
-    assert not check(ranks(backend, 2), TOGETHER[name])["raised"]
-
-
-LOCAL_STEP = (both(0, 1), Backward(no_sync=True), Step(), Zero())
-REFUSED = {
-    "a static graph accumulates what it has not learnt": Case(
-        **TWO,
-        operations=(
-            *(both(0), Backward(), Zero()),
-            *(both(1), Backward(no_sync=True), both(0), Backward()),
-        ),
-        static_graph=True,
-    ),
-    "a rank without a gradient waits for buffers": Case(
-        **TWO,
-        operations=(both(0, 1), Backward(), Zero(), ONE_USES_BOTH, Backward()),
+    "error: a rank without a gradient waits for buffers": case(
+        *(both(0, 1), Backward(), Zero(), ONE_USES_BOTH, Backward()),
         wrapped=True,
         buffers=True,
         divided=True,
     ),
-    "weights beside a batch norm over all ranks": Case(
-        **TWO, operations=(both(0, 1), Weigh((1, 3)), Backward()), batch_norm=True
+    "error: weights beside a batch norm over all ranks": case(
+        *(both(0, 1), Weigh((1, 3)), Backward()), batch_norm=True
     ),
-    "own writes": Case(**TWO, operations=(both(0, 1), Backward()), writes="own"),
-    "own writes, and a second gradient before ranks are compared": Case(
-        **TWO,
-        operations=(both(0, 1), Backward(outputs="first", keep=True), Backward()),
-        writes="own",
+    "error: own writes": case(both(0, 1), Backward(), writes="own"),
+    "error: own writes, and a second gradient before ranks are compared": case(
+        *(both(0, 1), Backward(outputs="first", keep=True), Backward()), writes="own"
     ),
-    **{
-        f"a local step before ranks are compared, {kind}": Case(
-            **TWO, operations=(*LOCAL_STEP, both(0, 1), Backward()), writes=writes, **options
-        )
-        for kind, writes, options in (
-            ("plain", "alike", {}),
-            ("unused", "alike", {"find_unused_parameters": True}),
-            ("static", "alike", {"static_graph": True}),
-            ("wrapped", "own", {"static_graph": True, "wrapped": True}),
-        )
-    },
+    "error: writes after a local step": case(*AFTER_LOCAL_STEP, writes="alike"),
+    "error: writes after a local step, unused": case(
+        *AFTER_LOCAL_STEP, writes="alike", find_unused_parameters=True
+    ),
+    "error: writes after a local step, static": case(
+        *AFTER_LOCAL_STEP, writes="alike", static_graph=True
+    ),
+    "error: writes after a local step, wrapped": case(
+        *AFTER_LOCAL_STEP, writes="own", static_graph=True, wrapped=True
+    ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_on_every_rank(ranks, name):
-    assert check(ranks("gloo", 2), REFUSED[name])["raised"]
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_what_it_has_found(ranks, name, backend):
+    assert check(ranks(backend, 2), FOUND[name])["raised"] == name.startswith("error: ")
 
 
 def test_a_difference_is_told_with_its_program(ranks, monkeypatch):
     """The oracle is made to average wrongly."""
     monkeypatch.setattr("tests.support.fuzz_oracle.Oracle._average", lambda self, indices: None)
-    case = Case(**TWO, operations=(both(0, 1), Backward()))
-    with pytest.raises(
-        AssertionError, match=r"gradients\[0\](.|\n)*in one process(.|\n)*1 Backward"
-    ):
-        check(ranks("gloo", 2), case)
+    told = r"gradients\[0\](.|\n)*in one process(.|\n)*1: Backward"
+    with pytest.raises(AssertionError, match=told):
+        check(ranks("gloo", 2), case(both(0, 1), Backward()))

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 import ddp_from_scratch as ddp
 from ddp_from_scratch.profiling.timeline import Timeline
 from tests.checks.test_stall_watch import AFTER_S, Layers, until_reported
+from tests.support.on_ranks import on
 from tests.support.optimizer_pair import torchs
 from tests.support.ranks import ROOT, on_one_gpu
 
@@ -44,6 +46,10 @@ DEVICE, BACKEND = "cuda", "nccl"
 WIDTH, DEPTH = 256, 6
 CAP_MB = 0.5  # two layers: three buckets
 VIEWS = {"gradient_as_bucket_view": True}
+LATER = {"overlap": False}
+each_view = pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+each_way = pytest.mark.parametrize("options", [{}, VIEWS, LATER], ids=str)
+each_sgd = pytest.mark.parametrize("flat_sgd", [False, True], ids=["torch's sgd", "flat sgd"])
 
 
 @pytest.fixture(params=[1, 2])
@@ -73,71 +79,79 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def bits(model: nn.Module) -> bytes:
-    return b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, 0.9)
 
 
-def assert_alike(results: list[Any]) -> None:
-    assert all(result == results[0] for result in results), "ranks have drifted apart"
+def train(model: nn.Module, optimizer: Any, x: torch.Tensor, in_one_call: bool = False) -> None:
+    """A step."""
+    optimizer.zero_grad()
+    if in_one_call:
+        optimizer.backward_and_step(loss_of(model, x))
+    else:
+        loss_of(model, x).backward()
+        optimizer.step()
+
+
+def bits(tensors: Any) -> bytes:
+    return b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in tensors)
+
+
+def assert_alike(mine: Any) -> None:
+    """On all ranks."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    assert all(other == mine for other in everyone), "ranks have drifted apart"
 
 
 # As torch's class ---------------------------------------------------------------------------------
 
+# Our wrapper or a bare Reducer, its options, our optimizer's name if it is ours, and its one call.
+BESIDE_TORCH = {
+    "copies": (False, {}, None, False),
+    "views": (False, VIEWS, None, False),
+    "wrapper, copies": (True, {}, None, False),
+    "wrapper, views": (True, VIEWS, None, False),
+    "at the end, copies": (False, LATER, None, False),
+    "at the end, views": (False, LATER | VIEWS, None, False),
+    "SGD": (False, VIEWS, "SGD", False),
+    "SGD in one call": (False, VIEWS, "SGD", True),
+    "SGD, wrapper": (True, VIEWS, "SGD", False),
+    "SGD in one call, wrapper": (True, VIEWS, "SGD", True),
+    "AdamW": (False, VIEWS, "AdamW", False),
+    "AdamW in one call": (False, VIEWS, "AdamW", True),
+    "AdamW in one call, wrapper": (True, VIEWS, "AdamW", True),
+}
 
-def beside_torch(world, how, optimizer, options, kind="SGD"):
-    """Gradients and parameters have the bits of torch's class, step by step."""
+
+@pytest.mark.parametrize("name", BESIDE_TORCH)
+@on("crew")
+def test_as_torch_bit_for_bit(world, name):
+    """Gradients and parameters, step by step."""
+    wrapped, options, kind, in_one_call = BESIDE_TORCH[name]
     views = options.get("gradient_as_bucket_view", False)
     theirs = TorchDDP(network(world.rank), device_ids=[0], gradient_as_bucket_view=views)
     ours = network(world.rank)  # both begin with rank 0's
-    if how == "wrapper":
+    if wrapped:
         model = ddp.DistributedDataParallel(ours, [0], bucket_cap_mb=CAP_MB, **options)
         reducer = model.reducer
     else:
         ddp.broadcast_parameters(ours)
         model, reducer = ours, ddp.Reducer(ours, bucket_cap_mb=CAP_MB, **options)
-    settings = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 0.01}
+    settings = {"lr": 0.01} if kind == "AdamW" else {"lr": 0.1, "momentum": 0.9}
     settings["weight_decay"] = 0.01
-    reference = torchs(kind)(theirs.parameters(), **settings)
-    if optimizer == "torch":
-        stepped = torchs(kind)(ours.parameters(), **settings)
-    else:
-        stepped = getattr(ddp, kind)(ours.parameters(), reducer=reducer, **settings)
+    reference = torchs(kind or "SGD")(theirs.parameters(), **settings)
+    make = torchs("SGD") if kind is None else partial(getattr(ddp, kind), reducer=reducer)
+    optimizer = make(ours.parameters(), **settings)
     for step in range(5):
         x = batch(world.rank, step)
-        reference.zero_grad()
-        loss_of(theirs, x).backward()
-        reference.step()
-        stepped.zero_grad()
-        if optimizer == "in one call":
-            stepped.backward_and_step(loss_of(model, x))
-        else:
-            loss_of(model, x).backward()
-            stepped.step()
+        train(theirs, reference, x)
+        train(model, optimizer, x, in_one_call)
         for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad), f"gradient of {name} in step {step}"
             assert torch.equal(p, q), f"{name} after step {step}"
     assert len(reducer.buckets) == 3
-    return bits(ours)
-
-
-@pytest.mark.parametrize("how", ["reducer", "wrapper"])
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_as_torch_bit_for_bit(crew, how, views):
-    options = {"gradient_as_bucket_view": views}
-    assert_alike(crew(beside_torch, how, "torch", options))
-
-
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_as_torch_bit_for_bit_without_overlap(crew, views):
-    options = {"gradient_as_bucket_view": views, "overlap": False}
-    assert_alike(crew(beside_torch, "reducer", "torch", options))
-
-
-@pytest.mark.parametrize("optimizer", ["in two calls", "in one call"])
-@pytest.mark.parametrize("how", ["reducer", "wrapper"])
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_flat_optimizers_as_torch_bit_for_bit(crew, how, optimizer, kind):
-    assert_alike(crew(beside_torch, how, optimizer, VIEWS, kind))
+    assert_alike(bits(ours.parameters()))
 
 
 # What the host and the streams do -----------------------------------------------------------------
@@ -153,101 +167,64 @@ def never_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def normalised() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 64)).to(
-        DEVICE
-    )
-
-
-def plain(options: dict[str, Any]) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+def plain(**options: Any) -> Callable[[torch.Tensor], None]:
     model = network()
     ddp.Reducer(model, bucket_cap_mb=CAP_MB, **options)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-
-    def step(x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
-
-    return model, step
+    return partial(train, model, momentum(model))
 
 
-def wrapped(sync_batch_norm: bool) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
-    inside = normalised()
-    if sync_batch_norm:
-        ddp.convert_sync_batchnorm(inside)
-    model = ddp.DistributedDataParallel(inside, [0], **VIEWS)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-
-    def step(x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
-
-    return model, step
+def wrapped(convert: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], None]:
+    layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 64)
+    model = ddp.DistributedDataParallel(convert(nn.Sequential(*layers).to(DEVICE)), [0], **VIEWS)
+    return partial(train, model, momentum(model))
 
 
-def flat(in_one_call: bool) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+def flat(in_one_call: bool) -> Callable[[torch.Tensor], None]:
     model = network()
     reducer = ddp.Reducer(model, bucket_cap_mb=CAP_MB, **VIEWS)
     optimizer = ddp.SGD(model.parameters(), 0.1, 0.9, reducer=reducer)
-
-    def step(x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        if in_one_call:
-            optimizer.backward_and_step(loss_of(model, x))
-        else:
-            loss_of(model, x).backward()
-            optimizer.step()
-
-    return model, step
+    return partial(train, model, optimizer, in_one_call=in_one_call)
 
 
-def compressed(_: None) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
-    model = network()
-    ddp.Reducer(model, bucket_cap_mb=CAP_MB).register_comm_hook(
-        None, ddp.comm_hooks.bf16_compress_hook
-    )
-
-    def step(x: torch.Tensor) -> None:
-        model.zero_grad()
-        loss_of(model, x).backward()
-
-    return model, step
-
-
-def weighted(_: None) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
-    """Amounts are agreed on beside the GPU: the host waits for ranks, but not for kernels."""
+def compressed() -> Callable[[torch.Tensor], None]:
     model = network()
     reducer = ddp.Reducer(model, bucket_cap_mb=CAP_MB)
+    reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
+    return partial(train, model, momentum(model))
+
+
+def weighted() -> Callable[[torch.Tensor], None]:
+    """Amounts are agreed on beside the GPU: the host waits for ranks, but not for kernels."""
+    model = network()
+    reducer, optimizer = ddp.Reducer(model, bucket_cap_mb=CAP_MB), momentum(model)
 
     def step(x: torch.Tensor) -> None:
-        model.zero_grad()
         reducer.weight(1 + dist.get_rank())
-        loss_of(model, x).backward()
+        train(model, optimizer, x)
 
-    return model, step
+    return step
 
 
-PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "copies": (plain, {}),
-    "views": (plain, VIEWS),
-    "no overlap": (plain, {"overlap": False}),
-    "static graph": (plain, {"static_graph": True}),
-    "unused parameters, all used": (plain, {"find_unused_parameters": True}),
-    "stall watch": (plain, {"stall_after": 60.0}),
-    "buffers": (wrapped, False),
-    "synchronised batch norm": (wrapped, True),
-    "flat sgd": (flat, False),
-    "flat sgd in one call": (flat, True),
-    "bf16": (compressed, None),
-    "weights": (weighted, None),
+PROGRAMS: dict[str, Callable[[], Callable[[torch.Tensor], None]]] = {
+    "copies": plain,
+    "views": partial(plain, **VIEWS),
+    "no overlap": partial(plain, **LATER),
+    "static graph": partial(plain, static_graph=True),
+    "unused parameters, all used": partial(plain, find_unused_parameters=True),
+    "stall watch": partial(plain, stall_after=60.0),
+    "buffers": partial(wrapped, lambda model: model),
+    "synchronised batch norm": partial(wrapped, ddp.convert_sync_batchnorm),
+    "flat sgd": partial(flat, False),
+    "flat sgd in one call": partial(flat, True),
+    "bf16": compressed,
+    "weights": weighted,
 }
 
 
-def steps_without_waiting(world, name):
-    make, argument = PROGRAMS[name]
-    model, step = make(argument)
+@pytest.mark.parametrize("name", PROGRAMS)
+@on("crew")
+def test_the_host_does_not_wait_within_a_step(world, name):
+    step = PROGRAMS[name]()
     inputs = [batch(world.rank, number) for number in range(6)]
     for x in inputs[:3]:
         step(x)
@@ -256,49 +233,42 @@ def steps_without_waiting(world, name):
             inputs[0].sum().item()
         for x in inputs[3:]:
             step(x)
-    del model
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_host_does_not_wait_within_a_step(crew, name):
-    crew(steps_without_waiting, name)
+def delay() -> None:
+    torch.cuda._sleep(20_000_000)  # some 10 ms, on the current stream; the host goes far ahead
 
 
-def on_another_stream(world, options, whole):
+@pytest.mark.parametrize("whole", [True, False], ids=["whole step", "forward alone"])
+@each_way
+@on("crew")
+def test_a_step_on_another_stream(world, options, whole):
     """Beside the same steps on the default stream; what is late on one stream is seen there."""
     here, there = network(), network()
     stream, default = torch.cuda.Stream(), torch.cuda.current_stream()
     for model in (here, there):
         ddp.Reducer(model, bucket_cap_mb=CAP_MB, **options)
-    steppers = [torch.optim.SGD(model.parameters(), 0.1, 0.9) for model in (here, there)]
+    optimizers = momentum(here), momentum(there)
     for step in range(4):
         x = batch(world.rank, step)
-        steppers[0].zero_grad()
-        loss_of(here, x).backward()
-        steppers[0].step()
+        train(here, optimizers[0], x)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            steppers[1].zero_grad()
-            torch.cuda._sleep(20_000_000)  # some 10 ms, in which the host goes far ahead
+            optimizers[1].zero_grad()
+            delay()
             loss = loss_of(there, x)
             if whole:
                 loss.backward()
-                steppers[1].step()
+                optimizers[1].step()
         if not whole:  # backward() synchronises with the streams of forward
             loss.backward()
-            steppers[1].step()
+            optimizers[1].step()
             assert torch.cuda.current_stream() == default
         torch.cuda.synchronize()
         for (name, p), q in zip(there.named_parameters(), here.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, msg=f"gradient of {name} in step {step}")
             torch.testing.assert_close(p, q, msg=f"{name} after step {step}")
-    return bits(there)
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["whole step", "forward alone"])
-@pytest.mark.parametrize("options", [{}, VIEWS, {"overlap": False}], ids=str)
-def test_a_step_on_another_stream(crew, options, whole):
-    assert_alike(crew(on_another_stream, options, whole))
+    assert_alike(bits(there.parameters()))
 
 
 class TwoStreams(nn.Module):
@@ -317,25 +287,22 @@ class TwoStreams(nn.Module):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 inner = x * 1.0
-                if layer is self.slow:
-                    inner.requires_grad_().register_hook(_delayed)
+                if layer is self.slow:  # on the stream of this part of backward
+                    inner.requires_grad_().register_hook(lambda _: delay())
                 outputs.append(layer(inner).tanh())
         for stream in self.streams:
             torch.cuda.current_stream().wait_stream(stream)
         return outputs[0] + outputs[1]
 
 
-def _delayed(gradient: torch.Tensor) -> torch.Tensor:
-    torch.cuda._sleep(20_000_000)  # some 10 ms, on the stream of this part of backward
-    return gradient
-
-
-def forward_on_two_streams(world, options):
+@each_way
+@on("crew")
+def test_a_forward_pass_on_several_streams(world, options):
     """A bucket is packed when the gradients of both streams are there."""
     ours, plain = TwoStreams(), TwoStreams()
     ddp.broadcast_parameters(ours)
     plain.load_state_dict(ours.state_dict())
-    reducer = ddp.Reducer(ours, **options)
+    ddp.Reducer(ours, **options)
     for step in range(4):
         x = batch(world.rank, step)
         for model in (ours, plain):
@@ -344,15 +311,10 @@ def forward_on_two_streams(world, options):
         for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
             dist.all_reduce(q.grad)
             torch.testing.assert_close(p.grad, q.grad / world.world_size, msg=f"{name}, {step}")
-    reducer.remove()
 
 
-@pytest.mark.parametrize("options", [{}, VIEWS, {"overlap": False}], ids=str)
-def test_a_forward_pass_on_several_streams(crew, options):
-    crew(forward_on_two_streams, options)
-
-
-def captured_beside_a_stall_watch(world):
+@on("crew")
+def test_a_graph_is_captured_beside_a_stall_watch(world):
     """The watch's thread looks at events of the GPU while another graph is captured."""
     model = network()
     reducer = ddp.Reducer(model, stall_after=0.3)
@@ -369,10 +331,6 @@ def captured_beside_a_stall_watch(world):
     reducer.remove()
 
 
-def test_a_graph_is_captured_beside_a_stall_watch(crew):
-    crew(captured_beside_a_stall_watch)
-
-
 def profiled_backward(model: nn.Module, inputs: list[torch.Tensor]) -> Any:
     """The last of several backward passes, the layout having settled before."""
     for x in inputs[:-1]:
@@ -387,50 +345,38 @@ def profiled_backward(model: nn.Module, inputs: list[torch.Tensor]) -> Any:
     return profiler
 
 
-def packing(world, views):
+@each_view
+@on("crew")
+def test_one_copy_for_each_bucket(world, views):
     model = network()
     reducer = ddp.Reducer(model, bucket_cap_mb=CAP_MB, gradient_as_bucket_view=views)
     profiler = profiled_backward(model, [batch(world.rank, step) for step in range(4)])
     called = Counter(event.name for event in profiler.events())
     assert len(reducer.buckets) == 3
-    grouped = called["aten::_foreach_copy_"]
+    assert called["aten::_foreach_copy_"] == (3 if views else 6)
     # Where torch cannot take one kernel for all it copies one by one, which is seen here.
-    one_by_one = called["aten::copy_"]
-    return grouped, one_by_one < len(list(model.parameters()))
+    assert called["aten::copy_"] < len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_one_copy_for_each_bucket(crew, views):
-    for found in crew(packing, views):
-        assert found == (3 if views else 6, True)
-
-
-def kernels(profiler: Any) -> list[dict[str, Any]]:
+@pytest.mark.parametrize("overlap", [True, False])
+@on("pair")
+def test_buckets_are_sent_during_backward(world, overlap):
+    """The first is on its way before backward has computed its last gradient."""
+    model = network(width=1024, depth=8)
+    ddp.Reducer(model, bucket_cap_mb=4.0, overlap=overlap, **VIEWS)
+    profiler = profiled_backward(model, [torch.randn(2048, 1024, device=DEVICE)] * 4)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
-    return [event for event in events if event.get("cat") == "kernel"]
-
-
-def first_sent_last_computed(world, overlap):
-    """Whether the first bucket was on its way before backward had computed its last gradient."""
-    model = network(width=1024, depth=8)
-    ddp.Reducer(model, bucket_cap_mb=4.0, overlap=overlap, **VIEWS)
-    found = kernels(profiled_backward(model, [torch.randn(2048, 1024, device=DEVICE)] * 4))
+    found = [event for event in events if event.get("cat") == "kernel"]
     sent = [k for k in found if "nccl" in k["name"].lower()]
     # Packing is not part of the computation: the last bucket's comes after all of that.
     packed = [k for k in found if "multi_tensor_apply" in k["name"]]
     computed = [k for k in found if k not in sent and k not in packed]
     assert len(sent) >= 8, [k["name"] for k in found]
     assert packed, [k["name"] for k in found]
-    assert computed
-    return min(k["ts"] for k in sent) < max(k["ts"] + k["dur"] for k in computed)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_buckets_are_sent_during_backward(pair, overlap):
-    assert pair(first_sent_last_computed, overlap) == [overlap] * 2
+    assert (min(k["ts"] for k in sent) < max(k["ts"] + k["dur"] for k in computed)) == overlap
 
 
 # CPU and GPU in one model -------------------------------------------------------------------------
@@ -448,57 +394,49 @@ class Halves(nn.Module):
         return self.second(torch.relu(self.first(x)).to(DEVICE))
 
 
-def on_cpu_and_gpu(world, wrapper, flat_sgd):
+@pytest.mark.parametrize("wrapper", [False, True], ids=["reducer", "wrapper"])
+@each_sgd
+@on("pair")
+def test_a_model_on_cpu_and_gpu(world, wrapper, flat_sgd):
     group = dist.new_group(backend=f"cpu:gloo,cuda:{BACKEND}")
-    ours = Halves()
+    model = ours = Halves()
     ddp.broadcast_parameters(ours, 0, group)
     whole = copy.deepcopy(ours)
-    model = ours
     if wrapper:
         model = ddp.DistributedDataParallel(ours, process_group=group, **VIEWS)
         reducer = model.reducer
     else:
         reducer = ddp.Reducer(ours, group, gradient_as_bucket_view=flat_sgd)
     assert len(reducer.buckets) == 2
-    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
-    if flat_sgd:
-        optimizer = ddp.SGD(ours.parameters(), 0.1, reducer=reducer)
-    reference = torch.optim.SGD(whole.parameters(), 0.1)
+    kind = partial(ddp.SGD, reducer=reducer) if flat_sgd else torch.optim.SGD
+    optimizer, reference = kind(ours.parameters(), 0.1), torch.optim.SGD(whole.parameters(), 0.1)
     for step in range(4):
-        x = batch(world.rank, step, 64).cpu()
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
+        train(model, optimizer, batch(world.rank, step, 64).cpu())
         reference.zero_grad()
         everyone = [loss_of(whole, batch(r, step, 64).cpu()) for r in range(world.world_size)]
         (sum(everyone) / len(everyone)).backward()
         reference.step()
-        for (name, p), q in zip(ours.named_parameters(), whole.named_parameters(), strict=True):
-            torch.testing.assert_close(p, q[1], msg=f"{name} after step {step}")
+        for (name, p), q in zip(ours.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p, q, msg=f"{name} after step {step}")
     ddp.check_sync(ours, group)
     dist.destroy_process_group(group)
-    return bits(ours)
-
-
-@pytest.mark.parametrize("wrapper", [False, True], ids=["reducer", "wrapper"])
-@pytest.mark.parametrize("flat_sgd", [False, True], ids=["torch's sgd", "flat sgd"])
-def test_a_model_on_cpu_and_gpu(pair, wrapper, flat_sgd):
-    assert_alike(pair(on_cpu_and_gpu, wrapper, flat_sgd))
+    assert_alike(bits(ours.parameters()))
 
 
 # What else is done on the way ---------------------------------------------------------------------
 
 
-def overflow_on_one_rank(world, flat_sgd):
+@each_sgd
+@on("crew")
+def test_an_overflow_on_one_rank_is_skipped_on_all(world, flat_sgd):
     model = network(width=64, depth=2)
     reducer = ddp.Reducer(model, **VIEWS)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    if flat_sgd:
-        optimizer = ddp.SGD(model.parameters(), 0.1, reducer=reducer)
+    kind = partial(ddp.SGD, reducer=reducer) if flat_sgd else torch.optim.SGD
+    optimizer = kind(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     told = []
     for step in range(3):
-        before = bits(model)
+        before = bits(model.parameters())
         optimizer.zero_grad()
         with torch.autocast(DEVICE, torch.float16):
             y = model(batch(world.rank, step, 64))
@@ -508,65 +446,43 @@ def overflow_on_one_rank(world, flat_sgd):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        told.append((bits(model) != before, scaler.get_scale()))
+        told.append((bits(model.parameters()) != before, scaler.get_scale()))
     assert told == [(True, 1024.0), (False, 512.0), (True, 512.0)]
-    return bits(model)
+    assert_alike(bits(model.parameters()))
 
 
-@pytest.mark.parametrize("flat_sgd", [False, True], ids=["torch's sgd", "flat sgd"])
-def test_an_overflow_on_one_rank_is_skipped_on_all(crew, flat_sgd):
-    assert_alike(crew(overflow_on_one_rank, flat_sgd))
+HOOKS = ("fp16_compress_hook", "bf16_compress_hook", "allreduce_hook", "weights")
+DTYPES = (torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
 
-def one_value(world, hook, dtype, views):
+@each_view
+@pytest.mark.parametrize(
+    ("hook", "dtype"), [(h, torch.float32) for h in HOOKS] + [(None, d) for d in DTYPES], ids=str
+)
+@on("crew")
+def test_every_way_to_send_is_exact(world, hook, dtype, views):
     """Rank r contributes r + 1: their average is exact in 16 bits, too."""
     model = nn.Linear(64, 64, bias=False, device=DEVICE, dtype=dtype)
     reducer = ddp.Reducer(model, gradient_as_bucket_view=views)
-    if hook is not None:
+    average = (world.world_size + 1) / 2
+    if hook == "weights":  # rank r counts r + 1 times
+        average = (2 * world.world_size + 1) / 3
+    elif hook is not None:
         reducer.register_comm_hook(None, getattr(ddp.comm_hooks, hook))
     for _ in range(3):
         model.zero_grad()
+        if hook == "weights":
+            reducer.weight(world.rank + 1)
         loss = (model.weight * (world.rank + 1)).sum()
         (loss.real if dtype.is_complex else loss).backward()
-        average = (world.world_size + 1) / 2
-        assert torch.equal(model.weight.grad, torch.full_like(model.weight, average))
+        expected = torch.full_like(model.weight, average)
+        tolerance = 1e-6 if hook == "weights" else 0
+        torch.testing.assert_close(model.weight.grad, expected, rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize(
-    ("hook", "dtype"),
-    [
-        ("fp16_compress_hook", torch.float32),
-        ("bf16_compress_hook", torch.float32),
-        ("allreduce_hook", torch.float32),
-        (None, torch.bfloat16),
-        (None, torch.float16),
-        (None, torch.float64),
-        (None, torch.complex64),
-    ],
-    ids=str,
-)
-def test_every_way_to_send_is_exact(crew, hook, dtype, views):
-    crew(one_value, hook, dtype, views)
-
-
-def weighed(world):
-    """Rank r's gradient is r + 1, of r + 1 samples."""
-    model = nn.Linear(64, 64, bias=False, device=DEVICE)
-    reducer = ddp.Reducer(model)
-    amounts = [rank + 1 for rank in range(world.world_size)]
-    reducer.weight(world.rank + 1)
-    (model.weight * (world.rank + 1)).sum().backward()
-    expected = torch.full_like(model.weight, sum(a * a for a in amounts) / sum(amounts))
-    torch.testing.assert_close(model.weight.grad, expected)
-
-
-def test_ranks_count_by_their_samples(crew):
-    crew(weighed)
-
-
-def power_sgd_with_an_overflow(world):
-    """What is not finite is not remembered; the next average is finite again."""
+@on("crew")
+def test_power_sgd_forgets_an_overflow(world):
+    """The next average is finite again. Its bookkeeping is in tests/comm_hooks."""
     model = network(width=64, depth=2)
     ddp.broadcast_parameters(model)
     state = ddp.power_sgd.PowerSGDState(rank=2, start=0)
@@ -576,53 +492,34 @@ def power_sgd_with_an_overflow(world):
         loss = loss_of(model, batch(world.rank, step, 64))
         if step == 2 and world.rank == world.world_size - 1:
             loss = loss * float("inf")
-        before = copy.deepcopy(state.state_dict(model))
         loss.backward()
         finite = [bool(p.grad.isfinite().all()) for p in model.parameters()]
         assert all(finite) == (step != 2), f"step {step}: {finite}"
-        now = state.state_dict(model)
-        for kind in ("qs", "errors"):
-            assert len(now[kind]) == 2
-            for name, tensor in now[kind].items():
-                assert tensor.device.type == DEVICE
-                assert tensor.isfinite().all(), f"{kind} of {name} after step {step}"
-                if step:
-                    assert torch.equal(tensor, before[kind][name]) == (step == 2)
+        kept = [t for kind in ("qs", "errors") for t in state.state_dict(model)[kind].values()]
+        assert len(kept) == 4
+        assert all(t.device.type == DEVICE and t.isfinite().all() for t in kept), f"step {step}"
     assert state.sent < state.of
-    return [p.grad.cpu().numpy().tobytes() for p in model.parameters()]
+    assert_alike(bits(p.grad for p in model.parameters()))
 
 
-def test_power_sgd_forgets_an_overflow(crew):
-    assert_alike(crew(power_sgd_with_an_overflow))
-
-
-def drift(world):
+@on("pair")
+def test_a_drift_is_found(world):
     model = network(width=64, depth=2)
     ddp.Reducer(model, check_every=2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model, batch(world.rank, number, 64)).backward()
-        optimizer.step()
-
-    for number in range(2):
-        step(number)
-    if world.rank == 1:
-        with torch.no_grad():
-            model[0].bias[3] += 1
-    step(2)
+    optimizer = momentum(model)
+    for step in range(3):
+        if step == 2 and world.rank == 1:
+            with torch.no_grad():
+                model[0].bias[3] += 1
+        train(model, optimizer, batch(world.rank, step, 64))
     told = r"average 4: parameter 0\.bias is not the same on all ranks: \[1\] differ from rank 0 by"
     with pytest.raises(RuntimeError, match=told):
-        step(3)
+        train(model, optimizer, batch(world.rank, 3, 64))
 
 
-def test_a_drift_is_found(pair):
-    pair(drift)
-
-
-def stalled(world):
-    """As in test_stall.py, but backward() returns at once, and the GPU waits."""
+@on("pair")
+def test_a_rank_that_lags_is_reported(world):
+    """As in test_stall_watch.py, but backward() returns at once, and the GPU waits."""
     model = Layers().to(DEVICE)
     dist.barrier()  # watches that begin together have told each other before one reports
     reducer = ddp.Reducer(model, bucket_cap_mb=0, stall_after=3 * AFTER_S)
@@ -635,20 +532,19 @@ def stalled(world):
         torch.cuda.synchronize()
     assert model.a.grad.tolist() == [4, 4]
     reducer.remove()
-    return told.getvalue()
+    if world.rank == 1:
+        assert told.getvalue() == ""
+    else:
+        text = told.getvalue()
+        assert re.match(r"step 1, rank 0: has waited \d+ s for bucket 0\n", text)
+        assert "\n  rank 0: all gradients of step 1 have arrived, and since then 0 of 3" in text
+        assert "\n  rank 1: 0 of 3 gradients have arrived, bucket 0 waits for c\n" in text
 
 
-def test_a_rank_that_lags_is_reported(pair):
-    first, second = pair(stalled)
-    assert re.match(r"step 1, rank 0: has waited \d+ s for bucket 0\n", first)
-    assert "\n  rank 0: all gradients of step 1 have arrived, and since then 0 of 3" in first
-    assert "\n  rank 1: 0 of 3 gradients have arrived, bucket 0 waits for c\n" in first
-    assert second == ""
-
-
-def batch_norm_beside_torch(world, channels_last):
-    ours = ddp.SyncBatchNorm(64, device=DEVICE)
-    theirs = nn.SyncBatchNorm(64, device=DEVICE)
+@pytest.mark.parametrize("channels_last", [False, True])
+@on("pair")
+def test_synchronised_batch_norm_as_torchs(world, channels_last):
+    ours, theirs = ddp.SyncBatchNorm(64, device=DEVICE), nn.SyncBatchNorm(64, device=DEVICE)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     for step in range(3):
         torch.manual_seed(10 * step + world.rank)
@@ -661,33 +557,28 @@ def batch_norm_beside_torch(world, channels_last):
             y = layer(mine)
             (y.square() * factor).sum().backward()
             found.append([y, mine.grad, layer.weight.grad, layer.bias.grad, *layer.buffers()])
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
         assert found[0][0].stride() == x.stride()
-    return [buffer.cpu().numpy().tobytes() for buffer in ours.buffers()]
+    assert_alike(bits(ours.buffers()))
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_synchronised_batch_norm_as_torchs(pair, channels_last):
-    assert_alike(pair(batch_norm_beside_torch, channels_last))
-
-
-def settles(world):
+@on("pair")
+def test_auto_settles_alike_on_all_ranks(world):
     model = network()
     ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model, bucket_cap_mb="auto", **VIEWS)
     optimizer = ddp.SGD(model.parameters(), 0.1, reducer=reducer)
-    for step in range(200):
-        optimizer.zero_grad()
-        loss_of(model, batch(world.rank, step)).backward()
-        optimizer.step()
-        if reducer.bucket_cap_mb is not None:
-            break
+    steps = 0
+    while reducer.bucket_cap_mb is None and steps < 200:
+        train(model, optimizer, batch(world.rank, steps))
+        steps += 1
     ddp.check_sync(model)
-    return reducer.bucket_cap_mb, reducer.overlap, step
+    assert reducer.bucket_cap_mb is not None
+    assert_alike((reducer.bucket_cap_mb, reducer.overlap, steps))
 
 
-def timeline_of_steps(world):
+@on("crew")
+def test_a_timeline_has_the_times_of_the_gpu(world):
     """The GPU's moments are in the order of its stream."""
     model = network()
     ddp.broadcast_parameters(model)
@@ -695,9 +586,7 @@ def timeline_of_steps(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     timeline = Timeline(reducer, None, steps=2, skip=2)
     for step in range(6):
-        optimizer.zero_grad()
-        loss_of(model, batch(world.rank, step)).backward()
-        optimizer.step()
+        train(model, optimizer, batch(world.rank, step))
     timeline.close()
     assert [step.iteration for step in timeline.record.steps] == [2, 3]
     for step in timeline.record.steps:
@@ -711,50 +600,29 @@ def timeline_of_steps(world):
                 assert bucket.pack[0] <= bucket.pack[1] <= bucket.sent[1] <= bucket.unpack[1]
 
 
-def test_a_timeline_has_the_times_of_the_gpu(crew):
-    crew(timeline_of_steps)
-
-
-def test_auto_settles_alike_on_all_ranks(pair):
-    found = pair(settles)
-    assert_alike(found)
-    assert found[0][0] is not None
-
-
 # Memory -------------------------------------------------------------------------------------------
 
 
-def peak(wrap: Callable[[nn.Module], nn.Module]) -> int:
+def peak(kind: Any) -> int:
     """Bytes at the peak of a step, beyond those in use before the model is made."""
     gc.collect()
     torch.cuda.synchronize()
     base = torch.cuda.memory_allocated()
-    model = wrap(network(width=1024, depth=24))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    model = kind(network(width=1024, depth=24), device_ids=[0], **VIEWS)
+    optimizer = momentum(model)
     for step in range(5):
         if step == 3:  # buckets have been laid out anew, momentum is there
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
-        optimizer.zero_grad()
-        loss_of(model, batch(0, step, 1024)).backward()
-        optimizer.step()
+        train(model, optimizer, batch(0, step, 1024))
     return torch.cuda.max_memory_allocated() - base
 
 
-def memory_beside_torch(world):
-    def ours(model: nn.Module) -> nn.Module:
-        return ddp.DistributedDataParallel(model, [0], **VIEWS)
-
-    def theirs(model: nn.Module) -> nn.Module:
-        return TorchDDP(model, device_ids=[0], **VIEWS)
-
-    peak(ours)  # cuBLAS takes its workspaces
-    return peak(ours), peak(theirs)
-
-
-def test_memory_with_views_is_that_of_torch(ranks):
+@on("nccl-1")
+def test_memory_with_views_is_that_of_torch(world):
     """A bucket's gradients are packed together, so they lie beside it until it is full."""
-    ((ours, theirs),) = ranks(BACKEND, 1)(memory_beside_torch)
+    peak(ddp.DistributedDataParallel)  # cuBLAS takes its workspaces
+    ours, theirs = peak(ddp.DistributedDataParallel), peak(TorchDDP)
     assert theirs > 250e6  # parameters, gradients, momentum
     assert ours <= 1.1 * theirs
 
@@ -762,12 +630,12 @@ def test_memory_with_views_is_that_of_torch(ranks):
 # What can go wrong --------------------------------------------------------------------------------
 
 
-def started(program: list[str], **variables: str) -> "subprocess.Popen[str]":
-    """Rank 0 of 2, or what `variables` say, on the one GPU."""
-    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+def started(*program: str, **variables: str) -> "subprocess.Popen[str]":
+    """A Python program, on the one GPU; rank 0 of 2, or what `variables` say."""
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "2"}
     return subprocess.Popen(
         [sys.executable, *program],
-        env=environ | {"RANK": "0", "WORLD_SIZE": "2"} | variables,
+        env=os.environ | environ | variables,
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -776,9 +644,8 @@ def started(program: list[str], **variables: str) -> "subprocess.Popen[str]":
 
 
 def test_a_rank_that_never_comes():
-    run = started(
-        ["run.py", "--backend", "nccl", "--timeout", "10"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
-    )
+    command = ("run.py", "--backend", "nccl", "--timeout", "10")
+    run = started(*command, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     _, error = run.communicate(timeout=90)
     assert run.returncode == 2
     assert "not all have started" in error
@@ -788,9 +655,8 @@ def test_a_rank_that_never_comes():
 def test_two_ranks_on_one_gpu_are_refused():
     """As where a launcher has shown both the same one."""
     command = "import sys, ddp_from_scratch as ddp; sys.exit(ddp.start_ranks(sys.argv[1:], (2,)))"
-    program = [sys.executable, "run.py", "--backend", "nccl"]
     done = subprocess.run(
-        [sys.executable, "-c", command, *program],
+        [sys.executable, "-c", command, sys.executable, "run.py", "--backend", "nccl"],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
         cwd=ROOT,
         capture_output=True,
@@ -802,12 +668,7 @@ def test_two_ranks_on_one_gpu_are_refused():
 
 
 DYING = """
-import os
-import signal
-
-import torch
-
-import ddp_from_scratch as ddp
+import os, signal, torch, ddp_from_scratch as ddp
 
 with ddp.process_group("nccl", timeout=15) as world:
     model = torch.nn.Linear(4, 4).to(world.device)
@@ -823,15 +684,8 @@ with ddp.process_group("nccl", timeout=15) as world:
 
 def test_a_rank_that_is_killed_ends_the_other(tmp_path):
     """After the timeout at the latest, by an error or by torch's watchdog, which aborts."""
-    ranks = [
-        started(
-            ["-c", DYING],
-            **on_one_gpu(rank),
-            RANK=str(rank),
-            DDP_RENDEZVOUS_FILE=str(tmp_path / "meet"),
-        )
-        for rank in range(2)
-    ]
+    meet = {"DDP_RENDEZVOUS_FILE": str(tmp_path / "meet")}
+    ranks = [started("-c", DYING, **on_one_gpu(r), **meet, RANK=str(r)) for r in range(2)]
     codes = [rank.wait(timeout=60) for rank in ranks]
     assert codes[1] == -signal.SIGKILL
     assert codes[0] != 0

@@ -49,8 +49,7 @@ def step_of_a_part(world):
     """Trained never through the module itself, so that no forward pass of it can notice."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     Reducer(model, bucket_cap_mb=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    unrelated = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    optimizer, unrelated = (torch.optim.SGD(m.parameters(), 1.0) for m in (model, nn.Linear(1, 1)))
     before = model[0].weight.item()
     model[0](torch.full((1, 1), own(world))).sum().backward()
     unrelated.step()
@@ -107,14 +106,9 @@ def undeclared_sparse(world):
     model(1.0).backward()
 
 
-def hook_that_is_none(world):
-    Reducer(Terms(1)).register_comm_hook(None, 3)
-
-
 def with_hook(world, hook):
     model = Terms(1, 2)
-    reducer = Reducer(model)
-    reducer.register_comm_hook(None, hook)
+    Reducer(model).register_comm_hook(None, hook)
     model(own(world)).backward()
 
 
@@ -159,10 +153,6 @@ def in_backward(world, act):
     model(own(world)).backward()
 
 
-def register_a_hook(reducer):
-    reducer.register_comm_hook(None, ddp.comm_hooks.average)
-
-
 def weight_in_join(world, wrapped):
     model = ddp.DistributedDataParallel(Terms(1)) if wrapped else Terms(1)
     reducer = model.reducer if wrapped else Reducer(model)
@@ -188,18 +178,13 @@ def sparse_on_rank_1(world):
     ddp.broadcast_parameters(model)
 
 
-def delayed_table(world):
+def table_in_wrapper(world, kind):
     model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True), "layer": nn.Linear(2, 1)})
-    ddp.DistributedDataParallel(
-        model,
-        delay_all_reduce_named_params=[("table.weight", model["table"].weight)],
-        param_to_hook_all_reduce=model["layer"].weight,
-    )
-
-
-def cast_table(world):
-    model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True), "layer": nn.Linear(2, 1)})
-    ddp.DistributedDataParallel(model, mixed_precision=_MixedPrecision(torch.bfloat16))
+    delayed = [("table.weight", model["table"].weight)]
+    delay = {"delay_all_reduce_named_params": delayed}
+    delay["param_to_hook_all_reduce"] = model["layer"].weight
+    cast = {"mixed_precision": _MixedPrecision(torch.bfloat16)}
+    ddp.DistributedDataParallel(model, **{"delay": delay, "cast": cast}[kind])
 
 
 def graph_in_a_view(world):
@@ -213,10 +198,6 @@ def limited_rows(world, kind, frozen):
     model[0].weight.requires_grad_(not frozen)
     Reducer(model, ignore={"0.weight"}).remove()
     Reducer(model)
-
-
-def fused_on_meta(world):
-    Reducer(nn.Linear(3, 3, device="meta"), fuse_wgrad=True)
 
 
 def power_sgd(world, settings):
@@ -234,6 +215,7 @@ CAP = "bucket_cap_mb must be 0 or more, got %s$"
 EVERY = "straggler_every must be a number of averages, got %s$"
 NOTHING = "no parameter that requires a gradient"
 JOIN = r"weight\(\) cannot be used inside join"
+META = nn.Linear(3, 3, device="meta")
 RANK = "rank must be 1 or more and start 0 or more, got"
 KINDS = r"parameter weight is dense on ranks \[1\] and sparse on \[0\]"
 SPARSE = "gradient of parameter p0 is sparse on rank {rank}, but its module has not"
@@ -260,19 +242,34 @@ ERRORS = [
     (STATE, SECOND, second_gradient, {"bucket_cap_mb": 0}),
     (STATE, SECOND, second_gradient, {"bucket_cap_mb": 0, "in_no_sync": True}),
     (STATE, SPARSE, undeclared_sparse, {}),
-    (TYPE, "must be callable, got 3", hook_that_is_none, {}),
+    (TYPE, "must be callable, got 3", with_hook, {"hook": 3}),
     (TYPE, "Future, no_future returned Tensor", with_hook, {"hook": no_future}),
     (TYPE, "must give a tensor, got int", with_hook, {"hook": no_tensor}),
     (STATE, "backward pass on rank {rank} was broken off: ", after_a_failed_average, {}),
     (STATE, r"of shape \(2,\) was set to None after it was counted", gradient_that_goes, {}),
     (STATE, "under way cannot move into", in_backward, {"act": Reducer.keep_bucket_views}),
-    (STATE, "cannot be registered while gradients", in_backward, {"act": register_a_hook}),
+    (
+        STATE,
+        "cannot be registered while gradients",
+        in_backward,
+        {"act": lambda r: r.register_comm_hook(None, no_future)},
+    ),
     (STATE, JOIN, weight_in_join, {"wrapped": False}),
     (STATE, JOIN, weight_in_join, {"wrapped": True}),
     (STATE, KINDS, two_kinds, {}),
     (STATE, "rank 0 has parameter 1.weight: .*; rank 1 has .* sparse", sparse_on_rank_1, {}),
-    (RANGE, r"parameter table\.weight has a sparse gradient, which", delayed_table, {}),
-    (RANGE, r"mixed_precision cannot cast parameter table\.weight", cast_table, {}),
+    (
+        RANGE,
+        r"parameter table\.weight has a sparse gradient, which",
+        table_in_wrapper,
+        {"kind": "delay"},
+    ),
+    (
+        RANGE,
+        r"mixed_precision cannot cast parameter table\.weight",
+        table_in_wrapper,
+        {"kind": "cast"},
+    ),
     (STATE, r"parameter 2.bias .* gradient_as_bucket_view=False", graph_in_a_view, {}),
     (RANGE, RANK, power_sgd, {"settings": (0, 1)}),
     (RANGE, RANK, power_sgd, {"settings": (1, -1)}),
@@ -284,7 +281,7 @@ ERRORS = [
     (RANGE, EVERY % 0, made, {"straggler_every": 0}),
     (RANGE, EVERY % 2.5, made, {"straggler_every": 2.5}),
     (RANGE, EVERY % "'x'", made, {"straggler_every": "x"}),
-    (RANGE, "fuse_wgrad needs all parameters on a CPU", fused_on_meta, {}),
+    (RANGE, "fuse_wgrad needs all parameters on a CPU", made, {"module": META, "fuse_wgrad": True}),
     (RANGE, ROWS % "Embedding", limited_rows, {"kind": nn.Embedding, "frozen": False}),
     (RANGE, ROWS % "EmbeddingBag", limited_rows, {"kind": nn.EmbeddingBag, "frozen": True}),
 ]

@@ -15,7 +15,10 @@ from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms
 
 
-def uneven(world, by_initial, options):
+@pytest.mark.parametrize("by_initial", [True, False], ids=["initial", "effective"])
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"overlap": False}], ids=str)
+@on("crew")
+def test_ranks_without_data_take_part_with_nothing(world, by_initial, options):
     """Rank r has 2 r + 1 batches, rank 0 fewest; gradients of 1 for p0, 2 for p1."""
     n = world.world_size
     model = Terms(1, 2, 3)
@@ -28,30 +31,15 @@ def uneven(world, by_initial, options):
             model(1.0).backward()
             seen.append(model.p0.grad.item())
             optimizer.step()
-    if world.rank == 0:
-        assert model.p0.grad.tolist() == [1.0]  # of its last step
     active = [sum(2 * r + 1 > step for r in range(n)) for step in range(2 * n - 1)]
     expected = [a / n if by_initial else 1.0 for a in active]
     assert seen == pytest.approx(expected[: len(seen)])
+    assert model.p0.grad.item() == seen[-1]  # of its own last step
     for k, p in enumerate(model.parameters()):  # the last rank's, on all
         assert p.tolist() == pytest.approx([-(k + 1) * sum(expected)] * (k + 1))
     model.zero_grad()
     model(1.0).backward()  # as usual afterwards
     assert model.p0.grad.tolist() == [1.0]
-
-
-OPTIONS = {
-    "views": {"gradient_as_bucket_view": True},
-    "unused": {"find_unused_parameters": True},
-    "static": {"static_graph": True},
-    "at the end": {"overlap": False},
-}
-
-
-@pytest.mark.parametrize("by_initial", [True, False], ids=["initial", "effective"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_ranks_without_data_take_part_with_nothing(crew, by_initial, name):
-    crew(uneven, by_initial, OPTIONS[name])
 
 
 @on("crew")
@@ -107,12 +95,14 @@ def test_throws_on_every_rank_if_asked_to(world):
     assert model.p0.grad.tolist() == [1.0]
 
 
-def beside_torch(world, by_initial, unused):
+@pytest.mark.parametrize("by_initial", [True, False], ids=["initial", "effective"])
+@pytest.mark.parametrize("unused", [True, False], ids=["unused", "used"])
+@on("gloo-3")
+def test_wrapper_as_torch(world, by_initial, unused):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
     options = {"find_unused_parameters": unused, "bucket_cap_mb": 1e-4}
-    ours = DistributedDataParallel(copy.deepcopy(net), **options)
-    theirs = Theirs(net, **options)
+    ours, theirs = DistributedDataParallel(copy.deepcopy(net), **options), Theirs(net, **options)
     torch.manual_seed(world.rank)
     batches = [(torch.randn(3, 4), torch.randn(3, 1)) for _ in range(2 + 3 * world.rank)]
     for model in (ours, theirs):
@@ -122,15 +112,7 @@ def beside_torch(world, by_initial, unused):
                 optimizer.zero_grad()
                 mse_loss(model(x), y).backward()
                 optimizer.step()
-    for p, q in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("by_initial", [True, False], ids=["initial", "effective"])
-@pytest.mark.parametrize("unused", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_wrapper_as_torch(ranks, world_size, by_initial, unused):
-    ranks("gloo", world_size)(beside_torch, by_initial, unused)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 @on("gloo-2")

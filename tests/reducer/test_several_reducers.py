@@ -1,6 +1,7 @@
 """Several Reducers in one backward pass: the same collectives in the same order on all ranks."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
-from tests.support.tiers import slow
+from tests.support.fuzz_case import in_halves
+from tests.support.on_ranks import on
+from tests.support.terms import Terms, assert_grads, mean, own
+from tests.support.tiers import slow, spread
 
 STEPS = 4
 
@@ -29,8 +33,8 @@ def body(norm=nn.Identity):
     return nn.Sequential(nn.Linear(4, 4), norm(), nn.Linear(4, 4))
 
 
-def norm():
-    return nn.BatchNorm1d(4)
+normed_body = partial(body, partial(nn.BatchNorm1d, 4))
+NormedHeads = partial(Heads, partial(nn.BatchNorm1d, 4))
 
 
 class Checkpointed(nn.Module):
@@ -42,8 +46,31 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, self.outer(x), use_reentrant=True)
 
 
-# A program: modules in the order in which they get their Reducers, the options of each, and the
-# loss of a rank for its input x.
+class Twice(nn.Module):
+    """Its parameters get a gradient in each of two inner passes, and one in the outer pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.inner, torch.tanh(x), use_reentrant=True)
+        return self.inner(x)
+
+
+class Depth(nn.Module):
+    """Stochastic depth: a rank may skip the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.skips = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        return x * 1 if self.skips else self.layer(x)
+
+
+# The loss of a rank for its input x.
 
 
 def heads_loss(modules, x, rank, step):
@@ -77,30 +104,6 @@ def gan_loss(modules, x, rank, step):
     return discriminator(generator(x)).square().mean() - discriminator(x).mean()
 
 
-class Twice(nn.Module):
-    """Its parameters get a gradient in each of two inner passes, and one in the outer pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        for _ in range(2):
-            x = checkpoint(self.inner, torch.tanh(x), use_reentrant=True)
-        return self.inner(x)
-
-
-class Depth(nn.Module):
-    """Stochastic depth: a rank may skip the layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.skips = nn.Linear(4, 4), False
-
-    def forward(self, x):
-        return x * 1 if self.skips else self.layer(x)
-
-
 def skipping_loss(modules, x, rank, step):
     a, b = modules
     b.skips = rank == step % 2
@@ -111,50 +114,33 @@ def skipping_loss(modules, x, rank, step):
 
 UNUSED = {"find_unused_parameters": True}
 BUFFERS = {"broadcast_buffers": True}
+STATIC = {"static_graph": True}
+VIEWS = {"gradient_as_bucket_view": True}
+# Modules in the order in which they get their Reducers, the options of each, and the loss.
 PROGRAMS = {
-    "heads": (lambda: [body(), Heads()], [{}, UNUSED], heads_loss),
-    "heads, made first": (lambda: [Heads(), body()], [UNUSED, {}], reversed_loss),
-    "heads, both": (lambda: [body(), Heads()], [UNUSED, UNUSED], heads_loss),
-    "checkpoint below": (lambda: [Checkpointed(), Heads()], [{}, UNUSED], heads_loss),
-    "checkpoint below, both": (lambda: [Checkpointed(), Heads()], [UNUSED, UNUSED], heads_loss),
-    "checkpoint, made last": (lambda: [Heads(), Checkpointed()], [UNUSED, {}], reversed_loss),
-    "checkpointed twice": (
-        lambda: [Twice(), Heads()],
-        [{"static_graph": True}, UNUSED],
-        heads_loss,
-    ),
-    "skipped": (lambda: [nn.Linear(4, 4), Depth()], [{}, UNUSED], skipping_loss),
-    "chain of three": (lambda: [Heads(), Heads(), Heads()], [UNUSED] * 3, chain_loss),
-    "siblings": (lambda: [body(), body()], [{}, {}], siblings_loss),
-    "gan": (lambda: [body(), body()], [{}, {"static_graph": True}], gan_loss),
-    "static siblings": (lambda: [body(), body()], [{"static_graph": True}, {}], siblings_loss),
-    "buffers": (lambda: [body(norm), Heads(norm)], [BUFFERS, UNUSED | BUFFERS], heads_loss),
-    "views": (
-        lambda: [body(), Heads()],
-        [{"gradient_as_bucket_view": True}, UNUSED | {"gradient_as_bucket_view": True}],
-        heads_loss,
-    ),
+    "heads": ((body, Heads), ({}, UNUSED), heads_loss),
+    "heads, made first": ((Heads, body), (UNUSED, {}), reversed_loss),
+    "heads, both": ((body, Heads), (UNUSED, UNUSED), heads_loss),
+    "checkpoint below": ((Checkpointed, Heads), ({}, UNUSED), heads_loss),
+    "checkpoint below, both": ((Checkpointed, Heads), (UNUSED, UNUSED), heads_loss),
+    "checkpoint, made last": ((Heads, Checkpointed), (UNUSED, {}), reversed_loss),
+    "checkpointed twice": ((Twice, Heads), (STATIC, UNUSED), heads_loss),
+    "skipped": ((partial(nn.Linear, 4, 4), Depth), ({}, UNUSED), skipping_loss),
+    "chain of three": ((Heads, Heads, Heads), (UNUSED, UNUSED, UNUSED), chain_loss),
+    "siblings": ((body, body), ({}, {}), siblings_loss),
+    "gan": ((body, body), ({}, STATIC), gan_loss),
+    "static siblings": ((body, body), (STATIC, {}), siblings_loss),
+    "buffers": ((normed_body, NormedHeads), (BUFFERS, UNUSED | BUFFERS), heads_loss),
+    "views": ((body, Heads), (VIEWS, UNUSED | VIEWS), heads_loss),
 }
 SETTINGS = ["shared memory", "messages", "own group", "small buckets", "two collectives"]
 
 
-def two_collectives(group, bucket):
-    """A comm hook that starts a second collective when the first has landed."""
-    half = bucket.buffer().numel() // 2
-    first, second = bucket.buffer()[:half], bucket.buffer()[half:]
-
-    def then(_):
-        dist.all_reduce(second, group=group)
-        return bucket.buffer().div_(dist.get_world_size(group))
-
-    return dist.all_reduce(first, group=group, async_op=True).get_future().then(then)
-
-
 def train(world, program, setting):
     """Trains with a Reducer for each module, and alone on all inputs; returns the difference."""
-    make, options, loss = PROGRAMS[program]
+    kinds, options, loss = PROGRAMS[program]
     torch.manual_seed(0)
-    modules = make()
+    modules = [kind() for kind in kinds]
     single = copy.deepcopy(modules)
     groups = [dist.new_group() if setting == "own group" and i == 0 else None for i in (0, 1, 2)]
     common = {"shared_memory": setting != "messages"}
@@ -165,7 +151,7 @@ def train(world, program, setting):
         for module, group, chosen in zip(modules, groups, options, strict=False)
     ]
     if setting == "two collectives":
-        reducers[-1].register_comm_hook(None, two_collectives)
+        reducers[-1].register_comm_hook(None, in_halves)
 
     def optimizer(of):
         return torch.optim.SGD([p for module in of for p in module.parameters()], lr=0.1)
@@ -194,54 +180,24 @@ def train(world, program, setting):
     return max(float((p - q).abs().max()) for p, q in pairs)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("size", ["gloo-2", "mpi-2", slow("gloo-3")])
-def test_ranks_train_as_one_process_does(ranks, size, setting, program):
-    backend, world_size = size.split("-")
+CREWS = ["gloo-2", "mpi-2", "gloo-3"]
+
+
+@pytest.mark.parametrize(("program", "setting", "crew"), spread(PROGRAMS, SETTINGS, CREWS))
+def test_ranks_train_as_one_process_does(ranks, program, setting, crew):
+    backend, world_size = crew.split("-")
     assert max(ranks(backend, int(world_size))(train, program, setting)) < 1e-6
 
 
-def train_as_torch(world, cls):
-    torch.manual_seed(0)
-    a, b = body(), Heads()
-    first, second = cls(a), cls(b, find_unused_parameters=True)
-    optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
-    torch.manual_seed(world.rank)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        heads_loss([first, second], torch.randn(3, 4), world.rank, 0).backward()
-        optimizer.step()
-    return [p.tolist() for p in optimizer.param_groups[0]["params"]]
-
-
-def test_bits_are_those_of_torchs_class(ranks):
-    ours = ranks("gloo", 2)(train_as_torch, ddp.DistributedDataParallel)
-    torchs = ranks("gloo", 2)(train_as_torch, nn.parallel.DistributedDataParallel)
-    assert ours == torchs
-    assert ours[0] == ours[1]
-
-
-def skip_sync(world, outer):
-    """Only one of two Reducers averages: the other's gradients stay local."""
-    a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-    reducers = ddp.Reducer(a), ddp.Reducer(b)
-    with torch.no_grad():
-        a.weight.fill_(1), b.weight.fill_(1)
-    x = torch.full((1, 2), world.rank + 1.0)
-    with reducers[outer].no_sync():
-        b(a(x)).sum().backward()
-    return a.weight.grad[0, 0].item(), b.weight.grad[0, 0].item()
-
-
 @pytest.mark.parametrize("outer", [0, 1])
-def test_a_reducer_under_no_sync_holds_up_no_other(pair, outer):
-    # d loss / d a = 2 x, d loss / d b = 2 x; the mean of x over ranks is 1.5.
-    local = [(2.0, 2.0), (4.0, 4.0)]
-    average = (3.0, 3.0)
-    for rank, found in enumerate(pair(skip_sync, outer)):
-        assert found[outer] == local[rank][outer]
-        assert found[1 - outer] == average[1 - outer]
+@on("pair")
+def test_a_reducer_under_no_sync_holds_up_no_other(world, outer):
+    a, b = Terms(1), Terms(1)
+    reducers = ddp.Reducer(a), ddp.Reducer(b)
+    with reducers[outer].no_sync():
+        (a(own(world)) + b(own(world))).backward()
+    assert_grads((a, b)[outer], own(world))
+    assert_grads((a, b)[1 - outer], mean(world))
 
 
 class Failing(torch.autograd.Function):
@@ -254,7 +210,8 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("in backward")
 
 
-def fail_once(world):
+@on("pair")
+def test_a_pass_that_raised_holds_up_no_later_one(world):
     """Backward raises on all ranks inside a's checkpoint, after b's gradients are ready."""
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     reducers = ddp.Reducer(a), ddp.Reducer(b)
@@ -268,17 +225,14 @@ def fail_once(world):
 
     with pytest.raises(ArithmeticError):
         forward(fails=True).backward()
-    for reducer in reducers:
+    for module, reducer in zip((a, b), reducers, strict=True):
         reducer.drop_step()
-    for module in (a, b):
         module.zero_grad()
     forward(fails=False).backward()
-    return [p.grad.tolist() for module in (a, b) for p in module.parameters()]
-
-
-def test_a_pass_that_raised_holds_up_no_later_one(pair):
-    first, second = pair(fail_once)
-    assert first == second
+    for p in (*a.parameters(), *b.parameters()):
+        first = p.grad.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(p.grad, first)
 
 
 def leave_out(world):
@@ -293,7 +247,7 @@ def leave_out(world):
     return ""
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_an_error_names_reducer_and_bucket(ranks, backend):
     for error in ranks(backend, 2, fresh=True)(leave_out):
         assert "rank 0 all_reduce" in error

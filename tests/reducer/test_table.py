@@ -1,4 +1,4 @@
-"""Programs, each with every option and on every backend, beside the same in one process.
+"""Programs, each with every option and on the backends in turn, beside the same in one process.
 
 `fuzz_oracle.py` says what gradients, parameters and buffers must be, or which error must be raised:
 with two ranks to the bit, and where torch's DistributedDataParallel is right, by that, too.
@@ -29,7 +29,7 @@ from tests.support.fuzz_case import (
     Zero,
 )
 from tests.support.terms import BYTES
-from tests.support.tiers import slow
+from tests.support.tiers import spread
 
 
 def all_use(*branches: int, no_sync: bool = False) -> Forward:
@@ -71,6 +71,7 @@ UNUSED = {
 STATIC = UNUSED | {"find_unused_parameters": False, "static_graph": True}
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64")
 FROZEN = (Parameter(2), Parameter(3, frozen=True), Parameter(1))
+EMPTY = (Parameter(2), Parameter(0, kind="transposed"), Parameter(1))
 KINDS = ("conv", "holes", "transposed", "scalar", "matrix", "conv")
 PROGRAMS = {
     "plain": program(*STEP, *STEP, *STEP, momentum=0.9),
@@ -88,6 +89,7 @@ PROGRAMS = {
         *((ALL, Backward(outputs="first", keep=True), Backward(outputs="rest"), Step(), Zero()) * 2)
     ),
     "tied": program(*STEP, *STEP, branches=((0, 1, 0), (2, 1))),
+    "of no elements": program(*STEP, *LOCAL, *STEP, parameters=EMPTY),
     "frozen": program(*STEP, *STEP, parameters=FROZEN),
     "dtypes": program(
         *(*STEP, *LOCAL, *STEP),
@@ -189,13 +191,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gloo alone": {"shared_memory": False, "bucket_cap_mb": 40 * BYTES},
     "flat": {"flat": True, "gradient_as_bucket_view": True},
 }
-SECOND_TIER = ("two buckets", "large", "fused")  # others have their parts
 BACKENDS = ["gloo-2", "mpi-2", "gloo-3", "node-3"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("option", [slow(o) if o in SECOND_TIER else o for o in OPTIONS])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "option", "backend"), spread(PROGRAMS, OPTIONS, BACKENDS))
 def test_program(ranks, name, option, backend):
     group, size = backend.split("-")
     case = on_ranks(replace(PROGRAMS[name], **OPTIONS[option]), int(size))

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.shards.generators import seeded
+from tests.support.machines import group_over
+from tests.support.rank_state import numerics
 
 SHARDS = 8
 STEPS = 4
@@ -102,6 +104,10 @@ class Program:
         torch.manual_seed(5)
         return self.make().to(self.dtype)
 
+    @property
+    def settings(self) -> dict[str, float]:
+        return {"lr": 0.01} | ({"momentum": 0.9} if self.optimizer == "SGD" else {})
+
     def backward(self, model: nn.Module, step: int, shard: int, part: int) -> None:
         """One backward pass on a batch of the shard's own."""
         generator = torch.Generator().manual_seed(100 * step + 10 * shard + part)
@@ -114,35 +120,31 @@ class Program:
 
 VIEWS = {"gradient_as_bucket_view": True}
 SMALL = {"bucket_cap_mb": 1e-4}
+UNUSED = {"find_unused_parameters": True}
+WATCHED = {"check_every": 1, "stall_after": 60.0, "straggler_every": 2}
 PROGRAMS = {
     "cnn": Program(cnn, SMALL),
     "cnn, accumulated, in views": Program(cnn, VIEWS | SMALL, "SGD", accumulate=2),
     "cnn, a flat optimizer": Program(cnn, VIEWS, flat=True),
     "cnn, at the end": Program(cnn, SMALL | {"overlap": False}),
-    "cnn, watched": Program(cnn, {"check_every": 1, "stall_after": 60.0, "straggler_every": 2}),
+    "cnn, watched": Program(cnn, WATCHED),
     "transformer": Program(Transformer, SMALL),
     "transformer, fused": Program(Transformer, {"fuse_wgrad": True}, "SGD"),
-    "branches": Program(Branches, SMALL | {"find_unused_parameters": True}),
-    "branches, in views": Program(
-        Branches, VIEWS | SMALL | {"find_unused_parameters": True}, accumulate=2
-    ),
+    "branches": Program(Branches, SMALL | UNUSED),
+    "branches, in views": Program(Branches, VIEWS | SMALL | UNUSED, accumulate=2),
     "16 bits": Program(Transformer, SMALL, dtype=torch.bfloat16),
     "half": Program(cnn, dtype=torch.float16),
 }
-
-
 # Their batch norms are synchronised. What one process makes of them is what it makes in lock step.
 IN_LOCK_STEP = {
     "cnn": PROGRAMS["cnn"],
     "accumulated": PROGRAMS["cnn, accumulated, in views"],
     "a flat optimizer": PROGRAMS["cnn, a flat optimizer"],
     "watched": PROGRAMS["cnn, watched"],
-    "branches": Program(Branches, VIEWS | SMALL | {"find_unused_parameters": True}, accumulate=2),
+    "branches": PROGRAMS["branches, in views"],
     "static": Program(cnn, SMALL | {"static_graph": True}),
-    "checkpointed": Program(lambda: Checkpointed(False), SMALL),
-    "checkpointed, reentrant": Program(
-        lambda: Checkpointed(True), SMALL | {"find_unused_parameters": True}
-    ),
+    "checkpointed": Program(partial(Checkpointed, False), SMALL),
+    "checkpointed, reentrant": Program(partial(Checkpointed, True), SMALL | UNUSED),
     "counting": Program(Counting),
     "autocast": Program(cnn, autocast=True),
     "half": PROGRAMS["half"],
@@ -161,10 +163,9 @@ class Training:
             ddp.convert_sync_batchnorm(self.model, group)
         options |= program.options
         self.reducer = ddp.Reducer(self.model, group, shards=SHARDS, **options)
-        own = {"reducer": self.reducer} if program.flat else {}
         kind: Any = getattr(ddp if program.flat else torch.optim, program.optimizer)
-        settings = {"momentum": 0.9} if program.optimizer == "SGD" else {}
-        self.optimizer = kind(self.model.parameters(), lr=0.01, **settings, **own)
+        own = {"reducer": self.reducer} if program.flat else {}
+        self.optimizer = kind(self.model.parameters(), **program.settings, **own)
 
     def average(self, step: int) -> None:
         if self.in_lock_step:
@@ -180,16 +181,41 @@ class Training:
                 self.program.backward(self.model, step, shard, part)
         self.program.backward(self.model, step, shard, 0)
 
-    def step(self, step: int) -> None:
-        self.average(step)
-        self.optimizer.step()
-
-    def bits(self) -> str:
-        """A checksum of parameters, buffers and optimizer state."""
-        return checksum(self.model, self.optimizer)
+    def train(self, first: int = 0, steps: int = STEPS) -> "Bits":
+        for step in range(first, steps):
+            self.average(step)
+            self.optimizer.step()
+        return bits_of(self.model, self.optimizer)
 
 
-def checksum(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def trained(
+    world: ddp.World, name: str, way: str = "", in_lock_step: bool = False, steps: int = STEPS
+) -> "Bits":
+    """Trains over shared memory, or the `way`: messages, two machines, or ranks in turn on them."""
+    places = {"2 machines": [world.world_size - 1, 1], "ranks in turn": lambda rank: rank % 2}
+    group = group_over(world, places[way]) if way in places else None
+    program = (IN_LOCK_STEP if in_lock_step else PROGRAMS)[name]
+    training = Training(program, group, in_lock_step, shared_memory=way != "messages")
+    bits = training.train(steps=steps)
+    ddp.check_sync(training.model)
+    shared = training.reducer.stats().transport == "shared memory"
+    assert shared == (way != "messages" and world.world_size > 1)
+    return bits
+
+
+@dataclass(frozen=True)
+class Bits:
+    """A checksum of parameters, buffers and optimizer state.
+
+    Attributes:
+        numerics: what decides bits in the process that it comes from.
+    """
+
+    checksum: str
+    numerics: dict[str, Any] = field(compare=False)
+
+
+def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bits:
     states = optimizer.state_dict()["state"]
     tensors = [*model.state_dict().values()]
     tensors += [states[i][name] for i in sorted(states) for name in sorted(states[i])]
@@ -197,18 +223,22 @@ def checksum(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
             found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()[:16]
+    return Bits(found.hexdigest()[:16], numerics())
+
+
+def assert_bits(expected: Bits, found: list[Bits], what: str = "") -> None:
+    for rank, bits in enumerate(found):
+        assert bits == expected, f"{what}: rank {rank} has {bits}\nbeside {expected}"
 
 
 @cache
-def by_definition(name: str, steps: int = STEPS) -> str:
-    """The checksum of one process that knows nothing of ranks or buckets."""
+def by_definition(name: str, steps: int = STEPS) -> Bits:
+    """Of one process that knows nothing of ranks or buckets."""
     program = PROGRAMS[name]
     model = program.model()
-    settings = {"momentum": 0.9} if program.optimizer == "SGD" else {}
     kind = getattr(torch.optim, program.optimizer)
     # Our flat optimizers have the bits of torch's fused ones.
-    optimizer = kind(model.parameters(), lr=0.01, fused=program.flat, **settings)
+    optimizer = kind(model.parameters(), fused=program.flat, **program.settings)
     for step in range(steps):
         copies = [copy.deepcopy(model) for _ in range(SHARDS)]
         for shard, each in enumerate(copies):
@@ -228,7 +258,7 @@ def by_definition(name: str, steps: int = STEPS) -> str:
         for buffer, value in zip(model.buffers(), copies[0].buffers(), strict=True):
             buffer.copy_(value)
         optimizer.step()
-    return checksum(model, optimizer)
+    return bits_of(model, optimizer)
 
 
 def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:

@@ -10,46 +10,41 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.shards.lock_step import Turn
-from tests.shards.programs import IN_LOCK_STEP, PROGRAMS, STEPS, Training, by_definition
+from tests.shards.programs import (
+    IN_LOCK_STEP,
+    PROGRAMS,
+    STEPS,
+    Training,
+    assert_bits,
+    by_definition,
+    trained,
+)
 from tests.shards.test_shards import Stop
-from tests.support.machines import group_over
+from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
 
-def trained(world, name, steps=STEPS, way="shared memory"):
-    group = group_over(world, [world.world_size - 1, 1]) if way == "2 machines" else None
-    training = Training(IN_LOCK_STEP[name], group, True, shared_memory=way != "messages")
-    for step in range(steps):
-        training.step(step)
-    ddp.check_sync(training.model)
-    return training.bits()
-
-
-@pytest.mark.parametrize("name", IN_LOCK_STEP)
-@pytest.mark.parametrize("crews", ["gloo-3", slow("gloo-2"), slow("mpi-2")])
-def test_bits_of_any_number_of_ranks(ranks, crews, name):
-    backend, size = crews.split("-")
-    found = [*ranks("gloo", 1)(trained, name), *ranks(backend, int(size))(trained, name)]
-    assert len(set(found)) == 1
+def in_lock_step(ranks, crew, name, steps=STEPS):
+    backend, world_size, *way = crew.split("-")
+    return ranks(backend, int(world_size))(trained, name, "".join(way), True, steps)
 
 
 @pytest.mark.parametrize(
     "crew",
-    ["gloo-3-messages", "gloo-3-2 machines", slow("mpi-3-2 machines"), slow("node-3")]
-    + [slow(name) for name in ("gloo-4", "gloo-6", "gloo-8", "mpi-4", "mpi-4-2 machines")],
+    ["gloo-3", "gloo-3-messages", "gloo-3-2 machines"]
+    + [slow(crew) for crew in ("mpi-2", "mpi-4-2 machines", "node-3", "gloo-8")],
 )
-def test_bits_on_each_way(ranks, crew):
-    backend, world_size, *way = crew.split("-")
-    (expected,) = ranks("gloo", 1)(trained, "cnn")
-    found = ranks(backend, int(world_size))(trained, "cnn", STEPS, *way)
-    assert set(found) == {expected}
+def test_bits_of_any_number_of_ranks(ranks, crew):
+    for name in IN_LOCK_STEP if crew in ("gloo-3", "mpi-2") else ["cnn"]:
+        (expected,) = in_lock_step(ranks, "gloo-1", name)
+        assert_bits(expected, in_lock_step(ranks, crew, name), name)
 
 
 @pytest.mark.slow
 def test_bits_after_many_steps(ranks):
-    crews = [("gloo", 1), ("mpi", 3), ("gloo", 6), ("gloo", 8)]
-    found = [ranks(*crew)(trained, "cnn", 200) for crew in crews]
-    assert len({bits for crew in found for bits in crew}) == 1
+    (expected,) = in_lock_step(ranks, "gloo-1", "cnn", 100)
+    for crew in ("mpi-3", "gloo-8"):
+        assert_bits(expected, in_lock_step(ranks, crew, "cnn", 100))
 
 
 def network():
@@ -60,8 +55,9 @@ def network():
     ).double()
 
 
-def as_one_process(world):
-    """Three steps on 8 shards of 3 rows each, beside one process with the whole batch."""
+@on("gloo-3")
+def test_a_step_is_that_of_one_process_with_the_whole_batch(world):
+    """Three steps on 8 shards of 3 rows each."""
     ours, whole = ddp.convert_sync_batchnorm(network()), network()
     reducer = ddp.Reducer(ours, shards=8)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (ours, whole)]
@@ -75,23 +71,15 @@ def as_one_process(world):
     torch.testing.assert_close(ours.state_dict(), whole.state_dict(), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("crew", ["gloo-3", slow("gloo-1"), slow("mpi-2")])
-def test_a_step_is_that_of_one_process_with_the_whole_batch(ranks, crew):
-    backend, world_size = crew.split("-")
-    ranks(backend, int(world_size))(as_one_process)
-
-
-def plain(world, name):
+def plain(world):
     """A program without synchronised batch norm, through `run_shards`."""
-    training = Training(PROGRAMS[name])
-    for step in range(STEPS):
-        training.reducer.run_shards(lambda shard, step=step: training.run(step, shard))
-        training.optimizer.step()
-    return training.bits()
+    training = Training(PROGRAMS["cnn"])
+    training.in_lock_step = True
+    return training.train()
 
 
 def test_shards_without_such_layers_run_one_after_the_other(ranks):
-    assert set(ranks("gloo", 3)(plain, "cnn")) == {by_definition("cnn")}
+    assert_bits(by_definition("cnn"), ranks("gloo", 3)(plain))
 
 
 # Steps that fail ----------------------------------------------------------------------------------
@@ -100,7 +88,7 @@ def test_shards_without_such_layers_run_one_after_the_other(ranks):
 def stopped(world, name):
     training = Training(IN_LOCK_STEP[name], None, True)
     norm = next(layer for layer in training.model.modules() if isinstance(layer, ddp.SyncBatchNorm))
-    training.step(0)
+    training.train(steps=1)
 
     def run(shard, place, failing):
         if shard == failing:
@@ -119,9 +107,7 @@ def stopped(world, name):
         assert training.reducer.sync
     training.average(1)
     training.reducer.drop_step()  # after the average
-    for step in range(1, STEPS):
-        training.step(step)
-    return training.bits()
+    return training.train(first=1)
 
 
 def stop(*_):
@@ -130,8 +116,8 @@ def stop(*_):
 
 @pytest.mark.parametrize("name", ["cnn", "counting"])
 def test_a_step_that_failed_is_repeated(ranks, name):
-    (expected,) = ranks("gloo", 1)(trained, name)
-    assert ranks("gloo", 1)(stopped, name) == [expected]
+    (expected,) = in_lock_step(ranks, "gloo-1", name)
+    assert_bits(expected, ranks("gloo", 1)(stopped, name))
 
 
 def test_shards_that_differ(alone):
@@ -157,7 +143,8 @@ def test_shards_that_differ(alone):
     reducer.run_shards(partial(run, odd=None))
 
 
-def refused(world):
+@on("gloo-2")
+def test_refusals(world):
     def layers():
         return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
@@ -170,27 +157,17 @@ def refused(world):
     ddp.convert_sync_batchnorm(late.module, group)
     own = "needs the Reducer's process group"
     fused = "fuse_wgrad cannot be used with shards=V and synchronised batch norm"
+    one = reducer.shard(reducer.shard_range[0]).__enter__
     for error, call, text in (
-        (
-            ValueError,
-            lambda: ddp.Reducer(torchs, shards=2),
-            "torch.nn.SyncBatchNorm cannot be used",
-        ),
+        (ValueError, lambda: ddp.Reducer(torchs, shards=2), "torch.nn.SyncBatchNorm cannot be"),
         (ValueError, lambda: ddp.Reducer(elsewhere, shards=2), own),
         (ValueError, lambda: ddp.Reducer(converted, shards=2, fuse_wgrad=True), fused),
-        (
-            *(RuntimeError, lambda: reducer.shard(reducer.shard_range[0]).__enter__()),
-            r"use reducer\.run_shards\(function\)",
-        ),
+        (RuntimeError, one, r"use reducer\.run_shards\(function\)"),
         (ValueError, lambda: late.run_shards(print), own),
     ):
         with pytest.raises(error, match=text):
             call()
     dist.destroy_process_group(group)
-
-
-def test_refusals(ranks):
-    ranks("gloo", 2)(refused)
 
 
 # A thread that takes turns ------------------------------------------------------------------------

@@ -37,9 +37,8 @@ def test_blocks_are_aligned_and_fewest():
     assert aligned_blocks(range(3, 3)) == []
     for first, after in combinations(range(17), 2):
         blocks = aligned_blocks(range(first, after))
-        assert [s for start, size in blocks for s in range(start, start + size)] == list(
-            range(first, after)
-        )
+        covered = [s for start, size in blocks for s in range(start, start + size)]
+        assert covered == list(range(first, after))
         assert all(start % size == 0 and size & (size - 1) == 0 for start, size in blocks)
         # No two of them are siblings.
         assert not any(

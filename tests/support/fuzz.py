@@ -2,23 +2,17 @@
 
     python -m tests.support.fuzz --cases 500 --seed 1 --backend gloo
 
-hypothesis makes the programs (`fuzz_case.py`): models with branches, shared and unused parameters,
-several dtypes, outputs and buffers, activation checkpointing, batch norm over all ranks;
-accumulation, several forward passes for one backward and the other way round, retained graphs,
-losses in parts, freezing, weights of ranks, unequal numbers of steps; comm hooks; flat optimizers;
-parameters and gradients that are moved, Reducers that follow one another, transforms of torch.func,
-forward passes that write to parameters; two Reducers for one module.
-Each is played on the ranks by a
-`Reducer` or a `DistributedDataParallel`, and in one process (`fuzz_oracle.py`), which knows the
-gradients, parameters and buffers after each operation, or the error that must be raised; and where
-torch's DistributedDataParallel is right, by that, too: gradients must have the same bits with two
-ranks. Where one process has the same numbers on all ranks, so must the ranks, to the bit. After an
-error that all ranks raise, they must train on with a new Reducer.
+hypothesis makes the programs (`fuzz_case.py`). Each is played on the ranks by a `Reducer` or a
+`DistributedDataParallel`, and in one process (`fuzz_oracle.py`), which knows the gradients,
+parameters and buffers after each operation, or the error that must be raised; and where torch's
+DistributedDataParallel is right, by that, too: gradients must have the same bits with two ranks.
+Where one process has the same numbers on all ranks, so must the ranks, to the bit. After an error
+that all ranks raise, they must train on with a new Reducer.
+
+With `--shards V` programs are played on V shards, by one rank and by `--ranks`: each shard plays
+the part of a rank of an ordinary program, and crews of all sizes must hold the same bits.
 
 tests/reducer/test_table.py has programs that are chosen by hand, with the same oracle.
-
-With `--shards V` programs are played on V shards, by one rank and by `--ranks` (`fuzz_shards.py`).
-
 A failure is shrunk to a program of a few lines, which is printed; exit code 1.
 """
 
@@ -26,16 +20,17 @@ import argparse
 import re
 import sys
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
 from tests.support.fuzz_case import (
+    HOOKS,
     Again,
     Backward,
     Case,
@@ -44,19 +39,18 @@ from tests.support.fuzz_case import (
     Freeze,
     Join,
     Move,
-    Operation,
     Parameter,
-    State,
+    Played,
     Step,
     Transform,
     Weigh,
     Zero,
+    play,
+    play_shards,
 )
-from tests.support.fuzz_expected import Expected
-from tests.support.fuzz_oracle import Oracle
-from tests.support.fuzz_play import HOOKS, Played, play
-from tests.support.fuzz_shards import check_shards, sharded_cases
+from tests.support.fuzz_oracle import Expected, Oracle
 from tests.support.ranks import Crew
+from tests.support.terms import BYTES
 
 CALL_LIMIT_S = 20.0
 
@@ -84,74 +78,62 @@ def check(crew: Crew, case: Case) -> Counter[str]:
 def _compare(oracle: Oracle, ranks: list[Played]) -> bool:
     """Whether the case ended with an error, as it must or may."""
     for number, expected in enumerate(oracle.expected):
-        errors = {
-            rank: str(played.error)
-            for rank, played in enumerate(ranks)
-            if len(played.states) == number and played.error is not None
-        }
-        _compare_errors(number, expected, errors, len(ranks))
-        if errors and not expected.must:
+        told = {r: p.error for r, p in enumerate(ranks) if p.error and len(p.states) == number}
+        _compare_errors(f"operation {number}: ", expected, told, len(ranks))
+        if told and not expected.must:
             break
         if expected.states is not None:
             _compare_states(oracle, number, expected.states, [p.states[number] for p in ranks])
-    ended = [rank for rank, played in enumerate(ranks) if played.error is not None]
+    ended = any(played.error for played in ranks)
     if ended and oracle.together:
         assert all(played.recovered for played in ranks), "ranks do not train on after the error"
-    return bool(ended)
+    return ended
 
 
-def _compare_errors(
-    number: int, expected: Expected, errors: dict[int, str], world_size: int
-) -> None:
-    for rank, (pattern, names) in expected.must.items():
-        assert rank in errors, f"operation {number}: rank {rank} raises nothing, not {pattern!r}"
-        told = errors[rank]
-        assert re.search(pattern, told), f"operation {number}: rank {rank} raises {told}"
-        assert all(name in told for name in names), f"operation {number}: {names} not in {told}"
-    for rank, told in errors.items():
-        may = any(re.search(pattern.format(rank=rank), told) for pattern in expected.may)
-        assert rank in expected.must or may, f"operation {number}: rank {rank} raises {told}"
-    if errors and not expected.must:
-        assert len(errors) == world_size, f"operation {number}: only some raise: {errors}"
+def _compare_errors(what: str, expected: Expected, told: dict[int, str], ranks: int) -> None:
+    for rank, pattern in expected.must.items():
+        assert rank in told, f"{what}rank {rank} raises nothing, not {pattern!r}"
+    for rank, error in told.items():
+        pattern = expected.must.get(rank, expected.may)
+        right = pattern is not None and re.search(pattern.format(rank=rank), error, re.DOTALL)
+        assert right, f"{what}rank {rank} raises {error}, not {pattern!r}"
+    if told and not expected.must:
+        assert len(told) == ranks, f"{what}only some raise: {told}"
 
 
-def _compare_states(oracle: Oracle, number: int, expected: list[State], ranks: list[State]) -> None:
-    exact = len(ranks) == 2 and not oracle.case.batch_norm
-    tolerance = 0.0 if exact else (0.05 if oracle.case.coarse else 1e-4) * max(1.0, oracle.largest)
-    for kind in ("gradients", "parameters", "buffers"):
-        rows = [getattr(state, kind) for state in expected]
-        for index, values in enumerate(zip(*rows, strict=True)):
-            found = [getattr(state, kind)[index] for state in ranks]
-            what = f"operation {number}: {kind}[{index}]"
-            for rank, (value, correct) in enumerate(zip(found, values, strict=True)):
-                assert _near(value, correct, tolerance), (
-                    f"{what} on rank {rank} is\n{value}\nand in one process\n{correct}"
-                )
-                if _near(correct, values[0], 0):
-                    assert _near(value, found[0], 0), (
-                        f"{what} on rank {rank} is\n{value}\nand on rank 0\n{found[0]}"
-                    )
+def _compare_states(oracle: Oracle, number: int, expected: list[Any], found: list[Any]) -> None:
+    exact = len(found) == 2 and not oracle.case.batch_norm
+    tolerance = 0.0 if exact else oracle.tolerance
+    for rank, (state, right) in enumerate(zip(found, expected, strict=True)):
+        for what, *values in _values(state, right, found[0], expected[0]):
+            value, correct, first, correct_first = values
+            where = f"operation {number}: {what} on rank {rank} is\n{value}\n"
+            assert _near(value, correct, tolerance), f"{where}and in one process\n{correct}"
+            alike = _near(correct, correct_first, 0)
+            assert not alike or _near(value, first, 0), f"{where}and on rank 0\n{first}"
 
 
-def _compare_with_torch(oracle: Oracle, ours: list[Played], torchs: list[Played | None]) -> None:
-    tolerance = (
-        0.0 if len(ours) == 2 else (0.05 if oracle.case.coarse else 1e-4) * max(1.0, oracle.largest)
-    )
+def _compare_with_torch(oracle: Oracle, ours: list[Played], torchs: list[Played]) -> None:
+    tolerance = 0.0 if len(ours) == 2 else oracle.tolerance
     for rank, (mine, theirs) in enumerate(zip(ours, torchs, strict=True)):
-        assert theirs is not None
         assert theirs.error is None, f"torch's class raises on rank {rank}: {theirs.error}"
-        for number, (state, other) in enumerate(zip(mine.states, theirs.states, strict=True)):
+        for number, states in enumerate(zip(mine.states, theirs.states, strict=True)):
             # Buffers are all ranks' after an average, with torch's class before the next forward.
-            kinds = ["gradients", "parameters"]
-            if rank == 0 or isinstance(oracle.case.operations[number], Forward):
-                kinds.append("buffers")
-            for kind in kinds:
-                pairs = zip(getattr(state, kind), getattr(other, kind), strict=True)
-                for index, (value, correct) in enumerate(pairs):
-                    assert _near(value, correct, tolerance), (
-                        f"operation {number}: {kind}[{index}] on rank {rank} is\n{value}\nand with "
-                        f"torch's class\n{correct}"
-                    )
+            late = rank and not isinstance(oracle.case.operations[number], Forward)
+            for what, value, correct in _values(*states, kinds=KINDS[: 2 if late else 3]):
+                assert _near(value, correct, tolerance), (
+                    f"operation {number}: {what} on rank {rank} is\n{value}\nand with torch's "
+                    f"class\n{correct}"
+                )
+
+
+KINDS = ("gradients", "parameters", "buffers")
+
+
+def _values(*states: dict[str, list[Any]], kinds: Sequence[str] = KINDS) -> Any:
+    for kind in kinds:
+        for index, values in enumerate(zip(*(state[kind] for state in states), strict=True)):
+            yield f"{kind}[{index}]", *values
 
 
 def _near(value: Any, correct: Any, tolerance: float) -> bool:
@@ -160,97 +142,113 @@ def _near(value: Any, correct: Any, tolerance: float) -> bool:
     return bool((np.abs(value - correct) <= tolerance).all())
 
 
+# On shards ----------------------------------------------------------------------------------------
+
+
+def check_shards(crews: Sequence[Crew], case: Case) -> None:
+    """Plays a case on all crews, those of three ranks or more also as two machines.
+
+    Raises:
+        AssertionError: bits differ between crews, or values from those of one process.
+    """
+    oracle = Oracle(case)
+    # Without errors, and without operations that make no sense.
+    hypothesis.assume(oracle.case.operations == case.operations)
+    hypothesis.assume(not any(e.must or e.may for e in oracle.expected))
+    played = [
+        state
+        for crew in crews
+        for machines in (1, 2)[: 1 + (crew.world_size > 2)]
+        for state in crew(play_shards, oracle.case, machines)
+    ]
+    for number in played[0]:
+        found = [oracle.expected[number].states[0], *(states[number] for states in played)]
+        for what, correct, *values in _values(*found, kinds=KINDS[1:]):
+            for value in values:
+                where = f"operation {number}: {what} is\n{value}\nand"
+                told = f"\nin the program\n{oracle.case}"
+                same = value.tobytes() == values[0].tobytes()
+                assert same, f"{where} has not the bits of\n{values[0]}{told}"
+                assert _near(value, correct, oracle.tolerance), f"{where} not\n{correct}{told}"
+
+
 # Random cases -------------------------------------------------------------------------------------
 
-BYTES = 2**-20
 CAPS: list[Any] = [None, 0, 20 * BYTES, 80 * BYTES, (12 * BYTES, 100 * BYTES), float("inf")]
 
 
 @st.composite
 def cases(draw: st.DrawFn, world_size: int) -> Case:
     """Programs of a model, settings and blocks of operations."""
-    kind = draw(st.sampled_from(["plain", "unused", "static"]))
-    dtypes = draw(st.sampled_from([["float32"], ["float32", "float64"], ["bfloat16", "float32"]]))
-    parameters = draw(
-        st.lists(
-            st.builds(Parameter, st.integers(1, 4), st.sampled_from(dtypes)),
-            min_size=1,
-            max_size=5,
-        )
-    )
-    if draw(st.integers(0, 9)) == 0 and len(parameters) > 1:
-        parameters[-1] = Parameter(parameters[-1].rows, parameters[-1].dtype, frozen=True)
-    indices = st.integers(0, len(parameters) - 1)
-    branches = draw(st.lists(st.lists(indices, min_size=1, max_size=3), min_size=1, max_size=3))
-    if kind == "plain" and draw(st.integers(0, 9)):  # else a forgotten parameter
+
+    def one_of(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    def once_in(count: int) -> bool:
+        return draw(st.integers(0, count - 1)) == 0
+
+    kind = one_of("plain", "unused", "static")
+    dtypes = one_of(["float32"], ["float32", "float64"], ["bfloat16", "float32"])
+    parameter = st.builds(Parameter, st.integers(1, 4), st.sampled_from(dtypes))
+    parameters = draw(st.lists(parameter, min_size=1, max_size=5))
+    if once_in(10) and len(parameters) > 1:
+        parameters[-1] = replace(parameters[-1], frozen=True)
+    branch = st.lists(st.integers(0, len(parameters) - 1), min_size=1, max_size=3)
+    branches = draw(st.lists(branch, min_size=1, max_size=3))
+    if kind == "plain" and not once_in(10):  # else a forgotten parameter
         branches[-1] += sorted(set(range(len(parameters))) - {i for b in branches for i in b})
     # Ranks that differ below a batch norm: nothing else may hide an order of collectives.
-    below = kind == "unused" and draw(st.integers(0, 4)) == 0
+    below = kind == "unused" and once_in(5)
     if below:
         branches.append([0])
     every = tuple(range(len(branches)))
-    uses = st.tuples(
-        *[
-            st.lists(st.sampled_from(every), min_size=1, max_size=3, unique=True).map(tuple)
-            for _ in range(world_size)
-        ]
-    )
+    some = st.lists(st.sampled_from(every), min_size=1, max_size=3, unique=True).map(tuple)
+    uses = st.tuples(*[some] * world_size)
     # Programs that are not as every pass must be are most often a matter of one error.
     usual = (every,) * world_size if kind == "plain" else draw(uses)
-    regular = kind != "unused" and draw(st.integers(0, 4)) > 0
-    divided = kind == "plain" and not regular and draw(st.integers(0, 3)) == 0
-    use = st.just(usual) if regular else uses
-    momentum = draw(st.sampled_from([0.0, 0.0, 0.9]))
-    batch_norm = below or (regular and draw(st.integers(0, 3)) == 0)
-    again = [None, None, "not reentrant", *(["reentrant"] if regular else [])]
-    view = draw(st.booleans())
-    blocks = st.one_of(*(_block(use, regular, len(parameters), world_size)))
-    operations = tuple(
-        op for block in draw(st.lists(blocks, min_size=1, max_size=6)) for op in block
-    )
-    writes = None if batch_norm else draw(st.sampled_from([None] * 8 + ["own", "alike"]))
-    flat, shared_memory = draw(st.booleans()), draw(st.integers(0, 3)) > 0
-    wrapped = draw(st.booleans())
+    regular = kind != "unused" and not once_in(5)
+    batch_norm = below or (regular and once_in(4))
+    block = _block(st.just(usual) if regular else uses, regular, len(parameters), world_size)
+    operations = tuple(op for ops in draw(st.lists(block, min_size=1, max_size=6)) for op in ops)
+    writes = None if batch_norm else one_of(*[None] * 8, "own", "alike")
+    flat, shared_memory, wrapped = draw(st.booleans()), not once_in(4), draw(st.booleans())
     halves = (
         not (wrapped or flat or batch_norm or writes or any(p.frozen for p in parameters))
         and len(parameters) > 1
         and (kind == "unused" or (kind == "static" and regular))
         and not any(isinstance(op, Freeze | Join) for op in operations)
-        and draw(st.booleans())
     )
     alike = flat and shared_memory and regular and writes is None and "bfloat16" not in dtypes
+    switches = ("gradient_as_bucket_view", "fuse_wgrad", "large", "broadcast_buffers")
     return Case(
         world_size=world_size,
         parameters=tuple(parameters),
-        branches=tuple(tuple(branch) for branch in branches),
+        branches=tuple(map(tuple, branches)),
         operations=operations,
         buffers=not batch_norm and draw(st.booleans()),
         wrapped=wrapped,
-        bucket_cap_mb=draw(st.sampled_from(CAPS[1:4] if below else CAPS)),
+        bucket_cap_mb=one_of(*(CAPS[1:4] if below else CAPS)),
         overlap=below or draw(st.booleans()),
-        gradient_as_bucket_view=view,
         find_unused_parameters=kind == "unused" or (kind == "static" and draw(st.booleans())),
         static_graph=kind == "static",
-        divided=divided,
-        hook=None if below else draw(st.sampled_from([None, None, *HOOKS])),
-        checkpoint=draw(st.sampled_from(again)),
+        divided=kind == "plain" and not regular and once_in(4),
+        hook=None if below else one_of(None, None, *HOOKS),
+        checkpoint=one_of(None, None, "not reentrant", *["reentrant"] * regular),
         batch_norm=batch_norm,
-        optimizer=draw(st.sampled_from(["SGD", "SGD", "AdamW"])),
-        fuse_wgrad=draw(st.booleans()),
+        optimizer=one_of("SGD", "SGD", "AdamW"),
         flat=flat,
         node_shared=alike and _steps_with_averages(operations) and draw(st.booleans()),
         shared_memory=shared_memory,
-        straggler_every=draw(st.sampled_from([None, None, 1, 3])),
-        halves=halves,
-        large=draw(st.booleans()),
-        momentum=momentum,
+        straggler_every=one_of(None, None, 1, 3),
+        halves=halves and draw(st.booleans()),
+        momentum=one_of(0.0, 0.0, 0.9),
         writes=writes,
-        broadcast_buffers=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
+        **{name: draw(st.booleans()) for name in switches},
     )
 
 
-def _steps_with_averages(operations: tuple[Operation, ...]) -> bool:
+def _steps_with_averages(operations: tuple[Any, ...]) -> bool:
     """Whether one copy of the parameters is enough: all ranks always step alike, where it lies."""
     local = False
     for op in operations:
@@ -261,94 +259,107 @@ def _steps_with_averages(operations: tuple[Operation, ...]) -> bool:
     return True
 
 
-def _block(
-    use: st.SearchStrategy[Any], regular: bool, count: int, world_size: int
-) -> list[st.SearchStrategy[list[Operation]]]:
-    """What programs do, as lists of operations; the last of them is anything at all."""
-    forward = st.builds(Forward, use)
-    end = st.builds(
-        lambda to_none, order: [Step(), Zero(to_none)][::order], st.booleans(), st.just(1)
-    )
-    accumulated = st.lists(
-        st.builds(Forward, use, st.just(True)).map(lambda f: [f, Backward(no_sync=True)]),
-        max_size=2,
-    ).map(lambda pairs: [op for pair in pairs for op in pair])
-    several = st.sampled_from(
-        [
-            [Backward((0, 1))],
-            [Backward((1,)), Backward((0,))],
-            [Backward((0,)), Backward((0,))],
-            [Backward((1,), no_sync=True), Backward((0,))],
-        ]
-    )
-    again = st.sampled_from(
-        [
-            [Backward(keep=True), Backward()],
-            [Backward(keep=True, no_sync=True), Backward()],
-            [Backward(keep=True), Backward(no_sync=True)],
-        ]
-    )
-    parts = st.sampled_from(
-        [
-            [Backward(outputs="first", keep=True), Backward(outputs="rest")],
-            [Backward(outputs="first", keep=True, no_sync=True), Backward(outputs="rest")],
-            [Backward(outputs="first")],
-        ]
-    )
-    freeze = st.builds(
-        Freeze,
-        st.integers(0, count - 1),
-        st.booleans(),
-        st.one_of(st.none(), st.integers(0, world_size - 1)),
-    ).map(lambda op: [op])
-    per_rank = [st.integers(0, 3)] * world_size
-    weigh = st.tuples(*per_rank).filter(any).map(Weigh)
-    steps = st.tuples(*per_rank).filter(any)
+def _block(use: Any, regular: bool, count: int, world_size: int) -> Any:
+    """What programs do, as lists of operations; in irregular ones anything at all."""
+
+    def after_each_other(*parts: Any) -> Any:
+        """Of operations, of strategies for them, and for lists of them."""
+        each = (part if isinstance(part, st.SearchStrategy) else st.just(part) for part in parts)
+        lists = (strategy.map(lambda p: p if isinstance(p, list) else [p]) for strategy in each)
+        return st.tuples(*lists).map(lambda found: list(chain(*found)))
+
+    rank, per_rank = st.integers(0, world_size - 1), st.tuples(*[st.integers(0, 3)] * world_size)
+    forward, some = st.builds(Forward, use), per_rank.filter(any)
+    weigh = st.builds(Weigh, some)
+    end = st.booleans().map(lambda to_none: [Step(), Zero(to_none)])
+    locally = after_each_other(st.builds(Forward, use, st.just(True)), Backward(no_sync=True))
+    accumulated = st.lists(locally, max_size=2).map(lambda pairs: list(chain(*pairs)))
+    several = [
+        [Backward((0, 1))],
+        [Backward((1,)), Backward((0,))],
+        [Backward((0,)), Backward((0,))],
+        [Backward((1,), no_sync=True), Backward((0,))],
+    ]
+    again = [
+        [Backward(keep=True), Backward()],
+        [Backward(keep=True, no_sync=True), Backward()],
+        [Backward(keep=True), Backward(no_sync=True)],
+    ]
     blocks = [
-        st.builds(lambda a, f, e: [*a, f, Backward(), *e], accumulated, forward, end),
-        st.builds(lambda f, e: [f, Backward(), *e], forward, end),
-        st.builds(lambda f, g, b, e: [f, g, *b, *e], forward, forward, several, end),
-        st.builds(lambda f, b, e: [f, *b, *e], forward, again, end),
-        st.builds(lambda w, f, e: [f, w, Backward(), *e], weigh, forward, end),
-        st.integers(0, world_size - 1).map(lambda rank: [Evaluate(rank)]),
-        st.integers(0, world_size - 1).map(lambda rank: [Transform(rank)]),
+        after_each_other(accumulated, forward, Backward(), end),
+        after_each_other(forward, Backward(), end),
+        after_each_other(forward, forward, st.sampled_from(several), end),
+        after_each_other(forward, st.sampled_from(again), end),
+        after_each_other(weigh, forward, Backward(), end),
+        after_each_other(st.builds(Evaluate, rank)),
+        after_each_other(st.builds(Transform, rank)),
         st.sampled_from([[Move()], [Again()]]),
         # What another Reducer has accumulated, and a pass that may not use it.
-        st.builds(lambda a, f, e: [*a, Again(), f, Backward(), *e], accumulated, forward, end),
-        st.builds(Join, steps, st.booleans()).map(lambda op: [op]),
+        after_each_other(accumulated, Again(), forward, Backward(), end),
+        after_each_other(st.builds(Join, some, st.booleans())),
     ]
     if not regular:
-        anything = st.one_of(
-            forward,
-            st.builds(
-                Backward,
-                st.lists(st.integers(0, 1), min_size=1, max_size=2, unique=True).map(tuple),
-                st.sampled_from(["all", "first", "rest"]),
-                st.booleans(),
-                st.booleans(),
-            ),
-            st.builds(Zero, st.booleans()),
-            weigh,
-        )
+        first, rest = Backward(outputs="first", keep=True), Backward(outputs="rest")
+        parts = [[first, rest], [replace(first, no_sync=True), rest], [replace(first, keep=False)]]
+        back = st.lists(st.integers(0, 1), min_size=1, max_size=2, unique=True).map(tuple)
+        outputs = st.sampled_from(["all", "first", "rest"])
+        backward = st.builds(Backward, back, outputs, st.booleans(), st.booleans())
+        anything = st.one_of(forward, backward, st.builds(Zero, st.booleans()), weigh)
+        whose = st.one_of(st.none(), rank)
         blocks += [
-            st.builds(lambda f, b, e: [f, *b, *e], forward, parts, end),
-            freeze,
+            after_each_other(forward, st.sampled_from(parts), end),
+            after_each_other(st.builds(Freeze, st.integers(0, count - 1), st.booleans(), whose)),
             st.lists(anything, min_size=1, max_size=4),
         ]
-    return blocks
+    return st.one_of(*blocks)
 
 
-def run(crew: Any, world_size: int, count: int, seed: int) -> Counter[str]:
-    """Plays `count` random cases; `crew()` gives the ranks, new ones where they have ended."""
+@st.composite
+def sharded_cases(draw: st.DrawFn, shards: int) -> Case:
+    """An ordinary case's model and settings; `world_size` is the number of shards."""
+    case = draw(cases(shards))
+    uses = st.just(case.everything)
+    if case.find_unused_parameters:
+        uses = st.lists(st.sampled_from(case.everything), min_size=1, unique=True).map(tuple)
+    use = st.tuples(*[uses] * shards)
+    operations: list[Any] = []
+    for _ in range(draw(st.integers(1, 4))):
+        for _ in range(draw(st.integers(0, 2))):
+            operations += [Forward(draw(use), no_sync=True), Backward(no_sync=True)]
+        operations += [Forward(draw(use)), Backward(), Step(), Zero()]
+    return replace(
+        case,
+        operations=tuple(operations),
+        broadcast_buffers=True,
+        fuse_wgrad=case.fuse_wgrad and not case.batch_norm,
+        **dict.fromkeys(("wrapped", "static_graph", "divided", "node_shared", "halves"), False),
+        **dict.fromkeys(("hook", "writes", "straggler_every"), None),
+    )
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def run(check_case: Callable[[Case], Any], strategy: Any, count: int, seed: int) -> Counter[str]:
+    """Checks `count` random cases; what was compared.
+
+    Raises:
+        AssertionError: of the smallest case that fails.
+    """
     total: Counter[str] = Counter()
     found: list[Case] = []
 
     @hypothesis.seed(seed)
-    @hypothesis.settings(_settings(count))
-    @hypothesis.given(cases(world_size))
+    @hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(strategy)
     def fuzz(case: Case) -> None:
         try:
-            total.update(check(crew(), case))
+            total.update(check_case(case) or {"cases": 1})
         except AssertionError as error:
             if not found:
                 found.append(case)
@@ -357,30 +368,6 @@ def run(crew: Any, world_size: int, count: int, seed: int) -> Counter[str]:
 
     fuzz()
     return total
-
-
-def run_on_shards(crews: Any, shards: int, count: int, seed: int) -> Counter[str]:
-    """Plays `count` random cases on so many shards; `crews()` gives crews of several sizes."""
-    total: Counter[str] = Counter()
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(_settings(count))
-    @hypothesis.given(sharded_cases(cases(shards)))
-    def fuzz(case: Case) -> None:
-        check_shards(crews(), case)
-        total["cases"] += 1
-
-    fuzz()
-    return total
-
-
-def _settings(count: int) -> hypothesis.settings:
-    return hypothesis.settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
 
 
 def main() -> None:
@@ -400,12 +387,14 @@ def main() -> None:
             crews[size] = Crew(args.backend, size)
         return crews[size]
 
-    try:
+    def check_one(case: Case) -> Any:
         if args.shards is None:
-            total = run(lambda: crew(args.ranks), args.ranks, args.cases, args.seed)
-        else:
-            both = lambda: (crew(1), crew(args.ranks))  # noqa: E731
-            total = run_on_shards(both, args.shards, args.cases, args.seed)
+            return check(crew(args.ranks), case)
+        return check_shards([crew(1), crew(args.ranks)], case)
+
+    strategy = cases(args.ranks) if args.shards is None else sharded_cases(args.shards)
+    try:
+        total = run(check_one, strategy, args.cases, args.seed)
     except AssertionError as error:
         sys.exit(str(error))
     finally:

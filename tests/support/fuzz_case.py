@@ -1,31 +1,38 @@
-"""A random training program as plain data, and what plays it: on real ranks or in one process.
+"""A training program as plain data, and what plays it: on real ranks or in one process.
 
 A `Case` is a model, the settings of what averages its gradients, and a list of operations that all
 ranks play alike, except that a forward pass may take other branches on each rank. A `Player` plays
 one rank's part. Everything random (weights, inputs) comes from numbers in the case.
 """
 
-import contextlib
-from collections.abc import Callable, Sequence
+import copy
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import cycle
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import conv2d
 from torch.utils.checkpoint import checkpoint
 
+import ddp_from_scratch as ddp
+from tests.support.machines import group_over
+from tests.support.terms import as_large
+
 WIDTH = 3
 LR = 0.002  # gradients must not explode: rounding is compared with their size
+DIVIDED_LIMIT_S = 1.5
 # With the bits of this library's.
 TORCHS = {"SGD": torch.optim.SGD, "AdamW": partial(torch.optim.AdamW, fused=True)}
-DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
-}
+
+# Operations ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,13 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Transform:
+    """One rank alone: torch.func.grad with respect to the input."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Weigh:
     """How much each rank's gradients count in the next average."""
 
@@ -91,9 +105,8 @@ class Join:
 class Move:
     """Puts gradients elsewhere in memory.
 
-    Attributes:
-        how: with the parameters, as `module.to(...)` does ("both"), or by way of float16 ("half");
-            `.grad.data` alone ("data"), or a `.grad` of its own ("detached").
+    With the parameters, as `module.to(...)` does ("both"), or by way of float16 ("half");
+    `.grad.data` alone ("data"), or a `.grad` of its own ("detached").
     """
 
     how: str = "both"
@@ -109,16 +122,7 @@ class KeepViews:
     """Gradients lie in their buckets from now on."""
 
 
-@dataclass(frozen=True)
-class Transform:
-    """One rank alone: torch.func.grad with respect to the input."""
-
-    rank: int
-
-
-Operation = (Move | Again | KeepViews | Transform | Forward | Backward) | (
-    Zero | Step | Freeze | Evaluate | Weigh | Join
-)
+# The case -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -144,18 +148,15 @@ class Case:
         branches: the parameters of each branch's layers, in order; one may be in several.
         wrapped: by `DistributedDataParallel`, not by a bare `Reducer`.
         divided: ranks may fail to meet: a group of their own with a short timeout.
-        hook: a name of `fuzz_play.HOOKS`.
+        hook: a name of `HOOKS`.
         checkpoint: "reentrant" or "not reentrant": each branch is computed again in backward.
         batch_norm: of the inputs, over the batches of all ranks, between parameters. Below it is a
             parameter that only ranks use which use branch 0.
         writes: forward passes write to a parameter, on each rank its "own", or on all "alike".
         broadcast_buffers: of a bare Reducer.
-        optimizer: "SGD" or "AdamW".
         flat: this library's optimizer in place of torch's.
         fuse_wgrad: the option; layers are `nn.Linear` and `nn.Embedding` in turn.
         node_shared: the one with a copy for all ranks, which are on one machine.
-        shared_memory: of the Reducer; gloo alone without.
-        straggler_every: of the Reducer; its reports go nowhere.
         halves: two Reducers, each for every other parameter.
         large: the library treats these small gradients as it does large ones.
         autocast: forward passes compute in bfloat16.
@@ -164,7 +165,7 @@ class Case:
     world_size: int
     parameters: tuple[Parameter, ...]
     branches: tuple[tuple[int, ...], ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[Any, ...]
     buffers: bool = False
     wrapped: bool = False
     bucket_cap_mb: float | tuple[float, ...] | None = None
@@ -191,11 +192,14 @@ class Case:
     seed: int = 0
 
     @property
+    def everything(self) -> tuple[int, ...]:
+        return tuple(range(len(self.branches)))
+
+    @property
     def optimizer_settings(self) -> dict[str, Any]:
         # A large eps: AdamW's step with a gradient near 0 would show each rounding of it.
-        return {"lr": LR} | (
-            {"momentum": self.momentum} if self.optimizer == "SGD" else {"eps": 0.1}
-        )
+        sgd = self.optimizer == "SGD"
+        return {"lr": LR} | ({"momentum": self.momentum} if sgd else {"eps": 0.1})
 
     @property
     def coarse(self) -> bool:
@@ -209,52 +213,23 @@ class Case:
 
     def __str__(self) -> str:
         """The program in a few lines."""
-        options = [
-            f"{name}={getattr(self, name)}"
-            for name, default in (
-                ("bucket_cap_mb", None),
-                ("overlap", True),
-                ("gradient_as_bucket_view", False),
-                ("find_unused_parameters", False),
-                ("static_graph", False),
-                ("hook", None),
-                ("checkpoint", None),
-                ("batch_norm", False),
-                ("optimizer", "SGD"),
-                ("flat", False),
-                ("fuse_wgrad", False),
-                ("node_shared", False),
-                ("shared_memory", True),
-                ("straggler_every", None),
-                ("halves", False),
-                ("large", False),
-                ("autocast", False),
-                ("momentum", 0.0),
-                ("writes", None),
-                ("broadcast_buffers", False),
-            )
-            if getattr(self, name) != default
+        own = ("parameters", "branches", "operations")
+        settings = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if field.name not in own and getattr(self, field.name) != field.default
         ]
-        parameters = [
-            f"p{i} {p.kind} {p.rows}x{WIDTH} {p.dtype}{' frozen' * p.frozen}"
-            for i, p in enumerate(self.parameters)
-        ]
-        branches = [" ".join(f"p{i}" for i in branch) for branch in self.branches]
-        return "\n".join(
-            [
-                f"{self.world_size} ranks, "
-                f"{'DistributedDataParallel' if self.wrapped else 'Reducer'}"
-                f"({', '.join(options)}), seed {self.seed}{', with buffers' * self.buffers}",
-                f"parameters: {', '.join(parameters)}",
-                *(f"branch {i}: {branch}" for i, branch in enumerate(branches)),
-                *(f"{number:3d} {op}" for number, op in enumerate(self.operations)),
-            ]
-        )
+        parts = [("parameter ", self.parameters), ("branch ", self.branches), ("", self.operations)]
+        lines = [f"{kind}{i}: {each}" for kind, every in parts for i, each in enumerate(every)]
+        return "\n".join([", ".join(settings), *lines])
+
+
+# The model ----------------------------------------------------------------------------------------
 
 
 def weight_of(p: Parameter, generator: torch.Generator) -> nn.Parameter:
     shape = {"scalar": (), "conv": (p.rows, WIDTH, 2, 2)}.get(p.kind, (p.rows, WIDTH))
-    values = (torch.randn(shape, generator=generator) / 2).to(DTYPES[p.dtype])
+    values = (torch.randn(shape, generator=generator) / 2).to(getattr(torch, p.dtype))
     if p.kind == "conv":
         values = values.contiguous(memory_format=torch.channels_last)
     elif p.kind == "transposed":
@@ -292,8 +267,7 @@ class LinearLayer(nn.Module):
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         weight = self.linear.weight
-        h = self.linear(h.to(weight.dtype))
-        return torch.tanh(h) @ weight.detach()
+        return torch.tanh(self.linear(h.to(weight.dtype))) @ weight.detach()
 
 
 class EmbeddingLayer(nn.Module):
@@ -332,11 +306,13 @@ class Net(nn.Module):
 
     def __init__(self, case: Case, rank: int) -> None:
         super().__init__()
+        self.case = case
         self.first = First() if case.batch_norm else None
         generator = torch.Generator().manual_seed(1000 * case.seed + rank)
         weights = [weight_of(p, generator) for p in case.parameters]
-        # By its place in a branch, so that a linear layer and an embedding may share a weight.
-        kinds = cycle((LinearLayer, EmbeddingLayer) if case.fuse_wgrad else (Layer,))
+
+        # In turn, so that a linear layer and an embedding may share a weight.
+        kinds: Any = cycle((LinearLayer, EmbeddingLayer) if case.fuse_wgrad else (Layer,))
 
         def layer(index: int, kind: Any) -> nn.Module:
             if case.parameters[index].kind == "table":
@@ -346,15 +322,12 @@ class Net(nn.Module):
             return kind(weights[index])
 
         self.branches = nn.ModuleList(
-            nn.ModuleList(layer(i, kind) for i, kind in zip(branch, kinds, strict=False))
-            for branch in case.branches
+            nn.ModuleList(layer(index, next(kinds)) for index in branch) for branch in case.branches
         )
         self.weights = nn.ParameterList(weights)
         self.checkpoint = case.checkpoint
         # In the first bucket, as the last to be registered, and the last to get its gradient.
-        if case.batch_norm:
-            self.side = nn.ParameterList([torch.tensor([0.1, 0.2, 0.3])])
-        self.writes, self.written = case.writes, None
+        self.side = nn.ParameterList([torch.tensor([0.1, 0.2, 0.3])] * case.batch_norm)
         if case.writes:
             self.written = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
         if case.buffers:
@@ -362,16 +335,16 @@ class Net(nn.Module):
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor, use: Sequence[int]) -> dict[int, Any]:
-        if hasattr(self, "mean"):
+        if self.case.buffers:
             if self.training:
                 with torch.no_grad():
                     self.mean.mul_(0.5).add_(x.mean(0))
                     self.count += 1
             x = x - self.mean
-        if self.written is not None:
+        if self.case.writes:
             if self.training:
                 with torch.no_grad():
-                    self.written.add_(x.mean(0) if self.writes == "own" else 0.5)
+                    self.written.add_(x.mean(0) if self.case.writes == "own" else 0.5)
             x = x - self.written
         if self.first is not None:
             x = self.first(x, self.side[0] if 0 in use else None)
@@ -393,150 +366,334 @@ class Net(nn.Module):
         return h
 
 
-def loss_of(graph: dict[int, Any], outputs: str) -> torch.Tensor:
-    chosen = [(1 + branch) * h.double().square().mean() for branch, (h, _) in graph.items()]
-    chosen = {"all": chosen, "first": chosen[:1], "rest": chosen[1:]}[outputs]
+def part(values: Sequence[Any], outputs: str) -> Sequence[Any]:
+    """Those of a graph's branches that a Backward with these `outputs` begins from."""
+    return {"all": values, "first": values[:1], "rest": values[1:]}[outputs]
+
+
+def loss_of(graph: dict[int, Any], outputs: str = "all") -> torch.Tensor:
+    losses = [(1 + branch) * h.double().square().mean() for branch, (h, _) in graph.items()]
+    chosen = part(losses, outputs)
     return torch.stack(chosen).sum() if chosen else torch.zeros(())
 
 
+# One rank -----------------------------------------------------------------------------------------
+
+
 class Player:
-    """One rank of a case.
+    """One rank of a case, whose gradients nobody averages."""
 
-    Args:
-        case: what is played.
-        rank: whose part.
-        model: its Net.
-        called: what forward passes call, if not the model itself.
-        no_sync: makes a context for what is accumulated locally.
-        weigh: takes this rank's amount.
-        join: makes a context for unequal numbers of steps; takes whom to divide by.
-        keep_views: does what `KeepViews` says.
-        again: takes a Reducer off and makes a new one.
-        optimizer: makes one of parameters and settings; None means torch's.
-    """
-
-    def __init__(
-        self,
-        case: Case,
-        rank: int,
-        model: Net,
-        called: Callable[..., Any] | None = None,
-        no_sync: Callable[[], Any] = contextlib.nullcontext,
-        weigh: Callable[[float], None] | None = None,
-        join: Callable[[bool], Any] | None = None,
-        optimizer: Callable[..., Any] | None = None,
-        again: Callable[["Player"], None] | None = None,
-        keep_views: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.keep_views = keep_views
+    def __init__(self, case: Case, rank: int, model: Net) -> None:
         self.case, self.rank, self.model = case, rank, model
-        self.called, self.no_sync = called or model, no_sync
-        self.weigh, self.join, self.again = weigh, join, again
-        self.parameters = list(model.weights)
-        if model.first is not None:
+        self.called: Any = model  # in forward passes
+        self.parameters = [*model.weights]
+        if case.batch_norm:
             self.parameters += [*model.first.parameters(), *model.side]
-        if model.written is not None:
+        if case.writes:
             self.parameters.append(model.written)
         self.retain = False  # every graph
         self.graphs: list[dict[int, Any]] = []
-        optimizer = optimizer or TORCHS[case.optimizer]
-        self.optimizer = optimizer(self.parameters, **case.optimizer_settings)
+        self.prepare()
+        self.optimizer = self.make_optimizer()
 
-    def play(self, number: int, op: Operation) -> None:
+    def prepare(self) -> None:
+        """Wraps the model."""
+
+    def make_optimizer(self) -> Any:
+        return TORCHS[self.case.optimizer](self.parameters, **self.case.optimizer_settings)
+
+    def no_sync(self) -> Any:
+        return nullcontext()
+
+    def play(self, number: int, op: Any) -> None:
         """The case's operation with this number."""
-        if isinstance(op, Forward):
-            autocast = torch.autocast("cpu", torch.bfloat16, self.case.autocast)
-            with self._within(op.no_sync), autocast:
-                self.graphs.append(self.called(self.input(number), op.use[self.rank]))
-        elif isinstance(op, Backward):
-            graphs = [self.graphs[-1 - back] for back in op.back]
-            loss = sum(loss_of(graph, op.outputs) for graph in graphs)
-            with self._within(op.no_sync):
-                loss.backward(retain_graph=op.keep or self.retain)
-            if not op.keep:
-                self.graphs = [g for g in self.graphs if all(g is not used for used in graphs)]
-        elif isinstance(op, Zero):
-            self.optimizer.zero_grad(op.set_to_none)
-        elif isinstance(op, Step):
-            self.optimizer.step()
-            self.graphs = []
-        elif isinstance(op, Freeze):
-            if op.rank in (None, self.rank):
+        match op:
+            case Forward():
+                autocast = torch.autocast("cpu", torch.bfloat16, self.case.autocast)
+                with self.no_sync() if op.no_sync else nullcontext(), autocast:
+                    self.graphs.append(self.called(self.input(number), op.use[self.rank]))
+            case Backward():
+                graphs = [self.graphs[-1 - back] for back in op.back]
+                loss = sum(loss_of(graph, op.outputs) for graph in graphs)
+                with self.no_sync() if op.no_sync else nullcontext():
+                    loss.backward(retain_graph=op.keep or self.retain)
+                if not op.keep:
+                    self.graphs = [g for g in self.graphs if all(g is not used for used in graphs)]
+            case Zero():
+                self.optimizer.zero_grad(op.set_to_none)
+            case Step():
+                self.optimizer.step()
+                self.graphs = []
+            case Freeze(rank=None) | Freeze(rank=self.rank):
                 self.parameters[op.parameter].requires_grad_(not op.frozen)
-        elif isinstance(op, Weigh):
-            assert self.weigh is not None
-            self.weigh(op.amounts[self.rank])
-        elif isinstance(op, Join):
-            assert self.join is not None
-            with self.join(op.initial):
-                for batch in range(op.batches[self.rank]):
-                    self.forward_backward(number, batch)
-                    self.update()
-            self.graphs = []
-        elif isinstance(op, KeepViews):
-            self.keep_views()
-        elif isinstance(op, Move):
-            if op.how == "both":
-                self.model._apply(torch.clone)
-            elif op.how == "half":
-                self.model.half().float()
-            for p in self.parameters if op.how in ("data", "detached") else ():
-                if p.grad is not None and op.how == "data":
+            case Move():
+                self.move(op.how)
+            case Evaluate(rank=self.rank):
+                with torch.no_grad():
+                    self.called.eval()(self.input(number), self.case.everything)
+                self.called.train()
+            case Transform(rank=self.rank):
+                self.called.eval()
+                everything = self.case.everything
+                torch.func.grad(lambda x: loss_of(self.called(x, everything)))(self.input(number))
+                self.called.train()
+
+    def move(self, how: str) -> None:
+        if how == "both":
+            self.model._apply(torch.clone)
+        elif how == "half":
+            self.model.half().float()
+        else:
+            for p in self.parameters:
+                if p.grad is not None and how == "data":
                     p.grad.data = p.grad.data.clone()
                 elif p.grad is not None:
                     p.grad = p.grad.detach()
-        elif isinstance(op, Again):
-            if self.again is not None:
-                self.again(self)
-        elif op.rank == self.rank and isinstance(op, Transform):
-            self.called.eval()
-            torch.func.grad(lambda x: self._loss_of_all(x))(self.input(number))
-            self.called.train()
-        elif op.rank == self.rank:
-            with torch.no_grad():
-                self.called.eval()(self.input(number), range(len(self.case.branches)))
-                self.called.train()
-
-    def _loss_of_all(self, x: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.called(x, range(len(self.case.branches))), "all")
 
     def forward_backward(self, number: int, batch: int) -> None:
         """A step within a `Join`, up to the averages."""
-        graph = self.called(self.input(number, batch), range(len(self.case.branches)))
-        loss_of(graph, "all").backward()
+        loss_of(self.called(self.input(number, batch), self.case.everything)).backward()
 
     def update(self) -> None:
         """The rest of a step within a `Join`."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def state(self) -> "State":
-        return State(
-            [None if p.grad is None else _numbers(p.grad) for p in self.parameters],
-            [_numbers(p) for p in self.parameters],
-            [_numbers(b) for b in self.model.buffers()],
-        )
-
-    def _within(self, no_sync: bool) -> Any:
-        return self.no_sync() if no_sync else contextlib.nullcontext()
-
     def input(self, number: int, batch: int = 0) -> torch.Tensor:
         """The batch of an operation."""
         seed = self.case.seed + 100 * number + self.rank + 10 * batch
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(2, WIDTH, generator=generator)
+        return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+    def state(self) -> dict[str, list[Any]]:
+        """What a rank holds, in float64, which has every other dtype's values."""
+        return {
+            "gradients": [None if p.grad is None else _numbers(p.grad) for p in self.parameters],
+            "parameters": [_numbers(p) for p in self.parameters],
+            "buffers": [_numbers(b) for b in self.model.buffers()],
+        }
 
 
-@dataclass
-class State:
-    """What a rank holds after an operation, in float64, which has every other dtype's values."""
-
-    gradients: "list[np.ndarray[Any, Any] | None]"
-    parameters: "list[np.ndarray[Any, Any]]"
-    buffers: "list[np.ndarray[Any, Any]]"
-
-
-def _numbers(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
+def _numbers(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.double().numpy().copy()
+
+
+class Torchs(Player):
+    """A rank with torch's DistributedDataParallel."""
+
+    def prepare(self) -> None:
+        names = "gradient_as_bucket_view", "find_unused_parameters", "static_graph"
+        options = {name: getattr(self.case, name) for name in names}
+        kind = nn.parallel.DistributedDataParallel
+        self.called = kind(self.model, bucket_cap_mb=1e-5, **options)
+        sends = self.case.sends_buffers
+        self.called.broadcast_buffers = self.called.forward_sync_buffers = sends
+        self.no_sync = self.called.no_sync  # type: ignore[method-assign]
+
+
+class Ours(Player):
+    """A rank with this library, in a process group; on so many shards, if any."""
+
+    def __init__(self, case: Case, rank: int, model: Net, group: Any, **shards: int) -> None:
+        self.group, self.shards, self.reducers = group, shards, list[ddp.Reducer]()
+        super().__init__(case, rank, model)
+
+    def prepare(self) -> None:
+        case = self.case
+        names = "bucket_cap_mb gradient_as_bucket_view find_unused_parameters static_graph"
+        names = [*names.split(), "fuse_wgrad", "shared_memory"]
+        options = {name: getattr(case, name) for name in names}
+        if case.batch_norm:
+            ddp.convert_sync_batchnorm(self.model, self.group)
+        if case.wrapped:
+            self.called = ddp.DistributedDataParallel(
+                self.model, process_group=self.group, **options
+            )
+            self.reducers = [self.called.reducer]
+        else:
+            if not self.reducers:  # later they are equal, and graphs may be alive
+                ddp.broadcast_parameters(self.model, process_group=self.group)
+            options |= {"overlap": case.overlap, "broadcast_buffers": case.broadcast_buffers}
+            trains = [name for name, p in self.model.named_parameters() if p.requires_grad]
+            self.reducers = [
+                ddp.Reducer(self.model, self.group, ignore=ignored, **options, **self.shards)
+                for ignored in ([trains[::2], trains[1::2]] if case.halves else [()])
+            ]
+        for reducer in self.reducers:
+            if case.hook is not None:
+                reducer.register_comm_hook(self.group, HOOKS[case.hook])
+            if case.straggler_every is not None:
+                reducer.watch_stragglers(case.straggler_every, lambda report: None)
+
+    def make_optimizer(self) -> Any:
+        if not self.case.flat:
+            return super().make_optimizer()
+        kind = getattr(ddp, "NodeShared" * self.case.node_shared + self.case.optimizer)
+        settings = self.case.optimizer_settings
+        return kind(self.parameters, reducer=self.reducers[-1], **settings)
+
+    @contextmanager
+    def no_sync(self) -> Any:
+        with ExitStack() as stack:
+            for each in [self.called] if self.case.wrapped else self.reducers:
+                stack.enter_context(each.no_sync())
+            yield
+
+    def remove(self) -> None:
+        for reducer in self.reducers:
+            reducer.remove()
+
+    def play(self, number: int, op: Any) -> None:
+        match op:
+            case Weigh():
+                for reducer in self.reducers:
+                    reducer.weight(op.amounts[self.rank])
+            case KeepViews():
+                for reducer in self.reducers:
+                    reducer.keep_bucket_views()
+            case Join():
+                wrapped = self.case.wrapped
+                join = self.called.join if wrapped else partial(ddp.join, self.reducers[0])
+                with join(divide_by_initial_world_size=op.initial):
+                    for batch in range(op.batches[self.rank]):
+                        self.forward_backward(number, batch)
+                        self.update()
+                self.graphs = []
+            case Again():
+                self.remove()
+                self.prepare()
+                if self.case.flat:
+                    state = self.optimizer.state_dict()
+                    self.optimizer = self.make_optimizer()
+                    self.optimizer.load_state_dict(state)
+            case _:
+                super().play(number, op)
+
+
+def in_halves(group: Any, bucket: Any) -> Any:
+    """A hook that starts a second collective when the first has landed."""
+    buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
+    first, *second = buffer.chunk(2)
+
+    def send_second(future: Any) -> torch.Tensor:
+        future.value()
+        for half in second:
+            dist.all_reduce(half, group=group)
+        return buffer
+
+    return dist.all_reduce(first, group=group, async_op=True).get_future().then(send_second)
+
+
+def gathered(group: Any, bucket: Any) -> Any:
+    """A hook that sends no sum, and whose average is another tensor."""
+    buffer = bucket.buffer()
+    parts = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(parts, buffer.mul_(1.0 / len(parts)), group=group, async_op=True)
+
+    def add(future: Any) -> torch.Tensor:
+        future.value()
+        return sum(parts[1:], parts[0])
+
+    return work.get_future().then(add)
+
+
+HOOKS = {
+    "allreduce_hook": ddp.comm_hooks.allreduce_hook,
+    "torch's allreduce_hook": default_hooks.allreduce_hook,
+    "in_halves": in_halves,
+    "gathered": gathered,
+}
+
+
+# A rank's process ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Played:
+    """What a rank held after each operation, and the error that ended it, if any."""
+
+    states: list[dict[str, list[Any]]]
+    error: str | None = None
+    recovered: bool = True
+
+
+def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played, Played | None]:
+    """Plays the case on this rank; with torch's class, too, if `as_torch`.
+
+    After an error, if all ranks raise it `together`, they are to train on.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=DIVIDED_LIMIT_S)) if case.divided else None
+    model = Net(case, world.rank)
+    with as_large() if case.large else nullcontext():
+        player = Ours(case, world.rank, model, group)
+        played = _play(player)
+    if played.error is not None and together:
+        player.remove()
+        played.recovered = _trains_on(world, case, model)
+    dist.barrier()
+    if group is not None:
+        dist.destroy_process_group(group)
+    torchs = _play(Torchs(case, world.rank, Net(case, world.rank))) if as_torch else None
+    return played, torchs
+
+
+def _play(player: Player) -> Played:
+    played = Played([])
+    for number, op in enumerate(player.case.operations):
+        try:
+            player.play(number, op)
+        except Exception as error:  # noqa: BLE001  # the oracle says which are right
+            played.error = f"{type(error).__name__}: {error}"
+            break
+        played.states.append(player.state())
+    return played
+
+
+def _trains_on(world: Any, case: Case, model: Net) -> bool:
+    """Whether a new Reducer averages what the ranks compute."""
+    model.eval().requires_grad_()  # buffers stay
+    model.checkpoint = None  # which may want a static graph
+    reducer = ddp.Reducer(model, find_unused_parameters=True)
+    player = Player(case, world.rank, model)
+    gradients = []
+    for _ in range(2):
+        for op in (Zero(), Forward((case.everything,) * case.world_size), Backward()):
+            player.play(0, op)
+        gradients.append([p.grad for p in player.parameters if p.grad is not None])
+        reducer.remove()
+    for gradient in gradients[1]:
+        gradient /= world.world_size
+        dist.all_reduce(gradient)
+    return all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in zip(*gradients, strict=True))
+
+
+def play_shards(world: Any, case: Case, machines: int) -> dict[int, Any]:
+    """Plays the case on this rank's shards; what it held after each step."""
+    group = group_over(world, lambda rank: rank % 2) if machines == 2 else None
+    states, numbered = {}, []
+    with as_large() if case.large else nullcontext():
+        player = Ours(case, 0, Net(case, 0), group, shards=case.world_size)
+        (reducer,) = player.reducers
+        for number, op in enumerate(case.operations):
+            if isinstance(op, Forward | Backward):
+                numbered.append((number, op))
+                continue
+            if isinstance(op, Step):
+                reducer.run_shards(partial(_play_shard, player, tuple(numbered)))
+                numbered.clear()
+            player.play(number, op)
+            if isinstance(op, Step):
+                states[number] = player.state()
+    player.remove()
+    if group is not None:
+        dist.destroy_process_group(group)
+    return states
+
+
+def _play_shard(player: Ours, operations: Sequence[tuple[int, Any]], shard: int) -> None:
+    # A copy with graphs of its own: in lock step others play their parts in the middle of it.
+    player = copy.copy(player)
+    player.rank, player.graphs = shard, []
+    for number, op in operations:
+        player.play(number, op)

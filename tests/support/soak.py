@@ -17,10 +17,8 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
@@ -103,6 +101,9 @@ class Plan:
             numbers = numbers + 1j * draw.integers(low, high, count)
         return numbers.astype(numpy_type(self.dtype))
 
+    def mine(self, member: int) -> torch.Tensor:
+        return self.tensor(self.values(member, self.count))
+
     def everyones(self, count: int) -> list[Array]:
         return [self.values(member, count) for member in range(self.size)]
 
@@ -134,20 +135,20 @@ def same(tensors: list[torch.Tensor], expected: list[Array]) -> bool:
     return all(t.equal(torch.from_numpy(e.copy()).to(t.dtype)) for t, e in pairs)
 
 
-# Each kind starts its operation on member `me`: the handle or handles, the tensors that it fills,
-# and a function that returns what must then be in them.
+# Each kind starts its operation on member `me`, with `root` as torch counts ranks: the handle or
+# handles, the tensors that it fills, and a function that returns what must then be in them.
 
 Started = tuple[Any, list[torch.Tensor], Callable[[], list[Array]]]
 
 
 def all_reduce(plan: Plan, me: int, group: Any, root: int) -> Started:
-    tensor = plan.tensor(plan.values(me, plan.count))
+    tensor = plan.mine(me)
     handle = dist.all_reduce(tensor, plan.op, group, async_op=True)
     return handle, [tensor], lambda: [plan.reduced(plan.count)]
 
 
 def coalesced(plan: Plan, me: int, group: Any, root: int) -> Started:
-    tensors = [plan.tensor(plan.values(me, plan.count)) for _ in range(3)]
+    tensors = [plan.mine(me) for _ in range(3)]
     with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as handle:
         for tensor in tensors:
             dist.all_reduce(tensor, plan.op, group)
@@ -155,18 +156,18 @@ def coalesced(plan: Plan, me: int, group: Any, root: int) -> Started:
 
 
 def reduce(plan: Plan, me: int, group: Any, root: int) -> Started:
-    tensor = plan.tensor(plan.values(me, plan.count))
+    tensor = plan.mine(me)
     handle = dist.reduce(tensor, root, plan.op, group, async_op=True)
-    of_all = plan.reduced if me == plan.root else lambda count: plan.values(me, count)
+    of_all = plan.reduced if me == plan.root else partial(plan.values, me)
     return handle, [tensor], lambda: [of_all(plan.count)]
 
 
 def reduce_scatter(plan: Plan, me: int, group: Any, root: int) -> Started:
     ends = np.cumsum(plan.counts)
-    parts = np.split(plan.values(me, int(ends[-1])), ends[:-1])
+    parts = np.split(plan.values(me, ends[-1]), ends[:-1])
     output = plan.empty(plan.counts[me])
     handle = dist.reduce_scatter(output, [*map(plan.tensor, parts)], plan.op, group, async_op=True)
-    return handle, [output], lambda: [np.split(plan.reduced(int(ends[-1])), ends[:-1])[me]]
+    return handle, [output], lambda: [np.split(plan.reduced(ends[-1]), ends[:-1])[me]]
 
 
 def reduce_scatter_tensor(plan: Plan, me: int, group: Any, root: int) -> Started:
@@ -177,7 +178,7 @@ def reduce_scatter_tensor(plan: Plan, me: int, group: Any, root: int) -> Started
 
 
 def broadcast(plan: Plan, me: int, group: Any, root: int) -> Started:
-    tensor = plan.tensor(plan.values(me, plan.count))
+    tensor = plan.mine(me)
     handle = dist.broadcast(tensor, root, group, async_op=True)
     return handle, [tensor], lambda: [plan.values(plan.root, plan.count)]
 
@@ -190,15 +191,14 @@ def all_gather(plan: Plan, me: int, group: Any, root: int) -> Started:
 
 
 def all_gather_into_tensor(plan: Plan, me: int, group: Any, root: int) -> Started:
-    output, tensor = plan.empty(plan.count * plan.size), plan.tensor(plan.values(me, plan.count))
-    handle = dist.all_gather_into_tensor(output, tensor, group, async_op=True)
+    output = plan.empty(plan.count * plan.size)
+    handle = dist.all_gather_into_tensor(output, plan.mine(me), group, async_op=True)
     return handle, [output], lambda: [np.concatenate(plan.everyones(plan.count))]
 
 
 def gather(plan: Plan, me: int, group: Any, root: int) -> Started:
     outputs = [plan.empty(plan.count) for _ in range(plan.size)] if me == plan.root else []
-    tensor = plan.tensor(plan.values(me, plan.count))
-    handle = dist.gather(tensor, outputs or None, root, group, async_op=True)
+    handle = dist.gather(plan.mine(me), outputs or None, root, group, async_op=True)
     return handle, outputs, lambda: plan.everyones(plan.count) if outputs else []
 
 
@@ -219,14 +219,12 @@ def all_to_all(plan: Plan, me: int, group: Any, root: int) -> Started:
 
 def all_to_all_single(plan: Plan, me: int, group: Any, root: int) -> Started:
     counts, ends = plan.counts, np.cumsum(plan.counts)  # what each gets from every other
-    output, given = plan.empty(counts[me] * plan.size), plan.values(me, int(ends[-1]))
-    handle = dist.all_to_all_single(
-        output, plan.tensor(given), [counts[me]] * plan.size, counts, group, async_op=True
-    )
+    output, given = plan.empty(counts[me] * plan.size), plan.tensor(plan.values(me, ends[-1]))
+    mine = [counts[me]] * plan.size
+    handle = dist.all_to_all_single(output, given, mine, counts, group, async_op=True)
 
     def expected() -> list[Array]:
-        parts = [np.split(v, ends[:-1])[me] for v in plan.everyones(int(ends[-1]))]
-        return [np.concatenate(parts)]
+        return [np.concatenate([np.split(v, ends[:-1])[me] for v in plan.everyones(ends[-1])])]
 
     return handle, [output], expected
 
@@ -234,10 +232,10 @@ def all_to_all_single(plan: Plan, me: int, group: Any, root: int) -> Started:
 def ring(plan: Plan, me: int, group: Any, root: int) -> Started:
     """A message to the next member, with a tag, and one from the member before."""
     before, after = (plan.group.ranks[(me + step) % plan.size] for step in (-1, 1))
-    tensor, received = plan.tensor(plan.values(me, plan.count)), plan.empty(plan.count)
+    received, tag = plan.empty(plan.count), plan.number % 1000
     operations = [
-        dist.P2POp(dist.isend, tensor, after, group, plan.number % 1000),
-        dist.P2POp(dist.irecv, received, before, group, plan.number % 1000),
+        dist.P2POp(dist.isend, plan.mine(me), after, group, tag),
+        dist.P2POp(dist.irecv, received, before, group, tag),
     ]
     handles = dist.batch_isend_irecv(operations)
     return handles, [received], lambda: [plan.values((me - 1) % plan.size, plan.count)]
@@ -263,74 +261,58 @@ KINDS = {
 }
 
 
-class Soak:
-    """Starts operations, keeps some under way, checks what has ended.
+def soak(
+    operations: int, seed: int, kinds: list[str] | None = None
+) -> tuple[list[str], list[float], int]:
+    """What was wrong on this rank, its memory at three times, how many results it checked.
 
     Operations of one group run in order and every rank goes through the same plan, so whatever a
     rank waits for, the others will come to.
     """
+    rank, world_size, choose = dist.get_rank(), dist.get_world_size(), random.Random(seed)
+    pending: list[tuple[str, Started]] = []
+    wrong: list[str] = []
+    memory: list[float] = []
+    checked = 0
 
-    def __init__(self, seed: int, kinds: list[str]) -> None:
-        self.seed, self.kinds, self.rank = seed, kinds, dist.get_rank()
-        self.choose = random.Random(seed)
-        self.groups = [Group(list(range(dist.get_world_size())), None)]
-        self.groups += [self.new_group() for _ in range(GROUPS)]
-        self.pending: list[tuple[str, Started]] = []
-        self.wrong: list[str] = []
-        self.checked = 0
-
-    def new_group(self) -> Group:
-        world_size = dist.get_world_size()
-        size = self.choose.randint(min(2, world_size), world_size)
-        ranks = sorted(self.choose.sample(range(world_size), size))
+    def new_group() -> Group:
+        size = choose.randint(min(2, world_size), world_size)
+        ranks = sorted(choose.sample(range(world_size), size))
         return Group(ranks, dist.new_group(ranks))
 
-    def close(self, group: Group) -> None:
-        if self.rank in group.ranks:
+    def close(group: Group) -> None:
+        if rank in group.ranks:
             dist.destroy_process_group(group.handle)
 
-    def operate(self, number: int) -> None:
-        if number % OPERATIONS_PER_GROUP == OPERATIONS_PER_GROUP - 1:
-            self.finish()
-            self.close(self.groups.pop(self.choose.randrange(1, len(self.groups))))
-            self.groups.append(self.new_group())
-        plan = Plan(self.seed, number, self.groups, self.kinds)
-        if self.rank in plan.group.ranks:
-            root = plan.group.ranks[plan.root]
-            me = plan.group.ranks.index(self.rank)
-            started = KINDS[plan.kind](plan, me, plan.group.handle, root)
-            self.pending.append((str(plan), started))
-        while len(self.pending) > plan.depth:
-            self.check(*self.pending.pop(plan.choose.randrange(len(self.pending))))
+    def check_until(left: int, which: Callable[[int], int] = lambda count: 0) -> None:
+        nonlocal checked
+        while len(pending) > left:
+            what, (handles, tensors, expected) = pending.pop(which(len(pending)))
+            for handle in handles if isinstance(handles, list) else [handles]:
+                handle.wait()
+            checked += 1
+            if not same(tensors, expected()):
+                wrong.append(f"rank {rank}: {what}")
 
-    def finish(self) -> None:
-        while self.pending:
-            self.check(*self.pending.pop())
-
-    def check(self, what: str, started: Started) -> None:
-        handles, tensors, expected = started
-        for handle in handles if isinstance(handles, list) else [handles]:
-            handle.wait()
-        self.checked += 1
-        if not same(tensors, expected()):
-            self.wrong.append(f"rank {self.rank}: {what}")
-
-
-def soak(
-    operations: int, seed: int, kinds: list[str] | None = None
-) -> tuple[list[str], list[float], int]:
-    """What was wrong on this rank, its memory at three times, how many results it checked."""
-    run = Soak(seed, kinds or sorted(KINDS))
-    marks = {operations // 10, operations // 2, operations - 1}
-    memory: list[float] = []
+    groups = [Group(list(range(world_size)), None), *(new_group() for _ in range(GROUPS))]
     for number in range(operations):
-        run.operate(number)
-        if number in marks:
-            run.finish()
+        if number % OPERATIONS_PER_GROUP == OPERATIONS_PER_GROUP - 1:
+            check_until(0)
+            close(groups.pop(choose.randrange(1, len(groups))))
+            groups.append(new_group())
+        plan = Plan(seed, number, groups, kinds or sorted(KINDS))
+        ranks = plan.group.ranks
+        if rank in ranks:
+            root, start = ranks[plan.root], KINDS[plan.kind]
+            started = start(plan, ranks.index(rank), plan.group.handle, root)
+            pending.append((str(plan), started))
+        check_until(plan.depth, plan.choose.randrange)
+        if number in (operations // 10, operations // 2, operations - 1):
+            check_until(0)
             memory.append(allocated())
-    for group in run.groups[1:]:
-        run.close(group)
-    return run.wrong, memory, run.checked
+    for group in groups[1:]:
+        close(group)
+    return wrong, memory, checked
 
 
 class _Mallinfo(ctypes.Structure):

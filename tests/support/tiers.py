@@ -4,8 +4,8 @@ In the second are the tests marked `slow`: those that take long and repeat what 
 shows, too, and the cases of a test that are only further combinations of the same values.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -14,6 +14,20 @@ import pytest
 def slow(*values: object) -> Any:
     """A case of `pytest.mark.parametrize` in the second tier."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def spread(first: Iterable[Any], second: Iterable[Any], third: Sequence[Any]) -> list[Any]:
+    """Cases of three choices: every pair of the first two, with the third in turn.
+
+    A third of the pairs is in the first tier. The second has all others, and these once more with
+    another third.
+    """
+    cases: list[Any] = []
+    for (i, one), (j, two) in product(enumerate(first), list(enumerate(second))):
+        turn, rest = divmod(i + j, 3)
+        case, other = ((one, two, third[(turn + k) % len(third)]) for k in (0, 1))
+        cases += [slow(*case)] if rest else [case, slow(*other)]
+    return cases
 
 
 def sort(items: list[pytest.Item]) -> None:

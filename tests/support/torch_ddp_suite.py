@@ -102,14 +102,9 @@ def names(world: Any) -> list[str]:
 
 def _is_ours(base: type, name: str) -> bool:
     source = inspect.getsource(inspect.unwrap(getattr(base, name)))
-    helpers = (
-        r"self\._\w*(ddp|DDP|hook|buffer|different|static|ignore|verify|undefined|uneven|param)"
-    )
-    return (
-        "ddp" in name.lower()
-        or "DistributedDataParallel" in source
-        or bool(re.search(helpers, source))
-    )
+    kinds = "ddp|DDP|hook|buffer|different|static|ignore|verify|undefined|uneven|param"
+    helpers = rf"DistributedDataParallel|self\._\w*({kinds})"
+    return "ddp" in name.lower() or bool(re.search(helpers, source))
 
 
 def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
@@ -124,11 +119,9 @@ def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
         def _barrier(self, *arguments: Any, **options: Any) -> None:
             dist.barrier()
 
-        def setUp(self) -> None:
-            pass
+        def setUp(self) -> None: ...
 
-        def tearDown(self) -> None:
-            pass
+        def tearDown(self) -> None: ...
 
     case = Case(name)
     case.rank, case.file_name = world.rank, ""

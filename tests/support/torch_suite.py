@@ -75,14 +75,10 @@ ON_CPU = (
 def load(backend: str) -> ModuleType:
     """torch's module of tests, imported as for `backend`, then turned to ours."""
     os.environ["BACKEND"] = backend
-    found = importlib.util.find_spec("torch.testing._internal.distributed.distributed_test")
-    assert found is not None
-    assert found.origin is not None
+    found: Any = importlib.util.find_spec("torch.testing._internal.distributed.distributed_test")
     # A name of its own: tests pickle objects of the module's classes.
     name = f"distributed_test_{backend}"
-    spec = importlib.util.spec_from_file_location(name, found.origin)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, found.origin)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.__dict__["BACKEND"] = "mpi"  # what its tests ask for when they run
@@ -95,11 +91,9 @@ def suite_of(module: ModuleType, barrier: Callable[[], None]) -> type[unittest.T
     """torch's test-case with ranks that are there already, rather than started for each test."""
 
     class Suite(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore
-        def setUp(self) -> None:
-            """Nothing to start."""
+        def setUp(self) -> None: ...
 
-        def tearDown(self) -> None:
-            """Nothing to stop."""
+        def tearDown(self) -> None: ...
 
         def _barrier(self, wait_for: int | None = None, timeout: int = 10) -> None:
             # torch's polls files ten times a second. All ranks are waited for, in every test.
@@ -167,16 +161,10 @@ def run(folder: Path, names: list[str]) -> bool:
 
 
 def run_one(suite: type[unittest.TestCase], name: str, rank: int) -> tuple[str, str]:
-    if mpi.BACKEND == "mpi":
-        dist.init_process_group(mpi.BACKEND, timeout=GROUP_TIMEOUT)
-    else:  # an older torch wants a store and a rank for every name but "mpi"
-        dist.init_process_group(
-            mpi.BACKEND,
-            store=dist.HashStore(),
-            rank=rank,
-            world_size=MPI.COMM_WORLD.size,
-            timeout=GROUP_TIMEOUT,
-        )
+    options: dict[str, Any] = {"timeout": GROUP_TIMEOUT}
+    if mpi.BACKEND != "mpi":  # an older torch wants a store and a rank for every name but "mpi"
+        options |= {"store": dist.HashStore(), "rank": rank, "world_size": MPI.COMM_WORLD.size}
+    dist.init_process_group(mpi.BACKEND, **options)
     case: Any = suite(name)
     case.rank = rank
     torch.manual_seed(0)
