@@ -13,13 +13,10 @@ from ddp_from_scratch.bench.job import Job
 from ddp_from_scratch.bench.quiet import busy_seconds, disturbance, parse_busy
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.verdict import Run, is_reference, kind, table, verdict, ways_table
-from ddp_from_scratch.bench.workloads import WORKLOADS, Transformer, workload
+from ddp_from_scratch.bench.workloads import WORKLOADS, workload
 
 RUNGS = [spec.name for spec in c.CONTENDERS]
 VIEWS = "torch DDP on gloo, views"
-
-
-# Samples and verdicts ----------------------------------------------------------------------------
 
 
 def test_a_ratio_is_taken_pair_by_pair():
@@ -30,6 +27,7 @@ def test_a_ratio_is_taken_pair_by_pair():
     # Runs that share no rounds are compared by their medians.
     one, other = Samples("a", [3.0, 1.0, 2.0]), Samples("b", [4.0, 4.0])
     assert one.unpaired_ratio_to(other) == (0.5, 0.25, 0.75)
+    assert Run([one, other], paired=False).ratio(one, other) == (0.5, 0.25, 0.75)
 
 
 def run(**settings):
@@ -60,27 +58,19 @@ def test_the_table_compares_with_the_fastest_of_torchs_settings():
     assert last.split()[-4:] == ["0.50", "1.00", "0.25", "0.50"]
 
 
-@pytest.mark.parametrize(
-    ("time", "text"),
-    [
+def test_verdicts():
+    for time, text in (
         (8.0, "2.50 times as fast as torch's DDP (2.50 to 2.50); that is 0.80 x a step without"),
         (15.0, "1.33 times as fast as torch's DDP (1.33 to 1.33); of its 15.0 ms 10.0 are compute"),
         (20.0, "no difference is shown between ddp.SGD on gloo and torch's DDP (1.00)"),
         (25.0, "torch's DDP is 1.25 times as fast as ddp.SGD on gloo (1.25 to 1.25)"),
-    ],
-)
-def test_verdicts(time, text):
-    of_gloo, of_mpi = verdict(run(times={"ddp.SGD on gloo": time})).splitlines()
-    assert text in of_gloo
-    assert "ddp.SGD on mpi is 2.00 times as fast" in of_mpi
-
-
-def test_a_busy_machine_gets_no_verdict():
+    ):
+        of_gloo, of_mpi = verdict(run(times={"ddp.SGD on gloo": time})).splitlines()
+        assert text in of_gloo
+        assert "ddp.SGD on mpi is 2.00 times as fast" in of_mpi
     assert verdict(run(disturbed="someone ran")).startswith("no verdict: ")
     assert verdict(Run([Samples(NO_COMMUNICATION, [1.0])])) == ""  # nothing to compare
 
-
-# A quiet machine ---------------------------------------------------------------------------------
 
 # user nice system idle iowait irq softirq steal guest guest_nice
 STAT = """cpu  9 9 9 9 9 9 9 9 9 9
@@ -98,9 +88,8 @@ def test_ticks_of_the_processors_that_may_be_used():
         assert busy_seconds(os.sched_getaffinity(0)) > 0
 
 
-@pytest.mark.parametrize(
-    ("alone", "others", "ranks", "expected"),
-    [
+def test_disturbance():
+    for alone, others, ranks, expected in (
         ((12.9, 10.0), 0.5, 2, None),  # its ranks had their cores
         ((13.1, 10.0), 0.0, 2, "a step without communication takes 1.31 x its CPU time"),
         ((29.0, 10.0), 0.1, 4, None),  # they take turns
@@ -108,22 +97,16 @@ def test_ticks_of_the_processors_that_may_be_used():
         ((25.0, 10.0), None, 4, None),
         (None, 0.05, 2, None),
         (None, 0.2, 2, "other processes took 20 %"),
-    ],
-)
-def test_disturbance(alone, others, ranks, expected):
-    steps = alone and Samples("no communication", [alone[0]] * 3, [alone[1]] * 3)
-    found = disturbance(steps, others, ranks, cores=2)
-    assert found is None if expected is None else expected in found
-
-
-# Rows and jobs -----------------------------------------------------------------------------------
-
-
-def names(*arguments):
-    return [spec.name for spec in c.rows(*arguments)]
+    ):
+        steps = alone and Samples("no communication", [alone[0]] * 3, [alone[1]] * 3)
+        found = disturbance(steps, others, ranks, cores=2)
+        assert found is None if expected is None else expected in found
 
 
 def test_rows_are_named_after_contender_and_backend():
+    def names(*arguments):
+        return [spec.name for spec in c.rows(*arguments)]
+
     found = names(["gloo", "mpi"], "sgd", ["ddp.SGD, one flat bucket", "torch DDP, views"])
     references = [name.replace("DDP", "DDP on gloo") for name in c.REFERENCES]
     assert set(references[:2]) <= set(found)  # of every version of torch
@@ -138,32 +121,16 @@ def test_rows_are_named_after_contender_and_backend():
     assert not any("gloo" in name or "NodeShared" in name for name in names(["nccl"]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--rounds", "1"], "--rounds must be 2 or more, got 1"),
-        (["--nproc", "2", "0"], "--nproc must be 1 or more, got 0"),
-        (["--seconds", "nan"], "--seconds must be more than 0, got nan"),
-        (["--backend", "nccl", "mpi"], "--backend nccl has a table of its own, got nccl mpi"),
-        (["--model", "nope"], "there is no model 'nope': --model takes mlp, "),
-    ],
-)
-def test_options_out_of_their_range(arguments, error):
-    with pytest.raises(UsageError, match=error):
-        main.jobs(main.parse(arguments, "program"))
-
-
-def test_jobs(monkeypatch):
-    monkeypatch.setattr(launch, "available_memory", lambda: None)
-    options = ["--model", "mlp", "layers500", "--nproc", "2", "4", "--backend", "gloo"]
-    jobs = main.jobs(main.parse(options, "program"))
-    expected = [(model, nproc) for nproc in (2, 4) for model in ("mlp", "layers500")]
-    assert [(job.model, job.nproc) for job in jobs] == expected
-    job = Job("mlp", ("gloo", "mpi"), 2, chosen=("Reducer",), only="x", way="kept")
-    assert Job.parse(job.dumps()) == job
-    assert (job.backend, job.file_name) == ("mpi", "step_time-mlp-gloo+mpi-2-kept")
-    own = Job("some/my_file.py:make", ("gloo",), 4, "adamw")
-    assert (own.backend, own.file_name) == ("gloo", "step_time-my_file-make-gloo-4-adamw")
+def test_options_out_of_their_range():
+    for arguments, error in (
+        ("--rounds 1", "--rounds must be 2 or more, got 1"),
+        ("--nproc 2 0", "--nproc must be 1 or more, got 0"),
+        ("--seconds nan", "--seconds must be more than 0, got nan"),
+        ("--backend nccl mpi", "--backend nccl has a table of its own, got nccl mpi"),
+        ("--model nope", "there is no model 'nope': --model takes mlp, "),
+    ):
+        with pytest.raises(UsageError, match=error):
+            main.jobs(main.parse(arguments.split(), "program"))
 
 
 def test_models_that_do_not_fit_are_refused(monkeypatch):
@@ -191,9 +158,6 @@ def test_alone_each_contender_has_its_own_backend(monkeypatch):
     assert merged["disturbed"] == "gloo, default"  # the first
 
 
-# Models ------------------------------------------------------------------------------------------
-
-
 def test_models_have_a_row_of_logits_for_each_label():
     for name, built_in in WORKLOADS.items():
         with torch.device("meta"):
@@ -201,13 +165,6 @@ def test_models_have_a_row_of_logits_for_each_label():
             inputs, labels = built_in.batch()
             assert model(inputs).shape[0] == labels.numel(), name
         assert f" {built_in.parameter_bytes / 2**20:.0f} MB" in built_in.name
-
-
-def test_a_transformer_sees_no_later_token():
-    model = Transformer(11, 5, width=8, heads=2, depth=1)
-    before, changed = (model(torch.tensor([[1, 2, 3, 4, last]])) for last in (5, 6))
-    assert torch.allclose(before[:4], changed[:4])
-    assert not torch.allclose(before[4], changed[4])
 
 
 OWN = """

@@ -11,6 +11,7 @@ import torch
 from ddp_from_scratch.bench import contenders as c
 from ddp_from_scratch.bench import prepare, timing
 from ddp_from_scratch.bench.workloads import Transformer, Workload, text_batch
+from tests.support.on_ranks import on
 from tests.support.ranks import MPIRUN, ROOT
 from tests.support.tiers import slow
 
@@ -45,7 +46,8 @@ def test_every_contender_trains_to_the_same_parameters(ranks, backend, optimizer
     assert everyone[0] == everyone[1]  # the slowest rank's
 
 
-def diverging(world):
+@on("gloo-2")
+def test_what_did_not_train_alike_is_not_compared(world):
     def wrong(model, group, optimizers):
         training = prepare.reducer()(model, group, optimizers)
         return prepare.Training(
@@ -63,10 +65,6 @@ def diverging(world):
         timing.interleave(compared, range(1), world.device)
         with pytest.raises(RuntimeError, match=error):
             timing.check_equal(compared)
-
-
-def test_what_did_not_train_alike_is_not_compared(ranks):
-    ranks("gloo", 2)(diverging)
 
 
 OWN = """

@@ -82,9 +82,6 @@ def test_the_parts_of_a_step_take_over_from_each_other(monkeypatch):
     assert clock._step == {"forward": 1.0 + 7.0, "packing": 2.0}  # to 10.0
 
 
-# Result files ------------------------------------------------------------------------------------
-
-
 def result_file(path, times, *, slower_machine=1.0, **settings):
     """A file of 40 rounds in which each contender takes its time, within 5 %."""
     weather = slower_machine * (1 + 0.5 * NOISE.random(40))  # slows all contenders of a round
@@ -134,9 +131,6 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path):
             compare.read(tmp_path / "bad.json")
 
 
-# Ranks that are killed ---------------------------------------------------------------------------
-
-
 def test_states_differ_in_one_bit_or_a_missing_tensor():
     state = {"model": {"weight": torch.zeros(3)}, "steps": [torch.ones(())]}
     other = {"model": {"weight": torch.tensor([0.0, 0.0, -0.0])}, "steps": []}
@@ -155,9 +149,6 @@ def test_each_kill_is_paired_with_what_followed_it():
         **{"noticed": [195, 300], "group": [75, 100], "step": [80, 100], "together": [350, 500]},
         **{"joined": [900, 900], "a kill": [1000, None]},
     }
-
-
-# Across a wire -----------------------------------------------------------------------------------
 
 
 def crossed(sent):
@@ -195,9 +186,6 @@ def test_no_bound_is_below_the_step_without_communication():
     unknown = Result("y", [80.0], None, [[9]], None)
     bounds = [r.bound for r in with_computing([alone, *others, unknown])]
     assert bounds == [50.0, 70.0, 50.0, None]
-
-
-# Pages -------------------------------------------------------------------------------------------
 
 
 def test_what_the_guide_reads_in_a_timeline_was_printed_with_it():

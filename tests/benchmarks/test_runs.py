@@ -17,32 +17,32 @@ from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
 from tests.support.failing_run import Run
 from tests.support.ranks import MPIRUN, ROOT
 
-SMALL = ["--model", "layers500"]
-GLOO = ["--backend", "gloo"]
-TWICE = ["--rounds", "2"]
+SMALL, GLOO, TWICE = "--model layers500", "--backend gloo", "--rounds 2"
 RUNS = [
-    ("step_time", [*GLOO, *SMALL, *TWICE, "--contender", "ddp.SGD"]),
-    ("shards", [*GLOO, *TWICE, "--model", "mlp"]),
-    ("overlap", [*GLOO, *SMALL, *TWICE, "--cap", "1"]),
-    ("memory", [*GLOO, *SMALL, "--contender", NO_COMMUNICATION]),
-    ("ladder", [*SMALL, "--steps", "2"]),
-    ("breakdown", ["--backend", "mpi", *SMALL, "--rounds", "3"]),
-    ("scaling", [*GLOO, *TWICE, "--nproc", "2"]),
-    ("allreduce", ["--quick", "--bytes", "4096"]),
-    ("wait_cost", ["--nproc", "2", *TWICE]),
-    ("start_time", ["--ranks", "2", "--rounds", "1"]),
-    ("survive", ["--kills", "5", "--epochs", "60", "--no-torchrun"]),
-    ("timelines", [*SMALL, "--place", timelines.GLOO, "--steps", "2"]),
-    ("timelines", [*SMALL, "--place", timelines.MPI, "--steps", "2"]),
+    ("step_time", f"{GLOO} {SMALL} {TWICE} --contender ddp.SGD"),
+    ("shards", f"{GLOO} {TWICE} --model mlp"),
+    ("overlap", f"{GLOO} {SMALL} {TWICE} --cap 1"),
+    ("memory", f"{GLOO} {SMALL} --contender", NO_COMMUNICATION),
+    ("ladder", f"{SMALL} --steps 2"),
+    ("breakdown", f"--backend mpi {SMALL} --rounds 3"),
+    ("scaling", f"{GLOO} {TWICE} --nproc 2"),
+    ("allreduce", "--quick --bytes 4096"),
+    ("wait_cost", f"--nproc 2 {TWICE}"),
+    ("start_time", "--ranks 2 --rounds 1"),
+    ("survive", "--kills 5 --epochs 60 --no-torchrun"),
+    ("timelines", f"{SMALL} --steps 2 --place", timelines.GLOO),
+    ("timelines", f"{SMALL} --steps 2 --place", timelines.MPI),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "options"), RUNS, ids=[name for name, _ in RUNS])
-def test_runs(name, options, tmp_path):
+@pytest.mark.parametrize("run", RUNS, ids=[name for name, *_ in RUNS])
+def test_runs(run, tmp_path):
+    name, options, *last = run
+    command = [sys.executable, "-m", f"benchmarks.{name}"]
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *options, "--results", str(tmp_path)],
+        [*command, *options.split(), *last, "--results", str(tmp_path)],
         cwd=ROOT,
         env=os.environ | MPIRUN,
         capture_output=True,
@@ -67,22 +67,19 @@ def test_runs(name, options, tmp_path):
 
 
 def test_options_out_of_their_range():
-    for module, wrong in (
-        (overlap, ["--seconds", "-1"]),
-        (overlap, ["--nproc", "1"]),
-        (overlap, ["--cap", "0"]),
-        (breakdown, ["--nproc", "0"]),
-        (breakdown, ["--rounds", "1"]),
-        (memory, ["--nproc", "0"]),
-        (timelines, ["--steps", "0"]),
-        (shards, ["--nproc", "3"]),
-        (two_hosts, ["--ranks", "3"]),
-        (two_hosts, ["--rounds", "1"]),
-        (scaling, ["--nproc", "0"]),
-        (scaling, ["--rounds", "1"]),
+    for module, *wrongs in (
+        (overlap, "--seconds -1", "--nproc 1", "--cap 0"),
+        (breakdown, "--nproc 0", "--rounds 1"),
+        (memory, "--nproc 0"),
+        (timelines, "--steps 0"),
+        (shards, "--nproc 3"),
+        (two_hosts, "--ranks 3", "--rounds 1"),
+        (scaling, "--nproc 0", "--rounds 1"),
     ):
-        with pytest.raises(UsageError, match=f"{wrong[0]}.* must be|must be .*{wrong[0]}"):
-            module.parse(wrong)
+        for wrong in wrongs:
+            option = wrong.split()[0]
+            with pytest.raises(UsageError, match=f"{option}.* must be|must be .*{option}"):
+                module.parse(wrong.split())
 
 
 def test_every_benchmark_of_the_set_has_its_options():
@@ -95,30 +92,29 @@ def test_every_benchmark_of_the_set_has_its_options():
                 parse([*arguments, "--results", "elsewhere"])
 
 
-@pytest.fixture
-def set_of(monkeypatch, tmp_path):
-    """Runs the set with these arguments, and each benchmark's exit code; the names that ran."""
-
-    def run(arguments, code_of):
+def test_the_set_goes_on_after_a_failure_but_not_after_ctrl_c(monkeypatch, tmp_path):
+    def run(*arguments, **codes):
+        """Its exit code, and the names that ran; each ends with its own of these codes."""
         ran = []
-        monkeypatch.setattr(run_set, "run", lambda c: ran.append(c[2]) or code_of.get(c[2], 0))
-        monkeypatch.setattr(run_set.signal, "signal", lambda *_: None)
+
+        def started(command):
+            ran.append(command[2].removeprefix("benchmarks."))
+            return codes.get(ran[-1], 0)
+
+        monkeypatch.setattr(run_set, "run", started)
         monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments, "--results", str(tmp_path)])
-        return run_set.main(), [name.removeprefix("benchmarks.") for name in ran]
+        return run_set.main(), ran
 
-    return run
-
-
-def test_the_set_goes_on_after_a_failure_but_not_after_ctrl_c(set_of, monkeypatch):
-    codes = {"benchmarks.step_time": 3, "benchmarks.memory": 1}
-    assert set_of(["--quick"], codes) == (3, ["step_time", "overlap", "memory"])  # the first's
-    assert set_of(["--quick"], {"benchmarks.step_time": 130}) == (130, ["step_time"])
+    monkeypatch.setattr(run_set.signal, "signal", lambda *_: None)
+    told = run("--quick", step_time=3, memory=1)
+    assert told == (3, ["step_time", "overlap", "memory"])  # the first's code
+    assert run("--quick", step_time=130) == (130, ["step_time"])
     for arguments, told in (["two_hosts", "--quick"], "with --quick"), (["scaling"], "without"):
         with pytest.raises(UsageError, match=f"{told}.* has no {arguments[0]}"):
-            set_of(arguments, {})
+            run(*arguments)
     nowhere = run_set.Benchmark("step_time", obstacle=lambda: "there is no reason")
     monkeypatch.setattr(run_set, "SET", [nowhere])
-    assert set_of([], {}) == (0, [])
+    assert run() == (0, [])
 
 
 TIDIES_UP = """

@@ -4,22 +4,21 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.harness.network import INTERFACE, Host, missing, two_hosts
+from benchmarks.harness.network import INTERFACE, missing, two_hosts
 from tests.support.failing_run import RUN_PY, Run
 
 CHECKED = re.compile(r"parameters ([0-9a-f]{16}), bit-identical on 3 ranks\n")
 STEPS = 14  # 1,437 images, 3 ranks, batches of 32
 GRADIENT_BYTES = 4 * (64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10)  # of the MLP, for 8x8
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
+def hosts():
     why = missing()
     if why is not None:
         pytest.skip(why)
@@ -27,12 +26,12 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield both
 
 
-def run(host: Host, *command: str) -> Run:
+def run(host, *command):
     command = host.command(sys.executable, RUN_PY, *command)
     return Run(*command, DDP_SECRET="known on both hosts")
 
 
-def training(hosts: tuple[Host, Host], timeout: str) -> tuple[Run, Run]:
+def training(hosts, timeout):
     """One rank on the first, two on the second, for longer than a test lasts."""
     where = ["--nproc", "1,2", "--master-addr", hosts[0].address, "--timeout", timeout]
     what = ["--epochs", "10000", "--model", "mlp"]
@@ -41,13 +40,12 @@ def training(hosts: tuple[Host, Host], timeout: str) -> tuple[Run, Run]:
     )
 
 
-def pull_the_cable(host: Host) -> None:
+def pull_the_cable(host):
     """The other host sees no carrier, and what it sends is lost."""
     subprocess.run(["ip", "-n", host.name, "link", "set", INTERFACE, "down"], check=True)
 
 
-@pytest.mark.root
-def test_unequal_machines_train_in_step_across_a_wire(hosts: tuple[Host, Host]) -> None:
+def test_unequal_machines_train_in_step_across_a_wire(hosts):
     first, second = hosts
     start = ["--nproc", "1,2", "--master-addr", first.address, "--check-sync", "--epochs", "1"]
     before = [host.sent_bytes() for host in hosts]
@@ -67,8 +65,7 @@ def test_unequal_machines_train_in_step_across_a_wire(hosts: tuple[Host, Host]) 
     assert min(sent) >= STEPS * GRADIENT_BYTES, sent
 
 
-@pytest.mark.root
-def test_a_pulled_cable_ends_both_sides(hosts: tuple[Host, Host]) -> None:
+def test_a_pulled_cable_ends_both_sides(hosts):
     first, second = training(hosts, timeout="5")
     with first, second:
         first.wait_for("epoch   1")
@@ -82,8 +79,7 @@ def test_a_pulled_cable_ends_both_sides(hosts: tuple[Host, Host]) -> None:
             run.assert_nobody_left()
 
 
-@pytest.mark.root
-def test_signals_are_heard_when_the_cable_is_out(hosts: tuple[Host, Host]) -> None:
+def test_signals_are_heard_when_the_cable_is_out(hosts):
     first, second = training(hosts, timeout="600")
     with first, second:
         first.wait_for("epoch   1")

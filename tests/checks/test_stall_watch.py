@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ class Layers(nn.Module):
         return (y * self.c).sum()
 
 
-def store() -> dist.Store:
+def store():
     _ = dist.group.WORLD.bound_device_id  # puts mpi's in place
     name = dist.group.WORLD.group_name
     prefix = f"ddp stall/{name}/{stall_watch._made[name]}"
@@ -295,27 +295,17 @@ def test_progress_in_words():
     assert Progress.of(5, 2, buckets, names).bucket == "the end of the backward pass"
 
 
-class Event:
-    """Stands for a GPU's event."""
-
-    def __init__(self):
-        self.over = False
-
-    def query(self):
-        return self.over
-
-
 def test_a_gpu_that_waits_behind_the_host():
     """The host is in the next step; an event says that a bucket of this one has not landed."""
     host = Progress(2, None, "0 of 3 gradients have arrived, bucket 0 waits for c")
-    event = Event()
+    event = Mock(query=Mock(return_value=False))
     flying = deque([(1, 0, event)])
     watcher = stall_watch._Watcher(1.0, lambda: lambda: host, flying, "", 0, 1)
     told = f"all gradients of step 1 have arrived, and since then {host.text}"
     first = watcher._look(None)
     assert first == Progress(1, "bucket 0", told)
     assert watcher._look(first) == first, "nothing has happened"
-    event.over = True
+    event.query.return_value = True
     assert watcher._look(first) == host, "the next backward pass forgets the event"
     assert watcher._look(host) == host
     flying.clear()

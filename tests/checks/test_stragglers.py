@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import weakref
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -37,45 +38,48 @@ LATE = {"data": 52}
 WAITS = {"waiting": 54}
 
 
-def test_a_late_rank_is_named():
-    found = compare(seconds([WAITS] * 3, [LATE] * 3, [WAITS] * 3), 103)
-    assert (found.first, found.last, found.steps) == (101, 103, 3)
-    assert (found.rank, found.times, found.phase, found.is_late) == (1, 3, "data", True)
-    assert found.late_ms == pytest.approx(50)
-    assert found.exposed_ms == pytest.approx(4)
-    assert str(found) == (
-        "steps 101-103: rank 1 came last in 3 of 3, 50.0 ms after the others, in data (52.0 ms, "
-        "the others 2.0); a step takes 96.0 ms"
-    )
-
-
+GONE = dict.fromkeys(PHASES, 0) | {"waiting": 96}
+# Descheduled once, and the last in two steps of three by little.
 BY_CHANCE = [[{}, {}, LATE], [{"data": 2.1}, {"data": 2.1}, {}]]
+USUAL = "data 2.0, forward 12.0, backward 25.0, optimizer 3.0, waiting 4.0"
 
 
 @pytest.mark.parametrize(
     ("ranks", "late"),
     [
-        *(([[{}] * 3, [{phase: 90}] * 3], phase) for phase in PHASES[:-1]),
-        # Descheduled once, and the last in two steps of three by little.
+        *(([[{}] * 3, [{phase: 90}] * 3], (1, phase)) for phase in PHASES[:-1]),
         (BY_CHANCE, None),
         ([[{}] * 4, [LATE, {}, LATE, {}]], None),  # half of the steps is not often
         ([[{}] * 3, [{"forward": 15}] * 3], None),  # a small part of a step
-        ([[{}] * 3, [{"forward": 18}] * 3], "forward"),
+        ([[{}] * 3, [{"forward": 18}] * 3], (1, "forward")),
+        ([[LATE] * 3], None),  # one rank has no other
+        # A rank that did not work is left out.
+        ([[GONE] * 3, [WAITS] * 3, [LATE] * 3], (2, "data")),
+        ([[{}, {}, GONE], [LATE] * 3], None),
+        ([[GONE] * 3] * 2, None),
     ],
 )
 def test_who_is_late(ranks, late):
     found = compare(seconds(*ranks), len(ranks[0]))
     assert found.is_late == (late is not None)
-    assert late is None or (found.rank, found.phase) == (1, late)
+    assert late is None or (found.rank, found.phase) == late
 
 
-def test_no_rank_is_named_by_chance():
+def test_what_is_said_of_it():
+    found = compare(seconds([WAITS] * 3, [LATE] * 3, [WAITS] * 3), 103)
+    assert (found.first, found.last, found.steps, found.times) == (101, 103, 3, 3)
+    assert (found.late_ms, found.exposed_ms) == pytest.approx((50, 4))
+    assert str(found) == (
+        "steps 101-103: rank 1 came last in 3 of 3, 50.0 ms after the others, in data (52.0 ms, "
+        "the others 2.0); a step takes 96.0 ms"
+    )
     found = compare(seconds(*BY_CHANCE), 3)
     assert (found.rank, found.times) == (1, 2)
-    assert str(found) == (
-        "steps 1-3: no rank is late; a step takes 46.0 ms: data 2.0, forward 12.0, backward 25.0, "
-        "optimizer 3.0, waiting 4.0"
-    )
+    assert str(found) == f"steps 1-3: no rank is late; a step takes 46.0 ms: {USUAL}"
+    alone = compare(seconds([LATE] * 3), 3)
+    assert str(alone).startswith("steps 1-3: a step takes 96.0 ms: data 52.0")
+    of_two = compare(seconds([GONE] * 3, [WAITS] * 3, [LATE] * 3), 3)
+    assert (of_two.late_ms, of_two.world_size) == (pytest.approx(50), 2)
 
 
 def test_only_some_phases_are_compared():
@@ -86,33 +90,14 @@ def test_only_some_phases_are_compared():
     assert (found.is_late, found.rank, found.phase) == (True, 0, "data")
 
 
-def test_one_rank_has_no_other():
-    found = compare(seconds([LATE] * 3), 3)
-    assert not found.is_late
-    assert str(found).startswith("steps 1-3: a step takes 96.0 ms: data 52.0")
-
-
-def test_a_rank_that_did_not_work_is_left_out():
-    gone = dict.fromkeys(PHASES, 0) | {"waiting": 96}
-    found = compare(seconds([gone] * 3, [WAITS] * 3, [LATE] * 3), 3)
-    assert (found.is_late, found.rank, found.phase, found.world_size) == (True, 2, "data", 2)
-    assert found.late_ms == pytest.approx(50)
-    assert not compare(seconds([{}, {}, gone], [LATE] * 3), 3).is_late
-    assert not compare(seconds([gone] * 3, [gone] * 3), 3).is_late
-
-
 # On ranks, with a clock that stands still but for what a test adds --------------------------------
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def take(self):
-        return self.now
-
-    def seconds(self, mark):
-        return mark
+@contextlib.contextmanager
+def clock_that_stands_still():
+    clock = SimpleNamespace(now=0.0, take=lambda: clock.now, seconds=lambda mark: mark)
+    with patch.object(straggler_watch, "marks_for", lambda device: clock):
+        yield clock
 
 
 class Slow(nn.Module):
@@ -149,13 +134,6 @@ class Several:
     def step(self):
         for optimizer in self.optimizers:
             optimizer.step()
-
-
-@contextlib.contextmanager
-def clock_that_stands_still():
-    clock = Clock()
-    with patch.object(straggler_watch, "marks_for", lambda device: clock):
-        yield clock
 
 
 OPTIMIZERS = {
@@ -221,25 +199,23 @@ HOW = {
     "batch norm": ({"how": ["batch norm"]}, WORK[:1]),  # which leaves two phases to compare
     "evaluation": ({"how": ["evaluate"]}, WORK[:1]),
 }
-PHASE_AND_HOW = [(phase, how) for how, (_, phases) in HOW.items() for phase in phases]
 
 
-@pytest.mark.parametrize(("phase", "how"), PHASE_AND_HOW)
-@on("crew")
-def test_a_slow_rank_is_named_with_its_phase(world, phase, how):
-    for late in (0, 1) if how == "plain" else (1,):
-        first, second = reports(world, late, phase, **HOW[how][0])
-        assert (first.first, first.last) == (2, 2)
-        assert (second.first, second.last, second.rank, second.times) == (3, 4, late, 2)
-        assert (second.phase, second.is_late) == (phase, True)
-        if how in ("plain", "evaluation"):
-            expected = [20.0 if how == "evaluation" else 10.0, 10.0, 10.0, 10.0]
-            assert [second.others_ms[p] for p in WORK] == pytest.approx(expected)
-
-
-@on("crew")
-def test_synchronised_batch_norm_makes_ranks_wait_in_forward(world):
-    assert not reports(world, 1, "forward", ["batch norm"])[1].is_late
+@pytest.mark.parametrize("how", HOW)
+@on("gloo-2")
+def test_a_slow_rank_is_named_with_its_phase(world, how):
+    options, phases = HOW[how]
+    for phase in phases:
+        for late in (0, 1) if how == "plain" else (1,):
+            first, second = reports(world, late, phase, **options)
+            assert (first.first, first.last) == (2, 2)
+            assert (second.first, second.last, second.rank, second.times) == (3, 4, late, 2)
+            assert (second.phase, second.is_late) == (phase, True)
+            if how in ("plain", "evaluation"):
+                expected = [20.0 if how == "evaluation" else 10.0, 10.0, 10.0, 10.0]
+                assert [second.others_ms[p] for p in WORK] == pytest.approx(expected)
+    if how == "batch norm":  # which makes ranks wait in forward
+        assert not reports(world, 1, "forward", ["batch norm"])[1].is_late
 
 
 def uneven(world):
@@ -264,19 +240,21 @@ def uneven(world):
     return [(r.rank, r.is_late, r.world_size) for r in found]
 
 
-def test_a_rank_without_data_is_left_out(crew):
-    for first, second in (*crew(uneven),):
-        size = first[2]
-        assert first == (size - 1, True, size)
-        assert second == (size - 1, size > 2, size - 1)
+def test_a_rank_without_data_is_left_out(ranks):
+    for size in (2, 3):
+        for first, second in ranks("gloo", size)(uneven):
+            assert first == (size - 1, True, size)
+            assert second == (size - 1, size > 2, size - 1)
 
 
 def printed(world):
-    """Rank 0 prints, and no other; nothing outlives the Reducer."""
+    """Rank 0 of a group prints, and no other; nothing outlives the Reducer."""
+    group = dist.new_group([0, 2])
+    if world.rank == 1:
+        return None
     with contextlib.redirect_stderr(io.StringIO()) as out:
         model = nn.Linear(2, 1)
-        ddp.broadcast_parameters(model)
-        reducer = Reducer(model, straggler_every=2)
+        reducer = Reducer(model, group, straggler_every=2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(4):
             model(torch.ones(3, 2)).sum().backward()
@@ -285,16 +263,15 @@ def printed(world):
     del reducer, model, optimizer
     gc.collect()
     assert gone() is None
-    return out.getvalue().splitlines()
+    return [line.split(":")[0] for line in out.getvalue().splitlines()]
 
 
-def test_rank_0_prints_a_line_for_each_report(crew):
-    of_rank_0, *others = crew(printed)
-    assert [line.split(":")[0] for line in of_rank_0] == ["steps 2-2", "steps 3-4"]
-    assert others == [[]] * len(others)
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_the_first_rank_prints_a_line_for_each_report(ranks, backend):
+    assert ranks(backend, 3)(printed) == [["steps 2-2", "steps 3-4"], None, []]
 
 
-@on("crew")
+@on("gloo-2")
 def test_a_callback_may_raise(world):
     """What `tell` raises comes out of backward, and later steps have their times."""
     found = []
@@ -304,25 +281,20 @@ def test_a_callback_may_raise(world):
         if len(found) == 1 and world.rank == 0:
             raise ValueError("on purpose")
 
+    told = pytest.raises(ValueError, match="on purpose")
     with clock_that_stands_still() as clock:
         model = nn.Linear(2, 1)
         reducer = Reducer(model)
         reducer.watch_stragglers(2, tell)
         for step in range(6):
             clock.now += 0.05
-            expected = step == 1 and world.rank == 0
-            with (
-                pytest.raises(ValueError, match="on purpose")
-                if expected
-                else contextlib.nullcontext()
-            ):
+            with told if step == 1 and world.rank == 0 else contextlib.nullcontext():
                 model(torch.ones(3, 2)).sum().backward()
     assert found == pytest.approx([50] * 3)
 
 
-@on("crew")
-def test_an_optimizer_may_outlive_the_reducer(world):
-    """An optimizer that outlives its Reducers keeps nothing of them."""
+@on("gloo-2")
+def test_an_optimizer_that_outlives_its_reducers_keeps_nothing_of_them(world):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
@@ -335,21 +307,3 @@ def test_an_optimizer_may_outlive_the_reducer(world):
         gc.collect()
         assert gone() is None
     assert not optimizer._optimizer_step_post_hooks
-
-
-def in_a_group(world):
-    """The ranks of a part are compared among themselves."""
-    group = dist.new_group([0, 2])
-    if world.rank == 1:
-        return None
-    with contextlib.redirect_stderr(io.StringIO()) as out:
-        model = nn.Linear(2, 1)
-        Reducer(model, group, straggler_every=1)
-        for _ in range(2):
-            model(torch.ones(3, 2)).sum().backward()
-    return out.getvalue().count("steps 2-2: ")
-
-
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
-def test_a_part_of_the_ranks(ranks, backend):
-    assert ranks(backend, 3)(in_a_group) == [1, None, 0]

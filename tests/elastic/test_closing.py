@@ -1,7 +1,6 @@
 """A group is closed while collectives are under way in it."""
 
 import sys
-from pathlib import Path
 
 from ddp_from_scratch import start_ranks
 
@@ -55,7 +54,7 @@ os._exit(0)
 """
 
 
-def test_what_is_under_way_is_broken_off_on_both_sides(tmp_path: Path) -> None:
+def test_what_is_under_way_is_broken_off_on_both_sides(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     assert start_ranks([sys.executable, str(program), str(tmp_path)], [2]) == 0

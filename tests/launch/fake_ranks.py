@@ -1,50 +1,58 @@
 """A supervisor whose ranks are fakes, on a fake clock: nothing is started, and nothing takes time.
 
-    job = Job(monkeypatch)
-    code = job.run(Watch(["true"], [{"RANK": "0"}]), [ends(0, 7)])
+    job.run(Watch(["true"], [{"RANK": "0"}]), "wait 3 | ends 0 KILL") == 137
 
-Before each poll of the supervisor the next event happens; a number lets so many seconds pass, and a
-tuple holds events between which the supervisor does not look.
+Before each poll of the supervisor the next event happens: a method of `Job` with its arguments.
+Between events that `&` joins the supervisor does not look.
 """
 
+import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
+import torch.distributed as dist
 
 from ddp_from_scratch.launch import going_on, other_machines, supervisor, watch
 from ddp_from_scratch.launch.board import Board
 
 LIMIT_S = 10.0  # more than any time that a supervisor waits by itself
 
-Event = Any  # Callable[[Job], object], seconds, or a tuple of both
+
+def number_of(text):
+    """The signal of this name, without SIG."""
+    return signal.Signals[f"SIG{text}"]
 
 
 class Rank:
     """In the place of a process. A signal ends it, unless it ignores that one."""
 
-    def __init__(self, clock: "Clock", environ: dict[str, str]) -> None:
+    def __init__(self, clock, environ):
         self._clock, self.environ = clock, environ
-        self.pid: int | None = None
-        self.code: int | None = None
-        self.ignored: set[int] = {0}
+        self.pid = self.code = None
+        self.ignored = {0}
         self.is_stopped = False
-        self.signals: list[tuple[int, float]] = []
+        self.signals = []
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.code
 
-    def wait(self) -> int:
+    def wait(self):
         assert self.code is not None, "the supervisor would wait for ever"
         return self.code
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         assert self.code is None
         self.signals.append((int(number), self._clock.now))
         if number not in self.ignored:
             self.code = -number
+
+    def __str__(self):
+        """The signals that it got, and where 5 s passed between two."""
+        text, before = [], float("inf")
+        for number, now in self.signals:
+            text += ["5s"] * (now - before >= 5.0) + [signal.Signals(number).name[3:]]
+            before = now
+        return " ".join(text) or "-"
 
 
 class StillRuns(Exception):
@@ -54,14 +62,14 @@ class StillRuns(Exception):
 class Clock:
     """In the place of the module `time`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = self._until = 100.0
-        self.events: Iterator[float] = iter(())
+        self.events = iter(())
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
         if self.now < self._until:
             return
@@ -75,18 +83,13 @@ class Clock:
 class Job:
     """The ranks, the clock, and what other machines say."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock = Clock()
-        self.ranks: list[Rank] = []
-        self.on_start: Callable[[Job], object] = lambda job: None
-        self.board: Board
-        # Machine 0's store, and the link to it.
-        self.store: Any
-        self.link: Any
+    def __init__(self, monkeypatch, folder):
+        self.clock, self.ranks = Clock(), []
+        self.on_start = lambda: None
+        self.board, self.store = Board(folder, capacity=16), dist.HashStore()
+        self.link = None  # to machine 0
         # The supervisors of other machines, for `Watch`.
-        self.elsewhere: str | None = None
-        self.told: list[str] = []
-        self.may_all_leave = False
+        self.elsewhere, self.told, self.may_all_leave = None, [], False
         popen = SimpleNamespace(Popen=self._start, DEVNULL=None)
         for module in (watch, supervisor):
             monkeypatch.setattr(module, "subprocess", popen)
@@ -96,21 +99,22 @@ class Job:
             watch, "_is_stopped", lambda rank: isinstance(rank, Rank) and rank.is_stopped
         )
 
-    def _start(self, command: Sequence[str], env: dict[str, str], **_: object) -> Rank:
-        self.on_start(self)
+    def _start(self, command, env, **_):
+        self.on_start()
         self.ranks.append(Rank(self.clock, env))
         return self.ranks[-1]
 
-    def run(self, supervisor: watch.Watch, events: Sequence[Event]) -> int | None:
+    def run(self, supervisor, events=""):
         """The supervisor's exit code; None where it still runs after the last event."""
 
-        def all_events() -> Iterator[float]:
-            for event in events:
-                if isinstance(event, float | int):
-                    yield event
-                    continue
-                for one in event if isinstance(event, tuple) else (event,):
-                    one(self)
+        def all_events():
+            for group in filter(None, events.split(" | ")):
+                for event in group.split(" & "):
+                    name, *arguments = event.split()
+                    if name == "wait":
+                        yield float(*arguments)
+                    else:
+                        getattr(self, name)(*arguments)
                 yield 0.0
             yield LIMIT_S
 
@@ -120,79 +124,113 @@ class Job:
         except StillRuns:
             return None
 
-    def signals(self) -> list[list[int]]:
-        """Those that each rank has got."""
-        return [[number for number, _ in rank.signals] for rank in self.ranks]
+    def signals(self):
+        return ", ".join(map(str, self.ranks))
 
     # In the place of `multi_node.Machines`.
 
-    def may_leave(self) -> bool:
+    def may_leave(self):
         return self.may_all_leave
 
-    def failure(self) -> str | None:
+    def failure(self):
         return self.elsewhere
 
-    def tell_failure(self, text: str) -> None:
+    def tell_failure(self, text):
         self.told.append(text)
 
+    # Events: ranks are digits.
 
-# Events -------------------------------------------------------------------------------------------
+    def ends(self, ranks, code):
+        for rank in map(int, ranks):
+            self.ranks[rank].code = int(code) if code.isdigit() else -number_of(code)
 
+    def ignore(self, ranks, *names):
+        for rank in map(int, ranks):
+            self.ranks[rank].ignored.update(map(number_of, names))
 
-def ends(rank: int, code: int) -> Event:
-    """A rank ends with this code, or of the signal -`code`."""
-    return lambda job: setattr(job.ranks[rank], "code", code)
+    def stops(self, rank):
+        self.ranks[int(rank)].is_stopped = True
 
+    def continues(self, rank):
+        self.ranks[int(rank)].is_stopped = False
 
-def ignores(rank: int, *numbers: int) -> Event:
-    return lambda job: job.ranks[rank].ignored.update(numbers)
+    def gets(self, name):
+        """The supervisor's own process gets a signal."""
+        signal.raise_signal(number_of(name))
 
+    def fails_elsewhere(self):
+        self.elsewhere = "machine 1: rank 2 was killed by SIGKILL"
 
-def is_stopped(rank: int, stopped: bool = True) -> Event:
-    return lambda job: setattr(job.ranks[rank], "is_stopped", stopped)
+    def done_elsewhere(self):
+        self.may_all_leave = True
 
+    def train(self, members):
+        """They have come to the present generation, and have a state that 8 ranks can use."""
+        for member in map(int, members):
+            self.board.arrive(member, self.board.generation, 0)
+            self.board.note_state(member, 8)
 
-def gets(number: int) -> Event:
-    """The supervisor's own process gets a signal."""
-    return lambda job: signal.raise_signal(number)
+    def arrives(self, member, step=-1):
+        self.board.arrive(int(member), self.board.generation, step)
 
+    def asks(self, member):
+        """For the next generation."""
+        self.board.ask(int(member), self.board.generation + 1)
 
-def trains(*members: int) -> Event:
-    """These have come to the present generation, and have a state that 8 ranks can use."""
+    def raises(self, member, step, text):
+        self.arrives(member)
+        self.board.note_failure(int(member), int(step), text)
+        self.ranks[int(member)].code = 1
 
-    def event(job: Job) -> None:
-        for member in members:
-            job.board.arrive(member, job.board.generation, 0)
-            job.board.note_state(member, 8)
+    def generation(self, number, members):
+        """Holds that this is the present one."""
+        now = self.board.generation
+        assert (now, self.board.members(now)) == (int(number), [*map(int, members)])
 
-    return event
+    # Events of machine 0.
 
+    def comes(self, ticket):
+        """A supervisor of machine 1 asks to be let in."""
+        assert self.store.add("tickets", 1) == int(ticket)
+        arrival = {"node": 1, "counts": [1, 2], "asked": {}}
+        self.store.set(f"arrival {ticket}", json.dumps(arrival))
 
-def arrives(member: int) -> Event:
-    return lambda job: job.board.arrive(member, job.board.generation, -1)
+    def reports(self, ticket, *words):
+        """What its ranks say of themselves: a number, and four digits."""
+        ranks = {own[0]: [None, [*map(int, own[2:])], None] for own in words}
+        report = {"ranks": ranks, "signals": [], "ended": False, "beat": self.clock.now}
+        self.store.set(f"report {ticket}", json.dumps(report))
 
+    def let_in(self, ticket, members):
+        assert self.store.get(f"answer {ticket}") == b""
+        orders = [["start", int(member), 0] for member in members]
+        assert json.loads(self.store.get("job"))["orders"][ticket] == orders
 
-def asks(member: int) -> Event:
-    """For the next generation."""
-    return lambda job: job.board.ask(member, job.board.generation + 1)
+    def refused(self, ticket, *told):
+        assert self.store.get(f"answer {ticket}").decode() == " ".join(told)
 
+    # Events of another machine.
 
-def fails(member: int, step: int, text: str) -> Event:
-    """With an exception."""
+    def hears(self, *more, end=None, ticket="7"):
+        """The orders of machine 0: to start ranks 1 and 2, and one more."""
+        orders = [("start", 1, 0), ("start", 2, 0)]
+        if more:
+            orders.append((more[0], int(more[1]), number_of(more[2]) if more[2:] else 0))
+        said = {"words": [[0, 0, 0, 8]], "generation": 1, "announced": [[0, 1], [0, 1]]}
+        self.link.job = said | {"end": end, "orders": {ticket: orders}}
 
-    def event(job: Job) -> None:
-        job.board.arrive(member, job.board.generation, -1)
-        job.board.note_failure(member, step, text)
-        job.ranks[member].code = 1
+    def hears_the_end(self, code):
+        self.hears(end=int(code))
 
-    return event
+    def hears_of_another(self):
+        self.hears(ticket="8")
 
+    def silence(self, silent):
+        self.link.silent_since = {"begins": self.clock.now, "ends": float("inf")}[silent]
 
-def generation(number: int, *members: int) -> Event:
-    """Holds that this is the present one."""
+    def machine_0_is_gone(self):
+        self.link.is_closed = True
 
-    def event(job: Job) -> None:
-        now = job.board.generation
-        assert (now, job.board.members(now)) == (number, list(members))
-
-    return event
+    def reported(self, name):
+        """Holds which signal machine 0 is told of."""
+        assert self.link.report["signals"] == [number_of(name)]

@@ -1,542 +1,321 @@
-"""What supervisors decide: tables of events, with fake ranks and a fake clock."""
+"""What supervisors decide: tables of events (`fake_ranks.Job`), and what comes of them."""
 
-import json
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
-import torch.distributed as dist
 
 from ddp_from_scratch.launch import other_machines
-from ddp_from_scratch.launch.board import Board
 from ddp_from_scratch.launch.going_on import GoingOnWatch
 from ddp_from_scratch.launch.other_machines import Follower
 from ddp_from_scratch.launch.supervisor import _MpirunWatch
 from ddp_from_scratch.launch.watch import Watch
-from tests.launch.fake_ranks import (
-    Event,
-    Job,
-    arrives,
-    asks,
-    ends,
-    fails,
-    generation,
-    gets,
-    ignores,
-    is_stopped,
-    trains,
-)
+from tests.launch.fake_ranks import Job
 
-INT, TERM, HUP, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
-USR1, USR2, QUIT = signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT
-ALL = [INT, TERM, HUP, USR1, USR2, QUIT]
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
+ALL = [signal.Signals[name] for name in NAMES]
 ASKED = "stopping all ranks; once more ends them at once"
-LATER = 30.0  # longer than any limit of a supervisor
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(monkeypatch, tmp_path):
     """Whatever signals this process ignores (nohup), and is left with the handlers it had."""
     before = [signal.signal(number, signal.SIG_DFL) for number in ALL]
-    yield Job(monkeypatch)
+    yield Job(monkeypatch, tmp_path)
     now = [signal.signal(number, handler) for number, handler in zip(ALL, before, strict=True)]
     assert {handler for handler in now if handler is not signal.SIG_IGN} <= {signal.SIG_DFL}
 
 
-@dataclass
-class Case:
-    """Events, and what comes of them."""
-
-    events: list[Event]
+class Case(NamedTuple):
+    events: str
     code: int | None  # None: the job still runs
-    said: list[str] = field(default_factory=list)
-    signals: list[list[int]] | None = None  # that each rank has got
-    told: list[str] = field(default_factory=list)  # to other machines
+    signals: str = ""  # that each rank has got
+    said: tuple[str, ...] = ()
+    told: str = ""  # to other machines
     max_failures: int = 3
     nproc: int = 3
 
 
+def check(case, job, capfd, supervisor):
+    assert job.run(supervisor, case.events) == case.code
+    assert capfd.readouterr().err.splitlines() == [*case.said]
+    assert job.signals() == case.signals or not case.signals
+
+
 # All ranks end when one fails ---------------------------------------------------------------------
 
+OTHERS = "all other ranks were stopped"
+KILLED = "rank 1 was killed by SIGKILL"
+SLOWLY = "ignore 012 TERM"
+THEIR_TIME = "wait 30 | ends 0 143 | wait 30 | ends 1 0 | ends 2 143"
+ALL_TERM, ALL_KILL = ", ".join(["TERM"] * 3), ", ".join(["TERM KILL"] * 3)
 TOGETHER = {
-    "all end well": Case([ends(0, 0), ends(2, 0), ends(1, 0)], 0, signals=[[], [], []]),
-    "one fails": Case(
-        [ends(0, 0), ends(1, 7)],
-        7,
-        signals=[[], [], [TERM]],
-        told=["rank 1 ended with exit code 7"],
-    ),
-    "one is killed": Case(
-        [ends(1, -KILL)],
-        137,
-        ["rank 1 was killed by SIGKILL; all other ranks were stopped"],
-        [[TERM], [], [TERM]],
-        ["rank 1 was killed by SIGKILL"],
-    ),
+    "all end well": Case("ends 0 0 | ends 2 0 | ends 1 0", 0, "-, -, -"),
+    "one fails": Case("ends 0 0 | ends 1 7", 7, "-, -, TERM", (), "rank 1 ended with exit code 7"),
+    "one is killed": Case("ends 1 KILL", 137, "TERM, -, TERM", (f"{KILLED}; {OTHERS}",), KILLED),
     "one does not stop": Case(
-        [ignores(2, TERM), ends(0, 3)],
-        3,
-        [],
-        [[], [TERM], [TERM, KILL]],
-        ["rank 0 ended with exit code 3"],
+        *("ignore 2 TERM | ends 0 3", 3, "-, TERM, TERM 5s KILL", ()),
+        "rank 0 ended with exit code 3",
     ),
     **{
-        f"{number.name}, and they take their time": Case(
-            [
-                (gets(number), *(ignores(r, TERM) for r in range(3))),
-                LATER,
-                ends(0, 143),
-                LATER,
-                ends(1, 0),
-                ends(2, 143),
-            ],
-            128 + number,
-            [ASKED],
-            [[TERM]] * 3,
-            [f"stopped by {number.name}"],
+        f"{name}, and they take their time": Case(
+            *(f"gets {name} & {SLOWLY} | {THEIR_TIME}", code, ALL_TERM, (ASKED,)),
+            f"stopped by SIG{name}",
         )
-        for number in (INT, TERM, USR1, HUP)
+        for name, code in (("INT", 130), ("TERM", 143), ("USR1", 138), ("HUP", 129))
     },
     "a signal, and all finish": Case(
-        [(gets(INT), *(ignores(r, TERM) for r in range(3)))] + [ends(r, 0) for r in range(3)],
-        0,
-        [ASKED],
+        f"gets INT & {SLOWLY} | ends 0 0 | ends 1 0 | ends 2 0", 0, "", (ASKED,)
     ),
     "a second signal": Case(
-        [(gets(INT), *(ignores(r, TERM) for r in range(3))), gets(TERM)],
-        130,
-        [ASKED],
-        [[TERM, KILL]] * 3,
-        ["stopped by SIGINT"],
+        f"gets INT & {SLOWLY} | gets TERM", 130, ALL_KILL, (ASKED,), "stopped by SIGINT"
     ),
     "the end of a session is one signal": Case(
-        [(gets(TERM), *(ignores(r, TERM) for r in range(3))), gets(HUP), gets(USR1), LATER]
-        + [ends(r, 143) for r in range(3)],
-        143,
-        [ASKED],
-        [[TERM]] * 3,
-        ["stopped by SIGTERM"],
+        *(f"gets TERM & {SLOWLY} | gets HUP | gets USR1 | wait 30 | ends 012 143", 143, ALL_TERM),
+        *((ASKED,), "stopped by SIGTERM"),
     ),
     # Rank 0 would save first, but waits for rank 1 to agree, which has not got so far.
     "one dies of the signal": Case(
-        [(ignores(0, TERM), gets(TERM))],
-        143,
-        [ASKED],
-        [[TERM, TERM, KILL], [TERM], [TERM]],
-        ["stopped by SIGTERM"],
+        *("ignore 0 TERM & gets TERM", 143, "TERM TERM 5s KILL, TERM, TERM"),
+        *((ASKED,), "stopped by SIGTERM"),
     ),
     "a second signal while one is given time": Case(
-        [(ignores(0, TERM), gets(TERM)), gets(TERM)],
-        143,
-        [ASKED],
-        [[TERM, TERM, KILL]] + [[TERM]] * 2,
-        ["stopped by SIGTERM"],
+        *("ignore 0 TERM & gets TERM | gets TERM", 143, "TERM TERM KILL, TERM, TERM"),
+        *((ASKED,), "stopped by SIGTERM"),
     ),
     **{
-        f"{number.name} ends all": Case(
-            [gets(number)],
-            128 + number,
-            [f"ending all ranks ({number.name})"],
-            [[TERM]] * 3,
-            [f"ended by {number.name}"],
+        f"{name} ends all": Case(
+            *(f"gets {name}", code, ALL_TERM),
+            *((f"ending all ranks (SIG{name})",), f"ended by SIG{name}"),
         )
-        for number in (QUIT, USR2)
+        for name, code in (("QUIT", 131), ("USR2", 140))
     },
 }
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_ranks_that_end_together(
-    name: str, elsewhere: bool, job: Job, capfd: pytest.CaptureFixture[str]
-) -> None:
-    case, job.may_all_leave = TOGETHER[name], True
+def test_ranks_that_end_together(name, elsewhere, job, capfd):
+    job.may_all_leave = True
     environments = [{"RANK": str(rank)} for rank in range(3)]
-    machines: Any = job if elsewhere else None
-    assert job.run(Watch(["true"], environments, machines=machines), case.events) == case.code
-    assert capfd.readouterr().err.splitlines() == case.said
-    if case.signals is not None:
-        assert job.signals() == case.signals
-    for (_, asked), *_, (last, killed) in (r.signals for r in job.ranks if len(r.signals) > 1):
-        assert last == KILL
-        assert (killed - asked >= 5.0) == (name in ("one does not stop", "one dies of the signal"))
-    assert job.told == (case.told if elsewhere else [])
+    watch = Watch(["true"], environments, machines=job if elsewhere else None)
+    check(TOGETHER[name], job, capfd, watch)
+    assert job.told == [TOGETHER[name].told] * (elsewhere and bool(TOGETHER[name].told))
 
 
-def says(text: str) -> Event:
-    return lambda job: setattr(job, "elsewhere", text)
-
-
-LOST = "machine 1: rank 2 was killed by SIGKILL"
+LOST = "stopped: machine 1: rank 2 was killed by SIGKILL"
 ELSEWHERE = {
-    "a failure there": Case([says(LOST)], 1, [f"stopped: {LOST}"], [[TERM]] * 2),
-    "which a rank here tells, too": Case([says(LOST), 0.6, ends(1, 3)], 3, [], [[TERM], []]),
+    "a failure there": Case("fails_elsewhere", 1, "TERM, TERM", (LOST,)),
+    "which a rank here tells, too": Case("fails_elsewhere | wait 0.6 | ends 1 3", 3, "TERM, -"),
     # A rank that has lost its peers ends with 1, and says nothing of the reason.
     "which a rank here suffers from": Case(
-        [says(LOST), 0.6, ends(1, 1)], 1, [f"stopped: {LOST}"], [[TERM], []]
+        "fails_elsewhere | wait 0.6 | ends 1 1", 1, "TERM, -", (LOST,)
     ),
-    "they are not done there": Case([ends(0, 0), ends(1, 0), LATER], None),
+    "they are not done there": Case("ends 01 0 | wait 30", None),
     "they are not done there, and a signal comes": Case(
-        [ends(0, 0), ends(1, 0), LATER, gets(INT)], 0, [ASKED]
+        "ends 01 0 | wait 30 | gets INT", 0, "", (ASKED,)
     ),
-    "they are done": Case(
-        [ends(0, 0), ends(1, 0), LATER, lambda job: setattr(job, "may_all_leave", True)], 0
-    ),
+    "they are done": Case("ends 01 0 | wait 30 | done_elsewhere", 0),
 }
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_what_happens_on_other_machines(
-    name: str, job: Job, capfd: pytest.CaptureFixture[str]
-) -> None:
-    case, machines = ELSEWHERE[name], job
-    watched = Watch(["true"], [{"RANK": "0"}, {"RANK": "1"}], machines=machines)  # type: ignore[arg-type]
-    assert job.run(watched, case.events) == case.code
-    assert capfd.readouterr().err.splitlines() == case.said
-    if case.signals is not None:
-        assert job.signals() == case.signals
+def test_what_happens_on_other_machines(name, job, capfd):
+    watch = Watch(["true"], [{"RANK": "0"}, {"RANK": "1"}], machines=job)
+    check(ELSEWHERE[name], job, capfd, watch)
 
 
-def test_nohup_stays_in_force(job: Job) -> None:
-    signal.signal(HUP, signal.SIG_IGN)
-    assert job.run(Watch(["true"], [{}]), [gets(HUP), LATER, ends(0, 0)]) == 0
-    assert signal.getsignal(HUP) is signal.SIG_IGN
+def test_nohup_stays_in_force(job):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert job.run(Watch(["true"], [{}]), "gets HUP | wait 30 | ends 0 0") == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_a_signal_between_two_starts_reaches_the_later_rank_too(job: Job) -> None:
-    job.on_start = lambda job: gets(INT)(job) if len(job.ranks) == 1 else None
-    assert job.run(Watch(["true"], [{}, {}]), []) == 130
-    assert job.signals() == [[TERM], [TERM]]
+def test_a_signal_between_two_starts_reaches_the_later_rank_too(job):
+    job.on_start = lambda: job.gets("INT") if len(job.ranks) == 1 else None
+    assert job.run(Watch(["true"], [{}, {}])) == 130
+    assert job.signals() == "TERM, TERM"
 
 
+CRASHED = f"mpirun was killed by SIGSEGV; {OTHERS}"
 MPIRUN = {
-    "one": Case([(ignores(0, USR1), gets(INT)), LATER, ends(0, 138)], 130, [ASKED], [[USR1]]),
-    "two": Case([(ignores(0, USR1), gets(INT)), gets(INT)], 130, [ASKED], [[USR1, TERM]]),
+    "one": Case("ignore 0 USR1 & gets INT | wait 30 | ends 0 138", 130, "USR1", (ASKED,)),
+    "two": Case("ignore 0 USR1 & gets INT | gets INT", 130, "USR1 TERM", (ASKED,)),
     "three": Case(
-        [(ignores(0, USR1, TERM), gets(INT)), gets(INT), gets(INT)],
-        130,
-        [ASKED],
-        [[USR1, TERM, KILL]],
+        "ignore 0 USR1 TERM & gets INT | gets INT | gets INT", 130, "USR1 TERM KILL", (ASKED,)
     ),
-    "none": Case(
-        [ends(0, -11)], 139, ["mpirun was killed by SIGSEGV; all other ranks were stopped"], [[]]
-    ),
+    "none": Case("ends 0 SEGV", 139, "-", (CRASHED,)),
+    "another": Case("gets USR2", 140, "TERM", ("ending all ranks (SIGUSR2)",)),
 }
 
 
 @pytest.mark.parametrize("name", MPIRUN)
-def test_signals_that_mpirun_gets(name: str, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
-    case = MPIRUN[name]
-    assert job.run(_MpirunWatch(["/usr/bin/mpirun", "true"], [{}]), case.events) == case.code
-    assert (capfd.readouterr().err.splitlines(), job.signals()) == (case.said, case.signals)
+def test_signals_that_mpirun_gets(name, job, capfd):
+    check(MPIRUN[name], job, capfd, _MpirunWatch(["/usr/bin/mpirun", "true"], [{}]))
 
 
 # The others go on ---------------------------------------------------------------------------------
 
 
-def another(number: int, of: int = 3) -> str:
-    return f"; starting another (failure {number} of {of})"
+def lost(member, how, left, failure, of=3):
+    ranks = f"{left} {'rank' if left == 1 else 'ranks'}"
+    then = f"starting another (failure {failure} of {of})"
+    if failure > of:
+        then = f"no replacement is left of {of}"
+    return f"process {member} {ended(how)}: going on with {ranks}; {then}"
 
 
-CANNOT_JOIN = (
-    "process {} ended with exit code {} before it had joined; no other is started in its place"
-)
-KILLED_0 = f"process 0 was killed by SIGKILL: going on with 1 rank{another(1)}"
-KILLED_1 = f"process 1 was killed by SIGKILL: going on with 2 ranks{another(1)}"
+def ended(how):
+    return f"ended with exit code {how}" if isinstance(how, int) else f"was killed by SIG{how}"
+
+
+def last(member, how):
+    return f"process {member} {ended(how)}: no rank is left that has trained; the run ends"
+
+
+def cannot_join(member, code):
+    return f"process {member} {ended(code)} before it had joined; no other is started in its place"
+
+
+KILLED_0, KILLED_1 = lost(0, "KILL", 1, 1), lost(1, "KILL", 2, 1)
+PAIR = {"nproc": 2}
 GOING_ON = {
     "one is killed, and another joins": Case(
-        [
-            *(trains(0, 1, 2), ends(1, -KILL), generation(2, 0, 2), trains(0, 2), asks(3)),
-            # Not at once: the others may still be on their way into the last generation.
-            *(generation(2, 0, 2), 0.3, generation(3, 0, 2, 3), trains(0, 2, 3), LATER),
-            *(generation(3, 0, 2, 3), ends(0, 0), ends(2, 0), ends(3, 0)),
-        ],
-        0,
-        [KILLED_1],
-        [[]] * 4,
+        # Not at once: the others may still be on their way into the last generation.
+        "train 012 | ends 1 KILL | generation 2 02 | train 02 | asks 3 | generation 2 02 | wait 0.3"
+        " | generation 3 023 | train 023 | wait 30 | generation 3 023 | ends 0 0 | ends 2 0"
+        " | ends 3 0",
+        *(0, "-, -, -, -", (KILLED_1,)),
     ),
     "one that lost a peer asks": Case(
-        [trains(0, 1, 2), asks(2), generation(2, 0, 1, 2), LATER, generation(2, 0, 1, 2)], None
+        "train 012 | asks 2 | generation 2 012 | wait 30 | generation 2 012", None
     ),
     "one that ended well is not missed": Case(
-        [
-            trains(0, 1, 2),
-            ends(0, 0),
-            generation(1, 0, 1, 2),
-            ends(1, -KILL),
-            generation(2, 2),
-            ends(2, 0),
-        ],
-        0,
-        ["process 1 was killed by SIGKILL: going on with 1 rank; no replacement is left of 0"],
-        max_failures=0,
+        "train 012 | ends 0 0 | generation 1 012 | ends 1 KILL | generation 2 2 | ends 2 0",
+        *(0, "", (lost(1, "KILL", 1, 1, of=0),), "", 0),
     ),
     "one that ended well is not waited for": Case(
-        [trains(0, 1, 2), asks(1), generation(2, 0, 1, 2), ends(0, 0), generation(3, 1, 2)], None
+        "train 012 | asks 1 | generation 2 012 | ends 0 0 | generation 3 12", None
     ),
     "all that have trained are done": Case(
-        [trains(0, 1), ends(0, -KILL), generation(2, 1), ends(1, 0)],
-        0,
-        [KILLED_0],
-        [[], [], [TERM]],
-        nproc=2,
+        "train 01 | ends 0 KILL | generation 2 1 | ends 1 0", 0, "-, -, TERM", (KILLED_0,), **PAIR
     ),
     "one ends well before any has trained": Case(
-        [(arrives(0), ends(0, 0)), LATER, generation(1, 0, 1, 2)], None, [], [[], [TERM], [TERM]]
+        "arrives 0 & ends 0 0 | wait 30 | generation 1 012", None, "-, TERM, TERM"
     ),
-    "all end well without a state": Case([ends(0, 0), ends(1, 0), ends(2, 0)], 0),
-    "a user's mistake at the start": Case([ends(1, 2)], 2, [], [[TERM], [], [TERM]]),
-    "a user's mistake later": Case([trains(0, 1, 2), ends(1, 2)], 2),
+    "all end well without a state": Case("ends 0 0 | ends 1 0 | ends 2 0", 0),
+    "a user's mistake at the start": Case("ends 1 2", 2, "TERM, -, TERM"),
+    "a user's mistake later": Case("train 012 | ends 1 2", 2),
     "the same exception at the same step": Case(
-        [
-            trains(0, 1, 2),
-            fails(1, 6, "ValueError: no"),
-            fails(3, 7, "ValueError: no"),
-            fails(4, 7, "ValueError: no"),
-        ],
-        1,
-        [
-            f"process 1 ended with exit code 1: going on with 2 ranks{another(1)}",
-            f"process 3 ended with exit code 1: going on with 2 ranks{another(2)}",
-            "step 8 failed again with ValueError: no; all other ranks were stopped",
-        ],
+        "train 012 | raises 1 6 no | raises 3 7 no | raises 4 7 no",
+        *(1, "", (lost(1, 1, 2, 1), lost(3, 1, 2, 2), f"step 8 failed again with no; {OTHERS}")),
     ),
     "other exceptions at the same step": Case(
-        [
-            trains(0, 1, 2),
-            fails(1, 7, "ValueError: no"),
-            fails(3, 7, "ValueError: yes"),
-            fails(4, 7, "ValueError: no"),
-            generation(2, 0, 2),
-        ],
-        None,
-        [
-            f"process {member} ended with exit code 1: going on with 2 ranks{another(number)}"
-            for number, member in enumerate((1, 3, 4), 1)
-        ],
+        "train 012 | raises 1 7 no | raises 3 7 yes | raises 4 7 no | generation 2 02",
+        *(None, "", (lost(1, 1, 2, 1), lost(3, 1, 2, 2), lost(4, 1, 2, 3))),
     ),
     "a fault between two exceptions": Case(
-        [
-            trains(0, 1, 2),
-            fails(1, 7, "ValueError: no"),
-            ends(3, -KILL),
-            fails(4, 7, "ValueError: no"),
-        ],
-        None,
-        [
-            f"process 1 ended with exit code 1: going on with 2 ranks{another(1)}",
-            f"process 3 was killed by SIGKILL: going on with 2 ranks{another(2)}",
-            f"process 4 ended with exit code 1: going on with 2 ranks{another(3)}",
-        ],
+        "train 012 | raises 1 7 no | ends 3 KILL | raises 4 7 no",
+        *(None, "", (lost(1, 1, 2, 1), lost(3, "KILL", 2, 2), lost(4, 1, 2, 3))),
     ),
-    "the only one fails at its start": Case([ends(0, 5)], 5, nproc=1),
+    "the only one fails at its start": Case("ends 0 5", 5, nproc=1),
     "the start fails twice": Case(
-        [ends(1, 5), ends(2, 5)],
-        5,
-        [
-            f"process 1 ended with exit code 5: going on with 1 rank{another(1)}",
-            "the start failed again with exit code 5; all other ranks were stopped",
-        ],
-        nproc=2,
+        *("ends 1 5 | ends 2 5", 5, ""),
+        (lost(1, 5, 1, 1), f"the start failed again with exit code 5; {OTHERS}"),
+        **PAIR,
     ),
     "the start fails with another code": Case(
-        [ends(1, 5), ends(2, 6)],
-        None,
-        [
-            f"process 1 ended with exit code 5: going on with 1 rank{another(1)}",
-            f"process 2 ended with exit code 6: going on with 1 rank{another(2)}",
-        ],
-        nproc=2,
+        "ends 1 5 | ends 2 6", None, "", (lost(1, 5, 1, 1), lost(2, 6, 1, 2)), **PAIR
     ),
     "one that cannot join, by its user's mistake": Case(
-        [trains(0, 1), ends(0, -KILL), generation(2, 1), ends(2, 2), LATER, ends(1, 0)],
-        0,
-        [KILLED_0, CANNOT_JOIN.format(2, 2)],
-        [[]] * 3,
-        nproc=2,
+        "train 01 | ends 0 KILL | generation 2 1 | ends 2 2 | wait 30 | ends 1 0",
+        *(0, "-, -, -", (KILLED_0, cannot_join(2, 2))),
+        **PAIR,
     ),
     "one that cannot join, for the second time": Case(
-        [trains(0, 1), ends(0, -KILL), ends(2, 5), ends(3, 5), LATER, ends(1, 0)],
-        0,
-        [
-            KILLED_0,
-            f"process 2 ended with exit code 5: going on with 1 rank{another(2)}",
-            CANNOT_JOIN.format(3, 5),
-        ],
-        [[]] * 4,
-        nproc=2,
+        "train 01 | ends 0 KILL | ends 2 5 | ends 3 5 | wait 30 | ends 1 0",
+        *(0, "-, -, -, -", (KILLED_0, lost(2, 5, 1, 2), cannot_join(3, 5))),
+        **PAIR,
+    ),
+    "one that is killed before it has joined, twice": Case(
+        "train 01 | ends 0 KILL | ends 2 KILL | ends 3 KILL | generation 2 1",
+        *(None, "", (KILLED_0, lost(2, "KILL", 1, 2), lost(3, "KILL", 1, 3))),
+        **PAIR,
     ),
     "too many failures": Case(
-        [trains(0, 1, 2), ends(1, 9), (arrives(3), ends(3, 9)), LATER, generation(2, 0, 2)],
-        None,
-        [
-            f"process 1 ended with exit code 9: going on with 2 ranks{another(1, of=1)}",
-            "process 3 ended with exit code 9: going on with 2 ranks; no replacement is left of 1",
-        ],
-        max_failures=1,
+        "train 012 | ends 1 9 | arrives 3 & ends 3 9 | wait 30 | generation 2 02",
+        *(None, "", (lost(1, 9, 2, 1, of=1), lost(3, 9, 2, 2, of=1)), "", 1),
     ),
     "the last that has trained": Case(
-        [trains(0, 1), ends(0, -KILL), ends(1, -TERM)],
-        143,
-        [
-            KILLED_0,
-            "process 1 was killed by SIGTERM: no rank is left that has trained; the run ends",
-        ],
-        [[], [], [TERM]],
-        nproc=2,
+        *("train 01 | ends 0 KILL | ends 1 TERM", 143, "-, -, TERM", (KILLED_0, last(1, "TERM"))),
+        **PAIR,
     ),
     # Process 1 has not trained yet, as one may see it whose note comes late.
-    "the only one that has trained": Case(
-        [trains(0), ends(0, -KILL)],
-        137,
-        ["process 0 was killed by SIGKILL: no rank is left that has trained; the run ends"],
-    ),
-    "all at once": Case(
-        [trains(0, 1), (ends(0, -KILL), ends(1, 9))],
-        9,
-        [
-            KILLED_0,
-            "process 1 ended with exit code 9: no rank is left that has trained; the run ends",
-        ],
-        nproc=2,
-    ),
+    "the only one that has trained": Case("train 0 | ends 0 KILL", 137, "", (last(0, "KILL"),)),
+    "all at once": Case("train 01 | ends 0 KILL & ends 1 9", 9, "", (KILLED_0, last(1, 9)), **PAIR),
     "one is stopped": Case(
-        [trains(0, 1, 2), is_stopped(1), 5.1, generation(2, 0, 2)],
-        None,
-        [KILLED_1],
-        [[TERM], [KILL], [TERM], [TERM]],
+        "train 012 | stops 1 | wait 5.1 | generation 2 02",
+        *(None, "TERM, KILL, TERM, TERM", (KILLED_1,)),
     ),
     "one is stopped for a while, twice": Case(
-        [
-            trains(0, 1, 2),
-            is_stopped(1),
-            4.0,
-            is_stopped(1, False),
-            is_stopped(1),
-            4.0,
-            is_stopped(1, False),
-            LATER,
-            generation(1, 0, 1, 2),
-        ],
+        "train 012 | stops 1 | wait 4 | continues 1 | stops 1 | wait 4 | continues 1 | wait 30"
+        " | generation 1 012",
         None,
     ),
     "a signal stops all and replaces none": Case(
-        [
-            trains(0, 1, 2),
-            (gets(TERM), *(ignores(r, TERM) for r in range(3))),
-            asks(2),
-            LATER,
-            ends(0, 143),
-            ends(1, 1),
-            LATER,
-            generation(1, 0, 1, 2),
-            ends(2, 143),
-        ],
-        143,
-        [ASKED],
-        [[TERM]] * 3,
+        f"train 012 | gets TERM & {SLOWLY} | asks 2 | wait 30 | ends 0 143 | ends 1 1 | wait 30"
+        " | generation 1 012 | ends 2 143",
+        *(143, ALL_TERM, (ASKED,)),
     ),
     "a signal, and all finish": Case(
-        [
-            trains(0, 1, 2),
-            (gets(TERM), *(ignores(r, TERM) for r in range(3))),
-            (ends(0, 0), ends(1, 0), ends(2, 0)),
-        ],
-        143,
-        [ASKED],
+        f"train 012 | gets TERM & {SLOWLY} | ends 012 0", 143, "", (ASKED,)
     ),
     "one dies of the signal": Case(
-        [trains(0, 1, 2), (gets(INT), ignores(0, TERM), ignores(1, TERM))],
-        130,
-        [ASKED],
-        [[TERM, TERM, KILL], [TERM, TERM, KILL], [TERM]],
+        "train 012 | gets INT & ignore 01 TERM",
+        *(130, "TERM TERM 5s KILL, TERM TERM 5s KILL, TERM", (ASKED,)),
+    ),
+    "one dies of the signal before it has joined": Case(
+        "train 01 | ends 0 KILL | gets TERM & ignore 1 TERM | wait 30 | ends 1 143",
+        *(143, "-, TERM, TERM", (KILLED_0, ASKED)),
+        **PAIR,
     ),
     "one gets the signal by itself": Case(
-        [
-            trains(0, 1, 2),
-            (ignores(0, TERM), ignores(2, TERM), ends(1, 143)),
-            LATER,
-            ends(0, 143),
-            ends(2, 143),
-        ],
-        143,
-        [ASKED],
-        [[TERM], [], [TERM]],
+        "train 012 | ignore 02 TERM & ends 1 143 | wait 30 | ends 0 143 | ends 2 143",
+        *(143, "TERM, -, TERM", (ASKED,)),
     ),
-    "SIGQUIT ends all": Case([trains(0, 1, 2), gets(QUIT)], 131, ["ending all ranks (SIGQUIT)"]),
+    "SIGQUIT ends all": Case("train 012 | gets QUIT", 131, "", ("ending all ranks (SIGQUIT)",)),
 }
 
 
+def environment(member):
+    return {"DDP_MEMBER": str(member)}
+
+
 @pytest.mark.parametrize("name", GOING_ON)
-def test_ranks_that_go_on(
-    name: str, job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    case, job.board = GOING_ON[name], Board(tmp_path, capacity=16)
-    watched = GoingOnWatch(
-        *(["true"], lambda member: {"DDP_MEMBER": str(member)}),
-        *([case.nproc], case.max_failures, job.board, ()),
-    )
-    assert job.run(watched, case.events) == case.code
-    assert capfd.readouterr().err.splitlines() == case.said
-    assert [rank.environ["DDP_MEMBER"] for rank in job.ranks] == list(
-        map(str, range(len(job.ranks)))
-    )
-    assert len(job.ranks) == case.nproc + sum("starting another" in line for line in case.said)
-    if case.signals is not None:
-        assert job.signals() == case.signals
+def test_ranks_that_go_on(name, job, capfd):
+    case = GOING_ON[name]
+    counts = [case.nproc], case.max_failures
+    check(case, job, capfd, GoingOnWatch(["true"], environment, *counts, job.board, ()))
+    started = case.nproc + sum("starting another" in line for line in case.said)
+    assert [rank.environ["DDP_MEMBER"] for rank in job.ranks] == [*map(str, range(started))]
 
 
 # Several machines ---------------------------------------------------------------------------------
 
 
-def comes(job: Job, ticket: int) -> None:
-    """A supervisor of machine 1 asks to be let in."""
-    arrival = {"node": 1, "counts": [1, 2], "asked": {}}
-    assert job.store.add("tickets", 1) == ticket
-    job.store.set(f"arrival {ticket}", json.dumps(arrival))
-
-
-def reports(job: Job, words: dict[int, list[int]], ticket: int = 1) -> None:
-    ranks = {member: [None, its, None] for member, its in words.items()}
-    report = {"ranks": ranks, "signals": [], "ended": False, "beat": job.clock.now}
-    job.store.set(f"report {ticket}", json.dumps(report))
-
-
-def told(job: Job, ticket: int, answer: str, orders: list[list[object]]) -> None:
-    """Holds what machine 0 has told a supervisor of machine 1."""
-    assert job.store.get(f"answer {ticket}").decode() == answer
-    assert json.loads(job.store.get("job"))["orders"].get(str(ticket), []) == orders
-
-
-def test_a_machine_is_lost_and_comes_again(
-    job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job.board, job.store = Board(tmp_path, capacity=16), dist.HashStore()
-    started: list[list[object]] = [["start", 1, 0], ["start", 2, 0]]
-    events = [
-        partial(comes, ticket=1),
-        partial(told, ticket=1, answer="", orders=started),
+def test_a_machine_is_lost_and_comes_again(job, capfd):
+    events = (
+        "comes 1 | let_in 1 12"
         # Both have come to generation 1, with a state that 3 ranks can use.
-        (partial(reports, words={1: [0, 1, 0, 3], 2: [0, 1, 0, 3]}), trains(0)),
-        *(generation(1, 0, 1, 2), 6.0, generation(2, 0)),
-        partial(comes, ticket=2),
-        partial(told, ticket=2, answer="", orders=[["start", 3, 0], ["start", 4, 0]]),
-        (partial(reports, words={3: [3, 0, 0, 0], 4: [3, 0, 0, 0]}, ticket=2)),
-        *(0.3, generation(3, 0, 3, 4), partial(reports, words={3: [3, 3, 0, 3]}, ticket=2)),
+        " | reports 1 1=0103 2=0103 & train 0 | generation 1 012 | wait 6 | generation 2 0"
+        " | comes 2 | let_in 2 34 | reports 2 3=3000 4=3000 | wait 0.3 | generation 3 034"
+        " | reports 2 3=3303 | wait 6 | generation 4 0"
         # It gives up at once what is lost again, and does not let more in than there is use for.
-        *(6.0, generation(4, 0), lambda job: job.board.note_state(0, 2), partial(comes, ticket=3)),
-        partial(told, ticket=3, answer="the job can use 2 ranks, and has 1", orders=[]),
-        ends(0, 0),
-    ]
-    watched = GoingOnWatch(
-        *(["true"], lambda member: {"DDP_MEMBER": str(member)}, [1, 2], 0, job.board, ()),
-        *(job.store, {}, 60.0),
+        " | can_use_2_ranks | comes 3 | refused 3 the job can use 2 ranks, and has 1 | ends 0 0"
     )
-    assert job.run(watched, events) == 0
+    job.can_use_2_ranks = lambda: job.board.note_state(0, 2)
+    arguments = [1, 2], 0, job.board, (), job.store, {}, 60.0
+    assert job.run(GoingOnWatch(["true"], environment, *arguments), events) == 0
     silence = "machine 1 has not answered for 5 s: its ranks are lost"
     lost = "process {} was on machine 1: going on with {}"
     assert capfd.readouterr().err.splitlines() == [
@@ -549,121 +328,56 @@ def test_a_machine_is_lost_and_comes_again(
 class Link:
     """In the place of the thread that talks to machine 0; always heard."""
 
-    def __init__(self, store: Any, ticket: int) -> None:
-        self.ticket, self.clock = ticket, store.clock
-        self.job: dict[str, Any] | None = None
-        self.report: dict[str, Any] = {}
+    def __init__(self, job, ticket):
+        self.ticket, self.clock = ticket, job.clock
+        self.job, self.report = None, {}
         self.is_closed, self.silent_since = False, float("inf")
-        store.link = self
+        job.link = self
 
     @property
-    def heard(self) -> float:
+    def heard(self):
         return min(self.clock.now, self.silent_since)
 
-    def close(self, report: dict[str, Any]) -> None:
+    def close(self, report):
         self.last_report = report
 
 
-def orders(*orders: tuple[str, int, int], end: int | None = None, ticket: int = 7) -> Event:
-    """What machine 0 says."""
-    said = {"words": [[0, 0, 0, 8]], "generation": 1, "announced": [[0, 1], [0, 1]], "end": end}
-    return lambda job: setattr(job.link, "job", said | {"orders": {str(ticket): orders}})
-
-
-def machine_0(is_silent: bool) -> Event:
-    now = lambda job: job.clock.now if is_silent else float("inf")  # noqa: E731
-    return lambda job: setattr(job.link, "silent_since", now(job))
-
-
-def reported(*numbers: int) -> Event:
-    """Holds which signals machine 0 is told of."""
-
-    def event(job: Job) -> None:
-        assert job.link.report["signals"] == list(numbers)
-
-    return event
-
-
-START = ("start", 1, 0), ("start", 2, 0)
+GONE = "machine 0 no longer answers: all ranks here were stopped"
+SILENT = "machine 0 has not answered for 5 s: ending the ranks here"
+TAKEN = "another command has taken this machine's place: its ranks were stopped"
 FOLLOWING = {
-    "the end": Case([orders(*START), orders(*START, end=3)], 3, [], [[TERM]] * 2),
+    "the end": Case("hears | hears_the_end 3", 3, "TERM, TERM"),
     "a signal to one": Case(
-        [orders(*START), orders(*START, ("signal", 2, USR1)), generation(1, 0, 1), LATER],
-        None,
-        [],
-        [[TERM], [USR1]],
+        "hears | hears signal 2 USR1 | generation 1 01 | wait 30", None, "TERM, USR1"
     ),
     "a signal to one that has ended": Case(
-        [orders(*START), ends(1, 0), orders(*START, ("signal", 2, USR1)), LATER],
-        None,
-        [],
-        [[TERM], []],
+        "hears | ends 1 0 | hears signal 2 USR1 | wait 30", None, "TERM, -"
     ),
-    "machine 0 is gone": Case(
-        [orders(*START), lambda job: setattr(job.link, "is_closed", True)],
-        1,
-        ["machine 0 no longer answers: all ranks here were stopped"],
-    ),
+    "machine 0 is gone": Case("hears | machine_0_is_gone", 1, "", (GONE,)),
     "machine 0 is silent": Case(
-        [orders(*START), machine_0(is_silent=True), 4.9, LATER, LATER],
-        1,
-        [
-            "machine 0 has not answered for 5 s: ending the ranks here",
-            "machine 0 no longer answers: all ranks here were stopped",
-        ],
-        [[KILL]] * 2,
+        "hears | silence begins | wait 4.9 | wait 30 | wait 30", 1, "KILL, KILL", (SILENT, GONE)
     ),
     "machine 0 is silent for a while": Case(
-        [
-            orders(*START),
-            machine_0(is_silent=True),
-            6.0,
-            machine_0(is_silent=False),
-            orders(*START, ("start", 3, 0)),
-            LATER,
-        ],
-        None,
-        ["machine 0 has not answered for 5 s: ending the ranks here"],
-        [[KILL], [KILL], [TERM]],
+        "hears | silence begins | wait 6 | silence ends | hears start 3 | wait 30",
+        *(None, "KILL, KILL, TERM", (SILENT,)),
     ),
     "what it said before it was silent": Case(
-        [orders(*START), machine_0(is_silent=True), 6.0, orders(*START, ("start", 3, 0)), 20.0],
-        None,
-        ["machine 0 has not answered for 5 s: ending the ranks here"],
-        [[KILL], [KILL]],
+        "hears | silence begins | wait 6 | hears start 3 | wait 20", None, "KILL, KILL", (SILENT,)
     ),
-    "another supervisor of this machine": Case(
-        [orders(*START), orders(ticket=8)],
-        1,
-        ["another command has taken this machine's place: its ranks were stopped"],
-    ),
+    "another supervisor of this machine": Case("hears | hears_of_another", 1, "", (TAKEN,)),
     # Machine 0 reads the first in a report, and has it sent to all.
-    "one signal": Case([orders(*START), gets(TERM), reported(TERM), LATER], None),
-    "two signals": Case([orders(*START), gets(TERM), gets(TERM)], 143, [], [[TERM]] * 2),
+    "one signal": Case("hears | gets TERM | reported TERM | wait 30", None),
+    "two signals": Case("hears | gets TERM | gets TERM", 143, "TERM, TERM"),
     "a signal while machine 0 is silent": Case(
-        [orders(*START), machine_0(is_silent=True), 6.0, gets(INT)],
-        130,
-        ["machine 0 has not answered for 5 s: ending the ranks here"],
+        "hears | silence begins | wait 6 | gets INT", 130, "", (SILENT,)
     ),
-    "SIGQUIT": Case([orders(*START), gets(QUIT)], 131, ["ending all ranks (SIGQUIT)"]),
+    "SIGQUIT": Case("hears | gets QUIT", 131, "", ("ending all ranks (SIGQUIT)",)),
 }
 
 
 @pytest.mark.parametrize("name", FOLLOWING)
-def test_a_machine_that_is_not_machine_0(
-    name: str,
-    job: Job,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    case, job.board = FOLLOWING[name], Board(tmp_path, capacity=16)
+def test_a_machine_that_is_not_machine_0(name, job, monkeypatch, capfd):
     monkeypatch.setattr(other_machines, "_Link", Link)
-    follower = Follower(
-        *(["true"], lambda member: {"DDP_MEMBER": str(member)}, job.board, job, 7, 40.0, ())
-    )
-    assert job.run(follower, case.events) == case.code
-    assert capfd.readouterr().err.splitlines() == case.said
+    follower = Follower(["true"], environment, job.board, job, 7, 40.0, ())
+    check(FOLLOWING[name], job, capfd, follower)
     assert job.link.last_report["ended"]
-    if case.signals is not None:
-        assert job.signals() == case.signals

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_from_scratch as ddp
-from tests.support.tiers import slow
 
 STEPS = 4
 
@@ -65,22 +64,6 @@ def accelerated(world):
     return accelerator.unwrap_model(model), losses
 
 
-def with_accelerate(world):
-    return in_both(world, accelerated)
-
-
-@pytest.fixture(params=["gloo", slow("mpi")])
-def pair(ranks, request):
-    return ranks(request.param, 2, fresh=True)
-
-
-@pytest.mark.slow
-def test_accelerate(pair):
-    pytest.importorskip("accelerate")
-    first, second = pair(with_accelerate)
-    assert first == second
-
-
 def timm_training(name):
     def program(world):
         import timm
@@ -110,12 +93,21 @@ def timm_training(name):
     return program
 
 
+def with_accelerate(world):
+    return in_both(world, accelerated)
+
+
 def with_timm(world):
     for name in ("test_resnet", "test_vit"):
         in_both(world, timm_training(name))
 
 
 @pytest.mark.slow
-def test_timm(pair):
-    pytest.importorskip("timm")
-    pair(with_timm)
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize(
+    ("package", "called"), [("accelerate", with_accelerate), ("timm", with_timm)]
+)
+def test_the_same_numbers_as_with_torchs_class(ranks, backend, package, called):
+    pytest.importorskip(package)
+    first, second = ranks(backend, 2, fresh=True)(called)
+    assert first == second

@@ -4,7 +4,6 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -12,95 +11,92 @@ import pytest
 from ddp_from_scratch.launch import gate
 from ddp_from_scratch.launch.gate import StrangerError
 
-Pair = tuple[socket.socket, socket.socket]
-
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair():
     one, other = socket.socketpair()
     with one, other:
         yield one, other
 
 
-def in_a_thread(function: Callable[..., None], *arguments: object) -> list[BaseException]:
-    """What it raised, once it has ended; at once an empty list."""
-    raised: list[BaseException] = []
+def in_a_thread(function, connection, *arguments):
+    """The thread, and what it raised once it has ended."""
+    raised = []
 
-    def run() -> None:
+    def run():
         try:
-            function(*arguments)
+            function(connection, *arguments)
         except (StrangerError, OSError) as error:
             raised.append(error)
         finally:
             with suppress(OSError):
-                arguments[0].shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
+                connection.shutdown(socket.SHUT_WR)
 
-    threading.Thread(target=run, daemon=True).start()
-    return raised
-
-
-def soon() -> float:
-    return time.monotonic() + 5.0
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, raised
 
 
-def test_both_know_the_secret(pair: Pair) -> None:
-    one, other = pair
+def prove(connection, secret=b"secret", seconds=5.0):
+    gate.prove(connection, secret, time.monotonic() + seconds)
+
+
+class Tapped:
+    """A socket whose words somebody writes down."""
+
+    def __init__(self, connection):
+        self.connection, self.heard = connection, []
+
+    def sendall(self, data):
+        self.heard.append(data)
+        self.connection.sendall(data)
+
+    def recv(self, size):
+        return self.connection.recv(size)
+
+    def settimeout(self, seconds):
+        self.connection.settimeout(seconds)
+
+
+def test_both_know_the_secret_which_is_of_no_use_to_who_has_heard_it(pair):
+    one, other = Tapped(pair[0]), pair[1]
     thread = threading.Thread(target=gate.check, args=(other, b"secret"))
     thread.start()
-    gate.prove(one, b"secret", soon())
+    prove(one)
     thread.join()
-    one.sendall(b"what follows")
+    pair[0].sendall(b"what follows")
     assert other.recv(100) == b"what follows"
 
+    first, second = socket.socketpair()
+    with first, second:
+        _, raised = in_a_thread(gate.check, second, b"secret")
+        for data in one.heard:
+            first.sendall(data)
+        assert len(first.recv(1000)) == len(gate._GREETING) + 32
+        assert first.recv(1000) == b""
+        assert isinstance(raised[0], StrangerError)
 
-def test_who_does_not_know_it_is_refused(pair: Pair) -> None:
-    one, other = pair
-    raised = in_a_thread(gate.check, other, b"secret")
+
+def test_who_does_not_know_it_is_refused(pair):
+    thread, raised = in_a_thread(gate.check, pair[1], b"secret")
     with pytest.raises(StrangerError, match="it does not have the same DDP_SECRET"):
-        gate.prove(one, b"another", soon())
+        prove(pair[0], b"another")
+    thread.join()
     assert [str(error) for error in raised] == ["it does not know the secret"]
 
 
-def test_a_machine_0_that_does_not_know_it_is_refused(pair: Pair) -> None:
+def test_a_machine_0_that_does_not_know_it_is_refused(pair):
     """It lets everybody in, and would be told addresses."""
-    one, other = pair
 
-    def pretend(connection: socket.socket) -> None:
+    def pretend(connection):
         connection.recv(1000)
         connection.sendall(gate._GREETING + bytes(32))
         proof = connection.recv(1000)
         connection.sendall(proof)  # the other direction's is another
 
-    in_a_thread(pretend, other)
+    in_a_thread(pretend, pair[1])
     with pytest.raises(StrangerError, match="DDP_SECRET"):
-        gate.prove(one, b"secret", soon())
-
-
-def test_what_was_heard_once_cannot_be_used_again(pair: Pair) -> None:
-    one, other = pair
-    heard: list[bytes] = []
-
-    class Tapped:
-        """A socket whose words somebody writes down."""
-
-        def sendall(self, data: bytes) -> None:
-            heard.append(data)
-            one.sendall(data)
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(one, name)
-
-    in_a_thread(gate.check, other, b"secret")
-    gate.prove(Tapped(), b"secret", soon())  # type: ignore[arg-type]
-
-    first, second = socket.socketpair()
-    with first, second:
-        raised = in_a_thread(gate.check, second, b"secret")
-        for data in heard:
-            first.sendall(data)
-        assert len(first.recv(1000)) == len(gate._GREETING) + 32
-        assert first.recv(1000) == b""
-        assert isinstance(raised[0], StrangerError)
+        prove(pair[0])
 
 
 @pytest.mark.parametrize(
@@ -111,21 +107,21 @@ def test_what_was_heard_once_cannot_be_used_again(pair: Pair) -> None:
         (b"", r"it hung up"),
     ],
 )
-def test_what_answers_in_its_place_is_told(pair: Pair, said: bytes, told: str) -> None:
+def test_what_answers_in_its_place_is_told(pair, said, told):
     one, other = pair
     other.sendall(said)
     other.shutdown(socket.SHUT_WR)
     with pytest.raises(StrangerError, match=told):
-        gate.prove(one, b"secret", soon())
+        prove(one)
 
 
-def test_an_error_that_passes_leaves_the_gate_open(pair: Pair) -> None:
+def test_an_error_that_passes_leaves_the_gate_open(pair):
     inside, store = pair
     store.settimeout(5.0)
     passing = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError()]
 
     class Listener(socket.socket):
-        def accept(self) -> tuple[socket.socket, object]:
+        def accept(self):
             if passing:
                 raise passing.pop()
             return super().accept()
@@ -140,6 +136,6 @@ def test_an_error_that_passes_leaves_the_gate_open(pair: Pair) -> None:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_silence_ends_in_time(pair: Pair) -> None:
+def test_silence_ends_in_time(pair):
     with pytest.raises(TimeoutError):
-        gate.prove(pair[0], b"secret", time.monotonic() + 0.05)
+        prove(pair[0], seconds=0.05)

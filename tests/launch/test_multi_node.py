@@ -4,7 +4,6 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,7 +19,7 @@ HERE = "127.0.0.1"
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> int:
+def port(monkeypatch):
     """A free one. All machines have the same secret."""
     monkeypatch.setenv("DDP_SECRET", "known to all machines")
     with socket.create_server((HERE, 0)) as free:
@@ -28,11 +27,11 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.fixture
-def machine(port: int) -> Iterator[Callable[..., Machines]]:
+def machine(port):
     """Opens machine `node_rank` of a job that ends when one fails, in this process."""
-    opened: list[Machines] = []
+    opened = []
 
-    def open_one(node_rank: int, *counts: int, timeout: float = 30.0) -> Machines:
+    def open_one(node_rank, *counts, timeout=30.0):
         opened.append(Machines(counts, node_rank, HERE, port, timeout))
         return opened[-1]
 
@@ -41,13 +40,13 @@ def machine(port: int) -> Iterator[Callable[..., Machines]]:
         one.close()
 
 
-def refusal(open_one: Callable[..., object], *arguments: object, **named: object) -> str:
+def refusal(open_one, *arguments, **named):
     with pytest.raises(UsageError) as error:
         open_one(*arguments, **named)
     return str(error.value)
 
 
-def test_machines_that_do_not_fit(machine: Callable[..., Machines], port: int) -> None:
+def test_machines_that_do_not_fit(machine, port):
     first = machine(0, 1, 1)
     assert refusal(machine, 1, 1, 2) == (
         "--nproc is 1,2 here and 1,1 on machine 0: it must be equal"
@@ -61,11 +60,10 @@ def test_machines_that_do_not_fit(machine: Callable[..., Machines], port: int) -
     )
 
 
-@pytest.mark.parametrize("first_goes_on", [False, True])
-def test_machines_that_go_on_and_others_do_not_meet(first_goes_on: bool, port: int) -> None:
-    first = Meeting(0, HERE, port, 30.0, goes_on=first_goes_on)
-    there, here = ("given", "not given") if first_goes_on else ("not given", "given")
-    assert refusal(Meeting, 1, HERE, port, 30.0, goes_on=not first_goes_on) == (
+@pytest.mark.parametrize(("there", "here"), [("given", "not given"), ("not given", "given")])
+def test_machines_that_go_on_and_others_do_not_meet(there, here, port):
+    first = Meeting(0, HERE, port, 30.0, goes_on=there == "given")
+    assert refusal(Meeting, 1, HERE, port, 30.0, goes_on=here == "given") == (
         f"--go-on was {here} here and {there} on machine 0: it must be the same on all"
     )
     told = first.store.get("failure").decode()
@@ -73,47 +71,48 @@ def test_machines_that_go_on_and_others_do_not_meet(first_goes_on: bool, port: i
     first.close()
 
 
-def test_what_one_says_the_others_hear(machine: Callable[..., Machines]) -> None:
+def test_what_one_says_the_others_hear_and_the_end_of_machine_0(machine):
     first, second = machine(0, 1, 1), machine(1, 1, 1)
-    assert (first.failure(), first.may_leave()) == (None, False)
+    assert (second.failure(), second.may_leave()) == (None, False)
     second.tell_failure("rank 1 ended with exit code 3")
     heard = first.store.get("failure").decode()
     assert heard == "machine 1: rank 1 ended with exit code 3"
+    kept, first.store = first.store, Store(last=0)
+    first.tell_failure("")
+    assert (first.failure(), first.may_leave()) == ("machine 0 no longer answers", False)
+    first.store = kept  # lives until both are closed
 
 
 class Store:
-    """A store that goes when it is asked for the third time."""
+    """A store that goes when it has been asked so many times."""
 
-    def __init__(self) -> None:
-        self.said: dict[str, str] = {}
-        self.checks = 0
+    def __init__(self, last):
+        self.said, self.checks = {}, last
 
-    def add(self, key: str, number: int) -> int:
+    def add(self, key, number):
         return number
 
-    def set(self, key: str, text: str) -> None:
+    def set(self, key, text):
         self.said[key] = text
 
-    def check(self, keys: list[str]) -> bool:
-        self.checks += 1
-        if self.checks == 3:
+    def check(self, keys):
+        if not self.checks:
             raise RuntimeError("Connection reset by peer")
+        self.checks -= 1
         return False
 
 
-def test_a_machine_that_waits_ends_with_machine_0(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_waits_ends_with_machine_0(monkeypatch, capfd):
     clock = SimpleNamespace(monotonic=iter(range(100)).__next__, sleep=lambda seconds: None)
     monkeypatch.setattr(other_machines, "time", clock)
-    store, asked = Store(), {"--lr": "0.1"}
+    store, asked = Store(last=2), {"--lr": "0.1"}
     told = refusal(other_machines.arrive, store, 1, [1, 1], asked)
     assert told == "the job ended before machine 0 let this machine in"
     assert json.loads(store.said["arrival 1"]) == {"node": 1, "counts": [1, 1], "asked": asked}
     assert capfd.readouterr().err == "waiting until machine 0 lets this machine in\n"
 
 
-def listening_at(port: int) -> list[str]:
+def listening_at(port):
     """The addresses at which somebody listens on it."""
     found = []
     for table in ("tcp", "tcp6"):
@@ -125,9 +124,7 @@ def listening_at(port: int) -> list[str]:
     return found
 
 
-def test_machine_0_listens_on_its_address_alone_and_lets_no_stranger_in(
-    machine: Callable[..., Machines], port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_0_listens_on_its_address_alone_and_lets_no_stranger_in(machine, port, monkeypatch):
     machine(0, 1, 1)
     assert listening_at(port) == ["0100007F"]
     with socket.create_connection((HERE, port)) as stranger, suppress(ConnectionError):
@@ -140,11 +137,7 @@ def test_machine_0_listens_on_its_address_alone_and_lets_no_stranger_in(
     )
 
 
-def test_machine_0_prints_a_secret_where_it_has_none(
-    machine: Callable[..., Machines],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_machine_0_prints_a_secret_where_it_has_none(machine, monkeypatch, capfd):
     monkeypatch.setenv("DDP_SECRET", "short")
     told = "DDP_SECRET must have 16 characters or more, got 5: "
     assert refusal(machine, 1, 1, 1).startswith(told)
@@ -157,9 +150,7 @@ def test_machine_0_prints_a_secret_where_it_has_none(
     machine(1, 1, 1)
 
 
-def test_what_is_not_machine_0_is_one_line_in_time(
-    machine: Callable[..., Machines], port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_machine_0_is_one_line_in_time(machine, port, monkeypatch):
     monkeypatch.setattr(multi_node, "_RETRY_S", 0.01)
     absent = (
         "machine 0 did not answer at 127.0.0.1:{} within 0.2 s ({}): start the command with "

@@ -2,27 +2,25 @@
 
 import json
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from ddp_from_scratch.launch import other_machines
-from ddp_from_scratch.launch.board import NO_STATE, Board
+from ddp_from_scratch.launch.board import Board
 from ddp_from_scratch.launch.other_machines import OtherMachines
 
 
 class Job:
     """Machine 0 of two, with processes 0 here and 1 and 2 there, by a clock of the test's."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder, monkeypatch):
         self.now, self.beat = 100.0, 0
         monkeypatch.setattr(other_machines.time, "monotonic", lambda: self.now)
         self.store, self.board = dist.HashStore(), Board(folder, capacity=4)
         self.board.processes = 3
-        self.signals: list[int] = []
-        self.joined: list[tuple[int, int]] = []
+        self.signals = []
+        self.joined = []
         self.has_begun = True
         called = self.signals.append, self.join
         asked = {"--lr": "0.1"}
@@ -30,11 +28,11 @@ class Job:
         self.ticket = 0
         self.ranks = {member: self.machines.start(1, member) for member in (1, 2)}
 
-    def join(self, node: int, count: int) -> str | None:
+    def join(self, node, count):
         self.joined.append((node, count))
         return "too many" if count > 4 else None
 
-    def comes(self, node: int, *counts: int, lr: str = "0.1") -> str | None:
+    def comes(self, node, *counts, lr="0.1"):
         """A supervisor of this machine comes; its answer, None where there is none yet."""
         self.ticket = self.store.add("tickets", 1)
         arrival = {"node": node, "counts": counts, "asked": {"--lr": lr}}
@@ -42,73 +40,66 @@ class Job:
         self.after(0.1)
         return self.answer()
 
-    def answer(self) -> str | None:
+    def answer(self):
         key = f"answer {self.ticket}"
         return self.store.get(key).decode() if self.store.check([key]) else None
 
-    def reports(self, codes: dict[int, int | None], ticket: int = 1, **more: Any) -> None:
+    def reports(self, codes, ticket=1, **more):
         """A supervisor reports these processes' exit codes."""
         self.beat += 1
         ranks = {member: [code, [0, 0, 0, 0], None] for member, code in codes.items()}
         report = {"ranks": ranks, "signals": [], "ended": False, "beat": self.beat} | more
         self.store.set(f"report {ticket}", json.dumps(report))
 
-    def after(self, seconds: float) -> dict[str, Any]:
+    def hears_for_a_while(self):
+        for _ in range(7):
+            self.reports({1: None, 2: None})
+            self.after(1)
+
+    def after(self, seconds):
         """The job's state when so many seconds have passed."""
         self.now += seconds
         self.machines.exchange()
         self.machines.admit(self.has_begun)
-        state: dict[str, Any] = json.loads(self.store.get("job"))
+        state = json.loads(self.store.get("job"))
         return state
 
 
+WRONG_COUNTS = "--nproc is {} here and 1,2 on machine 0: it must be equal"
+WRONG_RATE = "--lr is 0.2 here and 0.1 on machine 0"
+
+
 @pytest.fixture
-def unmet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+def unmet(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def job(unmet: Job) -> Job:
+def job(unmet):
     """Machine 1 has come."""
     assert unmet.comes(1, 1, 2) == ""
     return unmet
 
 
-def test_orders_are_kept_in_order(job: Job) -> None:
-    job.ranks[2].send_signal(signal.SIGTERM)
-    assert job.after(1)["orders"] == {"1": [["start", 1, 0], ["start", 2, 0], ["signal", 2, 15]]}
-
-
-def test_an_exit_code_comes_with_a_report(job: Job) -> None:
-    assert job.ranks[1].poll() is None
-    job.reports({1: None, 2: 3})
-    job.after(1)
-    assert (job.ranks[1].poll(), job.ranks[2].poll(), job.ranks[2].wait()) == (None, 3, 3)
-
-
-def test_what_a_process_says_of_itself_is_on_both_boards(job: Job) -> None:
-    job.board.note_state(0, 8)
-    failed = [None, [2, 1, 7, 1], None], [1, [0, 0, 0, 0], [7, "ValueError: no"]]
-    job.reports({}, ranks=dict(zip((1, 2), failed, strict=True)))
+def test_orders_go_there_and_words_of_ranks_come_back(job):
     state = job.after(1)
-    assert job.board.asks(1)
-    assert job.board.has_arrived(1, 1)
-    assert not job.board.has_arrived(1, 2)
-    assert (job.board.step(1), job.board.has_state(1)) == (7, True)
-    assert job.board.failure(2) == (7, "ValueError: no")
-    assert state["words"] == [[0, 0, 0, 8], [2, 1, 7, 1], [0, 0, 0, 0]]
-
-
-def test_a_generation_is_announced_with_its_members_and_machines(job: Job) -> None:
-    assert (job.after(1)["generation"], job.after(1)["announced"]) == (0, None)
+    assert (state["generation"], state["announced"]) == (0, None)
     job.board.announce([0, 2], [0, 1])
+    job.board.note_state(0, 8)
+    job.ranks[2].send_signal(signal.SIGTERM)
+    assert job.ranks[1].poll() is None
+    said = [None, [2, 1, 7, 1], None], [3, [0, 0, 0, 0], [7, "ValueError: no"]]
+    job.reports({}, ranks=dict(zip((1, 2), said, strict=True)))
     state = job.after(1)
     assert (state["generation"], state["announced"]) == (1, [[0, 2], [0, 1]])
+    assert state["orders"] == {"1": [["start", 1, 0], ["start", 2, 0], ["signal", 2, 15]]}
+    assert state["words"] == [[0, 0, 0, 8], [2, 1, 7, 1], [0, 0, 0, 0]]
+    assert (job.ranks[1].poll(), job.ranks[2].poll(), job.ranks[2].wait()) == (None, 3, 3)
+    assert job.board.words(1) == [2, 1, 7, 1]
+    assert job.board.failure(2) == (7, "ValueError: no")
 
 
-def test_a_silent_machine_is_lost_with_its_ranks(
-    job: Job, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_silent_machine_is_lost_with_its_ranks(job, capfd):
     job.reports({1: 0, 2: None})
     job.after(1)
     job.after(other_machines.LOST_S)
@@ -134,14 +125,14 @@ def test_a_silent_machine_is_lost_with_its_ranks(
     )
 
 
-def test_a_machine_may_be_started_late(unmet: Job, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_may_be_started_late(unmet, capfd):
     unmet.after(60)
     assert not unmet.machines.lost
     unmet.after(1)
     assert unmet.machines.lost == {1}
     assert unmet.ranks[1].poll() == -signal.SIGKILL
     # The others compared theirs without it.
-    assert unmet.comes(1, 1, 2, lr="0.2") == "--lr is 0.2 here and 0.1 on machine 0"
+    assert unmet.comes(1, 1, 2, lr="0.2") == WRONG_RATE
     assert unmet.comes(1, 1, 2) == ""
     assert (unmet.machines.lost, unmet.joined) == (set(), [(1, 2)])
     # It knows nothing of the ranks that it did not start.
@@ -149,15 +140,13 @@ def test_a_machine_may_be_started_late(unmet: Job, capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err.splitlines()[1:] == ["machine 1 has come"]
 
 
-def test_a_signal_ends_ranks_that_no_supervisor_has_started(unmet: Job) -> None:
+def test_a_signal_ends_ranks_that_no_supervisor_has_started(unmet):
     unmet.ranks[1].send_signal(signal.SIGTERM)
     assert (unmet.ranks[1].poll(), unmet.ranks[2].poll()) == (-signal.SIGTERM, None)
     assert unmet.ranks[1].wait() == -signal.SIGTERM
 
 
-def test_another_supervisor_of_a_lost_machine_gets_its_new_ranks(
-    job: Job, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_supervisor_of_a_lost_machine_gets_its_new_ranks(job, capfd):
     job.reports({1: None, 2: None})
     job.after(1)
     # As soon as the first one's silence says that it has gone.
@@ -176,11 +165,10 @@ def test_another_supervisor_of_a_lost_machine_gets_its_new_ranks(
     assert said[1:] == ["machine 1 has come again"]
 
 
-def test_one_that_is_let_in_finds_its_orders(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[tuple[str, str]] = []
-    job.store.set(
-        "arrival 2", json.dumps({"node": 2, "counts": [1, 2, 1], "asked": {"--lr": "0.1"}})
-    )
+def test_one_that_is_let_in_finds_its_orders(job, monkeypatch):
+    written = []
+    arrival = {"node": 2, "counts": [1, 2, 1], "asked": {"--lr": "0.1"}}
+    job.store.set("arrival 2", json.dumps(arrival))
     job.store.add("tickets", 1)
     monkeypatch.setattr(
         type(job.store), "set", lambda store, key, value: written.append((key, value))
@@ -191,18 +179,16 @@ def test_one_that_is_let_in_finds_its_orders(job: Job, monkeypatch: pytest.Monke
     assert "2" in json.loads(state)["orders"]
 
 
-def test_two_supervisors_of_one_machine(job: Job) -> None:
+def test_two_supervisors_of_one_machine(job):
     job.reports({1: None, 2: None})
-    assert job.comes(1, 1, 2, lr="0.2") == "--lr is 0.2 here and 0.1 on machine 0"
+    assert job.comes(1, 1, 2, lr="0.2") == WRONG_RATE
     assert job.comes(1, 1, 2) is None
-    for _ in range(7):
-        job.reports({1: None, 2: None})
-        job.after(1)
+    job.hears_for_a_while()
     assert job.answer() == "--node-rank 1 was given on two machines"
     assert not job.machines.lost
 
 
-def test_a_supervisor_that_was_stopped_while_it_came(unmet: Job) -> None:
+def test_a_supervisor_that_was_stopped_while_it_came(unmet):
     # It has drawn a ticket, and says nothing; the one after it is heard all the same.
     unmet.store.add("tickets", 1)
     assert unmet.comes(1, 1, 2) == ""
@@ -213,15 +199,12 @@ def test_a_supervisor_that_was_stopped_while_it_came(unmet: Job) -> None:
     assert unmet.joined == [(1, 2)]
 
 
-def test_a_machine_that_is_new(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_that_is_new(job, capfd):
     assert job.comes(3, 1, 2, 4, 4) is None
-    for _ in range(7):
-        job.reports({1: None, 2: None})
-        job.after(1)
+    job.hears_for_a_while()
     assert job.answer() == "--node-rank is 3, and the next machine that comes is 2"
-    wrong = "--nproc is {} here and 1,2 on machine 0: it must be equal"
-    assert job.comes(2, 1, 3, 4) == wrong.format("1,3,4")
-    assert job.comes(2, 1, 2, 4, lr="0.2") == "--lr is 0.2 here and 0.1 on machine 0"
+    assert job.comes(2, 1, 3, 4) == WRONG_COUNTS.format("1,3,4")
+    assert job.comes(2, 1, 2, 4, lr="0.2") == WRONG_RATE
     assert job.comes(2, 1, 2, 5) == "too many"
     assert job.joined == [(2, 5)]
     job.has_begun = False
@@ -246,15 +229,14 @@ def test_a_machine_that_is_new(job: Job, capfd: pytest.CaptureFixture[str]) -> N
     assert job.comes(1, 1, 2) == ""
 
 
-def test_wrong_counts_at_the_start(unmet: Job) -> None:
-    wrong = "--nproc is {} here and 1,2 on machine 0: it must be equal"
-    assert unmet.comes(1, 1) == wrong.format("1")
-    assert unmet.comes(1, 2, 2) == wrong.format("2,2")
+def test_wrong_counts_at_the_start(unmet):
+    for counts, told in ((1,), "1"), ((2, 2), "2,2"):
+        assert unmet.comes(1, *counts) == WRONG_COUNTS.format(told)
     # Ranks compare the rest when all are there.
     assert unmet.comes(1, 1, 2, lr="0.2") == ""
 
 
-def test_a_signal_there_is_passed_on_once(job: Job) -> None:
+def test_a_signal_there_is_passed_on_once(job):
     job.reports({}, signals=[15])
     job.after(1)
     job.reports({}, signals=[15, 2])
@@ -263,8 +245,8 @@ def test_a_signal_there_is_passed_on_once(job: Job) -> None:
     assert job.signals == [15, 2]
 
 
-def test_the_end_waits_until_it_was_noticed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sleep(seconds: float) -> None:
+def test_the_end_waits_until_it_was_noticed(job, monkeypatch):
+    def sleep(seconds):
         job.now += seconds
         job.reports({}, ended=json.loads(job.store.get("job"))["end"] == 3)
 
@@ -272,12 +254,3 @@ def test_the_end_waits_until_it_was_noticed(job: Job, monkeypatch: pytest.Monkey
     began = job.now
     job.machines.end(3)
     assert job.now - began < 1
-
-
-def test_words_are_copied_whole(tmp_path: Path) -> None:
-    board = Board(tmp_path, capacity=2)
-    board.processes = 2
-    board.copy_words(1, [3, 2, 5, 1])
-    assert board.all_words() == [[0, 0, 0, 0], [3, 2, 5, 1]]
-    board.arrive(1, 3, NO_STATE)
-    assert board.words(1) == [3, 3, NO_STATE, 1]

@@ -1,106 +1,115 @@
 """`start_ranks` with a function: of a module, of a program's main file, of a notebook."""
 
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddp_from_scratch import UsageError, process_group, start_ranks
 from ddp_from_scratch.launch.rank_function import command_of
 from tests.support.failing_run import Run
+from tests.support.tiers import slow
 
 
-def note(folder: Path, more: str = "") -> None:
+def note(folder, more=""):
     """Of this module, so it is sent by its name."""
     with process_group("gloo") as world:
         (folder / f"{world.rank} of {world.world_size}{more}").touch()
 
 
-def named(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_function_runs_on_every_rank(tmp_path: Path) -> None:
-    assert start_ranks(partial(note, tmp_path), [2]) == 0
-    assert named(tmp_path) == ["0 of 2", "1 of 2"]
-
-
-@pytest.mark.slow
-def test_a_function_of_a_module_needs_no_cloudpickle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_of_a_module_needs_no_cloudpickle(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    assert start_ranks(partial(note, tmp_path), [1]) == 0
-    assert named(tmp_path) == ["0 of 1"]
+    assert start_ranks(partial(note, tmp_path), [2]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 of 2", "1 of 2"]
 
 
-@pytest.mark.slow
-def test_a_closure_is_sent_with_what_it_uses(tmp_path: Path) -> None:
-    pytest.importorskip("cloudpickle")
-    more = ", later"
-    assert start_ranks(lambda: note(tmp_path, more), [2]) == 0
-    assert named(tmp_path) == ["0 of 2, later", "1 of 2, later"]
-
-
-def fail() -> None:
+def fail(error):
     with process_group("gloo") as world:
         if world.rank == 1:
-            raise ValueError("on purpose")
+            raise error
         threading.Event().wait()
 
 
-@pytest.mark.slow
-def test_a_function_that_raises_ends_all_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert start_ranks(fail, [3]) == 1
-    assert capfd.readouterr().err.count("ValueError: on purpose") == 1
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (UsageError("no such data"), 2, "error: no such data\n"),
+        slow(ValueError("mine"), 1, "ValueError: mine"),
+    ],
+)
+def test_a_function_that_raises_ends_all_ranks(error, code, told, capfd):
+    assert start_ranks(partial(fail, error), [3]) == code
+    said = capfd.readouterr().err
+    assert said == told if code == 2 else said.count(told) == 1
 
 
-def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"start_ranks\(note\): .* cannot be sent .*lock"):
-        start_ranks(partial(note, threading.Lock()), [1])  # type: ignore[arg-type]
+def mistaken():
+    raise UsageError("no such data")
 
 
-@pytest.mark.parametrize("counts", [[], [0], [1, -1]])
-def test_each_machine_has_a_rank(tmp_path: Path, counts: list[int]) -> None:
-    with pytest.raises(UsageError, match="counts must be 1 or more for each machine, got "):
-        start_ranks(partial(note, tmp_path), counts)
+@pytest.mark.parametrize("max_failures", [3, slow(None)])
+def test_a_mistake_before_ranks_meet_is_one_line(max_failures, capfd):
+    # With `max_failures` each rank begins in a group of its own.
+    assert start_ranks(mistaken, [2], max_failures=max_failures) == 2
+    assert capfd.readouterr().err == "error: no such data\n"
 
 
 class Refuses:
-    def __reduce__(self) -> str:
+    def __reduce__(self):
         raise RuntimeError("between processes only through inheritance")
 
 
-def test_an_object_may_refuse_with_any_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot be sent .* only through inheritance"):
-        start_ranks(partial(note, tmp_path, Refuses()), [1])  # type: ignore[arg-type]
-
-
-def steps() -> Iterator[int]:
+def steps():
     yield 1
 
 
-async def wait() -> None:
+async def wait():
     return
 
 
-@pytest.mark.parametrize("function", [steps, wait, partial(steps)])
-def test_a_function_whose_call_would_not_run_it(function: Callable[[], Any]) -> None:
-    with pytest.raises(UsageError, match=r"start_ranks\((steps|wait)\): .* does not run it"):
-        start_ranks(function, [1])
+NOT_RUN = r"start_ranks\((steps|wait)\): .* does not run it"
+NO_RANK = "counts must be 1 or more for each machine, got "
+FAILURES = "max_failures must be 0 to 50,000, got "
 
 
-def test_a_function_of_the_program_itself_needs_cloudpickle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("function", "options", "told"),
+    [
+        (partial(note, threading.Lock()), {}, r"start_ranks\(note\): .* cannot be sent .*lock"),
+        (partial(note, Refuses()), {}, "cannot be sent .* only through inheritance"),
+        *((function, {}, NOT_RUN) for function in (steps, wait, partial(steps))),
+        *((mistaken, {"counts": counts}, NO_RANK) for counts in ([], [0], [1, -1])),
+        *((mistaken, {"max_failures": n}, FAILURES) for n in (-1, 50_001)),
+    ],
+)
+def test_what_cannot_be_started_is_refused(function, options, told):
+    with pytest.raises(UsageError, match=told):
+        start_ranks(function, **{"counts": [1]} | options)
+
+
+def test_a_function_of_the_program_itself_needs_cloudpickle(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     monkeypatch.setattr(note, "__module__", "__main__")
     with pytest.raises(UsageError, match=r"start_ranks\(note\): .* pip install cloudpickle"):
         command_of(partial(note, tmp_path), tmp_path)
+
+
+def test_another_thread_than_the_main_one_is_refused():
+    raised = []
+
+    def call():
+        try:
+            start_ranks(mistaken, [1])
+        except UsageError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=call, name="worker 7")
+    thread.start()
+    thread.join()
+    (told,) = raised
+    assert re.fullmatch("start_ranks must be called in the main thread, .*, got worker 7", told)
 
 
 PROGRAM = """
@@ -112,19 +121,20 @@ ANSWER = 42
 def train():
     with ddp.process_group("gloo") as world:
         # One write: with PYTHONUNBUFFERED the line's end would be a second one.
-        print(f"rank {world.rank}: {ANSWER}, {sys.argv[1:]}\\n", end="", flush=True)
+        print(f"rank {world.rank}: {ANSWER}, {more}, {sys.argv[1:]}\\n", end="", flush=True)
 
 if __name__ == "__main__":
-    for _ in range(2):
-        assert ddp.start_ranks(train, [2]) == 0
+    for more in "ab":  # a closure is sent with what it uses
+        assert ddp.start_ranks(lambda: train(), [2]) == 0
 """
 
 
 @pytest.mark.slow
-def test_a_program_may_call_it_twice(tmp_path: Path) -> None:
+def test_a_program_may_call_it_twice(tmp_path):
     pytest.importorskip("cloudpickle")
     (tmp_path / "program.py").write_text(PROGRAM)
     with Run(sys.executable, tmp_path / "program.py", "--lr=1") as run:
         assert run.wait() == 0, run.text
-        assert sorted(run.out.splitlines()) == [f"rank {r}: 42, ['--lr=1']" for r in (0, 0, 1, 1)]
+        said = [f"rank {rank}: 42, {more}, ['--lr=1']" for rank in "01" for more in "ab"]
+        assert sorted(run.out.splitlines()) == said
         assert run.err == ""

@@ -8,27 +8,26 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-
-import pytest
 
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch import watch
+from ddp_from_scratch.launch.board import NO_STATE, Board
+from ddp_from_scratch.launch.run_folder import run_folder
 from tests.support.failing_run import Run
 
-SOON_S = 10.0
 
-
-def shell(script: str, *arguments: str | Path) -> list[str]:
+def shell(script, *arguments):
     """A rank that is a shell: `$RANK` is its number, `$PPID` its parent, `$1` an argument."""
     return ["sh", "-c", script, "rank", *map(str, arguments)]
 
 
-def wait_until_there(path: str) -> str:
-    return f'while [ ! -e "{path}" ]; do sleep 0.02; done'
+def wait_until_there(*paths):
+    return "; ".join(f'while [ ! -e "{path}" ]; do sleep 0.02; done' for path in paths)
 
 
-def test_each_rank_is_told_its_place_and_meets_in_a_private_folder(tmp_path: Path) -> None:
+def test_each_rank_is_told_its_place_and_meets_in_a_private_folder(tmp_path):
     told = (
         'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK"; '
         'folder=$(dirname "$DDP_RENDEZVOUS_FILE"); echo "$folder"; stat -c %a "$folder"; '
@@ -45,21 +44,18 @@ def test_each_rank_is_told_its_place_and_meets_in_a_private_folder(tmp_path: Pat
     assert not Path(folders.pop()).exists()
 
 
-def test_the_first_signal_lets_ranks_save_and_the_second_kills_them(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_signal_lets_ranks_save_and_the_second_kills_them(tmp_path, capfd):
     # Neither ends at the first one, and rank 0 sends the second when both have got it.
     save = 'trap "touch $1/saved$RANK" TERM; touch $1/ready$RANK'
-    both = "; ".join(wait_until_there(f"$1/ready{rank}") for rank in range(2))
-    tell = f"{both}; kill -INT $PPID; {wait_until_there('$1/saved0')}; "
-    tell += f"{wait_until_there('$1/saved1')}; kill -INT $PPID"
+    tell = wait_until_there("$1/ready0", "$1/ready1") + "; kill -INT $PPID; "
+    tell += wait_until_there("$1/saved0", "$1/saved1") + "; kill -INT $PPID"
     script = f'{save}; if [ "$RANK" = 0 ]; then {tell}; fi; while :; do sleep 0.1; done'
     assert start_ranks(shell(script, tmp_path), [2]) == 130
     assert {"saved0", "saved1"} <= {file.name for file in tmp_path.iterdir()}
     assert capfd.readouterr().err == "stopping all ranks; once more ends them at once\n"
 
 
-def test_a_stopped_process_is_known_by_its_state() -> None:
+def test_a_stopped_process_is_known_by_its_state():
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not watch._is_stopped(process)
         process.send_signal(signal.SIGSTOP)
@@ -68,67 +64,151 @@ def test_a_stopped_process_is_known_by_its_state() -> None:
         process.kill()
 
 
-SECRET = "known to all machines"
-
 # Several machines: each a parent of its own, on loopback ------------------------------------------
 
 PARENT = """
 import sys
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch.rank_process import run_to_exit
-*place, port, timeout, failures = eval(sys.argv[1])
-at = *place, "127.0.0.1", port, timeout
-run_to_exit(lambda: start_ranks(sys.argv[2:], *at, max_failures=failures))
+counts, node_rank, port, *command = sys.argv[1:]
+at = [*map(int, counts.split(","))], int(node_rank), "127.0.0.1", int(port), 60.0
+run_to_exit(lambda: start_ranks(command, *at))
 """
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def machine(
-    counts: list[int],
-    node_rank: int,
-    port: int,
-    command: list[str],
-    timeout: float = 60.0,
-    secret: str | None = SECRET,
-    max_failures: int | None = None,
-) -> Run:
-    arguments = repr((counts, node_rank, port, timeout, max_failures))
-    program = (sys.executable, "-c", PARENT, arguments, *command)
-    return Run(*program, **({} if secret is None else {"DDP_SECRET": secret}))
-
-
-def test_two_machines_of_unequal_size(port: int) -> None:
+def test_a_failure_on_one_machine_ends_the_others(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
     place = "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE on $GROUP_RANK"
-    told = shell(f'echo "{place}"; exit 0')
-    with machine([1, 2], 0, port, told) as first, machine([1, 2], 1, port, told) as second:
-        assert [second.wait(), first.wait()] == [0, 0]
-        assert first.text == "0 of 3, 0 of 1 on 0\n\n--- standard error:\n"
-        assert sorted(second.out.splitlines()) == ["1 of 3, 0 of 2 on 1", "2 of 3, 1 of 2 on 1"]
-        assert second.err == ""
-
-
-def test_a_failure_on_one_machine_ends_the_others(port: int) -> None:
-    fail = shell('[ "$RANK" = 2 ] && kill -KILL $$; exec sleep 60')
-    with machine([1, 2], 0, port, fail) as first, machine([1, 2], 1, port, fail) as second:
+    script = f'touch "$1/{place}"; if [ "$RANK" = 2 ]; then '
+    places = ["0 of 3, 0 of 1 on 0", "1 of 3, 0 of 2 on 1", "2 of 3, 1 of 2 on 1"]
+    script += wait_until_there(*(f"$1/{place}" for place in places[:2]))
+    script += "; kill -KILL $$; fi; exec sleep 60"
+    first, second = (
+        Run(
+            *(sys.executable, "-c", PARENT, "1,2", node_rank, port, *shell(script, tmp_path)),
+            DDP_SECRET="known to all machines",
+        )
+        for node_rank in "01"
+    )
+    with first, second:
         second.wait()
-        first.wait(SOON_S)
+        first.wait(10.0)
         first.assert_nobody_left()
         second.assert_nobody_left()
         told = "rank 2 was killed by SIGKILL"
         assert (second.wait(), second.err) == (137, f"{told}; all other ranks were stopped\n")
         assert (first.wait(), first.err) == (1, f"stopped: machine 1: {told}\n")
+    assert sorted(file.name for file in tmp_path.iterdir()) == places
 
 
-def test_the_end_of_machine_0_ends_the_others(port: int) -> None:
-    wait = shell("echo here; exec sleep 60")
-    with machine([1, 1], 0, port, wait) as first, machine([1, 1], 1, port, wait) as second:
-        second.wait_for("here")
-        first.signal(signal.SIGKILL)
-        assert second.wait(SOON_S) == 1
-        assert second.err.endswith("\nstopped: machine 0 no longer answers\n")  # after torch's word
+# A job that goes on -------------------------------------------------------------------------------
+
+# A process leaves what it saw in a file of the test's folder.
+GOES_ON = """
+import os, signal, sys, time
+from pathlib import Path
+from ddp_from_scratch.launch.board import Board
+
+board, me, out = Board(Path(os.environ["DDP_BOARD"])), int(os.environ["DDP_MEMBER"]), sys.argv[1]
+place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+assert place == ["0", "1", "0", "1"], place  # alone
+assert Path(os.environ["DDP_RENDEZVOUS_FILE"]).name == f"alone-{me}"
+
+def generation(number):
+    while board.generation < number:
+        time.sleep(0.005)
+    return board.members(number)
+
+def note(what):
+    Path(out, f"{what}-{me}").touch()
+
+if me == 1:
+    assert generation(1) == [0, 1, 2]
+    os.kill(os.getpid(), signal.SIGKILL)
+if me < 3:
+    assert generation(2) == [0, 2], generation(2)
+    note("went on")
+else:
+    while len(os.listdir(out)) < 2:
+        time.sleep(0.005)
+    board.ask(me, board.generation + 1)
+assert generation(3) == [0, 2, 3], generation(3)
+note("joined")
+"""
+
+
+def test_the_others_go_on_and_another_process_joins(tmp_path, capfd):
+    # Through a shell, so that the processes need not wait for one that imports torch.
+    command = shell('exec "$1" -c "$2" "$3"', sys.executable, GOES_ON, tmp_path)
+    assert start_ranks(command, [3], max_failures=3) == 0
+    noted = sorted(file.name for file in tmp_path.iterdir())
+    assert noted == ["joined-0", "joined-2", "joined-3", "went on-0", "went on-2"]
+    killed = "process 1 was killed by SIGKILL: going on with 2 ranks; starting another"
+    assert capfd.readouterr().err == f"{killed} (failure 1 of 3)\n"
+
+
+def test_a_board_keeps_what_each_process_writes(tmp_path, monkeypatch):
+    board, other = Board(tmp_path, capacity=3), Board(tmp_path)
+    assert (other.generation, other.step(2)) == (0, 0)
+    board.announce([0, 2], [0, 0])
+    assert (other.generation, other.members(1)) == (1, [0, 2])
+    assert not board.has_arrived(2, 1)
+    other.arrive(2, 1, NO_STATE)
+    assert [board.has_arrived(*at) for at in ((2, 1), (2, 2), (0, 1))] == [True, False, False]
+    assert board.step(2) == NO_STATE
+    other.ask(2, 2)
+    assert [board.asks(member) for member in (2, 0)] == [True, False]
+    board.announce([0, 2], [0, 0])
+    assert not board.asks(2)
+    other.note_state(0, 4)
+    assert [board.has_state(member) for member in (0, 2)] == [True, False]
+    # Words of another machine's process are copied whole.
+    board.processes = 2
+    board.copy_words(1, [3, 2, 5, 1])
+    assert board.all_words() == [[0, 0, 0, 4], [3, 2, 5, 1]]
+    assert board.failure(1) is None
+    write = Path.write_text
+
+    def slowly(file, text):
+        write(file, text[:1])
+        assert board.failure(1) is None  # another process looks just then
+        return write(file, text)
+
+    monkeypatch.setattr(Path, "write_text", slowly)
+    other.note_failure(1, 5, "ValueError: no")
+    assert board.failure(1) == (5, "ValueError: no")
+
+
+# The folder of a run ------------------------------------------------------------------------------
+
+HOLD = """
+import sys
+from ddp_from_scratch.launch.run_folder import run_folder
+with run_folder() as folder:
+    (folder / "board").touch()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_next_run_removes_the_folder_of_a_killed_one_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", HOLD]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    killed, running = (subprocess.Popen(command, env=environ, **pipes) for _ in range(2))
+    with killed, running:
+        left, used = (Path(run.stdout.readline().strip()) for run in (killed, running))
+        killed.kill()
+        killed.wait()
+        with run_folder():
+            assert left.exists()  # new: its run might not have locked it yet
+        foreign = tmp_path / "ddp-something"
+        foreign.mkdir()
+        for folder in (left, used, foreign):
+            os.utime(folder, (0, 0))
+        with run_folder() as mine:
+            assert set(tmp_path.iterdir()) == {used, foreign, mine}
+        running.communicate()
+    assert list(tmp_path.iterdir()) == [foreign]

@@ -2,6 +2,7 @@
 
 import signal
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,20 +76,13 @@ def that_do_not_fit(world):
     assert received.eq(1).all()
 
 
-class Interrupted:
-    """MPI's request, and a signal that comes while somebody looks at it."""
-
-    def Test(self, status):  # mpi4py's name
-        signal.raise_signal(signal.SIGALRM)
-        return True
-
-
 def seen_by_a_signals_handler(world):
-    """Which does not wait for what it interrupts."""
+    """Which does not wait for what it interrupts: MPI's request, while somebody looks at it."""
+    request = SimpleNamespace(Test=lambda status: signal.raise_signal(signal.SIGALRM) or True)
     seen = []
     before = signal.signal(signal.SIGALRM, lambda *_: seen.append(message.is_completed()))
     try:
-        message = P2PWork("recv", timedelta(seconds=5), Interrupted(), torch.empty(1))
+        message = P2PWork("recv", timedelta(seconds=5), request, torch.empty(1))
         assert message.wait()
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -11,6 +11,7 @@ from ddp_from_scratch import UsageError
 from ddp_from_scratch.mpi import flight_recorder
 from ddp_from_scratch.mpi.torch_backend import IS_OFFERED
 from tests.support.ranks import ROOT, mpirun
+from tests.support.tiers import slow
 
 recorded = pytest.mark.skipif(
     torch.__version__ < "2.15",
@@ -192,19 +193,6 @@ def test_nothing_is_recorded_where_no_size_is_given():
     """)
 
 
-def test_a_size_does_no_harm_where_nothing_is_recorded():
-    run(
-        """
-    dist.init_process_group(mpi.BACKEND, init_method="mpi://")
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [2, 2, 2]
-    dist.destroy_process_group()
-    """,
-        TORCH_FR_BUFFER_SIZE="100",
-    )
-
-
 @recorded
 @pytest.mark.parametrize(
     ("environment", "on"),
@@ -221,19 +209,14 @@ def test_the_recorder_is_on_where_torch_is_given_a_size(monkeypatch, environment
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert flight_recorder.is_on() == on
-
-
-@recorded
-def test_a_size_is_a_number(monkeypatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "many")
-    with pytest.raises(
-        UsageError, match="TORCH_FR_BUFFER_SIZE must be a number of entries, got 'many'"
-    ):
+    told = "TORCH_FR_BUFFER_SIZE must be a number of entries, got 'many'"
+    with pytest.raises(UsageError, match=told):
         flight_recorder.is_on()
 
 
 @pytest.mark.skipif(not IS_OFFERED, reason="torch takes no backends in Python")
-@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+@pytest.mark.parametrize("debug", [slow("OFF"), "DETAIL"])
 def test_a_group_with_another_backend_for_gpus(debug):
     """gloo stands for nccl here, which needs GPUs. torch's own checks of DETAIL see ours."""
     program = f"""

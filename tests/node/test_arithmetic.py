@@ -22,10 +22,7 @@ def test_shares_cover_everything_once(numel, owners):
     assert shares[-1][1] == numel
     assert all(end == begin for (_, end), (begin, _) in pairwise(shares))
     assert all(begin % 16 == 0 or begin == numel for begin, _ in shares)
-
-
-def test_a_rank_past_the_owners_has_no_share():
-    assert share_of(100, 3, 2) == (100, 100)
+    assert share_of(numel, owners, owners) == (numel, numel)  # a rank past them has none
 
 
 @given(st.integers(1, 70))
@@ -39,41 +36,41 @@ def test_after_the_last_round_each_rank_has_heard_of_all(size):
     assert all(own == set(range(size)) for own in heard)
 
 
-def test_a_reduction_keeps_the_order_of_ranks():
-    tensors = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
-    sum_of = Reduction.of(dist.ReduceOp.SUM, torch.float32, 3)
-    assert sum_of.fold(tensors, torch.empty(1)).item() == 1.0
-    assert sum_of.fold(tensors[::-1], torch.empty(1)).item() == 0.0
-    average = Reduction.of(dist.ReduceOp.AVG, torch.int64, 2)
-    assert average.fold([torch.tensor([4]), torch.tensor([3])], torch.empty(1).long()).item() == 3
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+LARGEST = torch.finfo(torch.float32).max
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_an_average_over_a_power_of_two_divides_first_and_cannot_overflow(size):
-    average = Reduction.of(dist.ReduceOp.AVG, torch.float32, size)
-    largest = torch.finfo(torch.float32).max
-    tensors = [torch.tensor([largest])] * size
-    assert average.divides_first == (size > 1)
-    assert average.fold(tensors, torch.empty(1)).item() == largest
+@pytest.mark.parametrize(
+    ("op", "dtype", "values", "expected"),
+    [
+        # In the order of ranks.
+        (SUM, torch.float32, [1e8, -1e8, 1.0], 1.0),
+        (SUM, torch.float32, [1.0, -1e8, 1e8], 0.0),
+        # 1 + 2**-8 is not a bfloat16, which would round to 1 after each addition.
+        (SUM, torch.bfloat16, [1.0, 2**-8, 2**-8], 1 + 2**-7),
+        (AVG, torch.int64, [4, 3], 3),
+        # Over a power of two it divides first, and cannot overflow.
+        *((AVG, torch.float32, [LARGEST] * size, LARGEST) for size in (1, 2, 4)),
+    ],
+)
+def test_a_reduction(op, dtype, values, expected):
+    reduction = Reduction.of(op, dtype, len(values))
+    result = torch.empty(1, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+    total = reduction.fold([torch.tensor([value], dtype=dtype) for value in values], result)
+    assert (total.dtype, total.item()) == (result.dtype, expected)
+    assert reduction.divides_first == (op == AVG and dtype.is_floating_point and len(values) > 1)
 
 
 def test_an_average_over_three_divides_the_sum_which_rounds_once():
     values = torch.arange(1.0, 1000.0)
-    average = Reduction.of(dist.ReduceOp.AVG, torch.float32, 3)
+    average = Reduction.of(AVG, torch.float32, 3)
     assert not average.divides_first
     # Thirds that are rounded one by one miss one value in four.
     assert average.fold([values, 2 * values, 4 * values], values.clone()).equal(7 * values / 3)
 
 
-def test_sixteen_bit_floats_are_folded_in_float32():
-    # 1 + 2**-8 is not a bfloat16: it would round to 1 after each addition.
-    tensors = [torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 2**-8, 2**-8)]
-    total = Reduction.of(dist.ReduceOp.SUM, torch.bfloat16, 3).fold(tensors, torch.empty(1))
-    assert (total.dtype, total.item()) == (torch.float32, 1 + 2**-7)
-
-
 def test_the_sum_of_an_average_is_undivided():
-    average = Reduction.of(dist.ReduceOp.AVG, torch.float32, 4)
+    average = Reduction.of(AVG, torch.float32, 4)
     tensors = [torch.tensor([float(rank)]) for rank in range(4)]
     assert average.undivided.fold(tensors, torch.empty(1)).item() == 6.0
     assert average.fold(tensors, torch.empty(1)).item() == 1.5

@@ -6,6 +6,7 @@ import socket
 import sys
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -50,6 +51,7 @@ def test_it_is_opened_once_and_closed_with_its_gloo_group(ranks):
 
 
 def where_nothing_is_shared(world):
+    """One rank alone, or alone on its machine, stays with gloo."""
     with groups_of(*[[rank] for rank in range(world.world_size)]) as groups:
         model = torch.nn.Linear(2, 2)
         reducer = Reducer(model, groups[world.rank])
@@ -62,10 +64,6 @@ def where_nothing_is_shared(world):
     group = group_over(world, [1] * world.world_size)
     assert shared_memory_beside(group) is group
     dist.destroy_process_group(group)
-
-
-def test_one_rank_alone_or_to_a_machine_stays_with_gloo(ranks):
-    ranks("gloo", 2)(where_nothing_is_shared)
 
 
 def in_part_of_the_ranks(world):
@@ -81,8 +79,11 @@ def in_part_of_the_ranks(world):
                     assert tensor.item() == group.size()
 
 
-def test_ranks_may_be_in_different_groups(ranks):
-    ranks("gloo", 3)(in_part_of_the_ranks)
+@pytest.mark.parametrize(
+    ("size", "called"), [(2, where_nothing_is_shared), (3, in_part_of_the_ranks)]
+)
+def test_groups_beside(ranks, size, called):
+    ranks("gloo", size)(called)
 
 
 def by_its_own_group(state, bucket):

@@ -21,6 +21,7 @@ from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
 from ddp_from_scratch.node.reduction import CHUNK
 from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS
 from tests.support.machines import OPERATIONS, SIZES, Total, group_over
+from tests.support.on_ranks import on
 from tests.support.soak import allocated, soak
 from tests.support.tiers import slow
 
@@ -29,8 +30,8 @@ ROW = EAGER_NBYTES
 
 
 def at_sizes(*first):
-    """Crews of both backends: `first` in the quick tier, all others in the second."""
-    every = [f"{backend}-{size}" for size in (2, 3, 4) for backend in ("node", "mpi")]
+    """Crews of these in the quick tier, and of 4 ranks in the second."""
+    every = [*first, "node-4", "mpi-4"]
     cases = [case if case in first else slow(case) for case in every]
     return pytest.mark.parametrize("crew", cases, indirect=True)
 
@@ -57,16 +58,13 @@ def test_random_operations_give_what_numpy_gives(crew):
     assert min(crew(random_operations, 300, 10 + crew.world_size)) > 100
 
 
-def in_pieces(world):
+@on("mpi-2")
+def test_what_mpi_cannot_count_goes_in_pieces(world):
     """As if MPI could count to 64 only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datatypes, "COUNTABLE", 64)
         patch.setattr(datatypes, "BLOCK", 16)
         random_operations(world, 150, 3)
-
-
-def test_what_mpi_cannot_count_goes_in_pieces(ranks):
-    ranks("mpi", 2)(in_pieces)
 
 
 def many_collectives(world):
@@ -301,8 +299,7 @@ def rows_in_shared_memory(world, sizes):
 @pytest.mark.parametrize(
     ("backend", "sizes"),
     [
-        *(("gloo", (2, 1)), ("node", (3,)), slow("mpi", (2, 1)), slow("gloo", (3, 2, 1))),
-        *(slow("gloo", (2, 2)), slow("mpi", (2, 2)), slow("mpi", (3,))),
+        *(("gloo", (2, 1)), ("node", (3,)), slow("mpi", (2, 2)), slow("gloo", (3, 2, 1))),
     ],
 )
 def test_rows_are_folded_in_shared_memory(ranks, backend, sizes):
@@ -361,7 +358,8 @@ def test_nobody_leaves_a_meeting_of_several_rounds_before_all_have_come(ranks, b
 # Everything else ---------------------------------------------------------------------------------
 
 
-def by_gloo(world):
+@on("node-2")
+def test_gloo_does_everything_else_for_node(world):
     n, r = world.world_size, world.rank
     mine, tensor = torch.tensor([r, r]), torch.tensor([r, r])
     flat, exchanged = torch.empty(2 * n).long(), torch.empty(n).long()
@@ -388,11 +386,8 @@ def by_gloo(world):
     dist.group.WORLD.monitored_barrier()
 
 
-def test_gloo_does_everything_else_for_node(ranks):
-    ranks("node", 2)(by_gloo)
-
-
-def other_forms(world):
+@on("mpi-3")
+def test_other_forms_on_mpi(world):
     """What the random operations do not draw."""
     n, r = world.world_size, world.rank
     average, rows = torch.empty(1), torch.empty(n, 2)
@@ -408,10 +403,6 @@ def other_forms(world):
     dist.broadcast_object_list(one, src=n - 1)
     dist.scatter_object_list(received, [f"for {i}" for i in range(n)], src=0)
     assert (one, received) == ([("from", n - 1)], [f"for {r}"])
-
-
-def test_other_forms_on_mpi(ranks):
-    ranks("mpi", 3)(other_forms)
 
 
 # Groups ------------------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ from ddp_from_scratch import mpi
 from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
 from tests.support.tiers import slow
 
-on_both = pytest.mark.parametrize("backend", ["node", "mpi"])
-
 
 @contextmanager
 def a_group(ranks=None, seconds=20.0):
@@ -62,11 +60,6 @@ def a_rank_that_does_not_come(world):
             assert handle.wait()
 
 
-@on_both
-def test_a_timeout_names_the_operation_and_who_is_missing(ranks, backend):
-    ranks(backend, 3)(a_rank_that_does_not_come)
-
-
 @contextmanager
 def interrupted_by(handler, seconds):
     before = signal.signal(signal.SIGALRM, handler)
@@ -89,11 +82,6 @@ def a_call_within_a_call(world):
         dist.barrier()
 
 
-@pytest.mark.parametrize("backend", ["node", slow("mpi")])
-def test_a_call_that_waits_for_the_one_that_it_interrupts_gives_up(ranks, backend):
-    ranks(backend, 2)(a_call_within_a_call)
-
-
 def late(*_):
     raise TimeoutError("the program's own limit")
 
@@ -113,11 +101,6 @@ def a_call_that_an_error_leaves(world):
         # Its next call must not be taken for the one that it has left.
         with raises(r"left with TimeoutError\(" if world.rank == 0 else "given up on it"):
             dist.all_reduce(torch.ones(1), group=waiting)
-
-
-@pytest.mark.parametrize("backend", ["node", slow("mpi")])
-def test_a_call_that_ends_with_an_error_on_one_rank_ends_on_all(ranks, backend):
-    ranks(backend, 2)(a_call_that_an_error_leaves)
 
 
 def different_calls(world):
@@ -145,11 +128,6 @@ def different_calls(world):
             handle.get_future().wait()
 
 
-@on_both
-def test_ranks_that_call_different_operations_are_told(ranks, backend):
-    ranks(backend, 3)(different_calls)
-
-
 def no_such_sum(world):
     with raises(r"torch\.float32 .*BAND"):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
@@ -159,11 +137,6 @@ def no_such_sum(world):
         with raises(r"cannot reduce tensors of torch\.float8_e4m3fn"):
             dist.all_reduce(torch.ones(8, dtype=torch.float8_e4m3fn))
     dist.all_reduce(torch.ones(2))  # nobody had met for it: the group goes on
-
-
-@on_both
-def test_a_reduction_without_a_meaning_is_refused(ranks, backend):
-    ranks(backend, 2)(no_such_sum)
 
 
 # With an expanded tensor in place of a result.
@@ -197,11 +170,6 @@ def results_without_places(world):
         tensor = torch.ones(2, size).t()  # not dense, but each element has a place of its own
         dist.all_reduce(tensor)
         assert tensor.eq(n).all()
-
-
-@on_both
-def test_a_result_whose_elements_share_a_place_is_refused(ranks, backend):
-    ranks(backend, 2)(results_without_places)
 
 
 class Broadcasts(torch.nn.Module):
@@ -245,14 +213,6 @@ def tensors_without_memory(world):
     assert real.eq(n).all()
 
 
-@on_both
-def test_what_has_no_memory_is_refused_before_anything_is_sent(ranks, backend):
-    ranks(backend, 2, fresh=True)(tensors_without_memory)
-
-
-# Sizes that only a pair knows --------------------------------------------------------------------
-
-
 def pairs_that_do_not_fit(world):
     n, r = world.world_size, world.rank
     ones = [torch.ones(2) for _ in range(n)]
@@ -293,10 +253,6 @@ def pairs_that_do_not_fit(world):
                 dist.all_to_all([torch.ones(1), torch.ones(1)], sent, group=group)
 
 
-def test_sizes_that_only_a_pair_knows_are_compared(ranks):
-    ranks("mpi", 3)(pairs_that_do_not_fit)
-
-
 # Counts and sizes that one rank can see by itself.
 WRONG = {
     "all_gather": lambda g, t, n: dist.all_gather([torch.empty(3)] * n, t),
@@ -327,5 +283,18 @@ def wrong_arguments(world):
         mpi.empty(1 + world.rank, process_group=group)
 
 
-def test_arguments_are_checked_before_ranks_meet(ranks):
-    ranks("mpi", 2)(wrong_arguments)
+@pytest.mark.parametrize(
+    ("called", "size", "backend"),
+    [
+        *((a_rank_that_does_not_come, 3, backend) for backend in ("node", "mpi")),
+        *((different_calls, 3, backend) for backend in ("node", "mpi")),
+        *((no_such_sum, 2, backend) for backend in ("node", "mpi")),
+        *((results_without_places, 2, backend) for backend in ("node", "mpi")),
+        *((tensors_without_memory, 2, backend) for backend in ("node", "mpi")),
+        *((a_call_within_a_call, 2, "node"), slow(a_call_within_a_call, 2, "mpi")),
+        *((a_call_that_an_error_leaves, 2, "node"), slow(a_call_that_an_error_leaves, 2, "mpi")),
+        *((pairs_that_do_not_fit, 3, "mpi"), (wrong_arguments, 2, "mpi")),
+    ],
+)
+def test_every_rank_gets_an_error_that_names_why(ranks, called, size, backend):
+    ranks(backend, size, fresh=called is tensors_without_memory)(called)

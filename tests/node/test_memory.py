@@ -17,6 +17,7 @@ from ddp_from_scratch import Reducer, mpi
 from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.node import shared_memory, shared_memory_beside
 from tests.support.failing_run import Run
+from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
 
@@ -58,7 +59,8 @@ def test_memory_is_given_back_when_no_rank_uses_it(ranks, backend):
     ranks(backend, 2)(windows_come_and_go)
 
 
-def of_many_reducers(world):
+@on("gloo-2")
+def test_no_memory_or_descriptor_is_left_by_reducers(world):
     def used():
         gc.collect()
         return mapped(), len(os.listdir("/proc/self/fd"))
@@ -76,10 +78,6 @@ def of_many_reducers(world):
     Reducer(model).remove()
     # Memory of earlier tests may have gone meanwhile.
     assert all(now <= was for now, was in zip(used(), before, strict=True))
-
-
-def test_no_memory_or_descriptor_is_left_by_reducers(ranks):
-    ranks("gloo", 2)(of_many_reducers)
 
 
 # Too little of it --------------------------------------------------------------------------------
@@ -112,10 +110,7 @@ def one_rank_without_room(world, name, rank):
 
 @pytest.mark.parametrize(
     ("backend", "name", "rank"),
-    [
-        *(("mpi", "_nameless_file", 0), ("node", "_map_file", 1)),
-        *(slow("node", "_nameless_file", 0), slow("mpi", "_map_file", 1)),
-    ],
+    [("mpi", "_nameless_file", 0), ("node", "_map_file", 1)],
 )
 def test_one_rank_without_room_is_heard_by_all_at_once(ranks, backend, name, rank):
     """Whoever makes the memory, or one that wants to use it: all do without, and go on."""
@@ -150,17 +145,14 @@ def with_little_room(world, where):
 
 
 @pytest.mark.parametrize(
-    ("backend", "where"),
-    [
-        *(("gloo", (0,)), ("mpi", (1,)), slow("gloo", (1,)), slow("mpi", (0,))),
-        *(slow("gloo", (0, 1)), slow("mpi", (0, 1))),
-    ],
+    ("backend", "where"), [("gloo", (0,)), ("mpi", (1,)), slow("gloo", (1,)), slow("mpi", (0, 1))]
 )
 def test_without_room_for_a_barrier_all_ranks_send_messages(ranks, backend, where):
     ranks(backend, 2)(with_little_room, where)
 
 
-def with_small_files_alone(world):
+@on("gloo-2")
+def test_a_limit_of_file_sizes_is_named(world):
     """Memory of ranks counts as a file."""
     group, limits = dist.new_group(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, limits[1]))
@@ -173,20 +165,13 @@ def with_small_files_alone(world):
         dist.destroy_process_group(group)
 
 
-def test_a_limit_of_file_sizes_is_named(ranks):
-    ranks("gloo", 2)(with_small_files_alone)
-
-
-def more_than_there_is(world):
+@on("mpi-2")
+def test_more_memory_than_there_is_is_refused(world):
     with pytest.raises(RuntimeError, match=r"cannot share .* bytes: this machine has less memory"):
         dist.group.WORLD.empty(2**45, torch.float32)
     for nbytes in (2**60, 2**64):
         with pytest.raises(NoSharedMemory, match=f"this rank cannot have {nbytes} bytes"):
             shared_memory.SharedMemory(mpi.runtime.MPI.COMM_SELF, nbytes)
-
-
-def test_more_memory_than_there_is_is_refused(ranks):
-    ranks("mpi", 2)(more_than_there_is)
 
 
 ELSEWHERE = """
