@@ -46,6 +46,20 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+def zero_redundancy_optimizer(world, folder):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns, on torch 2.11
+
+    model = torch.nn.parallel.DistributedDataParallel(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    train(model, optimizer, world.rank, 2)
+    assert_equal_states(model.module.state_dict(), trained_by_one_process(adam))
+    # Each rank holds the state of some of the parameters; rank 0 can gather it whole.
+    assert 0 < len(optimizer.optim.state) < len(list(model.parameters()))
+    optimizer.consolidate_state_dict(to=0)
+    if world.rank == 0:
+        assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+
+
 def sharded_network(mesh):
     model = network()
     for layer in (model[0], model[2]):
@@ -123,6 +137,7 @@ def pipeline(world, folder):
 def test_programs_of_torchs_own(ranks, tmp_path):
     crew = ranks("mpi", 2, fresh=True)  # meshes keep their groups
     for program in (
-        *(fully_sharded_and_checkpointed, sharded_tensors, a_gloo_group_beside, pipeline),
+        *(zero_redundancy_optimizer, fully_sharded_and_checkpointed, sharded_tensors),
+        *(a_gloo_group_beside, pipeline),
     ):
         crew(program, str(tmp_path))

@@ -223,12 +223,7 @@ TORCHS = {
 }
 
 
-@pytest.mark.parametrize("name", TORCHS)
-@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-@on("gloo-2")
-def test_torchs_hooks_run_unchanged(world, name, view):
-    if name.startswith("quantized") and torch.__version__ < "2.15":
-        return  # this torch's hook is written for what nccl's futures give, and not gloo's
+def torchs_hook(world, name, view):
     hook, tolerance = TORCHS[name]
     ours, x, y = build(world)
     theirs = copy.deepcopy(ours)
@@ -244,15 +239,23 @@ def test_torchs_hooks_run_unchanged(world, name, view):
         assert is_rank_0s(q.grad)
 
 
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize(
+    ("backend", "view"), [("gloo", False), ("gloo", True), slow("mpi", True)], ids=str
+)
+def test_torchs_hooks_run_unchanged(ranks, backend, name, view):
+    if name.startswith("quantized") and torch.__version__ < "2.15":
+        pytest.skip("this torch's hook is written for what nccl's futures give, and not gloo's")
+    ranks(backend, 2)(torchs_hook, name, view)
+
+
 POWER_SGD = {
     "full": powerSGD_hook.powerSGD_hook,
     "fp16 wrapper": default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
 }
 
 
-@pytest.mark.parametrize("name", POWER_SGD)
-@on("gloo-2")
-def test_torchs_power_sgd_trains(world, name):
+def torchs_power_sgd(world, name):
     losses = []
     for compress in (False, True):
         model, x, y = build(world)
@@ -266,6 +269,13 @@ def test_torchs_power_sgd_trains(world, name):
     if name == "full":
         assert state.total_numel_after_compression < state.total_numel_before_compression
     assert losses[1] < 2 * losses[0] + 0.05, losses
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [("gloo", "full"), ("gloo", "fp16 wrapper"), slow("mpi", "full")]
+)
+def test_torchs_power_sgd_trains(ranks, backend, name):
+    ranks(backend, 2)(torchs_power_sgd, name)
 
 
 @on("gloo-2")
