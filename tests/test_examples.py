@@ -39,7 +39,7 @@ def test_on_gloo(program, capfd, monkeypatch):
     assert re.search(r"parameters .* on 2 ranks", capfd.readouterr().out)
 
 
-@pytest.mark.parametrize("program", [*OWN, *OTHERS])
+@pytest.mark.parametrize("program", ["gpt.py", *OTHERS])
 def test_on_mpi(program):
     package, options = OTHERS.get(program) or ("torch", ["--backend", "mpi", *OWN[program]])
     pytest.importorskip(package)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 
 from ddp_from_scratch.errors import UsageError, needs_extra
 from tests.support.ranks import ROOT
+from tests.support.tiers import slow
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TUTORIAL = [
@@ -18,13 +20,8 @@ TUTORIAL = [
     for path in sorted((ROOT / "tutorial").glob("[0-9]*/*.py"))
     if path.name not in ("exercise.py", "solution.py", "test_exercise.py")
 ]
-PROGRAMS = [ROOT / "run.py", *TUTORIAL, *sorted((ROOT / "examples").glob("*.py"))]
-NEEDS = {
-    "accelerate_mpi.py": "accelerate",
-    "lightning_mpi.py": "lightning",
-    "resnet.py": "torchvision",
-    "trainer_mpi.py": "transformers",
-}
+FOREIGN = {"lightning_mpi.py", "accelerate_mpi.py", "trainer_mpi.py"}
+EXAMPLES = [path for path in (ROOT / "examples").glob("*.py") if path.name not in FOREIGN]
 
 
 def python(*arguments: object, folder: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -41,23 +38,35 @@ def python(*arguments: object, folder: Path, **environment: str) -> subprocess.C
 # Programs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
-def test_a_program_runs_as_a_path_from_any_folder(program, tmp_path):
-    pytest.importorskip(NEEDS.get(program.name, "torch"))
-    done = python(program, "--help", folder=tmp_path)
-    assert (done.returncode, done.stdout[:7]) == (0, "usage: "), done.stderr
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs a program in this process and another folder; returns what it prints."""
+
+    def run(program, *arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(program), *arguments])
+        runpy.run_path(str(program), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_a_program_trains_as_a_path_from_another_folder(tmp_path):
-    done = python(ROOT / "tutorial" / "04_naive" / "naive.py", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("program", [*TUTORIAL, *sorted(EXAMPLES)], ids=lambda path: path.stem)
+def test_a_program_runs_as_a_path_from_any_folder(program, run, capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run(program, "--help")
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_a_program_trains_as_a_path_from_another_folder(run):
+    pytest.importorskip("matplotlib")  # without it no picture is drawn
+    assert "picture: " in run(ROOT / "tutorial" / "04_naive" / "naive.py")
 
 
 # Extras -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tqdm", "torchvision"])
+@pytest.mark.parametrize("name", ["torchvision", slow("tqdm")])
 def test_what_is_missing_is_one_line(name, tmp_path):
     (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}')")
     path = f"{tmp_path}{os.pathsep}{ROOT}"
@@ -67,11 +76,18 @@ def test_what_is_missing_is_one_line(name, tmp_path):
     assert done.stderr == f'error: No module named {name}: pip install "ddp_from_scratch[train]"\n'
 
 
-def test_the_digits_need_no_torchvision(tmp_path):
-    (tmp_path / "torchvision.py").write_text("raise ModuleNotFoundError")
+def test_the_digits_need_neither_torchvision_nor_matplotlib(tmp_path):
+    """A timeline says that it has no picture."""
+    for name in ("torchvision", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError")
     path = f"{tmp_path}{os.pathsep}{ROOT}"
-    done = python(ROOT / "run.py", "--epochs", "1", "--quiet", folder=tmp_path, PYTHONPATH=path)
+    options = ["--epochs", "1", "--timeline", "timeline"]
+    done = python(ROOT / "run.py", *options, folder=tmp_path, PYTHONPATH=path)
     assert (done.returncode, done.stderr) == (0, "")
+    assert "timeline.html\nno picture: that takes matplotlib" in done.stdout
+    assert [file.name for file in (tmp_path / "timeline").glob("timeline.[hp]*")] == [
+        "timeline.html"
+    ]
 
 
 def test_a_torchvision_of_another_torch_is_one_line():
@@ -104,6 +120,7 @@ def installed(tmp_path):
         for group, points in groups.items()
         for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
     ]
+    assert set(groups["torch.distributed.backends"]) == {"node"}  # loading mpi would start MPI
     (info / "entry_points.txt").write_text("\n".join(lines))
     return tmp_path
 
@@ -124,11 +141,6 @@ def test_the_script_is_the_program(tmp_path):
     done = python("-c", code, "--no-such-option", folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
-
-
-def test_mpi_is_no_entry_point():
-    """Loading it would start MPI in any program that names the backend."""
-    assert set(PROJECT["project"]["entry-points"]["torch.distributed.backends"]) == {"node"}
 
 
 # The package's page -----------------------------------------------------------------------------

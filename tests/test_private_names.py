@@ -17,54 +17,33 @@ PACKAGE = Path(ddp_from_scratch.__file__).parent
 
 # Expressions that a version of torch or Python evaluates, as long as it has the name.
 NAMES = {
-    "argparse.ArgumentParser()._option_string_actions",
-    "atexit._run_exitfuncs",
-    "ignoring._ddp_params_and_buffers_to_ignore",
-    "ignoring.weight._ddp_ignored",
-    "threading._shutdown",
-    "torch.Tensor._backward_hooks",
-    "torch.Tensor._nnz",
-    "torch.Tensor._use_count",
-    "torch._C.DispatchKey.Functionalize",
-    "torch._C.DispatchKeySet.raw_repr",
-    "torch._C.Future",
-    "torch._C._TorchDispatchModeKey.PROXY",
-    "torch._C._current_graph_task_id",
-    "torch._C._dispatch_keys",
-    "torch._C._distributed_c10d.Backend.Options._timeout",
-    "torch._C._functions.AccumulateGrad",
-    "torch._C._functorch.peek_interpreter_stack",
-    "torch._C._get_dispatch_mode",
-    "torch._C._len_torch_dispatch_stack",
-    "torch._C._set_grad_enabled",
-    "torch._C._will_engine_execute_node",
-    "torch._debug_has_internal_overlap",
-    "torch._foreach_add_",
-    "torch._foreach_copy_",
-    "torch._fused_adam_",
-    "torch._fused_adamw_",
-    "torch._fused_sgd_",
-    "torch.autograd.Variable._execution_engine.queue_callback",
-    "torch.autograd._unsafe_preserve_version_counter",
-    "torch.autograd.profiler._is_profiler_enabled",
-    "torch.autograd.profiler.record_function._call_end_callbacks_on_future",
-    "torch.distributed.ProcessGroup._device_types",
-    "torch.distributed.ProcessGroup._get_backend",
-    "torch.distributed.ProcessGroup._register_backend",
-    "torch.distributed.ProcessGroup._set_default_backend",
-    "torch.distributed.ProcessGroup._set_group_desc",
-    "torch.distributed.ProcessGroup._set_group_name",
-    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
-    "torch.distributed.distributed_c10d._MPI_AVAILABLE",
-    "torch.distributed.distributed_c10d._get_default_group",
-    "torch.distributed.distributed_c10d._get_default_store",
-    "torch.distributed.distributed_c10d._get_process_group_store",
-    "torch.distributed.distributed_c10d._world.pg_map",
-    "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
-    "torch.nn.Module()._load_state_dict_pre_hooks",
-    "torch.nn.Module()._modules",
-    "torch.nn.modules.batchnorm._BatchNorm",
-    "torch.nn.modules.batchnorm._NormBase",
+    f"{start}.{end}"
+    for start, ends in {
+        "argparse.ArgumentParser()": "_option_string_actions",
+        "atexit": "_run_exitfuncs",
+        "ignoring": "_ddp_params_and_buffers_to_ignore weight._ddp_ignored",
+        "threading": "_shutdown",
+        "torch": "_debug_has_internal_overlap _foreach_add_ _foreach_copy_ _fused_adam_ "
+        "_fused_adamw_ _fused_sgd_",
+        "torch.Tensor": "_backward_hooks _nnz _use_count",
+        "torch._C": "DispatchKey.Functionalize DispatchKeySet.raw_repr Future "
+        "_TorchDispatchModeKey.PROXY _current_graph_task_id _dispatch_keys "
+        "_distributed_c10d.Backend.Options._timeout _functions.AccumulateGrad "
+        "_functorch.peek_interpreter_stack _get_dispatch_mode _len_torch_dispatch_stack "
+        "_set_grad_enabled _will_engine_execute_node",
+        "torch.autograd": "Variable._execution_engine.queue_callback "
+        "_unsafe_preserve_version_counter profiler._is_profiler_enabled "
+        "profiler.record_function._call_end_callbacks_on_future",
+        "torch.distributed.ProcessGroup": "_device_types _get_backend _register_backend "
+        "_set_default_backend _set_group_desc _set_group_name",
+        "torch.distributed": "device_mesh.DeviceMesh._get_root_mesh "
+        "tensor.parallel.ddp._pre_dp_module_transform",
+        "torch.distributed.distributed_c10d": "_MPI_AVAILABLE _get_default_group "
+        "_get_default_store _get_process_group_store _world.pg_map",
+        "torch.nn.Module()": "_load_state_dict_pre_hooks _modules",
+        "torch.nn.modules.batchnorm": "_BatchNorm _NormBase",
+    }.items()
+    for end in ends.split()
 }
 
 # Used where torch has them.

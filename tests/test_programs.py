@@ -9,7 +9,6 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from ddp_from_scratch import mpi
 
-Wrapped = torch.nn.parallel.DistributedDataParallel
 STEPS = 3
 
 
@@ -47,17 +46,10 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def distributed_data_parallel(world, folder):
-    for as_view in (False, True):
-        model = Wrapped(network(), bucket_cap_mb=0.0005, gradient_as_bucket_view=as_view)
-        train(model, sgd(model.parameters()), world.rank, 2)
-        assert_equal_states(model.module.state_dict(), trained_by_one_process(sgd))
-
-
 def zero_redundancy_optimizer(world, folder):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns, on torch 2.11
 
-    model = Wrapped(network())
+    model = torch.nn.parallel.DistributedDataParallel(network())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
     train(model, optimizer, world.rank, 2)
     assert_equal_states(model.module.state_dict(), trained_by_one_process(adam))
@@ -145,7 +137,7 @@ def pipeline(world, folder):
 def test_programs_of_torchs_own(ranks, tmp_path):
     crew = ranks("mpi", 2, fresh=True)  # meshes keep their groups
     for program in (
-        *(distributed_data_parallel, zero_redundancy_optimizer, fully_sharded_and_checkpointed),
-        *(sharded_tensors, a_gloo_group_beside, pipeline),
+        *(zero_redundancy_optimizer, fully_sharded_and_checkpointed, sharded_tensors),
+        *(a_gloo_group_beside, pipeline),
     ):
         crew(program, str(tmp_path))

@@ -31,14 +31,11 @@ def ends_with_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_is_broken", None)
 
 
-def test_a_job_that_ends_with_a_lost_rank_waits_once():
+def test_a_late_rank_is_waited_for_only_where_ranks_may_be_lost():
     work = Work(ends=1)
     waiting.wait(work)
     assert work.waits == [None]
     assert not waiting.may_be_left_behind()
-
-
-def test_a_late_rank_is_waited_for():
     waiting.look_for_lost_ranks(lambda: False)
     work = Work(ends=3)
     waiting.wait(work)

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.autograd import fused_wgrad
+from ddp_from_scratch.buckets.memory import lies_at
 from tests.support.terms import as_large
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -32,198 +33,154 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def in_bucket(reducer, parameter):
-    """True if the parameter's `.grad` lies in its window."""
-    for bucket in reducer.flat_buckets:
-        for member, view in zip(bucket.parameters(), bucket.views, strict=True):
-            if member is parameter:
-                return parameter.grad.data_ptr() == view.data_ptr()
-    raise AssertionError("no bucket has it")
-
-
 def watched(model):
-    """The Reducer, and by name whether each gradient arrived in its window."""
-    arrived = {}
-    reducer = None
+    """Whether each gradient arrived in its window, by name."""
+    reducer, arrived = None, {}
 
     def note(name, parameter):
-        arrived[name] = in_bucket(reducer, parameter)
+        buckets = [(b.parameters(), b.views) for b in reducer.flat_buckets]
+        windows = {id(p): view for found in buckets for p, view in zip(*found, strict=True)}
+        arrived[name] = lies_at(parameter.grad, windows[id(parameter)])
 
     # Before the Reducer's own hooks, which pack.
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: note(name, p))
     reducer = ddp.Reducer(model, fuse_wgrad=True)
-    return reducer, arrived
+    return arrived
 
 
-SHAPES = {
-    "one row": (1, 24),
-    "rows": (9, 24),
-    "three dimensions": (3, 5, 24),
-    "no batch": (24,),
-    "no rows": (0, 24),
+def beside_torch(make, run):
+    """Trains two equal models, whose gradients must have the same bits; what arrived where."""
+    models = []
+    for _ in "12":
+        torch.manual_seed(0)
+        models.append(make())
+    arrived = watched(models[0])
+    for step in range(3):  # the windows hold the gradients of the step before
+        found = []
+        for net in models:
+            torch.manual_seed(step)
+            net.zero_grad()
+            x = run(net)
+            found.append([t.grad for t in (*net.parameters(), *x)])
+        assert all(map(torch.equal, *found))
+    return arrived
+
+
+def rows(*shape):
+    def run(net):
+        x = torch.randn(shape, dtype=net.second.weight.dtype, requires_grad=True)
+        net(x).pow(2).sum().backward()
+        return [x]
+
+    return run
+
+
+def look_up(*tokens, shape=None, dtype=torch.int64):
+    def run(net):
+        found = torch.randint(11, shape) if shape else torch.tensor(tokens, dtype=dtype)
+        out = net(found)
+        (out.tanh() * torch.randn(out.shape[-1], dtype=out.dtype)).sum().backward()
+        return []
+
+    return run
+
+
+TABLE = partial(nn.Embedding, 11, 24)
+REPEATED = look_up(5, 0, 5, 5, 10, 5, 0, 0)
+LAYERS = {
+    "one row": (Net, rows(1, 24)),
+    "rows": (Net, rows(9, 24)),
+    "three dimensions": (Net, rows(3, 5, 24)),
+    "no batch": (Net, rows(24)),
+    "no rows": (Net, rows(0, 24)),
+    "one token": (TABLE, look_up(3)),
+    "short integers": (TABLE, look_up(1, 1, 2, dtype=torch.int32)),
+    "no tokens": (TABLE, look_up()),
+    "repeated": (TABLE, REPEATED),
+    "padding": (partial(TABLE, 5), REPEATED),
+    "padding from the end": (partial(TABLE, -1), look_up(shape=(40, 50))),
+    "a large table": (partial(nn.Embedding, 30000, 7), look_up(shape=(700,))),
+    "one column": (partial(nn.Embedding, 1000, 1), look_up(shape=(7, 100))),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_gradients_have_torchs_bits_and_arrive_in_their_windows(shape, dtype):
-    model = Net(dtype)
-    theirs = copy.deepcopy(model)
-    _, arrived = watched(model)
-    for step in range(3):
-        torch.manual_seed(step)
-        x, y = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(2))
-        y.data.copy_(x)
-        for net, inputs in ((model, x), (theirs, y)):
-            net.zero_grad()
-            net(inputs).pow(2).sum().backward()
-        assert torch.equal(x.grad, y.grad)
-        for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(ours.grad, other.grad)
-    assert arrived == dict.fromkeys(("first.weight", "first.bias", "second.weight"), True)
-
-
-TOKENS = {
-    "one": torch.tensor([3]),
-    "repeated": torch.tensor([[5, 0, 5, 5], [10, 5, 0, 0]]),
-    "short integers": torch.tensor([1, 1, 2], dtype=torch.int32),
-    "none": torch.empty(0, dtype=torch.int64),
-    "many": torch.randint(11, (40, 50), generator=torch.Generator().manual_seed(1)),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("padding", [None, 0, 5, -1])
-@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
-def test_embeddings_have_torchs_bits_and_arrive_in_their_windows(tokens, padding, dtype):
-    model = nn.Embedding(11, 24, padding, dtype=dtype)
-    theirs = copy.deepcopy(model)
-    _, arrived = watched(model)
-    for step in range(3):  # the window holds the gradient of the step before
-        torch.manual_seed(step)
-        factor = torch.randn(24, dtype=dtype)
-        for net in (model, theirs):
-            net.zero_grad()
-            (net(tokens).tanh() * factor).sum().backward()
-        assert torch.equal(model.weight.grad, theirs.weight.grad)
-    assert arrived == {"weight": dtype != torch.bfloat16}
-
-
-@pytest.mark.parametrize("rows", [1, 1000, 30000])
-@pytest.mark.parametrize("width", [1, 7, 64])
-def test_large_embeddings_have_torchs_bits(rows, width):
-    model = nn.Embedding(rows, width)
-    theirs = copy.deepcopy(model)
-    ddp.Reducer(model, fuse_wgrad=True)
-    torch.manual_seed(2)
-    tokens, factor = torch.randint(rows, (700,)), torch.randn(700, width)
-    for net in (model, theirs):
-        (net(tokens) * factor).sum().backward()
-    assert torch.equal(model.weight.grad, theirs.weight.grad)
-
-
-class Tied(nn.Module):
-    """As GPT-2: its head has the weight of its embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 24)
-        self.head = nn.Linear(24, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.embedding(tokens)))
-
-
-def hooked():
-    layer = nn.Embedding(11, 24)
-    layer.weight.register_hook(lambda gradient: None)
-    return layer
-
-
-OTHERS = {
-    "scaled": partial(nn.Embedding, 11, 24, scale_grad_by_freq=True),
-    "shortened": partial(nn.Embedding, 11, 24, max_norm=0.5),
-    "hooked": hooked,
-    "parametrized": lambda: parametrizations.weight_norm(nn.Embedding(11, 24)),
-}
-
-
-@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-def test_other_embeddings_take_memory_of_their_own(make):
-    torch.manual_seed(0)
-    model = make()
-    torch.manual_seed(0)
-    theirs = make()
-    _, arrived = watched(model)
-    for net in (model, theirs):
-        net(TOKENS["repeated"]).square().sum().backward()
-    assert not any(arrived.values())
-    for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(ours.grad, other.grad)
-
-
-def test_sparse_gradients_stay_sparse():
-    model = nn.Embedding(11, 24, sparse=True)
-    ddp.Reducer(model, fuse_wgrad=True)
-    model(TOKENS["repeated"]).sum().backward()
-    assert model.weight.grad.is_sparse
-
-
-@pytest.mark.parametrize("make", [partial(nn.Linear, bias=False), nn.Embedding])
-def test_other_tensors_in_a_weights_place_get_gradients_of_their_own(make):
-    model = make(24, 24)
-    ddp.Reducer(model, fuse_wgrad=True)
-    inputs = TOKENS["repeated"] if make is nn.Embedding else X
-    model(inputs).sum().backward()
-    model.zero_grad()
-    other = torch.ones(24, 24, requires_grad=True)
-    torch.func.functional_call(model, {"weight": other}, (inputs,)).square().sum().backward()
-    kept = other.grad.clone()
-    model(inputs).sum().backward()
-    assert torch.equal(other.grad, kept)
-
-
-@pytest.mark.parametrize("make", [nn.Linear, nn.Embedding])
-def test_a_weight_may_change_before_a_backward_pass_that_does_not_read_it(make):
-    model = make(24, 24)
-    ddp.Reducer(model, fuse_wgrad=True)
-    loss = model(X if make is nn.Linear else TOKENS["repeated"]).sum()
-    with torch.no_grad():
-        model.weight.zero_()
-    loss.backward()
-    assert model.weight.grad.any()
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_have_torchs_bits_and_arrive_in_their_windows(name, dtype):
+    make, run = LAYERS[name]
+    arrived = beside_torch(partial(make, dtype=dtype), run)
+    assert set(arrived.values()) == {make is Net or dtype != torch.bfloat16}
 
 
 X = torch.linspace(-1, 1, 5 * 24).view(5, 24)
 
 
-def by_a_hook(model):
-    model.first.weight.register_hook(lambda gradient: None)
-    model(X).sum().backward()
+def hooked(make):
+    model = make()
+    weight = model.first.weight if make is Net else model.weight
+    weight.register_hook(lambda gradient: None)
+    return model
 
 
-def by_autocast(model):
+def in_autocast(net):
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(X).sum()
+        loss = net(X).sum()
     loss.backward()
+    return []
 
 
-def by_accumulation(model):
-    model.first.weight.grad = torch.ones_like(model.first.weight)
-    model(X).sum().backward()
+def complex_numbers(net):
+    net(X * (1 + 2j)).abs().pow(2).sum().backward()
+    return []
 
 
-@pytest.mark.parametrize("run", [by_a_hook, by_autocast, by_accumulation])
-def test_other_gradients_take_memory_of_their_own(run):
-    model = Net()
-    theirs = copy.deepcopy(model)
-    _, arrived = watched(model)
-    run(model)
-    run(theirs)
-    assert not arrived["first.weight"]
-    torch.testing.assert_close(model.first.weight.grad, theirs.first.weight.grad)
+def accumulated(net):
+    net.first.weight.grad = torch.ones_like(net.first.weight)
+    net(X).sum().backward()
+    return []
+
+
+OTHERS = {
+    "scaled": (partial(TABLE, scale_grad_by_freq=True), REPEATED),
+    "shortened": (partial(TABLE, max_norm=0.5), REPEATED),
+    "parametrized": (lambda: parametrizations.weight_norm(TABLE()), REPEATED),
+    "hooked table": (partial(hooked, TABLE), REPEATED),
+    "hooked": (partial(hooked, Net), rows(5, 24)),
+    "autocast": (Net, in_autocast),
+    "complex": (partial(nn.Linear, 24, 24, dtype=torch.complex64), complex_numbers),
+    "accumulated": (Net, accumulated),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_gradients_take_memory_of_their_own(name):
+    make, run = OTHERS[name]
+    arrived = beside_torch(make, run)
+    assert not arrived.get("first.weight", any(arrived.values()))
+
+
+TOKENS = torch.tensor([[5, 0, 5, 5], [10, 5, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"), [(partial(nn.Linear, bias=False), X), (nn.Embedding, TOKENS)]
+)
+def test_another_tensor_in_a_weights_place_and_a_weight_that_changes(make, inputs):
+    """The one gets a gradient of its own; the other may change where backward does not read it."""
+    model = make(24, 24)
+    ddp.Reducer(model, fuse_wgrad=True)
+    model(inputs).sum().backward()
+    model.zero_grad()
+    other = torch.ones(24, 24, requires_grad=True)
+    torch.func.functional_call(model, {"weight": other}, (inputs,)).square().sum().backward()
+    kept = other.grad.clone()
+    loss = model(inputs).sum()
+    with torch.no_grad():
+        model.weight.zero_()
+    loss.backward()
+    assert model.weight.grad.any()
+    assert torch.equal(other.grad, kept)
 
 
 def test_torch_autograd_grad_gets_tensors_of_its_own():
@@ -242,33 +199,7 @@ def test_torch_autograd_grad_gets_tensors_of_its_own():
     assert torch.equal(model.first.weight.grad, before)
 
 
-@pytest.mark.parametrize("make", [Net, Tied, partial(nn.Linear, 24, 24, dtype=torch.complex64)])
-def test_gradients_of_gradients_and_complex_ones(make):
-    model = make()
-    theirs = copy.deepcopy(model)
-    ddp.Reducer(model, fuse_wgrad=True)
-    found = []
-    for net in (model, theirs):
-        out = net(TOKENS["repeated"]) if make is Tied else net(X if make is Net else X * (1 + 2j))
-        loss = out.abs().pow(2).sum()
-        gradients = torch.autograd.grad(loss, net.parameters(), create_graph=True)
-        weight = next(iter(net.parameters()))
-        found.append(torch.autograd.grad(sum(g.abs().pow(2).sum() for g in gradients), weight))
-    torch.testing.assert_close(*found)
-
-
-def test_a_gradient_that_is_ready_or_under_way_is_not_overwritten():
-    model = Net()
-    reducer = ddp.Reducer(model, fuse_wgrad=True)
-    ((second, *_),) = (bucket.layout.members for bucket in reducer.flat_buckets)
-    windows = []
-    model.first.weight.register_hook(lambda _: windows.append(reducer._claim(second)))
-    assert reducer._claim(second) is not None
-    model(X).sum().backward()
-    assert windows == [None]
-
-
-def test_other_layers_keep_their_forward():
+def test_other_and_small_layers_keep_their_forward(monkeypatch):
     class OwnLinear(nn.Linear):
         pass
 
@@ -276,16 +207,12 @@ def test_other_layers_keep_their_forward():
     model.append(nn.Linear(3, 3))
     own = model[2].forward = lambda x: x @ model[2].weight.T + model[2].bias
     ddp.Reducer(model, fuse_wgrad=True)
-    assert "forward" not in vars(model[0])
-    assert "forward" not in vars(model[1])
+    assert ["forward" in vars(layer) for layer in model] == [False, False, True]
     assert model[2].forward is own
     model(torch.ones(2, 3)).sum().backward()
-
-
-def test_small_layers_keep_their_forward(monkeypatch):
     monkeypatch.setattr(fused_wgrad, "_WORTH", 2**16)
-    model = nn.Sequential(nn.Linear(255, 257), nn.Linear(257, 256))
-    model.append(nn.Embedding(255, 1024)).append(nn.Embedding(256, 1024))
+    sizes = [nn.Linear(255, 257), nn.Linear(257, 256)]
+    model = nn.Sequential(*sizes, nn.Embedding(255, 1024), nn.Embedding(256, 1024))
     ddp.Reducer(model, fuse_wgrad=True)
     assert ["forward" in vars(layer) for layer in model] == [False, True, False, True]
 
@@ -301,34 +228,20 @@ def test_copies_have_torchs_forward_and_remove_gives_it_back():
     late = model(X).sum()
     reducer.remove()
     assert "forward" not in vars(model.first)
+    before = reducer.flat_buckets[0].buffer().clone()
     late.backward()
-    assert not in_bucket(reducer, model.first.weight)
-
-
-def test_parameters_elsewhere_are_refused():
-    with pytest.raises(ValueError, match="fuse_wgrad needs all parameters on a CPU"):
-        ddp.Reducer(nn.Linear(3, 3, device="meta"), fuse_wgrad=True)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        raise KeyError("an error in backward")
+    assert torch.equal(reducer.flat_buckets[0].buffer(), before)
 
 
 def test_a_pass_that_fails_leaves_no_claim():
-    """`second` gets its gradient, `first` has claimed its window: then the pass fails."""
     model = Net()
     reducer = ddp.Reducer(model, fuse_wgrad=True)
-    x = X.clone().requires_grad_()
+    fails = model.first.bias.register_hook(lambda gradient: {}[0])  # its window is claimed then
     with pytest.raises(KeyError):
-        model(Fails.apply(x)).sum().backward()
+        model(X).sum().backward()
+    fails.remove()
     reducer.remove()
     model.zero_grad()
-    reducer, arrived = watched(model)
+    arrived = watched(model)
     model(X).sum().backward()
     assert all(arrived.values())

@@ -9,6 +9,7 @@ from torch import nn
 
 from ddp_from_scratch import Reducer
 from tests.support.on_ranks import on
+from tests.support.terms import as_large
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward() with create_graph=True")
 
@@ -28,14 +29,17 @@ def penalty(model, x):
 
 
 @pytest.mark.parametrize("cap", [0, math.inf])
-@pytest.mark.parametrize("loss", [norm_of_the_average, penalty])
-@on("crew")
-def test_as_one_process_on_the_whole_batch(world, loss, cap):
+@pytest.mark.parametrize(
+    ("loss", "fused"), [(norm_of_the_average, False), (penalty, False), (penalty, True)]
+)
+@on("gloo-3")
+def test_as_one_process_on_the_whole_batch(world, loss, fused, cap):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     whole = torch.randn(4 * world.world_size, 3, dtype=torch.float64)
     alone = copy.deepcopy(model)
-    Reducer(model, bucket_cap_mb=cap)
+    with as_large():
+        Reducer(model, bucket_cap_mb=cap, fuse_wgrad=fused)
     for _ in range(3):
         for net, x in ((model, whole.chunk(world.world_size)[world.rank]), (alone, whole)):
             net.zero_grad()

@@ -31,6 +31,7 @@ from ddp_from_scratch.comm_hooks import default_hooks as our_hooks
 from ddp_from_scratch.comm_hooks.later import Later
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, mean, own
+from tests.support.tiers import slow
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 OURS = {
@@ -39,7 +40,6 @@ OURS = {
     "fp16": comm_hooks.fp16_compress_hook,
     "bf16": comm_hooks.bf16_compress_hook,
 }
-each_of_ours = pytest.mark.parametrize("name", OURS)
 
 
 def bucket_of(values: torch.Tensor) -> Bucket:
@@ -55,7 +55,7 @@ def averaged(values: torch.Tensor, hook) -> torch.Tensor:
     return bucket.parameters()[0].grad
 
 
-@each_of_ours
+@pytest.mark.parametrize("name", OURS)
 @on("crew")
 def test_average_is_exact_in_every_dtype(world, name):
     n = world.world_size
@@ -77,28 +77,17 @@ def test_average_overflows_only_where_its_value_would(world):
         torch.testing.assert_close(averaged(values.clone(), OURS[name]), values, rtol=rtol, atol=0)
 
 
-def bytes_sent(world, name, dtype):
-    sent = []
-    original = dist.all_reduce
-    dist.all_reduce = lambda tensor, **options: (
-        sent.append(tensor.element_size()),
-        original(tensor, **options),
-    )[1]
-    try:
-        averaged(torch.ones(4, dtype=dtype), OURS[name])
-    finally:
-        dist.all_reduce = original
-    return sent
-
-
-def test_compression_halves_the_bytes_and_never_adds_any(ranks):
-    for name in ("fp16", "bf16"):
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@on("gloo-2")
+def test_compression_halves_the_bytes_and_never_adds_any(world, name):
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
         for dtype in (torch.float32, torch.float64, torch.float16):
-            assert ranks("gloo", 2)(bytes_sent, name, dtype) == [[2]] * 2
+            averaged(torch.ones(4, dtype=dtype), OURS[name])
+    assert [call.args[0].element_size() for call in called.mock_calls if call.args] == [2] * 3
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-@on("pair")
+@on("gloo-2")
 def test_nothing_is_compressed_within_a_machine(world, name):
     """This rank's gradients, and their average, of numbers that 16 bits cannot hold."""
     module = nn.Linear(300, 1, bias=False)
@@ -122,65 +111,57 @@ def build(world) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, *(t.chunk(world.world_size)[world.rank] for t in (x, y))
 
 
-def whole_loss(world, model, x, y) -> float:
-    loss = mse_loss(model(x), y).detach()
-    dist.all_reduce(loss)
-    return loss.item() / world.world_size
-
-
 def train(world, model, x, y, steps) -> float:
+    """The loss of all data at the end, where ranks must have one model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(steps):
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
         optimizer.step()
-    return whole_loss(world, model, x, y)
+    assert all(map(is_rank_0s, model.parameters()))
+    loss = mse_loss(model(x), y).detach()
+    dist.all_reduce(loss)
+    return loss.item() / world.world_size
 
 
-def assert_one_model(model) -> None:
-    for p in model.parameters():
-        zero = p.detach().clone()
-        dist.broadcast(zero, 0)
-        assert torch.equal(p, zero)
+def is_rank_0s(tensor) -> bool:
+    theirs = tensor.detach().clone()
+    dist.broadcast(theirs, 0)
+    return torch.equal(theirs, tensor)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-@on("pair")
-def test_compressed_training_converges_as_in_full_precision(world, name):
-    losses = []
-    for hook in (OURS["full"], OURS[name]):
-        model, x, y = build(world)
-        before = whole_loss(world, model, x, y)
-        reducer = Reducer(model, bucket_cap_mb=1e-4)
-        reducer.register_comm_hook(None, hook)
-        losses.append(train(world, model, x, y, 60))
-        assert_one_model(model)
-    assert losses[1] < before / 5
-    assert abs(losses[1] - losses[0]) < 0.05 * losses[0], losses
-
-
-@on("pair")
-def test_an_unknown_hook_has_one_bucket_under_way_at_a_time(world):
-    """Every bucket once, in order, each after the one before it has landed."""
-    model, x, y = build(world)
+@pytest.mark.parametrize("declared", [False, True])
+@on("gloo-2")
+def test_a_hook_has_one_bucket_under_way_unless_it_declares_one_collective(world, declared):
+    """Every bucket once and in order."""
+    model = Terms(1, 1, 1)
     reducer = Reducer(model, bucket_cap_mb=0)
-    seen, landed = [], []
+    told = []
 
     def hook(state, bucket):
-        assert state is seen
-        assert landed == seen
-        seen.append((bucket.index(), bucket.is_last()))
-        future = comm_hooks.allreduce_hook(None, bucket)
-        return future.then(lambda f: (landed.append(seen[-1]), f.value())[1])
+        assert state is told
+        told.append((bucket.index(), bucket.is_last()))
 
-    reducer.register_comm_hook(seen, hook)
+        def wait():
+            told.append("wait")
+            dist.all_reduce(bucket.buffer().div_(world.world_size))
+            return bucket.buffer()
+
+        return Later(wait)
+
+    hook.one_collective = declared
+    reducer.register_comm_hook(told, hook)
+    buckets = [(0, False), (1, False), (2, True)]
+    one_by_one = [event for bucket in buckets for event in (bucket, "wait")]
     for _ in range(2):
-        seen.clear(), landed.clear()
-        mse_loss(model(x), y).backward()
-        assert seen == [(k, k == 5) for k in range(6)]
+        told.clear()
+        model.zero_grad()
+        model(own(world)).backward()
+        assert told == ([*buckets, *["wait"] * 3] if declared else one_by_one)
+        assert_grads(model, mean(world))
 
 
-@on("pair")
+@on("gloo-2")
 def test_a_pass_ends_when_all_of_a_hooks_collectives_are_on_their_way(world):
     """A hook's second collective comes before whatever the program sends after the pass."""
     model = Terms(1, 2, 3)
@@ -201,7 +182,7 @@ def test_a_pass_ends_when_all_of_a_hooks_collectives_are_on_their_way(world):
     assert second == [0, 1]
 
 
-@on("pair")
+@on("gloo-2")
 def test_a_hook_of_two_collectives_beside_synchronised_batch_norm(world):
     """The hook's second collective comes when the bucket is awaited, batch norm's in backward."""
     torch.manual_seed(0)
@@ -254,63 +235,50 @@ def torchs_hook(world, name, view):
             model.zero_grad()
             mse_loss(model(x), y).backward()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        limit = tolerance * p.grad.abs().max()
-        assert (p.grad - q.grad).abs().max() <= limit
-        zero = q.grad.clone()
-        dist.broadcast(zero, 0)
-        assert torch.equal(zero, q.grad), "ranks have different gradients"
+        assert (p.grad - q.grad).abs().max() <= tolerance * p.grad.abs().max()
+        assert is_rank_0s(q.grad)
 
 
 @pytest.mark.parametrize("name", TORCHS)
-@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-def test_torchs_hooks_run_unchanged(pair, name, view):
+@pytest.mark.parametrize(
+    ("backend", "view"), [("gloo", False), ("gloo", True), slow("mpi", True)], ids=str
+)
+def test_torchs_hooks_run_unchanged(ranks, backend, name, view):
     if name.startswith("quantized") and torch.__version__ < "2.15":
         pytest.skip("this torch's hook is written for what nccl's futures give, and not gloo's")
-    pair(torchs_hook, name, view)
+    ranks(backend, 2)(torchs_hook, name, view)
 
 
 POWER_SGD = {
     "full": powerSGD_hook.powerSGD_hook,
-    "batched": powerSGD_hook.batched_powerSGD_hook,
     "fp16 wrapper": default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
-    "bf16 wrapper, batched": default_hooks.bf16_compress_wrapper(
-        powerSGD_hook.batched_powerSGD_hook
-    ),
 }
 
 
-def orthogonalize(matrices, epsilon=0):
-    """torch's, which refuses what torch's batched hook gives it: one matrix, not several."""
-    several = matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
-    powerSGD_hook._orthogonalize_gram_schmidt(several, epsilon=epsilon)
-
-
-def train_with_torchs_power_sgd(world, name, view):
+def torchs_power_sgd(world, name):
     losses = []
     for compress in (False, True):
         model, x, y = build(world)
-        reducer = Reducer(model, bucket_cap_mb=1e-3, gradient_as_bucket_view=view)
+        reducer = Reducer(model, bucket_cap_mb=1e-3, gradient_as_bucket_view=True)
         if compress:
             state = powerSGD_hook.PowerSGDState(
                 None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
             )
             reducer.register_comm_hook(state, POWER_SGD[name])
         losses.append(train(world, model, x, y, 40))
-        assert_one_model(model)
     if name == "full":
         assert state.total_numel_after_compression < state.total_numel_before_compression
     assert losses[1] < 2 * losses[0] + 0.05, losses
 
 
-@pytest.mark.parametrize("name", POWER_SGD)
-@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-@on("pair")
-def test_torchs_power_sgd_trains(world, name, view):
-    with patch.object(powerSGD_hook, "_orthogonalize", orthogonalize):
-        train_with_torchs_power_sgd(world, name, view)
+@pytest.mark.parametrize(
+    ("backend", "name"), [("gloo", "full"), ("gloo", "fp16 wrapper"), slow("mpi", "full")]
+)
+def test_torchs_power_sgd_trains(ranks, backend, name):
+    ranks(backend, 2)(torchs_power_sgd, name)
 
 
-@on("pair")
+@on("gloo-2")
 def test_torchs_post_local_sgd(world):
     model, x, y = build(world)
     alone, _ = dist.new_subgroups(1)
@@ -320,10 +288,7 @@ def test_torchs_post_local_sgd(world):
     for step in range(4):
         model.zero_grad()
         mse_loss(model(x), y).backward()
-        grad = model[0].weight.grad
-        zero = grad.clone()
-        dist.broadcast(zero, 0)
-        assert torch.equal(zero, grad) is (step < 2 or world.rank == 0)
+        assert is_rank_0s(model[0].weight.grad) == (step < 2 or world.rank == 0)
 
 
 @on("gloo-2")
@@ -342,11 +307,13 @@ def divided_by_backend(world):
     return hook is our_hooks._average_by_backend, factor
 
 
-def test_the_backend_divides_where_it_is_exact(ranks):
+@pytest.mark.parametrize(
+    ("backend", "size", "divides", "factor"),
+    [("mpi", 2, True, 1.0), slow("mpi", 3, False, 1 / 3), ("gloo", 2, False, 1 / 2)],
+)
+def test_the_backend_divides_where_it_is_exact(ranks, backend, size, divides, factor):
     """On mpi in the processor's cache, elsewhere as gradients are packed."""
-    assert ranks("mpi", 2)(divided_by_backend) == [(True, 1.0)] * 2
-    assert ranks("mpi", 3)(divided_by_backend) == [(False, 1 / 3)] * 3
-    assert ranks("gloo", 2)(divided_by_backend) == [(False, 1 / 2)] * 2
+    assert ranks(backend, size)(divided_by_backend) == [(divides, factor)] * size
 
 
 @pytest.mark.parametrize(("world_size", "divides"), [(1, False), (2, True), (3, True)])
@@ -380,32 +347,3 @@ def test_a_third_is_not_rounded_to_16_bits(monkeypatch, dtype, ranks, sent):
         lambda bucket, tensor, group, op=dist.ReduceOp.SUM: (tensor.item(), op),
     )
     assert our_hooks._average_by_backend(None, bucket) == sent
-
-
-def declared(world, one_collective):
-    """How many are launched before the first is awaited."""
-    model = Terms(1, 1)
-    reducer = Reducer(model, bucket_cap_mb=0)
-    told = []
-
-    def hook(state, bucket):
-        told.append("launch")
-
-        def wait():
-            told.append("wait")
-            dist.all_reduce(bucket.buffer().div_(world.world_size))
-            return bucket.buffer()
-
-        return Later(wait)
-
-    if one_collective:
-        hook.one_collective = True
-    reducer.register_comm_hook(None, hook)
-    model(own(world)).backward()
-    assert_grads(model, mean(world))
-    return told
-
-
-def test_a_hook_may_declare_that_it_starts_one_collective(pair):
-    assert pair(declared, True) == [["launch", "launch", "wait", "wait"]] * 2
-    assert pair(declared, False) == [["launch", "wait", "launch", "wait"]] * 2

@@ -43,9 +43,8 @@ def train_in_one(pair: Pair, count: int, accumulates: bool = False) -> None:
 
 
 @each_option
-@pytest.mark.parametrize("accumulates", [False, slow(True)])
-def test_backward_and_step_is_both(options, accumulates):
-    train_in_one(Pair(**options), 4, accumulates)
+def test_backward_and_step_is_both(options):
+    train_in_one(Pair(**options), 4)
 
 
 def test_backward_and_step_counts_as_a_step_after_accumulation():
@@ -96,25 +95,22 @@ OF_KIND = {
 
 
 def beside_torch(world, kind, prefix, in_one):
-    """Beside torch's DDP with torch's optimizer, and one process with the whole batch."""
+    """Beside torch's DDP with torch's optimizer."""
     n, options = world.world_size, OF_KIND[kind]
     mine = mlp()
     broadcast_parameters(mine)
     theirs = DistributedDataParallel(copy.deepcopy(mine), bucket_cap_mb=SEVERAL)
-    whole = copy.deepcopy(mine).double()
     # gloo takes the sum of three or more numbers in another order than shared memory.
     reducer = Reducer(mine, bucket_cap_mb=SEVERAL, shared_memory=n == 2 or bool(prefix))
     optimizer = ours(prefix + kind)(mine.parameters(), reducer=reducer, **options)
     their_optimizer = torchs(kind)(theirs.parameters(), **options)
-    whole_optimizer = torchs(kind)(whole.parameters(), **options)
     assert len(reducer.buckets) >= 3
-    for step in range(8):
-        x, y = batch(step, 4 * n)
-        own, target = x.chunk(n)[world.rank], y.chunk(n)[world.rank]
-        for each in (optimizer, their_optimizer, whole_optimizer):
-            each.zero_grad()
-        cross_entropy(theirs(own), target).backward()
-        loss = cross_entropy(mine(own), target)
+    for step in range(6):
+        x, y = (part.chunk(n)[world.rank] for part in batch(step, 4 * n))
+        optimizer.zero_grad()
+        their_optimizer.zero_grad()
+        cross_entropy(theirs(x), y).backward()
+        loss = cross_entropy(mine(x), y)
         if in_one:
             optimizer.backward_and_step(loss)
         else:
@@ -126,19 +122,14 @@ def beside_torch(world, kind, prefix, in_one):
             for p, q in zip(theirs.parameters(), mine.parameters(), strict=True):
                 p.grad.copy_(q.grad)
         their_optimizer.step()
-        cross_entropy(whole(x.double()), y).backward()
-        whole_optimizer.step()
-        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(p, q), f"step {step}"
-    for p, q in zip(mine.parameters(), whole.parameters(), strict=True):
-        assert (p - q).abs().max() < 1e-5
+        assert_same(mine, theirs.module)
 
 
 @pytest.mark.parametrize("kind", OF_KIND)
 @pytest.mark.parametrize("in_one", [False, True], ids=["step", "backward and step"])
 @pytest.mark.parametrize(
     "crew",
-    ["gloo-3", "gloo-2-NodeShared", slow("mpi-2"), slow("mpi-3"), slow("mpi-2-NodeShared")],
+    ["gloo-3", "gloo-2-NodeShared", slow("mpi-2"), slow("mpi-2-NodeShared")],
 )
 def test_as_torch_bit_for_bit_on_ranks(ranks, crew, kind, in_one):
     backend, size, *prefix = crew.split("-")
@@ -192,6 +183,5 @@ def nothing_in_a_pass_that_raises(world):
 
 
 @pytest.mark.parametrize("what", [steps_in_flight, nothing_in_a_pass_that_raises])
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
-def test_backward_steps(ranks, backend, what):
-    ranks(backend, 2)(what)
+def test_backward_steps(ranks, what):
+    ranks("gloo", 2)(what)

@@ -60,11 +60,12 @@ def check_steps(kind: str, settings: dict[str, Any], dtype: torch.dtype, cut: bo
                 assert value.equal(optimizer.state[parameter][name]), f"{name}: {where}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)], ids=str)
-@pytest.mark.parametrize("threads", [1, slow(2), slow(3)])
+@pytest.mark.parametrize(
+    ("dtype", "threads"), [(torch.float32, 1), slow(torch.float64, 1), slow(torch.float32, 3)]
+)
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_are_those_of_torch_for_every_size(kind, dtype, cut, threads):
+def test_bits_are_those_of_torch_for_every_size(kind, cut, dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -79,7 +80,7 @@ def test_bits_are_those_of_torch_for_every_size(kind, dtype, cut, threads):
 def test_bits_are_those_of_torch_whatever_the_vectors(capability):
     """In a process of its own: torch chooses its kernels once."""
     code = "from tests.optim.test_update_rules import check_all; check_all()"
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
@@ -88,8 +89,8 @@ def test_bits_are_those_of_torch_whatever_the_vectors(capability):
 
 def check_all() -> None:
     for kind, (_, all_settings) in KINDS.items():
-        for settings, cut in product(all_settings, (False, True)):
-            check_steps(kind, settings, torch.float32, cut)
+        for settings in all_settings:
+            check_steps(kind, settings, torch.float32, cut=True)
 
 
 def test_a_kernel_with_other_bits_is_not_used(monkeypatch):

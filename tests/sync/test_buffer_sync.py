@@ -13,13 +13,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as Theirs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from ddp_from_scratch import SGD, NodeSharedSGD, Reducer, broadcast_parameters, join
+from ddp_from_scratch import SGD, NodeSharedSGD, Reducer, broadcast_parameters
 from ddp_from_scratch import DistributedDataParallel as Ours
 from tests.support.tiers import slow
 
 
 class Net(nn.Module):
-    """Batch norm, and buffers of three dtypes that forward changes and training reads."""
+    """Batch norm, and buffers of two dtypes that forward changes and training reads."""
 
     def __init__(self):
         super().__init__()
@@ -27,63 +27,49 @@ class Net(nn.Module):
         self.head = nn.Linear(16, 3)
         self.register_buffer("centre", torch.zeros(6))
         self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
         if self.training:
             with torch.no_grad():
                 self.centre.lerp_(x.mean(0), 0.1)
                 self.seen |= x[0, :3] > 1
-                self.calls += len(x)
         return self.head(self.body(x - self.centre)) * (1 + self.seen)
 
 
-def trained(world, class_, accumulate, sizes):
-    """Losses of training and, where ranks have as many batches, of validation; then the state."""
+def trained(world, class_, steps):
+    """The state after this many steps of each rank, of two micro-batches each."""
     generator = torch.Generator().manual_seed(3)
     torch.manual_seed(world.rank)
     model = class_(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = []
-    for steps in sizes:
-        x = torch.randn(accumulate * steps[0], world.world_size, 4, 6, generator=generator)
-        y = torch.randint(3, (len(x), 4), generator=generator)
-        uneven = len(set(steps)) > 1
-        with model.join() if uneven else nullcontext():
-            for number in range(accumulate * steps[world.rank]):
-                averages = number % accumulate == accumulate - 1
-                with nullcontext() if averages else model.no_sync():
-                    loss = cross_entropy(model(x[number, world.rank]), y[number])
-                    loss.backward()
-                if averages:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        if not uneven:
-            found.append(loss.detach())
-            with torch.no_grad():
-                found.append(cross_entropy(model.eval()(x[0, world.rank]), y[0]))
-            model.train()
-    return [*found, *model.state_dict().values()]
+    x = torch.randn(2 * max(steps), world.world_size, 4, 6, generator=generator)
+    y = torch.randint(3, (len(x), 4), generator=generator)
+    even = len(set(steps)) == 1
+    with nullcontext() if even else model.join():
+        for number in range(2 * steps[world.rank]):
+            with nullcontext() if number % 2 else model.no_sync():
+                cross_entropy(model(x[number, world.rank]), y[number]).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    if even:  # torch sends what the last step has left before this forward pass
+        model.eval()(x[0, world.rank])
+    return list(model.state_dict().values())
 
 
-def as_torch(world, accumulate, sizes):
-    ours, theirs = (trained(world, class_, accumulate, sizes) for class_ in (Ours, Theirs))
+def as_torch(world, steps):
     # Of three numbers gloo takes the sum in another order than shared memory.
     near = 0 if world.world_size == 2 else 1e-6
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(*(trained(world, class_, steps) for class_ in (Ours, Theirs)), strict=True):
         torch.testing.assert_close(a, b, rtol=near, atol=near)
 
 
-@pytest.mark.parametrize("accumulate", [slow(1), 3])
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
-def test_training_and_validation_have_torchs_bits(ranks, backend, accumulate):
-    ranks(backend, 2)(as_torch, accumulate, 3 * [[2, 2]])
-
-
-@pytest.mark.parametrize("accumulate", [slow(1), 2])
-def test_join_is_torchs(ranks, accumulate):
-    """Rank 0 has the most batches: another rank sends its buffers in each step."""
-    ranks("gloo", 3)(as_torch, accumulate, [[7, 5, 3]])
+# In the second rank 0 has the most batches: another rank sends its buffers in each step.
+@pytest.mark.parametrize(
+    ("backend", "steps"), [("gloo", [3, 3]), ("gloo", [7, 5, 3]), slow("mpi", [3, 3])], ids=str
+)
+def test_training_has_torchs_bits(ranks, backend, steps):
+    ranks(backend, len(steps))(as_torch, steps)
 
 
 # What the Reducer sends, and when -----------------------------------------------------------------
@@ -124,53 +110,44 @@ def rank_0s_at_the_end_of_what_averages(world):
     assert plain.b.tolist() == [5 + world.rank] * 2
 
 
-def in_join(world):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    reducer = Reducer(model, broadcast_buffers=True)
-    with join(reducer):
-        for step in range(1 + world.rank):
-            model(torch.full((4, 2), float(world.rank))).sum().backward()
-            assert model[1].num_batches_tracked == step + 1
-    assert model[1].num_batches_tracked == world.world_size
-
-
 def as_switched(world):
     model = Ours(Counted(1.0 + world.rank))
     assert model.module.b.tolist() == [1, 1]  # with the parameters
-    model.module.b.fill_(world.rank + 1)
+
+    def after_an_average(model):
+        model.module.b.fill_(world.rank + 1)
+        model().backward()
+        return model.module.b.tolist()
+
+    own = [world.rank + 1] * 2
     model.forward_sync_buffers = False
     assert not model.broadcast_buffers
     assert not model.will_sync_module_buffers()
-    model().backward()
-    assert model.module.b.tolist() == [world.rank + 1] * 2
+    assert after_an_average(model) == own
     model.broadcast_buffers = True
     assert copy.deepcopy(model).forward_sync_buffers
-    model().backward()
+    assert after_an_average(model) == [1, 1]
+    model = Ours(Counted(1.0 + world.rank), forward_sync_buffers=False)
     assert model.module.b.tolist() == [1, 1]
-    for option in ("forward_sync_buffers", "broadcast_buffers"):
-        old = option == "broadcast_buffers"
-        with pytest.warns(FutureWarning, match="is deprecated") if old else nullcontext():
-            model = Ours(Counted(1.0 + world.rank), **{option: False})
-        assert model.module.b.tolist() == [1.0 + (world.rank if old else 0)] * 2
-        model.module.b.fill_(world.rank + 1)
-        model().backward()
-        assert model.module.b.tolist() == [world.rank + 1] * 2
+    assert after_an_average(model) == own
+    with pytest.warns(FutureWarning, match="is deprecated"):
+        model = Ours(Counted(1.0 + world.rank), broadcast_buffers=False)
+    assert model.module.b.tolist() == own
+    assert after_an_average(model) == own
 
 
 def in_unlike_modes(world):
-    """Rank 0 in evaluation mode, or after an evaluation of its own: ranks do not wait."""
+    """Rank 0 in evaluation mode, and after an evaluation of its own: ranks do not wait."""
     model = Ours(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     x = torch.ones(4, 2) * world.rank
     for mode in (False, True):
-        model.train(mode if world.rank == 0 else True)
+        model.train(mode or world.rank > 0)
         if world.rank == 0:
-            model(x)
             with torch.no_grad():
                 model(x)
         model(x).sum().backward()
         model.zero_grad()
-    assert model.module[1].num_batches_tracked == 3  # rank 0 evaluated in training mode twice
+    assert model.module[1].num_batches_tracked == 2  # rank 0 evaluated in training mode once
 
 
 def with_buckets_that_are_stepped_as_they_land(world):
@@ -220,8 +197,7 @@ class Table(nn.Module):
 
     def __init__(self, part):
         super().__init__()
-        self.p = nn.Parameter(torch.ones(2))
-        self.part = part
+        self.p, self.part = nn.Parameter(torch.ones(2)), part
         self.register_buffer("table", torch.tensor([3.0, 4.0]))
 
     def forward(self):
@@ -241,14 +217,13 @@ def tables_that_a_graph_needs(world):
         with torch.no_grad():
             model.module.table = model.module.table + world.rank
             model()
-        loss.backward(retain_graph=True)  # needs the table as it was
+        loss.backward()  # needs the table as it was
         assert model.module.p.grad.tolist() == [12, 16]
         assert model.module.table.tolist() == [3, 4]
     model = Ours(Table(False))
     model.module.table = model.module.table + world.rank
     loss = model()
     loss.backward(retain_graph=True)
-    assert model.module.table.tolist() == [3, 4]
     if world.rank:
         with model.no_sync(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
@@ -275,19 +250,6 @@ def hooks_in_place_of_rank_0s(world):
         assert model.module.p.grad == (n - 1) * (n if location else 1)
 
 
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
-@pytest.mark.parametrize(
-    "program",
-    [
-        *(rank_0s_at_the_end_of_what_averages, in_join, as_switched, in_unlike_modes),
-        *(with_buckets_that_are_stepped_as_they_land, statistics_while_graphs_live),
-        *(tables_that_a_graph_needs, hooks_in_place_of_rank_0s),
-    ],
-)
-def test_buffers(ranks, backend, program):
-    ranks(backend, 2)(program)
-
-
 def calls_of_hook(world, location, class_):
     """The passes of 2 x 3 micro-batches, an evaluation between them, in which a hook is called."""
     model = class_(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
@@ -299,13 +261,9 @@ def calls_of_hook(world, location, class_):
     return called
 
 
-def hooks_as_torch(world):
+def hooks_in_the_passes_in_which_torch_calls_them(world):
     for location in _BufferCommHookLocation:
         assert calls_of_hook(world, location, Ours) == calls_of_hook(world, location, Theirs)
-
-
-def test_hooks_are_called_in_the_passes_in_which_torch_calls_them(ranks):
-    ranks("gloo", 2)(hooks_as_torch)
 
 
 class Halves(Counted):
@@ -317,7 +275,7 @@ class Halves(Counted):
         return super().forward() + (self.q.sum() if both else 0)
 
 
-def missing_on_one_rank(world):
+def no_buffers_of_a_rank_that_misses_a_gradient(world):
     """Rank 0 waits for rank 1 in vain, and rank 1 must not wait for rank 0's buffers."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     model = Ours(Halves(1.0), process_group=group)
@@ -332,5 +290,18 @@ def missing_on_one_rank(world):
     dist.destroy_process_group(group)
 
 
-def test_parameter_without_gradient_on_one_rank_is_named_there_before_buffers_are_sent(ranks):
-    ranks("gloo", 2)(missing_on_one_rank)
+@pytest.mark.parametrize(
+    ("backend", "program"),
+    [
+        *(("gloo", rank_0s_at_the_end_of_what_averages), ("gloo", as_switched)),
+        *(("gloo", in_unlike_modes), ("gloo", with_buckets_that_are_stepped_as_they_land)),
+        *(("gloo", statistics_while_graphs_live), ("gloo", tables_that_a_graph_needs)),
+        *(("gloo", hooks_in_place_of_rank_0s), slow("mpi", hooks_in_place_of_rank_0s)),
+        ("gloo", hooks_in_the_passes_in_which_torch_calls_them),
+        ("gloo", no_buffers_of_a_rank_that_misses_a_gradient),
+        *(slow("mpi", rank_0s_at_the_end_of_what_averages), slow("mpi", in_unlike_modes)),
+        slow("mpi", with_buckets_that_are_stepped_as_they_land),
+    ],
+)
+def test_buffers(ranks, backend, program):
+    ranks(backend, 2)(program)

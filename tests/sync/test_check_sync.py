@@ -3,15 +3,16 @@
 import gc
 import math
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer, check_sync
 from ddp_from_scratch.sync.checksum import checksums
+from tests.support.terms import recorded
 from tests.support.tiers import slow
 
 DTYPES = [
@@ -28,9 +29,7 @@ def test_checksums_of_every_dtype_and_shape():
         assert found == checksums([tensor.clone() for tensor in ones])
         zeros = checksums([torch.zeros_like(tensor) for tensor in ones])
         assert [a == b for a, b in zip(found, zeros, strict=True)] == [t.numel() == 0 for t in ones]
-
-
-def test_a_checksum_depends_on_the_order_and_not_on_strides():
+    # The order counts, and strides do not.
     values = torch.randn(2, 3, 4, 5)
     transposed = values.transpose(0, 1).contiguous().transpose(0, 1)
     laid_out = values.to(memory_format=torch.channels_last)
@@ -65,82 +64,65 @@ def model(fill=0.5):
     return layers
 
 
-def optimizers_of(world, layers):
-    """Two, with states of every kind; the second one's is sharded, and rank 0 has none of it."""
-    first, second = (torch.optim.SGD(layers.parameters(), 1.0) for _ in "12")
-    first.state[layers[0].weight] = {
-        "list": [torch.ones(3, dtype=torch.complex64), None],
-        "text": object(),
-        "deep": {"n": 1, "yes": True},
-        "sparse": torch.full((2,), float(world.rank)).to_sparse(),
-    }
-    first.state[layers[1].bias] = {"moment": torch.ones(2), "step": torch.tensor(3.0)}
-    if world.rank > 0:
-        second.state[layers[0].bias] = {"shard": torch.ones(2)}
-    return first, second
-
-
 def one_ulp(name):
-    def change(layers, first, second):
-        last = layers.get_parameter(name).view(-1)[-1:]
+    def change(here):
+        last = here.layers.get_parameter(name).view(-1)[-1:]
         last.copy_(torch.nextafter(last, torch.full_like(last, math.inf)))
 
     return change
 
 
-def extra(layers, first, second):
-    layers.register_parameter("extra", nn.Parameter(torch.tensor(1.0)))
+def extra(here):
+    here.layers.register_parameter("extra", nn.Parameter(torch.tensor(1.0)))
+
+
+def step_and_parameter(here):
+    """Parameters come first."""
+    here.bias["step"].add_(3)
+    here.layers[2].bias.fill_(7)
 
 
 OF = " in the state of the optimizer for parameter"
+SHARD = "shard in the state of optimizer 2 for parameter 0.bias"
+ONE, TWO = ("[1] differ from rank 0 by up to ", "[2] differ from rank 0 by up to ")
+REST, ALONE = "[1, 2] differ from rank 0", "[1] differ from rank 0: missing there, "
 # The rank that differs, in what, how the error names it, and who differs from whom by how much.
 DIFFERENCES = [
-    (2, one_ulp("0.weight"), "parameter 0.weight", "[2] differ from rank 0 by up to 5.96e-08"),
-    (2, one_ulp("2.weight"), "parameter 2.weight", "[2] differ from rank 0 by up to 0.00391"),
-    (0, one_ulp("0.bias"), "parameter 0.bias", "[1, 2] differ from rank 0 by up to 5.96e-08"),
+    (2, one_ulp("0.weight"), "parameter 0.weight", TWO + "5.96e-08"),
+    (2, one_ulp("2.weight"), "parameter 2.weight", TWO + "0.00391"),
+    (0, one_ulp("0.bias"), "parameter 0.bias", REST + " by up to 5.96e-08"),
     # Equal, but what is computed from it differs.
-    (1, lambda m, *_: m.zero.neg_(), "parameter zero", "[1] differ from rank 0 by up to 0"),
-    (0, extra, "parameter extra", "[1, 2] differ from rank 0: {} there, missing on rank 1"),
-    (1, extra, "parameter extra", "[1] differ from rank 0: missing there, {} on rank 1"),
-    (
-        *(1, lambda m, a, _: a.state[m[1].bias]["moment"][1:].add_(0.25)),
-        *(f"moment{OF} 1.bias", "[1] differ from rank 0 by up to 0.25"),
-    ),
-    (
-        *(2, lambda m, a, _: a.state[m[1].bias]["step"].add_(3)),
-        *(f"step{OF} 1.bias", "[2] differ from rank 0 by up to 3"),
-    ),
-    (  # parameters come first
-        *(2, lambda m, a, _: (a.state[m[1].bias]["step"].add_(3), m[2].bias.fill_(7))),
-        *("parameter 2.bias", "[2] differ from rank 0 by up to 6.5"),
-    ),
-    (
-        *(1, lambda m, a, _: a.state[m[0].weight]["deep"].update(n=4)),
-        *(f"deep.n{OF} 0.weight", "[1] differ from rank 0 by up to 3"),
-    ),
-    (
-        *(1, lambda m, a, _: a.state[m[0].weight]["list"][0].imag.add_(2)),
-        *(f"list.0{OF} 0.weight", "[1] differ from rank 0 by up to 2"),
-    ),
-    (
-        *(2, lambda m, _, b: b.state[m[0].bias]["shard"].zero_()),
-        *(
-            "shard in the state of optimizer 2 for parameter 0.bias",
-            "[2] differ from rank 1 by up to 1",
-        ),
-    ),
+    (1, lambda here: here.layers.zero.neg_(), "parameter zero", ONE + "0"),
+    (0, extra, "parameter extra", REST + ": torch.float32 () there, missing on rank 1"),
+    (1, extra, "parameter extra", ALONE + "torch.float32 () on rank 1"),
+    (1, lambda here: here.bias["moment"][1:].add_(0.25), f"moment{OF} 1.bias", ONE + "0.25"),
+    (2, lambda here: here.bias["step"].add_(3), f"step{OF} 1.bias", TWO + "3"),
+    (2, step_and_parameter, "parameter 2.bias", TWO + "6.5"),
+    (1, lambda here: here.weight["deep"].update(n=4), f"deep.n{OF} 0.weight", ONE + "3"),
+    (1, lambda here: here.weight["list"][0].imag.add_(2), f"list.0{OF} 0.weight", ONE + "2"),
+    (2, lambda here: here.shard["shard"].zero_(), SHARD, "[2] differ from rank 1 by up to 1"),
 ]
 
 
-def differing(world, case):
-    odd, change, label, _ = DIFFERENCES[case]
+def differing(world, odd, change, label):
+    """Two optimizers have states of every kind; of the second one's, sharded, rank 0 has none."""
     layers = model()
-    first, second = optimizers_of(world, layers)
+    first, second = (torch.optim.SGD(layers.parameters(), 1.0) for _ in "12")
+    weight = first.state[layers[0].weight] = {
+        "list": [torch.ones(3, dtype=torch.complex64), None],
+        "text": object(),
+        "deep": {"n": 1, "yes": True},
+        "sparse": torch.full((2,), float(world.rank)).to_sparse(),
+    }
+    bias = first.state[layers[1].bias] = {"moment": torch.ones(2), "step": torch.tensor(3.0)}
+    shard = {"shard": torch.ones(2)}
+    if world.rank > 0:
+        second.state[layers[0].bias] = shard
     held = check_sync(layers)
     assert held == check_sync(layers, optimizers=[first, second])
     if world.rank == odd:
         with torch.no_grad():
-            change(layers, first, second)
+            change(SimpleNamespace(layers=layers, weight=weight, bias=bias, shard=shard))
     with pytest.raises(RuntimeError) as caught:
         check_sync(layers, optimizers=[first, second])
     ignored = [label.split()[-1], "1.bias"]
@@ -150,23 +132,18 @@ def differing(world, case):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("case", range(len(DIFFERENCES)))
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
-def test_one_text_on_every_rank_names_the_first_difference(ranks, backend, case):
-    _, _, label, text = DIFFERENCES[case]
-    text = f"{label} is not the same on all ranks: {text.format('torch.float32 ()')}"
-    (found,) = set(ranks(backend, 3)(differing, case))
-    assert found == text
-
-
-def returned(world):
-    return check_sync(model()), check_sync(model(0.25))
-
-
-def test_equal_ranks_get_the_checksum_of_their_parameters(ranks):
-    ((one, other),) = set(ranks("gloo", 3)(returned))
+def all_differing(world):
+    """And equal ranks get the checksum of their parameters."""
+    one, other = check_sync(model()), check_sync(model(0.25))
     assert one != other
     assert len(one) == len(other) == 16
+    return [differing(world, *case[:3]) for case in DIFFERENCES]
+
+
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_one_text_on_every_rank_names_the_first_difference(ranks, backend):
+    for found in ranks(backend, 3)(all_differing):
+        assert found == [f"{on} is not the same on all ranks: {by}" for *_, on, by in DIFFERENCES]
 
 
 # Reducer(check_every=N) -------------------------------------------------------------------------
@@ -192,12 +169,8 @@ def training(every, kind=torch.optim.SGD, **options):
 
 def gathers(step):
     """How many all_gathers a step issues."""
-    called, original = [], dist.all_gather
-    dist.all_gather = lambda *args, **options: (called.append(1), original(*args, **options))[1]
-    try:
+    with recorded("all_gather") as called:
         step()
-    finally:
-        dist.all_gather = original
     return len(called)
 
 
@@ -215,27 +188,15 @@ def of_a_parameter(world):
 
 
 def of_a_state(world):
+    text = rf"average 6: momentum_buffer{OF} 0.bias is not .*\[2\] differ from rank 0 by up to 1"
     for kind in (torch.optim.SGD, ddp.SGD):
         ours, _, optimizer, step = training(3, kind, momentum=0.5)
         for _ in range(5):
             step()
         if world.rank == 2:
             optimizer.state[ours[0].bias]["momentum_buffer"][1] -= 1
-        text = (
-            rf"average 6: momentum_buffer{OF} 0.bias is not .*\[2\] differ from rank 0 by up to 1"
-        )
         with pytest.raises(RuntimeError, match=text):
             step()
-
-
-def by_a_step_that_a_rank_leaves_out(world):
-    ours, _, optimizer, _ = training(1, torch.optim.Adam)
-    ours(torch.ones(4, 2)).sum().backward()
-    if world.rank != 1:
-        optimizer.step()
-    loss = ours(torch.ones(4, 2)).sum()
-    with pytest.raises(RuntimeError, match=r"average 2: parameter 0.weight .*: \[1\] differ"):
-        loss.backward()
 
 
 def not_by_what_one_rank_does_alone(world):
@@ -271,13 +232,12 @@ def and_keeps_no_optimizer_alive(world):
 
 
 @pytest.mark.parametrize(
-    "drift",
+    ("backend", "drift"),
     [
-        *(of_a_parameter, of_a_state, by_a_step_that_a_rank_leaves_out),
-        *(not_by_what_one_rank_does_alone, not_by_ranks_without_data),
-        and_keeps_no_optimizer_alive,
+        *(("gloo", of_a_parameter), ("gloo", of_a_state), slow("mpi", of_a_state)),
+        *(("gloo", not_by_ranks_without_data), ("gloo", not_by_what_one_rank_does_alone)),
+        ("gloo", and_keeps_no_optimizer_alive),
     ],
 )
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_a_reducer_finds_drift(ranks, backend, drift):
     ranks(backend, 3)(drift)

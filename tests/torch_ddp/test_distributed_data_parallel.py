@@ -1,9 +1,8 @@
-"""torch's class, beside torch's class: the same program, one import line changed."""
+"""What the wrapper adds to the Reducer, as torch's class has it."""
 
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,92 +11,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as Theirs
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_from_scratch import DistributedDataParallel as Ours
 from ddp_from_scratch.buckets import packing
+from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, mean, own, recorded
 from tests.support.tiers import slow
 
 
-class Net(nn.Module):
-    """Batch norm, and a branch that may be skipped."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU())
-        self.branch, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
-
-    def forward(self, x, branch=True):
-        h = self.body(x)
-        return self.head(h + self.branch(h) if branch else h)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "views": {"gradient_as_bucket_view": True},
-    "several buckets": {"bucket_cap_mb": 5e-4},
-    "list of caps": {"bucket_cap_mb_list": [1e-4, 5e-4]},
-    "unused": {"find_unused_parameters": True},
-    "static": {"static_graph": True},
-    "no buffers": {"forward_sync_buffers": False},
-}
-
-
-def beside_torch(world, name):
-    torch.manual_seed(world.rank)
-    ours = Ours(Net(), **OPTIONS[name])
-    options = dict(OPTIONS[name])
-    if torch.__version__ < "2.13":
-        options.pop("bucket_cap_mb_list", None)
-        if options.pop("forward_sync_buffers", None) is False:
-            options["broadcast_buffers"] = False
-    theirs = Theirs(copy.deepcopy(ours.module), **options)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ours, theirs)]
-    for step in range(8):
-        x, y = torch.randn(4, 6), torch.randint(3, (4,))
-        accumulate = step % 3 == 1
-        branch = name != "unused" or (step + world.rank) % 2 == 0
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            with model.no_sync() if accumulate else nullcontext():
-                cross_entropy(model(x, branch), y).backward()
-            if not accumulate:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    for key, p in ours.state_dict().items():
-        if world.rank == 0 or key in dict(ours.named_parameters()):
-            torch.testing.assert_close(p, theirs.state_dict()[key], rtol=1e-5, atol=1e-6)
-    # State goes in with the prefix and without.
-    for state in (ours.module.state_dict(), ours.state_dict()):
-        other = Ours(Net())
-        other.load_state_dict(state)
-        assert all(map(torch.equal, ours.parameters(), other.parameters()))
+def state(world):
+    """The names are torch's; it goes in with the prefix and without."""
+    model = Ours(Terms(1, 2))
+    assert model.state_dict().keys() == Theirs(Terms(1, 2)).state_dict().keys()
+    nn.init.constant_(model.module.p1, 3)
+    for saved in (model.module.state_dict(), model.state_dict()):
+        other = Ours(Terms(1, 2))
+        other.load_state_dict(saved)
+        assert other.module.p1.tolist() == [3, 3]
     with pytest.raises(RuntimeError, match="Missing key"):
-        Ours(Net()).load_state_dict({"module.head.weight": ours.module.head.weight})
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("crew", ["gloo-3", slow("gloo-2"), slow("mpi-2")])
-def test_trains_as_torch(ranks, crew, name):
-    backend, size = crew.split("-")
-    ranks(backend, int(size))(beside_torch, name)
-
-
-# What the wrapper adds to the Reducer -------------------------------------------------------------
+        Ours(Terms(1, 2)).load_state_dict({"module.p1": model.module.p1})
 
 
 def accumulation(world):
     model = Ours(Terms(1, 2))
     with model.no_sync():
         assert not model.require_backward_grad_sync
-        model(own(world)).backward()
-        assert_grads(model, own(world))
-    model(own(world)).backward()
-    assert_grads(model, 2 * mean(world))
-    model.zero_grad()
+    assert model.require_backward_grad_sync
     model.require_backward_grad_sync = False
     model(own(world)).backward()
     assert_grads(model, own(world))
@@ -164,7 +105,7 @@ def mixed_precision(world):
         assert weight.grad.tolist() == [[8.0] * 4] * 4
 
 
-def checks_and_reports(world):
+def checks(world):
     """What `Reducer` has beside torch is there on the wrapper, too."""
     model = Ours(Terms(1, 2), check_every=1, stall_after=60)
     model(own(world)).backward()
@@ -185,7 +126,8 @@ def functional_calls(world):
 
 
 def logging_data(world):
-    model = Ours(Terms(1, 2, 2**10), bucket_cap_mb=2**-10)
+    """And caps for each bucket."""
+    model = Ours(Terms(1, 2, 2**10), bucket_cap_mb_list=[2**-10, 1])
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     model(1.0).backward()
     data = model._get_ddp_logging_data()
@@ -261,20 +203,8 @@ def modules_that_are_wrapped_several_times(world):
     assert_grads(model, own(world))
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        *(accumulation, what_is_ignored, delayed_parameters, mixed_precision, functional_calls),
-        *(checks_and_reports, logging_data, copies_and_unused_buckets, copies),
-        modules_that_are_wrapped_several_times,
-    ],
-)
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
-def test_wrapper(ranks, backend, what):
-    ranks(backend, 2)(what)
-
-
-def other_ranks(world):
+@on("gloo-3")
+def test_another_process_group_and_a_mesh(world):
     """First ranks 0 and 1 average, then all three; the hooks of the first group are gone."""
     pair = dist.new_group([0, 1])
     x = float(world.rank + 1)
@@ -304,10 +234,6 @@ def other_ranks(world):
         Ours(Terms(1), process_group=mesh.get_group(), device_mesh=mesh)
 
 
-def test_another_process_group_and_a_mesh(ranks):
-    ranks("gloo", 3)(other_ranks)
-
-
 def refuses(world):
     def of(*arguments: Any, **options: Any) -> Callable[[], Any]:
         return lambda: Ours(*(arguments or (Terms(1),)), **options)
@@ -320,8 +246,6 @@ def refuses(world):
         (ValueError, "modules on a single GPU, got", of(device_ids=[0])),
         (ValueError, "lazy_bucket_allocation=True is .*saves", of(lazy_bucket_allocation=True)),
         (ValueError, "same time", of(param_to_hook_all_reduce=other)),
-        (ValueError, "stall_after must be a positive number of seconds, got 0", of(stall_after=0)),
-        (ValueError, "straggler_every must be a number of averages, got", of(straggler_every=0)),
         (RuntimeError, "the models differ", of(Terms(1 + world.rank))),
         (TypeError, "callable", lambda: of()().register_comm_hook(None, 3)),
     ]
@@ -332,5 +256,20 @@ def refuses(world):
         Ours(Terms(1), check_reduction=True)
 
 
-def test_what_is_refused(ranks):
-    ranks("gloo", 2)(refuses)
+@pytest.mark.parametrize(
+    ("backend", "what"),
+    [
+        *(
+            ("gloo", state),
+            ("gloo", accumulation),
+            ("gloo", what_is_ignored),
+            ("gloo", delayed_parameters),
+        ),
+        *(("gloo", mixed_precision), ("gloo", functional_calls), ("gloo", checks)),
+        *(("gloo", logging_data), ("gloo", copies_and_unused_buckets), ("gloo", copies)),
+        *(("gloo", modules_that_are_wrapped_several_times), ("gloo", refuses)),
+        *(slow("mpi", mixed_precision), slow("mpi", copies), slow("mpi", delayed_parameters)),
+    ],
+)
+def test_wrapper(ranks, backend, what):
+    ranks(backend, 2)(what)

@@ -1,6 +1,5 @@
 """What asks `isinstance(x, torch.nn.parallel.DistributedDataParallel)`, and then takes x for it."""
 
-import copy
 import inspect
 import tempfile
 from contextlib import suppress
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel as Theirs
 
 from ddp_from_scratch import DistributedDataParallel as Ours
-from ddp_from_scratch.torch_ddp.nominal_subclass import derives_in_name_alone
+from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
 
@@ -34,58 +33,12 @@ def test_nothing_is_inherited_from_torchs_class():
             assert inspect.getattr_static(Ours, name) is not theirs, name
 
 
-class Base:
-    def greet(self):
-        return "base"
-
-
-class OfOthers(Base):
-    """Theirs."""
-
-    __slots_of_theirs__ = 3
-    shared = "theirs"
-
-    def __init__(self):
-        raise AssertionError("never called")
-
-    def greet(self):
-        return "theirs"
-
-    def __reduce__(self):
-        raise AssertionError("never called")
-
-    @property
-    def newly_added(self):
-        return "theirs"
-
-    own = shared
-
-
-class Mine(OfOthers):
-    """Mine."""
-
-    shared = "mine"
-
-
-def test_an_attribute_that_only_theirs_has_is_none_of_ours():
-    derives_in_name_alone(OfOthers, Mine)
-    mine = Mine()
-    assert isinstance(mine, OfOthers)
-    assert (mine.greet(), mine.shared, Mine.__doc__) == ("base", "mine", "Mine.")
-    assert isinstance(copy.copy(mine), Mine)
-    for owner in (mine, Mine):
-        with pytest.raises(AttributeError, match=f"Mine of {__name__} has no newly_added"):
-            owner.newly_added  # noqa: B018
-    mine.newly_added = 1
-    assert mine.newly_added == 1
-    assert not hasattr(Mine, "own")
-
-
 def in_name_alone(world):
     model = Ours(nn.Linear(2, 2))
     assert isinstance(model, Theirs)
-    with pytest.raises(AttributeError, match="finalize_backward"):
-        model.finalize_backward()
+    for owner in (model, Ours):
+        with pytest.raises(AttributeError, match="finalize_backward"):
+            owner.finalize_backward  # noqa: B018
     assert model.process_group.size() == world.world_size
     assert (model.find_unused_parameters, model.static_graph) == (False, False)
     model._set_static_graph()
@@ -121,7 +74,17 @@ def whole(model, optimizer):
     return weights, moments["state"]
 
 
-def through_a_checkpoint(world, source, target):
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("ours", "torch"),
+        ("fully_shard", "ours"),
+        slow("ours", "fully_shard"),
+        slow("plain", "ours"),
+    ],
+)
+@on("gloo-2")
+def test_distributed_checkpoints_go_both_ways(world, source, target):
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, 0)
     model, optimizer = trained(WRAPPERS[source], 1)
@@ -133,20 +96,9 @@ def through_a_checkpoint(world, source, target):
     weights, moments = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    loaded = whole(model, optimizer)
-    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    torch.testing.assert_close(whole(model, optimizer), saved, rtol=0, atol=0)
     if target == "ours":
         assert get_model_state_dict(model).keys() == model.module.state_dict().keys()
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [("ours", "torch"), ("fully_shard", "ours")]
-    + [slow("ours", other) for other in ("ours", "plain", "fully_shard")]
-    + [slow(other, "ours") for other in ("plain", "torch")],
-)
-def test_distributed_checkpoints_go_both_ways(ranks, source, target):
-    ranks("gloo", 2)(through_a_checkpoint, source, target)
 
 
 # Pipelines --------------------------------------------------------------------------------------

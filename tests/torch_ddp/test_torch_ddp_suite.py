@@ -68,12 +68,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def crew():
-    """Of its own: torch's test tools forbid setting flags that other tests set."""
+def crews():
+    """Of their own: to import torch's test tools changes the environment."""
     pytest.importorskip("expecttest")
-    found = Crew("gloo", 2)
-    yield found
-    found.end()
+    started = []
+    yield started
+    for crew in started:
+        crew.end()
+
+
+@pytest.fixture
+def crew(crews):
+    """The last one, or a new one after a test that has ended it."""
+    if not crews or crews[-1].ended:
+        crews.append(Crew("gloo", 2, fresh=True))
+    return partial(crews[-1], limit=100)
 
 
 def test_torchs_own_tests_pass(crew):
@@ -81,8 +90,9 @@ def test_torchs_own_tests_pass(crew):
     for name in crew(names)[0]:
         if name not in EXCLUDED:
             options = {"shared_memory": False} if name in OVER_GLOO else {}
-            test = partial(torch_test, name=name, ours=True, **options)
-            for rank, result in enumerate(crew(test, limit=100)):
+            for rank, result in enumerate(
+                crew(partial(torch_test, name=name, ours=True, **options))
+            ):
                 passed += result == PASSED
                 if not result.startswith((PASSED, SKIPPED)):
                     failures.append(f"{name} on rank {rank}: {result}")
@@ -95,5 +105,5 @@ def test_torchs_own_tests_pass(crew):
     "name", [name for name, why in EXCLUDED.items() if why.startswith(_FAILS_HERE)]
 )
 def test_what_is_excluded_for_it_fails_with_torchs_own_class(crew, name):
-    for result in crew(torch_test, name, False, limit=100):
+    for result in crew(torch_test, name, False):
         assert not result.startswith(PASSED)
