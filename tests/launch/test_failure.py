@@ -219,9 +219,9 @@ class Ended(BaseException):
             "error: rank 0 lost the other ranks: Application timeout caused pair closure\n",
         ),
         (
-            dist.DistBackendError("NCCL watchdog"),
+            dist.DistBackendError("NCCL communicator was aborted"),
             1,
-            "error: rank 0 lost the other ranks: NCCL watchdog\n",
+            "error: rank 0 lost the other ranks: NCCL communicator was aborted\n",
         ),
     ],
 )
