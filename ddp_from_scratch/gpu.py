@@ -39,8 +39,28 @@ def aside(device: torch.device) -> Iterator[torch.Stream]:
     """Runs what is inside on a stream of its own, behind what the current one has been given."""
     stream = _beside(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
-    with stream:
+    with on(stream):
         yield stream
+
+
+@contextmanager
+def on(stream: torch.Stream | None) -> Iterator[None]:
+    """Makes a stream the current one inside; None leaves it."""
+    if stream is None:
+        yield
+        return
+    # A torch.Stream is a context, too, but not in two threads at a time.
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The current stream of the device; None for a CPU."""
+    return torch.accelerator.current_stream(device) if is_gpu(device) else None
 
 
 @cache
