@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.nn import functional
 
+from ddp_from_scratch import gpu
+
 _NOT_A_MEMBER = "this rank is not a member of the process group"
 
 
@@ -62,9 +64,7 @@ def on_gpu_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
     """Makes the module's GPU current for nccl's object collectives, which put their bytes there."""
     first = next(module.parameters(), None)
     # Without this, ranks that never chose a GPU would all use the machine's first.
-    if first is None or first.device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.device(first.device)
+    return nullcontext() if first is None else gpu.current(first.device)
 
 
 def of_member(work: dist.Work | None) -> dist.Work:

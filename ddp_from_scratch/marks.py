@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ddp_from_scratch import gpu
+
 
 class Marks(Protocol):
     """Takes moments cheaply; their times are read after the steps."""
@@ -27,7 +29,7 @@ class HostMarks:
         return mark
 
 
-class CudaMarks:
+class GpuMarks:
     """Marks of what a GPU does: events in the stream that is current where they are taken.
 
     The host runs ahead of the GPU, so its own clock would show when work was issued, and not when
@@ -37,22 +39,25 @@ class CudaMarks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # One moment on both clocks.
-        torch.cuda.synchronize(device)
-        self._first, self._began = self.take(), time.perf_counter()
-        self._first.synchronize()
+        torch.accelerator.synchronize(device)
+        self._near, self._its_seconds = self.take(), time.perf_counter()
+        self._near.synchronize()
 
-    def take(self) -> torch.cuda.Event:
+    def take(self) -> torch.Event:
         """Records an event on the GPU's current stream, in whatever thread."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return gpu.record(self._device, timed=True)
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
+    def seconds(self, mark: torch.Event) -> float:
         """Waits for the event and returns its time."""
         mark.synchronize()
-        return self._began + float(self._first.elapsed_time(mark)) / 1e3
+        # A float32 in ms, which is exact to 0.1 us only between events that are near each other.
+        passed = self._near.elapsed_time(mark) / 1e3
+        seconds = self._its_seconds + passed
+        if passed > 1:
+            self._near, self._its_seconds = mark, seconds
+        return seconds
 
 
 def marks_for(device: torch.device) -> Marks:
     """Returns the marks of the device that computes."""
-    return CudaMarks(device) if device.type == "cuda" else HostMarks()
+    return GpuMarks(device) if gpu.is_gpu(device) else HostMarks()

@@ -76,6 +76,7 @@ def test_what_is_missing_is_one_line(name, tmp_path):
     assert done.stderr == f'error: No module named {name}: pip install "ddp_from_scratch[train]"\n'
 
 
+@pytest.mark.slow
 def test_the_digits_need_neither_torchvision_nor_matplotlib(tmp_path):
     """A timeline says that it has no picture."""
     for name in ("torchvision", "matplotlib"):

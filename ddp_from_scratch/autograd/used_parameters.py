@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.waiting import wait
 
 
@@ -85,7 +86,7 @@ class UsedParameters:
             self._unforeseen = used - self._used_by_any
             return self._used_by_any
         # Pinned memory is copied asynchronously: the host does not wait for the GPU's earlier work.
-        mine = torch.zeros(self._count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        mine = torch.zeros(self._count, dtype=torch.int32, pin_memory=gpu.is_gpu(self._device))
         mine[list(used)] = 1
         # `beyond` is more than the ones of all ranks add up to, so that one sum holds two counts:
         # its remainder counts ranks that used a parameter, its quotient ranks that inherited.

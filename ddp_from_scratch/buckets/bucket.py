@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.buckets.gradient_bucket import BucketState, LaunchArgs
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.buckets.memory import in_huge_pages
@@ -70,6 +71,8 @@ class Bucket:
         self._scratch: torch.Tensor | None = None
         # None unless LAUNCHED or LANDED.
         self._future: torch.futures.Future[Any] | None = None
+        # Behind what the comm hook has run, on a GPU.
+        self._launched: torch.Event | None = None
 
     # For comm hooks -----------------------------------------------------------------------------
 
@@ -164,7 +167,7 @@ class Bucket:
         self._sent = self._flat
         if on_packed is not None:
             on_packed(self)
-        future = args.hook(args.state, self)
+        future = self._call(args)
         if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"a comm hook must return a torch.futures.Future, "
@@ -172,6 +175,16 @@ class Bucket:
             )
         self._future = future
         self.state = BucketState.LAUNCHED
+
+    def _call(self, args: LaunchArgs) -> torch.futures.Future[Any]:
+        if not gpu.is_gpu(self._flat.device):
+            return args.hook(args.state, self)
+        # On a stream of its own: from torch 2.15 on, a hook that asks NCCL for a future lets its
+        # stream wait for the collective, which on backward's stream would end the overlap.
+        with gpu.aside(self._flat.device) as stream:
+            future = args.hook(args.state, self)
+            self._launched = stream.record_event()
+        return future
 
     # Wait ---------------------------------------------------------------------------------------
 
@@ -197,6 +210,8 @@ class Bucket:
         if self._future is None or self.state is BucketState.LANDED:
             return
         average = self._future.wait()
+        if self._launched is not None:
+            torch.accelerator.current_stream(self._flat.device).wait_event(self._launched)
         if isinstance(average, (list, tuple)) and len(average) == 1:
             average = average[0]
         if not isinstance(average, torch.Tensor):

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.buckets.memory import dense_strides, lies_at, window
 
@@ -217,5 +218,17 @@ def _multiply(tensor: torch.Tensor, factor: float) -> None:
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
+    if not targets:
+        return
+    if not gpu.is_gpu(targets[0].device):
         torch._foreach_copy_(targets, sources)
+        return
+    # A GPU copies all in one kernel, but all one by one if the strides of a single pair differ.
+    alike: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if target.stride() == source.stride():
+            alike[0].append(target)
+            alike[1].append(source)
+        else:
+            target.copy_(source)
+    torch._foreach_copy_(*alike)

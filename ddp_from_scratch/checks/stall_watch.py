@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.checks.gradient_checks import shortened
@@ -64,10 +65,10 @@ class Progress:
 class StallWatch(Observer):
     """A thread that looks at a Reducer from time to time, and reports a step that does not move on.
 
-    It wakes three times in `after` seconds. A step that has moved on costs nothing more (on a GPU,
-    one event for each bucket). A step that has not moved publishes this rank's progress, once.
-    After `after` seconds with a bucket under way, every rank's progress is written to standard
-    error, by one rank, once in a step.
+    It wakes three times in `after` seconds. A step that has moved on costs nothing more, but on a
+    GPU 8 bytes to the host for each bucket. A step that has not moved publishes this rank's
+    progress, once. After `after` seconds with a bucket under way, every rank's progress is written
+    to standard error, by one rank, once in a step.
 
     The thread ends with the Reducer, with the process group, or with the process.
 
@@ -87,9 +88,7 @@ class StallWatch(Observer):
     ) -> None:
         if not 0 < after < float("inf"):
             raise ValueError(f"stall_after must be a positive number of seconds, got {after}")
-        # (step, bucket, event), oldest first. On a GPU the host does not wait for a bucket, so an
-        # event shows that it has landed. Written by the training thread, read by the watcher's.
-        self._flying: deque[tuple[int, int, torch.cuda.Event]] = deque()
+        self._under_way = _UnderWay()
         group = process_group or dist.group.WORLD
         assert group is not None
         name = str(group.group_name)
@@ -97,7 +96,7 @@ class StallWatch(Observer):
         watcher = _Watcher(
             after,
             weakref.WeakMethod(progress),
-            self._flying,
+            self._under_way,
             f"ddp stall/{name}/{_made[name]}",
             dist.get_rank(process_group),
             dist.get_world_size(process_group),
@@ -107,15 +106,41 @@ class StallWatch(Observer):
         weakref.finalize(self, watcher.end)
 
     def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
-        """Records an event behind the average of this bucket, on a GPU."""
+        """Has a GPU say when it has the average of this bucket: the host does not wait for it."""
         device = bucket.parameters()[0].device
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._flying.append((iteration, bucket.index(), event))
-            # Drops events that are over, so that the list stays short.
-            while self._flying and self._flying[0][2].query():
-                self._flying.popleft()
+        if gpu.is_gpu(device) and not gpu.is_capturing():
+            self._under_way.add(iteration, bucket.index(), device)
+
+
+class _UnderWay:
+    """The buckets that a GPU has not averaged yet, for a thread that makes no call to CUDA.
+
+    Even to ask an event would spoil the capture of a graph in another thread. So the GPU writes the
+    number of the last bucket that it has averaged to the host's memory.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: deque[tuple[int, int, int]] = deque()  # (number, step, bucket)
+        self._number = 0
+        self._on_gpu: torch.Tensor | None = None
+        self._on_host = torch.zeros((), dtype=torch.int64)
+
+    def add(self, step: int, index: int, device: torch.device) -> None:
+        if self._on_gpu is None:
+            self._on_gpu = torch.zeros((), dtype=torch.int64, device=device)
+            self._on_host = torch.zeros((), dtype=torch.int64, pin_memory=True)
+        self._number += 1
+        self._buckets.append((self._number, step, index))
+        self._on_gpu.fill_(self._number)
+        self._on_host.copy_(self._on_gpu, non_blocking=True)
+        while self._buckets and self._buckets[0][0] <= int(self._on_host):
+            self._buckets.popleft()
+
+    def first(self) -> tuple[int, int] | None:
+        """The step and the index of the first one, in any thread."""
+        over = int(self._on_host)
+        left = (bucket[1:] for bucket in self._buckets.copy() if bucket[0] > over)
+        return next(left, None)
 
 
 class _Watcher:
@@ -125,12 +150,12 @@ class _Watcher:
         self,
         after: float,
         progress: "weakref.WeakMethod[Callable[[], Progress]]",
-        flying: "deque[tuple[int, int, torch.cuda.Event]]",
+        under_way: _UnderWay,
         key: str,
         rank: int,
         world_size: int,
     ) -> None:
-        self._after, self._progress, self._flying = after, progress, flying
+        self._after, self._progress, self._under_way = after, progress, under_way
         self._key, self._rank, self._world_size = key, rank, world_size
         self._stop = threading.Event()
         self.thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
@@ -151,7 +176,7 @@ class _Watcher:
         since, reported = 0.0, -1
         # The event ends a wait early when the Reducer is gone.
         while not self._stop.wait(self._after / _WAKES) and dist.is_initialized():
-            now = self._look(before)
+            now = self._look()
             if now is None:
                 return
             if now != before:
@@ -172,20 +197,17 @@ class _Watcher:
                 # The group was destroyed meanwhile.
                 return
 
-    def _look(self, before: Progress | None) -> Progress | None:
+    def _look(self) -> Progress | None:
         progress = self._progress()
         if progress is None or self._stop.is_set():
             return None
         now = progress()
-        try:
-            step, index, event = self._flying[0]
-        except IndexError:
+        first = self._under_way.first()
+        if first is None:
             return now
         # The host is ahead of the GPU: `now` counts the gradients of the next step already.
+        step, index = first
         text = f"all gradients of step {step} have arrived, and since then {now.text}"
-        # Query the event only if nothing else has happened since the last look.
-        if before is not None and before.text in (text, now.text) and event.query():
-            return now
         return Progress(step, f"bucket {index}", text)
 
     def _store(self) -> dist.Store:

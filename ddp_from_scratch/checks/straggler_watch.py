@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.autograd.graph_walk import find_tensors
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
@@ -120,7 +121,7 @@ class StragglerWatch(Observer):
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         """Ends the step; gathers and reports if a report is due. Collective then."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if gpu.is_gpu(self._device) and gpu.is_capturing():
             return  # a graph's events have no times, and its replays call nothing here
         if self._phases:
             self._enter("end")

@@ -53,10 +53,8 @@ def _backend_divides(process_group: dist.ProcessGroup | None) -> bool:
     if not dist.is_initialized():
         return False
     group = process_group or dist.group.WORLD
-    if isinstance(group, SharedMemoryGroup):
-        return group.divides_first
-    # nccl with one rank: dividing by 1 would still be a pass over the whole bucket.
-    return dist.get_backend(process_group) == "nccl" and dist.get_world_size(process_group) > 1
+    # Not NCCL's: it sums floats in NVSwitches (NVLS) for SUM alone.
+    return isinstance(group, SharedMemoryGroup) and group.divides_first
 
 
 def _sum(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
@@ -64,12 +62,7 @@ def _sum(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
 
 
 def _average_by_backend(process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
-    buffer, ranks = bucket.buffer(), dist.get_world_size(process_group)
-    # nccl rounds 1/n to the buffer's dtype first: 3 ranks in bfloat16 would all be 0.2 % off.
-    if buffer.element_size() == 2 and ranks & (ranks - 1):
-        buffer.mul_(1.0 / ranks)
-        return _sum(process_group, bucket)
-    return _all_reduce(bucket, buffer, process_group, dist.ReduceOp.AVG)
+    return _all_reduce(bucket, bucket.buffer(), process_group, dist.ReduceOp.AVG)
 
 
 def keep_local(state: Any, bucket: Bucket) -> Future:

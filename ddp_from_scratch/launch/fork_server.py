@@ -223,9 +223,10 @@ def _can_run_in_a_fork() -> bool:
     # one, and starts others when it needs them.
     trial = os.fork()
     if trial == 0:
-        os._exit(0)
-    os.waitpid(trial, 0)
-    return len(os.listdir("/proc/self/task")) == 1 and not torch.cuda.is_initialized()
+        # True as well where CUDA was only asked for its number of GPUs.
+        os._exit(torch.cuda._is_in_bad_fork())
+    _, status = os.waitpid(trial, 0)
+    return len(os.listdir("/proc/self/task")) == 1 and status == 0
 
 
 def _exit_code(pid: int) -> int:

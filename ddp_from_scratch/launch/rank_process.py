@@ -15,7 +15,13 @@ from typing import Any, NoReturn
 
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.launch import output
-from ddp_from_scratch.launch.environment import PARENT, TERMINAL, launcher, reports_errors
+from ddp_from_scratch.launch.environment import (
+    PARENT,
+    TERMINAL,
+    launcher,
+    placement,
+    reports_errors,
+)
 
 PR_SET_PDEATHSIG = 1
 
@@ -84,6 +90,8 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         if is_communication_error(error):
             _wait_to_be_stopped()
             _say(f"error: rank {_rank()} lost the other ranks: {_first_line(error)}")
+        elif _is_of_backend(error):
+            _say(f"error: rank {_rank()}: {_printable(_cause(str(error)))}")
         else:
             lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
             _say("".join(f"[rank {_rank()}] {line}" for line in lines))
@@ -120,8 +128,27 @@ def is_communication_error(error: Exception) -> bool:
     said_by_gloo = r"\[[^]]*/gloo/|Gloo |Application timeout caused pair closure"
     if isinstance(error, RuntimeError) and re.match(said_by_gloo, str(error)):
         return True
+    if _is_of_backend(error):
+        return re.search(_PEER_GONE, str(error)) is not None
     dist = _distributed()
     return isinstance(error, (CommunicationError, *([dist.DistError] if dist else [])))
+
+
+# Other errors of NCCL are this rank's own: no memory, a full /dev/shm, an old driver.
+_PEER_GONE = r"(?i)remote *(error|process|peer)|aborted|connection (closed|reset)|broken pipe"
+
+
+def _is_of_backend(error: Exception) -> bool:
+    dist = _distributed()
+    return dist is not None and isinstance(error, dist.DistBackendError)
+
+
+def _cause(text: str) -> str:
+    """NCCL's own words in an error of torch's: what failed, and the last line with the reason."""
+    what, _, last = text.partition("Last error:")
+    what = re.sub(r"NCCL error in: \S+, ", "NCCL: ", what.strip().partition("\n")[0])
+    last = " ".join(last.split()).removeprefix("Error: ")
+    return f"{what}. Last error: {last}" if last else what
 
 
 def _distributed() -> Any:
@@ -148,7 +175,11 @@ def _wait_to_be_stopped() -> None:
 
 
 def _rank() -> int:
-    return int(_distributed().get_rank()) if _in_group() else 0
+    if _in_group():
+        return int(_distributed().get_rank())
+    with suppress(UsageError):
+        return placement().rank
+    return 0
 
 
 def _first_line(error: Exception) -> str:

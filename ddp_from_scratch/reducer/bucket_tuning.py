@@ -20,6 +20,7 @@ from operator import truediv
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.autograd.ready_order import ReadyOrder
 from ddp_from_scratch.buckets.bucket_list import BucketList
 from ddp_from_scratch.buckets.gradient_bucket import CommHook
@@ -213,6 +214,6 @@ class BucketTuning(Observer):
 
 def clock(device: torch.device) -> float:
     """Returns seconds. Waits for a GPU first, which the program is otherwise ahead of."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if gpu.is_gpu(device):
+        torch.accelerator.synchronize(device)
     return time.perf_counter()

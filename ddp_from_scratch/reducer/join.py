@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_from_scratch.autograd.hooks import ModuleHook
+from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 
@@ -137,8 +138,11 @@ class JoinableReducer(Joinable, JoinHook):
     def agree_on_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
         rank = dist.get_rank(self.reducer.process_group) if candidate else -1
-        highest = torch.tensor([rank], device=self.join_device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.reducer.process_group)
+        group = check_group(self.reducer.process_group)
+        if not takes_cpu_tensors(group):
+            group = gloo_beside(group)  # the host must not wait for a GPU
+        highest = torch.tensor([rank])
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())
 
 

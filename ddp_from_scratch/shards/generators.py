@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddp_from_scratch import gpu
+
 
 def seed_generators(seed: int) -> None:
     """Seeds every generator that a model may draw from: torch's, on GPUs too, Python's, numpy's."""
@@ -19,16 +21,15 @@ def seed_generators(seed: int) -> None:
 
 def generator_states() -> tuple[Any, ...]:
     """Returns the states of these generators; on GPUs that of the current one."""
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), gpu, random.getstate(), np.random.get_state()
+    return torch.get_rng_state(), gpu.generator_state(), random.getstate(), np.random.get_state()
 
 
 def set_generator_states(states: tuple[Any, ...]) -> None:
     """Puts all generators back into these states."""
-    cpu, gpu, python, numpy = states
+    cpu, of_gpu, python, numpy = states
     torch.set_rng_state(cpu)
-    if gpu is not None:
-        torch.cuda.set_rng_state(gpu)
+    if of_gpu is not None:
+        gpu.set_generator_state(of_gpu)
     random.setstate(python)
     np.random.set_state(numpy)
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.group import of_member, on_gpu_of
 from ddp_from_scratch.shards.generators import generator_states, set_generator_states
 from ddp_from_scratch.shards.tree import shard_range
@@ -187,7 +188,8 @@ def run_in_lock_step(
         RuntimeError: the shards do not run the same layers.
     """
     outside = view.capture()
-    device = next(module.parameters()).device.type
+    on_device = next(module.parameters()).device
+    device, stream = on_device.type, gpu.current_stream(on_device)
     # Threads have settings of their own, as far as torch does not say otherwise.
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
@@ -200,7 +202,7 @@ def run_in_lock_step(
     def take_turns(shard: int, turn: Turn) -> None:
         view.copy_buffers()
         try:
-            with on_gpu_of(module), torch.autocast(device, dtype, enabled):
+            with on_gpu_of(module), gpu.on(stream), torch.autocast(device, dtype, enabled):
                 take_part(shard, turn.gather)
         finally:
             view.restore(outside)

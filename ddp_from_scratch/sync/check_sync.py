@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.buckets.observer import Observer
-from ddp_from_scratch.group import check_group, on_gpu_of
+from ddp_from_scratch.group import check_group, on_gpu_of, takes_cpu_tensors
 from ddp_from_scratch.sync.checksum import checksums
 
 # Averages from one check to the next if forward passes write to parameters.
@@ -179,8 +179,8 @@ def gather_integers(
     mine: Sequence[int], process_group: dist.ProcessGroup | None
 ) -> list[list[int]]:
     """Returns every rank's integers, as many from each, by rank. Collective."""
-    # nccl takes no CPU tensors. gloo takes them even if the model is on a GPU.
-    device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
+    # gloo takes CPU tensors even if the model is on a GPU; nccl, by whatever name, takes none.
+    device = "cpu" if takes_cpu_tensors(process_group) else "cuda"
     sent = torch.tensor(mine, device=device)
     gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(gathered, sent, group=process_group)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ddp_from_scratch import gpu
+
 # Elements summed at a time: intermediate results stay in a CPU's cache.
 _WORDS = 2**16
 # Knuth's multiplier of MMIX. Each piece multiplies the sum so far: the order of pieces counts.
@@ -46,9 +48,22 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for piece in words.split(_WORDS):
-        total = total * _FACTOR + (piece * weights[: len(piece)]).sum()
+    # On a CPU intermediate results stay in its cache. A GPU gets many pieces at a time: it takes as
+    # long to launch an operation as to run it.
+    pieces_at_a_time = 256 if gpu.is_gpu(words.device) else 1
+    for part in words.split(pieces_at_a_time * _WORDS):
+        whole, rest = divmod(len(part), _WORDS)
+        sums = (part[: whole * _WORDS].view(whole, _WORDS) * weights).sum(1)
+        if rest:
+            sums = torch.cat([sums, (part[-rest:] * weights[:rest]).sum().view(1)])
+        first, *powers = (_signed(pow(_FACTOR, k, 2**64)) for k in range(len(sums), -1, -1))
+        total = total * first + (sums * torch.tensor(powers, device=words.device)).sum()
     return total
+
+
+def _signed(number: int) -> int:
+    # The same bits as an int64.
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _weights() -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
 from ddp_from_scratch.group import check_group
 
@@ -101,7 +102,7 @@ def checked_devices(
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
     devices = {parameter.device for parameter in parameters}
-    if device_ids and len(devices) == 1 and next(iter(devices)).type == "cuda":
+    if device_ids and len(devices) == 1 and gpu.is_gpu(next(iter(devices))):
         index = _index(device_ids[0])
         return [index], index if output_device is None else _index(output_device)
     if device_ids or output_device:
@@ -128,4 +129,4 @@ def warn_of_deprecated(broadcast_buffers: bool | None, check_reduction: bool) ->
 
 def _index(device: Any) -> int:
     index = device if isinstance(device, int) else torch.device(device).index
-    return torch.cuda.current_device() if index is None else int(index)
+    return torch.accelerator.current_device_index() if index is None else int(index)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.training.contents import check_contents
 from ddp_from_scratch.training.folder_lock import FolderLock
@@ -202,7 +203,7 @@ def rng_state() -> State:
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "cuda": gpu.generator_state(),
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(np.array(keys, np.int64)), position, has_gauss, gauss),
     }
@@ -212,8 +213,8 @@ def set_rng_state(state: State) -> None:
     """Puts the generators where `rng_state` found them."""
     # Generators take CPU tensors, wherever the checkpoint was mapped to.
     torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+    if state["cuda"] is not None and gpu.count():
+        gpu.set_generator_state(state["cuda"].cpu())
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, gauss = state["numpy"]

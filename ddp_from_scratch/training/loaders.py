@@ -17,6 +17,7 @@ from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.shards.tree import shard_range
 from ddp_from_scratch.training.image_data import Sample
@@ -135,7 +136,7 @@ def _loader(
         batch_size=settings.rank_batch_size(world.world_size),
         sampler=sampler,
         num_workers=workers,
-        pin_memory=world.device.type == "cuda",
+        pin_memory=gpu.is_gpu(world.device),
         drop_last=drop_last,
         # Started once and not in each epoch.
         persistent_workers=workers > 0,

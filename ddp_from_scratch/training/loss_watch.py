@@ -2,6 +2,8 @@
 
 import torch
 
+from ddp_from_scratch import gpu
+
 # An event as one number, so that a MAX over ranks leaves the earliest step, and of that the lowest
 # rank; 0 is none.
 _STEPS, _RANKS = 2**42, 2**20
@@ -34,10 +36,10 @@ class LossWatch:
         # On a GPU, a copy in the host's memory that lags behind by as many steps as the host runs
         # ahead. Pinned, so that the copy is asynchronous; the event marks its end.
         self._arrived: torch.Tensor | None = None
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        self._event: torch.Event | None = None
+        if gpu.is_gpu(device):
             self._arrived = torch.zeros((), dtype=torch.int64, pin_memory=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.Event(device)
 
     def see(self, loss: torch.Tensor, step: int) -> None:
         """Looks at a loss of this step, a tensor without dimensions."""

@@ -126,9 +126,9 @@ def _power_of_two(least: int) -> int:
 
 
 def _visible_gpus() -> int:
-    import torch
+    from ddp_from_scratch import gpu
 
-    count = torch.cuda.device_count()
+    count = gpu.count()
     if count == 0:
         raise UsageError(
             "--backend nccl needs a GPU, and none is visible here: use --backend gloo or mpi"

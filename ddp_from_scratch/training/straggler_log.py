@@ -14,7 +14,7 @@ def values(report: StragglerReport, reducer: Reducer, batch_size: int) -> dict[s
     """
     late = {"straggler_rank": report.rank, "straggler_ms": report.late_ms}
     return {
-        "images_per_second": 1e3 * batch_size / report.step_ms,
+        "images_per_second": 1e3 * batch_size / max(report.step_ms, 1e-3),
         "step_ms": report.step_ms,
         **{f"{phase}_ms": ms for phase, ms in report.others_ms.items()},
         "exposed_ms": report.exposed_ms,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 # Imported with a group open (torch.optim does so in the first step), it would keep that one alive.
 import torch.distributed.nn.functional
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment, interfaces
 from ddp_from_scratch.launch.environment import Placement
@@ -212,18 +213,18 @@ def _waited(placement: Placement, timeout: timedelta) -> str:
 
 def _gpu(device: torch.device) -> str:
     """A name that no other GPU has; empty for a CPU, or where GPUs may be shared."""
-    if device.type != "cuda" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+    if not gpu.is_gpu(device) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return gpu.unique_name(device)
 
 
 def _check_gpus(of_ranks: Sequence[str]) -> None:
-    for rank, gpu in enumerate(of_ranks):
-        first = of_ranks.index(gpu)
-        if gpu and first < rank:
+    for rank, name in enumerate(of_ranks):
+        first = of_ranks.index(name)
+        if name and first < rank:
             raise UsageError(
-                f"ranks {first} and {rank} have the same GPU {gpu}: the nccl backend needs one for "
-                f"each process"
+                f"ranks {first} and {rank} have the same GPU {name}: the nccl backend needs one "
+                "for each process"
             )
 
 
@@ -252,13 +253,15 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             _meet_in_store(store, backend, placement, device, timeout)
         # Before the group: gloo and nccl read the environment as they open it.
         interfaces.choose_interface(placement)
+        # After a timeout nccl would wait a minute for a dump that is written at once.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         dist.init_process_group(
             backend,
             store=store,
             rank=placement.rank,
             world_size=placement.world_size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if gpu.is_gpu(device) else None,
         )
     except dist.DistNetworkError as error:
         raise UsageError(
@@ -275,7 +278,7 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
 def _device(backend: str, placement: Placement) -> torch.device:
     if backend != "nccl":
         return torch.device("cpu")
-    visible = torch.cuda.device_count()
+    visible = gpu.count()
     if placement.local_world_size > visible != 1:
         raise UsageError(
             f"the nccl backend needs a GPU for each process: {placement.local_world_size} "
@@ -283,5 +286,5 @@ def _device(backend: str, placement: Placement) -> torch.device:
         )
     # A launcher may show each process its own GPU alone (srun --gpus-per-task=1).
     device = torch.device("cuda", 0 if visible == 1 else placement.local_rank)
-    torch.cuda.set_device(device)
+    torch.accelerator.set_device_index(device)
     return device

@@ -122,6 +122,7 @@ if (where, step, me) == ("begin", 3, 1):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_in_lock_step(tmp_path):
     (quiet,) = ends(tmp_path / "quiet", nproc=1, in_lock_step=True)
     assert set(ends(tmp_path / "out", IN_A_LAYER, in_lock_step=True)) == {quiet}

@@ -147,6 +147,7 @@ class Ended(BaseException):
 
 CLOSED = "[/src/gloo/tcp/pair.cc:547] Connection closed by peer"
 TIMEOUT = "Application timeout caused pair closure"
+ABORTED = "NCCL communicator was aborted on rank 1"
 LOST = "error: rank 0 lost the other ranks: {}\n".format
 
 
@@ -160,7 +161,7 @@ LOST = "error: rank 0 lost the other ranks: {}\n".format
         (ValueError("a bug\nof ours"), 1, "[rank 0] ValueError: a bug\n[rank 0] of ours\n"),
         (RuntimeError(f"{CLOSED}\nstack"), 1, LOST(CLOSED)),
         (RuntimeError(TIMEOUT), 1, LOST(TIMEOUT)),
-        (dist.DistBackendError("NCCL watchdog"), 1, LOST("NCCL watchdog")),
+        (dist.DistBackendError(ABORTED), 1, LOST(ABORTED)),
     ],
 )
 def test_how_a_rank_ends(error, code, told, monkeypatch, capsys):

@@ -50,6 +50,7 @@ def execute(command, environ):
     return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
+@pytest.mark.slow
 def test_a_rank_finds_what_a_new_python_would_and_ends_as_it(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in PROGRAMS.items():

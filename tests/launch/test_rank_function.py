@@ -19,6 +19,7 @@ def note(folder, more=""):
         (folder / f"{world.rank} of {world.world_size}{more}").touch()
 
 
+@pytest.mark.slow
 def test_a_function_of_a_module_needs_no_cloudpickle(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     assert start_ranks(partial(note, tmp_path), [2]) == 0

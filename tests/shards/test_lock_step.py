@@ -31,8 +31,8 @@ def in_lock_step(ranks, crew, name, steps=STEPS):
 
 @pytest.mark.parametrize(
     "crew",
-    ["gloo-3", "gloo-3-messages", "gloo-3-2 machines"]
-    + [slow(crew) for crew in ("mpi-2", "mpi-4-2 machines", "node-3", "gloo-8")],
+    ["gloo-3-messages", "gloo-3-2 machines"]
+    + [slow(crew) for crew in ("gloo-3", "mpi-2", "mpi-4-2 machines", "node-3", "gloo-8")],
 )
 def test_bits_of_any_number_of_ranks(ranks, crew):
     for name in IN_LOCK_STEP if crew in ("gloo-3", "mpi-2") else ["cnn"]:

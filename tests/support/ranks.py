@@ -257,6 +257,12 @@ def serve(backend: str, address: str, fresh: str, log: str | None = None) -> Non
     from tests.support.rank_state import unchanged
 
     torch.set_num_threads(1)
+    if backend in ("legacy", "nccl2"):
+        from tests.support.simgpu import device, nccl
+
+        device.install()
+        nccl.install(backend)
+        backend = "nccl"
     opened = _node_group() if backend == "node" else ddp.process_group(backend, timeout=LIMIT_S)
     with opened as world:
         connection = Client(address, "AF_UNIX")

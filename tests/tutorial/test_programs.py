@@ -63,10 +63,10 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-# Three chapters take as long as all others together.
+# A few chapters take as long as all others together.
 @pytest.mark.parametrize(
     ("command", "printed"),
-    [slow(*s) if re.search(r"--|\.(07|08|09)_", s[0]) else s for s in SAMPLES],
+    [slow(*s) if re.search(r"--|\.(05|07|08|09|12|13)_", s[0]) else s for s in SAMPLES],
     ids=[command.removeprefix("python -m tutorial.") for command, _ in SAMPLES],
 )
 def test_prints_what_the_chapter_shows(command, printed, run):

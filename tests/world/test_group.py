@@ -182,8 +182,8 @@ def program(tmp_path):
     ("launcher", "backend", "what"),
     [
         ("start_ranks", "gloo", "trains"),
-        ("start_ranks", "gloo", "fails"),
-        ("mpirun", "mpi", "opens"),
+        slow("start_ranks", "gloo", "fails"),
+        slow("mpirun", "mpi", "opens"),
         slow("mpirun", "mpi", "fails"),
         slow("mpirun", "gloo", "opens"),
         slow("torchrun", "gloo", "opens"),

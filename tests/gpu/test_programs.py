@@ -1,0 +1,192 @@
+"""Programs on a simulated GPU: the numbers are the CPU's, and no stream comes too early."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_from_scratch as ddp
+from tests.support.simgpu.build import missing
+from tests.support.tiers import slow
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+STEPS = 4
+
+
+def plain():
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())])
+
+
+def normed():
+    return nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32))
+
+
+def synced():
+    return ddp.convert_sync_batchnorm(normed())
+
+
+class Branches(nn.Module):
+    """The second layer is used on rank 0 alone, and there in every other step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(32, 32), nn.Linear(32, 32), 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.first(x)
+        used = torch.distributed.get_rank() == 0 and self.calls % 2
+        return self.second(x) if used else x
+
+
+def sgd(module, reducer):
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def ours(module, reducer):
+    return ddp.SGD(module.parameters(), lr=0.1, momentum=0.9, reducer=reducer)
+
+
+def adamw(module, reducer):
+    return ddp.AdamW(module.parameters(), lr=0.01, reducer=reducer)
+
+
+def powersgd(reducer):
+    state = ddp.power_sgd.PowerSGDState(rank=2, start=1)
+    reducer.register_comm_hook(state, ddp.power_sgd.power_sgd_hook)
+
+
+def fp16(reducer):
+    reducer.register_comm_hook(None, ddp.comm_hooks.fp16_compress_hook)
+
+
+PROGRAMS = {
+    "copies": {},
+    "views": {"gradient_as_bucket_view": True},
+    "no overlap": {"overlap": False},
+    "static": {"static_graph": True},
+    "unused": {"make": Branches, "find_unused_parameters": True},
+    "stall watch": {"stall_after": 60.0},
+    "stragglers": {"straggler_every": 2},
+    "check sync": {"check_every": 2},
+    "buffers": {"make": normed, "broadcast_buffers": True},
+    "sync batch norm": {"make": synced},
+    "flat SGD": {"optimizer": ours},
+    "flat AdamW": {"optimizer": adamw},
+    "PowerSGD": {"hook": powersgd},
+    "PowerSGD, views": {"hook": powersgd, "gradient_as_bucket_view": True},
+    "fp16": {"hook": fp16},
+    "side stream": {"side": True, "gradient_as_bucket_view": True},
+    "side stream, PowerSGD": {"side": True, "hook": powersgd},
+    "side stream, sync batch norm": {"side": True, "make": synced},
+}
+
+
+def train(world, name):
+    """Trains for some steps; returns the parameters, and what the simulated GPU has seen."""
+    options = dict(PROGRAMS[name])
+    make, optimizer = options.pop("make", plain), options.pop("optimizer", sgd)
+    hook, side = options.pop("hook", None), options.pop("side", False)
+    on_gpu = world.device.type == "cuda"
+    torch.manual_seed(0)
+    module = make().to(world.device)
+    reducer = ddp.Reducer(module, bucket_cap_mb=0.01, **options)
+    if hook is not None:
+        hook(reducer)
+    step = optimizer(module, reducer)
+    stream = torch.Stream(world.device) if side and on_gpu else None
+    if on_gpu:
+        from tests.support.simgpu import device, trace
+
+        device.clear()
+        torch.accelerator.synchronize()
+    for number in range(STEPS):
+        seed = torch.Generator().manual_seed(10 * number + world.rank)
+        data = torch.randn(16, 32, generator=seed).to(world.device)
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream())
+        with stream or nullcontext():
+            step.zero_grad()
+            module(data).square().mean().backward()
+            step.step()
+    if stream is not None:
+        torch.accelerator.current_stream().wait_stream(stream)
+    found = (trace.faults(), trace.host_waits()) if on_gpu else ()
+    reducer.remove()
+    return [p.detach().cpu().tolist() for p in module.parameters()], found
+
+
+# What the host waits for, once or where the place says so.
+WAITS = {
+    "tolist at autograd/ready_order.py": "the order of buckets, in the first average",
+    "tolist at autograd/used_parameters.py": "a rank with unused parameters",
+    "tolist at sync/checksum.py": "check_every",
+    "tolist at sync/check_sync.py": "check_every, and once in the first average",
+    "aten::_local_scalar_dense at optim/update_rules.py": "whether the kernel is exact, once",
+    "aten::_to_copy at checks/straggler_watch.py": "a report of stragglers",
+}
+
+
+FIRST = ("views", "unused", "buffers", "side stream, PowerSGD")
+
+
+@pytest.mark.parametrize("kind", [slow("legacy"), "nccl2"])
+@pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])
+def test_numbers_of_the_cpu_and_no_race(ranks, kind, name):
+    expected = ranks("gloo", 2)(train, name)
+    for (numbers, (faults, waits)), (reference, _) in zip(
+        ranks(kind, 2)(train, name), expected, strict=True
+    ):
+        assert faults == []
+        # On the CPU, ranks of one machine add up in full precision what PowerSGD compresses here.
+        near = {"rtol": 0.05, "atol": 2e-3} if "PowerSGD" in name else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(numbers, reference, **near)
+        assert {wait.rpartition(":")[0] for wait in waits} <= set(WAITS)
+
+
+def launch_before_packing(patch):
+    from ddp_from_scratch import gpu
+
+    @contextmanager
+    def aside(device):
+        with gpu._beside(device) as stream:
+            yield stream
+
+    patch.setattr(gpu, "aside", aside)
+
+
+def unpack_before_the_average(patch):
+    from ddp_from_scratch.buckets.bucket import Bucket, BucketState
+
+    patch.setattr(Bucket, "wait", lambda self: setattr(self, "state", BucketState.LANDED))
+
+
+def hook_is_not_awaited(patch):
+    from ddp_from_scratch.buckets.bucket import Bucket
+
+    call = Bucket._call
+
+    def without(self, args):
+        call(self, args)
+        self._launched = None
+        done = torch.futures.Future()
+        done.set_result(self.buffer())
+        return done
+
+    patch.setattr(Bucket, "_call", without)
+
+
+def faults_with(world, mutate, name):
+    with pytest.MonkeyPatch.context() as patch:
+        mutate(patch)
+        return train(world, name)[1][0]
+
+
+@pytest.mark.parametrize("kind", [slow("legacy"), "nccl2"])
+@pytest.mark.parametrize(
+    "mutate", [launch_before_packing, unpack_before_the_average, hook_is_not_awaited]
+)
+def test_a_mistake_in_the_order_of_streams_is_found(ranks, kind, mutate):
+    assert all(ranks(kind, 2)(faults_with, mutate, "copies"))

@@ -1,0 +1,173 @@
+"""NCCL's stream, simulated; gloo carries the numbers from rank to rank."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.simgpu import device
+from tests.support.simgpu.device import GUARD, OPERATIONS, Operation, SimTensor
+
+
+class SimWork(dist._Work):
+    """A collective under way, which waits as torch's classes do.
+
+    legacy: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, `WorkNCCL::getFuture` returns a future
+    that was completed at the launch, under NCCL's stream: only its `wait` blocks a stream.
+    nccl2: torch/csrc/distributed/c10d/nccl2/WorkNCCL.cpp, `getFuture` first orders the current
+    stream after the collective.
+    """
+
+    def __init__(self, group: "SimNCCL", tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._group, self._tensors = group, tensors
+        self._end = GUARD.record(group.stream)
+        self._future: torch.futures.Future[Any] | None = None
+        if group.kind == "legacy":
+            with device.on(group.stream, group.index):
+                self._complete()
+
+    def _complete(self) -> None:
+        self._future = torch.futures.Future(devices=[torch.device("cuda", self._group.index)])
+        self._future.set_result(list(self._tensors))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        GUARD.wait(self._end, GUARD.current(self._group.index))
+        self._group.in_flight.discard(self)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            self.wait()
+            self._complete()
+        assert self._future is not None
+        return self._future
+
+
+class SimNCCL(dist.ProcessGroup):
+    """A group whose collectives run on a stream of their own, in the order of their launch.
+
+    Args:
+        kind: "legacy" or "nccl2".
+    """
+
+    opened = 0
+    supports_splitting = False
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, kind: str
+    ) -> None:
+        super().__init__(rank, size)
+        self.kind = kind
+        self.index = torch.accelerator.current_device_index()
+        self.stream = self.index * 1000000 + device.COMMUNICATORS + SimNCCL.opened
+        SimNCCL.opened += 1
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("sim", store), rank, size, timeout)
+        # A collective keeps its tensors until it is waited for, and NCCL's thread those of others.
+        self.in_flight: set[SimWork] = set()
+        self.options = self._gloo.options
+
+        self._name = ""
+
+    # torch's own asks the backends that this one does not have.
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def getBackendName(self) -> str:
+        return "nccl"
+
+    def _run(self, name: str, call: Any, reads: list[Any], writes: list[Any]) -> SimWork:
+        for tensor in [*reads, *writes]:
+            if not isinstance(tensor, SimTensor):
+                raise RuntimeError("No backend type associated with device type cpu")
+        GUARD.wait(GUARD.record(GUARD.current(self.index)), self.stream)
+        call().wait()
+        GUARD.operation(len(OPERATIONS), self.stream)
+        read, written = (
+            [span for tensor in tensors for span in device.spans(tensor.on_host)]
+            for tensors in (reads, writes)
+        )
+        OPERATIONS.append(Operation(f"nccl::{name}", read, written, device.place()))
+        work = SimWork(self, writes)
+        self.in_flight.add(work)
+        return work
+
+    def allreduce(self, tensors: list[Any], opts: Any = None) -> SimWork:
+        (tensor,) = tensors
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        host = tensor.on_host
+        return self._run(
+            "all_reduce", lambda: self._gloo.allreduce([host], options), tensors, tensors
+        )
+
+    def broadcast(self, tensors: list[Any], opts: Any) -> SimWork:
+        hosts = [tensor.on_host for tensor in tensors]
+        reads = tensors if opts.rootRank == self.rank() else []
+        return self._run("broadcast", lambda: self._gloo.broadcast(hosts, opts), reads, tensors)
+
+    def allgather(self, outputs: list[list[Any]], inputs: list[Any], opts: Any = None) -> SimWork:
+        hosts = [[tensor.on_host for tensor in outputs[0]]]
+        mine = [inputs[0].on_host]
+        return self._run(
+            "all_gather", lambda: self._gloo.allgather(hosts, mine), inputs, outputs[0]
+        )
+
+    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> SimWork:
+        parts = list(output.on_host.view(self.size(), -1).unbind())
+        mine = [input.on_host.reshape(-1)]
+        return self._run(
+            "all_gather", lambda: self._gloo.allgather([parts], mine), [input], [output]
+        )
+
+    def alltoall_base(
+        self, output: Any, input: Any, out_splits: list[int], in_splits: list[int], opts: Any = None
+    ) -> SimWork:
+        out, mine = output.on_host, input.on_host
+        return self._run(
+            "all_to_all",
+            lambda: self._gloo.alltoall_base(out, mine, out_splits, in_splits),
+            [input],
+            [output],
+        )
+
+    # Their names from torch 2.14 on.
+    all_gather_single, all_to_all_single = _allgather_base, alltoall_base
+
+    def send(self, tensors: list[Any], to: int, tag: int = 0) -> SimWork:
+        hosts = [tensor.on_host for tensor in tensors]
+        return self._run("send", lambda: self._gloo.send(hosts, to, tag), tensors, [])
+
+    def recv(self, tensors: list[Any], source: int, tag: int = 0) -> SimWork:
+        hosts = [tensor.on_host for tensor in tensors]
+        return self._run("recv", lambda: self._gloo.recv(hosts, source, tag), [], tensors)
+
+    def barrier(self, opts: Any = None) -> SimWork:
+        return self._run("barrier", self._gloo.barrier, [], [])
+
+
+def install(kind: str) -> None:
+    """Makes `nccl` open such groups, which wait as those of torch's class `kind` do."""
+
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimNCCL:
+        return SimNCCL(store, rank, size, timeout, kind)
+
+    dist.Backend.register_backend("nccl", create, devices=["cuda"])

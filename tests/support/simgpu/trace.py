@@ -1,0 +1,113 @@
+"""Reads the log of a simulated GPU: races, memory used again too early, waits."""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from tests.support.simgpu import device
+from tests.support.simgpu.device import COMMUNICATORS, GUARD, OPERATIONS, Operation, Span
+
+# As in guard.cpp.
+RECORD, WAIT, HOST_WAITS_FOR_EVENT, HOST_WAITS_FOR_STREAM, OPERATION, FREE, KEEP = range(7)
+Clock = dict[int, int]  # for each stream, the number of its operations that are over
+
+
+class Access(NamedTuple):
+    span: Span
+    stream: int
+    time: int  # the number of the operation in its stream
+    operation: Operation
+    writes: bool
+
+
+def faults() -> list[str]:
+    """Pairs of operations on the same bytes, one of them a write, that no event orders.
+
+    Memory that is freed may be written at once by the stream that it was made on.
+    """
+    clocks: dict[int, Clock] = defaultdict(lambda: defaultdict(int))
+    at_event: dict[int, Clock] = {}
+    host: Clock = defaultdict(int)
+    accesses: dict[int, list[Access]] = defaultdict(list)  # by page, so that few are compared
+    kept: set[tuple[int, int]] = set()  # (address, stream), by record_stream
+    freed: dict[int, list[Access]] = defaultdict(list)  # by the stream that may write there
+    found: dict[str, None] = {}
+    for kind, what, stream in GUARD.entries():
+        if kind == RECORD:
+            _join(clocks[stream], host)
+            at_event[what] = dict(clocks[stream])
+        elif kind == WAIT:
+            _join(clocks[stream], at_event.get(what, {}))
+        elif kind == HOST_WAITS_FOR_EVENT:
+            _join(host, at_event.get(what, {}))
+        elif kind == HOST_WAITS_FOR_STREAM:
+            for one in list(clocks) if stream == -1 else [stream]:
+                _join(host, clocks[one])
+        elif kind == KEEP:
+            kept.add((what, stream))
+        elif kind == FREE:
+            uses = [use for use in accesses[what // _PAGE] if use.span.begin == what]
+            # The first to use it here is the stream that it was made on.
+            others = [use for use in uses if use.stream != uses[0].stream]
+            freed_now = [use for use in others if (what, use.stream) not in kept]
+            if freed_now:
+                freed[uses[0].stream] += freed_now
+        elif kind == OPERATION:
+            operation, clock = OPERATIONS[what], clocks[stream]
+            _join(clock, host)
+            clock[stream] += 1
+            mine = [Access(s, stream, clock[stream], operation, False) for s in operation.reads]
+            mine += [Access(s, stream, clock[stream], operation, True) for s in operation.writes]
+            for use in freed.pop(stream, []):
+                if clock[use.stream] < use.time:
+                    found[f"{_text(use)}, whose memory is freed: {_text(mine[0])}"] = None
+            for access in mine:
+                for page in _pages(access.span):
+                    for other in accesses[page]:
+                        if _conflict(access, other) and clock[other.stream] < other.time:
+                            found[f"{_text(other)}, then {_text(access)}"] = None
+            for access in mine:
+                for page in _pages(access.span):
+                    accesses[page].append(access)
+    return list(found)
+
+
+_PAGE = 4096
+
+
+def _pages(span: Span) -> range:
+    return range(span.begin // _PAGE, (span.end - 1) // _PAGE + 1)
+
+
+def _conflict(one: Access, other: Access) -> bool:
+    overlap = one.span.begin < other.span.end and other.span.begin < one.span.end
+    return overlap and (one.writes or other.writes) and one.stream != other.stream
+
+
+def _text(access: Access) -> str:
+    verb = "write" if access.writes else "read"
+    return f"{verb} by {access.operation.name} at {access.operation.place}"
+
+
+def _join(into: Clock, other: Clock) -> None:
+    for stream, time in list(other.items()):
+        into[stream] = max(into[stream], time)
+
+
+def stalls() -> int:
+    """How often a stream that computes waits for a collective before the last one is launched."""
+    entries = GUARD.entries()
+    operations = [(k, what, s) for k, (kind, what, s) in enumerate(entries) if kind == OPERATION]
+    last = max((k for k, _, stream in operations if _is_communicator(stream)), default=0)
+    computing = {stream for _, what, stream in operations if OPERATIONS[what].place == "program"}
+    theirs = {what for kind, what, s in entries if kind == RECORD and _is_communicator(s)}
+    waits = [what for kind, what, s in entries[:last] if kind == WAIT and s in computing]
+    return sum(what in theirs for what in waits)
+
+
+def _is_communicator(stream: int) -> bool:
+    return stream % 1000000 >= COMMUNICATORS
+
+
+def host_waits() -> list[str]:
+    """What the host has waited for, and where in the library."""
+    return [f"{what} at {place}" for what, place in device.HOST_WAITS]
