@@ -30,3 +30,7 @@ def guard() -> ModuleType:
     return cpp_extension.load(
         name, [str(source)], build_directory=str(folder), extra_cflags=["-O0"], with_cuda=False
     )
+
+
+if __name__ == "__main__":
+    guard()
