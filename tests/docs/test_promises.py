@@ -77,9 +77,10 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 RUN_PY = set(OPTION.findall(make_parser("").format_help())) - {"--help"}
 OF_OTHERS = {
     "torchrun": {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"},
-    "mpirun": {"--oversubscribe", "--mca", "--host"},
+    "mpirun": {"--oversubscribe", "--mca", "--host", "--bind-to"},
     "Slurm": {"--mpi", "--ntasks", "--signal", "--requeue", "--open-mode", "--job-name", "--time"}
-    | {"--output"},
+    | {"--output", "--gpus-per-task", "--gpus-per-node"},
+    "docker": {"--ipc", "--shm-size"},
     "pip, py-spy": {"--no-binary", "--editable", "--group", "--index-url", "--pid"},
     "tutorials": {"--nodes", "--gpus", "--nr"},
 }

@@ -19,7 +19,6 @@ import ddp_from_scratch as ddp
 from ddp_from_scratch.buckets.gradient_bucket import BucketState
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.errors import PeerError
-from ddp_from_scratch.marks import CudaMarks, marks_for
 from ddp_from_scratch.profiling import clocks
 from ddp_from_scratch.profiling import timeline as module
 from ddp_from_scratch.profiling.timeline import Timeline
@@ -381,33 +380,3 @@ def test_nothing_is_written_where_the_program_raises(world, tmp_path):
     step(9)
     dist.barrier()
     assert list(tmp_path.iterdir()) == []
-
-
-class Event:
-    """A GPU's event, whose clock stands `early` seconds before the host's."""
-
-    now = 0.0
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self, stream):
-        assert stream == "stream of cuda:0"
-        self.at = Event.now
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, other):
-        return (other.at - self.at) * 1e3
-
-
-def test_marks_of_a_gpu_are_times_of_the_host(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    marks = marks_for(torch.device("cuda", 0))
-    assert isinstance(marks, CudaMarks)
-    first = marks.take()
-    Event.now = 0.25
-    assert marks.seconds(marks.take()) - marks.seconds(first) == pytest.approx(0.25)

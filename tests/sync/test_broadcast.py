@@ -229,11 +229,13 @@ def test_a_rank_that_is_none_and_lazy_modules_are_refused(world):
 def test_objects_go_through_the_modules_own_gpu(monkeypatch):
     """Not the current one, which is the machine's first where a program has chosen none."""
     chosen = []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: chosen.append(device) or nullcontext())
+    monkeypatch.setattr(
+        torch.accelerator, "device_index", lambda index: chosen.append(index) or nullcontext()
+    )
     with on_gpu_of(nn.Linear(2, 2)), on_gpu_of(nn.Module()):
         assert not chosen
     module = nn.Module()
     on_second = SimpleNamespace(device=torch.device("cuda", 1))
     monkeypatch.setattr(module, "parameters", lambda: iter([on_second]))
     with on_gpu_of(module):
-        assert chosen == [torch.device("cuda", 1)]
+        assert chosen == [1]

@@ -151,7 +151,7 @@ def test_the_gpu_of_a_process(monkeypatch, visible, local_rank, local_world_size
     """srun --gpus-per-task=1 and wrappers show each process its own alone."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     placement = Placement(local_rank, local_world_size, local_rank, local_world_size, 0, "srun")
     if index is None:
         assert f"{visible} visible GPUs" in refused(_device, "nccl", placement)
