@@ -3,7 +3,7 @@
 torch.accelerator where that has what is needed, torch.cuda for the rest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
@@ -56,6 +56,13 @@ def on(stream: torch.Stream | None) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_stream(before)
+
+
+def used_here(tensors: Iterable[torch.Tensor]) -> None:
+    """Keeps the memory of tensors, once freed, until the current stream has used them."""
+    for tensor in tensors:
+        if is_gpu(tensor.device):
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:

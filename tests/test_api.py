@@ -21,7 +21,7 @@ ROOMS = {
     "node": {"errors", "group", "waiting"},
     "autograd": {"gpu", "waiting"},
     "buckets": {"gpu", "group"},
-    "comm_hooks": {"buckets", "group", "node"},
+    "comm_hooks": {"buckets", "gpu", "group", "node"},
     "sync": {"buckets", "gpu", "group", "waiting"},
     "checks": {"gpu", "autograd", "buckets", "group", "marks", "node", "sync"},
     "mpi": {"errors", "launch", "node"},

@@ -71,7 +71,7 @@ class Bucket:
         self._scratch: torch.Tensor | None = None
         # None unless LAUNCHED or LANDED.
         self._future: torch.futures.Future[Any] | None = None
-        # Behind what the comm hook has run, on a GPU.
+        # Behind what a comm hook has run on a stream of its own.
         self._launched: torch.Event | None = None
 
     # For comm hooks -----------------------------------------------------------------------------
@@ -177,10 +177,10 @@ class Bucket:
         self.state = BucketState.LAUNCHED
 
     def _call(self, args: LaunchArgs) -> torch.futures.Future[Any]:
-        if not gpu.is_gpu(self._flat.device):
+        if not (args.aside and gpu.is_gpu(self._flat.device)):
             return args.hook(args.state, self)
-        # On a stream of its own: from torch 2.15 on, a hook that asks NCCL for a future lets its
-        # stream wait for the collective, which on backward's stream would end the overlap.
+        # From torch 2.15 on, a hook that asks NCCL for a future lets its stream wait for the
+        # collective. On backward's stream that would end the overlap.
         with gpu.aside(self._flat.device) as stream:
             future = args.hook(args.state, self)
             self._launched = stream.record_event()

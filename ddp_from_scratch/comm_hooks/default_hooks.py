@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.gradient_bucket import CommHook
 from ddp_from_scratch.group import of_member
@@ -140,7 +141,12 @@ def _all_reduce(
     with _named(bucket):
         work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
     # `work` is None on a rank outside of the group, where `of_member` raises.
-    return (work or of_member(work)).get_future()
+    work = work or of_member(work)
+    if not gpu.is_gpu(tensor.device):
+        return work.get_future()
+    # From torch 2.15 on, NCCL has the current stream wait for the collective here.
+    with gpu.aside(tensor.device):
+        return work.get_future()
 
 
 # Hooks with at most one collective for each bucket. A hook that starts a second one when the first

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.memory import split_like
 from ddp_from_scratch.comm_hooks.default_hooks import Future, allreduce_hook
@@ -212,6 +213,7 @@ def _average_in_low_rank(state: PowerSGDState, bucket: Bucket, group: dist.Proce
     # has the same place on every rank.
     def finish() -> torch.Tensor:
         work.wait()
+        gpu.used_here([wire, *(m for _, _, m in matrices)])
         received = split_like(wire, [*parts, *rest])
         # Every rank makes the same sums orthonormal, so P is the same on all.
         ps = [torch.linalg.qr(p.float()).Q for p in received[: len(parts)]]

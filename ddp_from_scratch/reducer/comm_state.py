@@ -132,7 +132,8 @@ class CommState:
         hook, factor = default_hooks.while_packing(hook, state)
         # With weight 0 the bucket writes zeros itself: gradients need only the division.
         scale = factor if weight == 0 else weight * factor
-        self.args = LaunchArgs(hook, state, weight, scale, weakref.ref(own))
+        aside = not default_hooks.is_ours(self.hook)
+        self.args = LaunchArgs(hook, state, weight, scale, weakref.ref(own), aside)
         return self.args
 
     def _shares_memory(self, group: dist.ProcessGroup) -> bool:

@@ -200,12 +200,13 @@ def run_in_lock_step(
             run(shard)
 
     def take_turns(shard: int, turn: Turn) -> None:
-        view.copy_buffers()
-        try:
-            with on_gpu_of(module), gpu.on(stream), torch.autocast(device, dtype, enabled):
-                take_part(shard, turn.gather)
-        finally:
-            view.restore(outside)
+        with on_gpu_of(module), gpu.on(stream):
+            view.copy_buffers()
+            try:
+                with torch.autocast(device, dtype, enabled):
+                    take_part(shard, turn.gather)
+            finally:
+                view.restore(outside)
 
     def gather_all(row: torch.Tensor) -> torch.Tensor:
         rows = [row, *(turn.row for turn in reversed(turns))]

@@ -1,5 +1,7 @@
 """On a simulated GPU with both of torch's NCCL classes: the order of streams, and the numbers."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -75,6 +77,18 @@ def test_backward_waits_for_no_collective(sim, hook):
         assert buckets > 2
         rtol = 1e-2 if hook is ddp.comm_hooks.bf16_compress_hook else 1e-5
         torch.testing.assert_close(parameters, alone(), rtol=rtol, atol=1e-5)
+
+
+def stalls_on_one_stream(world):
+    from ddp_from_scratch import gpu
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "aside", lambda device: nullcontext())
+        return one_step(world, None)[1][0]
+
+
+def test_a_future_of_nccl2_would_hold_up_backward(ranks):
+    assert all(ranks("nccl2", 2)(stalls_on_one_stream))
 
 
 def kernels_of_packing(world):

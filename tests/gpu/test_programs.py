@@ -58,6 +58,16 @@ def powersgd(reducer):
     reducer.register_comm_hook(state, ddp.power_sgd.power_sgd_hook)
 
 
+def of_a_user(reducer):
+    def average(state, bucket):
+        compressed = bucket.buffer().div(2)
+        future = torch.distributed.all_reduce(compressed, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    average.one_collective = True
+    reducer.register_comm_hook(None, average)
+
+
 def fp16(reducer):
     reducer.register_comm_hook(None, ddp.comm_hooks.fp16_compress_hook)
 
@@ -78,6 +88,7 @@ PROGRAMS = {
     "PowerSGD": {"hook": powersgd},
     "PowerSGD, views": {"hook": powersgd, "gradient_as_bucket_view": True},
     "fp16": {"hook": fp16},
+    "hook of a user": {"hook": of_a_user},
     "side stream": {"side": True, "gradient_as_bucket_view": True},
     "side stream, PowerSGD": {"side": True, "hook": powersgd},
     "side stream, sync batch norm": {"side": True, "make": synced},
@@ -189,4 +200,4 @@ def faults_with(world, mutate, name):
     "mutate", [launch_before_packing, unpack_before_the_average, hook_is_not_awaited]
 )
 def test_a_mistake_in_the_order_of_streams_is_found(ranks, kind, mutate):
-    assert all(ranks(kind, 2)(faults_with, mutate, "copies"))
+    assert all(ranks(kind, 2)(faults_with, mutate, "hook of a user"))

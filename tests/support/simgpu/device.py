@@ -97,7 +97,7 @@ def place() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         _, found, path = frame.f_code.co_filename.rpartition("ddp_from_scratch/")
-        if found:
+        if found and not path.startswith("launch/"):  # ranks are forked inside of it
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return "program"
@@ -129,18 +129,11 @@ def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lambda x: x.on_host if isinstance(x, SimTensor) else x, (args, kwargs)
     )
     out = op(*bare_args, **bare_kwargs)
-    _log(op, bare_args, bare_kwargs, out, wrappers, index)
-    if to_host or name in _READS:
-        _host_waits(name, index)
-        return out
-    if name == "aten::copy_" and not isinstance(args[0], SimTensor):
-        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        if not non_blocking:
-            _host_waits("copy to the host", index)
-        return args[0]
+    copies_to_host = name == "aten::copy_" and not isinstance(args[0], SimTensor)
+    stays_on_host = to_host or copies_to_host or name in _READS
 
     def as_given(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or isinstance(x, SimTensor):
+        if stays_on_host or not isinstance(x, torch.Tensor):
             return x
         found = wrappers.get(id(x))
         if found is None:
@@ -148,7 +141,17 @@ def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert found.shape == x.shape, f"{name} changed the shape of a simulated tensor"
         return found
 
-    return return_and_correct_aliasing(op, args, kwargs, tree_map(as_given, out))
+    made = tree_map(as_given, out)
+    _log(op, bare_args, bare_kwargs, out, wrappers, index)
+    if copies_to_host:
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        if not non_blocking:
+            _host_waits("copy to the host", index)
+        return args[0]
+    if stays_on_host:
+        _host_waits(name, index)
+        return made
+    return return_and_correct_aliasing(op, args, kwargs, made)
 
 
 def spans(tensor: torch.Tensor) -> list[Span]:

@@ -17,12 +17,12 @@ constexpr c10::DeviceIndex kDevices = 2;
 // Streams of one device differ from those of the other: number 1000 is the default one of device 1.
 constexpr int64_t kPerDevice = 1000000;
 
-enum Kind { kRecord, kWait, kHostWaitsForEvent, kHostWaitsForStream, kOperation, kFree, kKeep };
+enum Kind { kRecord, kWait, kHostWaitsForEvent, kHostWaitsForStream, kOperation, kFree, kKeep, kMade };
 
 struct Entry {
   int kind;
   int64_t what;    // an event, an operation, or an address
-  int64_t stream;  // -1: all streams
+  int64_t stream;  // -1: all streams; of kMade the number of bytes
 };
 
 std::mutex mutex;
@@ -214,7 +214,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto* data = reinterpret_cast<void*>(address);
     tensor.storage().unsafeGetStorageImpl()->set_data_ptr_noswap({data, tensor.device()});
     std::lock_guard<std::mutex> lock(mutex);
-    owned[data] = bytes;
+    if (owned.emplace(data, bytes).second) {
+      entries.push_back({kMade, address, static_cast<int64_t>(bytes)});
+    }
   });
   m.def("advance", [](double ms) { ahead_ms += ms; });
   m.def("capture", [](bool begins) {

@@ -164,10 +164,10 @@ class SimNCCL(dist.ProcessGroup):
         return self._run("barrier", self._gloo.barrier, [], [])
 
 
-def install(kind: str) -> None:
-    """Makes `nccl` open such groups, which wait as those of torch's class `kind` do."""
+def install(kind: str, name: str = "nccl") -> None:
+    """Makes the backend `name` open such groups, which wait as those of torch's class `kind` do."""
 
     def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimNCCL:
         return SimNCCL(store, rank, size, timeout, kind)
 
-    dist.Backend.register_backend("nccl", create, devices=["cuda"])
+    dist.Backend.register_backend(name, create, devices=["cuda"])

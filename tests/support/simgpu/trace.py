@@ -7,7 +7,7 @@ from tests.support.simgpu import device
 from tests.support.simgpu.device import COMMUNICATORS, GUARD, OPERATIONS, Operation, Span
 
 # As in guard.cpp.
-RECORD, WAIT, HOST_WAITS_FOR_EVENT, HOST_WAITS_FOR_STREAM, OPERATION, FREE, KEEP = range(7)
+RECORD, WAIT, HOST_WAITS_FOR_EVENT, HOST_WAITS_FOR_STREAM, OPERATION, FREE, KEEP, MADE = range(8)
 Clock = dict[int, int]  # for each stream, the number of its operations that are over
 
 
@@ -42,15 +42,22 @@ def faults() -> list[str]:
         elif kind == HOST_WAITS_FOR_STREAM:
             for one in list(clocks) if stream == -1 else [stream]:
                 _join(host, clocks[one])
+        elif kind == MADE:
+            # A tensor of the host may have been there before.
+            for page in _pages(Span(what, what + max(stream, 1))):
+                old = accesses[page]
+                accesses[page] = [a for a in old if not what <= a.span.begin < what + stream]
         elif kind == KEEP:
             kept.add((what, stream))
         elif kind == FREE:
             uses = [use for use in accesses[what // _PAGE] if use.span.begin == what]
             # The first to use it here is the stream that it was made on.
             others = [use for use in uses if use.stream != uses[0].stream]
-            freed_now = [use for use in others if (what, use.stream) not in kept]
-            if freed_now:
-                freed[uses[0].stream] += freed_now
+            # The allocator waits for all that streams with record_stream have been given by now.
+            waits = [clocks[kept_for] for address, kept_for in kept if address == what]
+            unsafe = [u for u in others if all(clock[u.stream] < u.time for clock in waits)]
+            if unsafe:
+                freed[uses[0].stream] += unsafe
         elif kind == OPERATION:
             operation, clock = OPERATIONS[what], clocks[stream]
             _join(clock, host)

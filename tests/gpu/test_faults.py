@@ -1,0 +1,101 @@
+"""Programs on a simulated GPU that an earlier version of the library broke."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_from_scratch as ddp
+from tests.support.simgpu.build import missing
+from tests.support.tiers import slow
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@pytest.fixture(params=[slow("legacy"), "nccl2"])
+def sim(ranks, request):
+    return ranks(request.param, 2)
+
+
+def normed():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    return ddp.convert_sync_batchnorm(module).to("cuda")
+
+
+def step(module, number=0):
+    module(torch.randn(4, 8).to("cuda")).square().mean().backward()
+
+
+def spoiled_captures(world):
+    """Of a graph, beside a stall watch and beside a thread that asks an event."""
+    from ddp_from_scratch.checks import stall_watch
+    from tests.support.simgpu.device import GUARD
+
+    looks, look = threading.Semaphore(0), stall_watch._Watcher._look
+    module = normed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stall_watch._Watcher, "_look", lambda self: looks.release() or look(self))
+        reducer = ddp.Reducer(module, stall_after=0.3)
+        for _ in range(2):
+            step(module)
+        GUARD.capture(True)
+        for _ in range(3):
+            assert looks.acquire(timeout=30)
+        beside_the_watch = GUARD.capture(False)
+        reducer.remove()
+    event = torch.Event("cuda")
+    event.record(torch.accelerator.current_stream())
+    GUARD.capture(True)
+    with pytest.raises(RuntimeError, match="capturing"):
+        event.query()
+    return beside_the_watch, GUARD.capture(False)
+
+
+def test_a_capture_is_not_spoiled_by_the_stall_watch(sim):
+    assert sim(spoiled_captures) == [(False, True)] * 2
+
+
+def in_a_group_of_another_name(world, kind):
+    from tests.support.simgpu import nccl
+
+    nccl.install(kind, "nccl-other")
+    group = dist.new_group(backend="nccl-other")
+    module = normed()
+    reducer = ddp.Reducer(module, process_group=group, check_every=1)
+    for _ in range(2):
+        step(module)
+    reducer.remove()
+    ddp.check_sync(module, process_group=group)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("kind", [slow("legacy"), "nccl2"])
+def test_nccl_by_another_name(ranks, kind):
+    ranks(kind, 2)(in_a_group_of_another_name, kind)
+
+
+def in_lock_step_aside(world):
+    from tests.support.simgpu import device, trace
+
+    module = normed()
+    reducer = ddp.Reducer(module, shards=4)
+    data = torch.randn(4, 4, 8).to("cuda")
+    device.clear()
+    stream = torch.Stream("cuda")
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        for _ in range(2):
+            for parameter in module.parameters():
+                parameter.grad = None
+            reducer.run_shards(lambda shard: module(data[shard]).square().mean().backward())
+    torch.accelerator.current_stream().wait_stream(stream)
+    found = trace.faults()
+    reducer.remove()
+    return found
+
+
+def test_lock_step_runs_on_the_callers_stream(sim):
+    assert sim(in_lock_step_aside) == [[], []]
