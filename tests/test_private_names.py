@@ -34,6 +34,7 @@ NAMES = {
         "torch.autograd": "Variable._execution_engine.queue_callback "
         "_unsafe_preserve_version_counter profiler._is_profiler_enabled "
         "profiler.record_function._call_end_callbacks_on_future",
+        "torch.cuda": "_is_in_bad_fork",
         "torch.distributed.ProcessGroup": "_device_types _get_backend _register_backend "
         "_set_default_backend _set_group_desc _set_group_name",
         "torch.distributed": "device_mesh.DeviceMesh._get_root_mesh "

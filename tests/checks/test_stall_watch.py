@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 import weakref
-from collections import deque
 from unittest.mock import Mock, patch
 
 import pytest
@@ -296,17 +295,11 @@ def test_progress_in_words():
 
 
 def test_a_gpu_that_waits_behind_the_host():
-    """The host is in the next step; an event says that a bucket of this one has not landed."""
+    """The host is in the next step; the GPU has not said that a bucket of this one has landed."""
     host = Progress(2, None, "0 of 3 gradients have arrived, bucket 0 waits for c")
-    event = Mock(query=Mock(return_value=False))
-    flying = deque([(1, 0, event)])
-    watcher = stall_watch._Watcher(1.0, lambda: lambda: host, flying, "", 0, 1)
+    under_way = Mock(first=Mock(return_value=(1, 0)))
+    watcher = stall_watch._Watcher(1.0, lambda: lambda: host, under_way, "", 0, 1)
     told = f"all gradients of step 1 have arrived, and since then {host.text}"
-    first = watcher._look(None)
-    assert first == Progress(1, "bucket 0", told)
-    assert watcher._look(first) == first, "nothing has happened"
-    event.query.return_value = True
-    assert watcher._look(first) == host, "the next backward pass forgets the event"
-    assert watcher._look(host) == host
-    flying.clear()
-    assert watcher._look(first) == host
+    assert watcher._look() == Progress(1, "bucket 0", told)
+    under_way.first.return_value = None
+    assert watcher._look() == host

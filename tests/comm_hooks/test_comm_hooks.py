@@ -24,7 +24,6 @@ from torch.nn.functional import mse_loss
 
 from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks, convert_sync_batchnorm
 from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.buckets.bucket_list import make_buckets
 from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.buckets.layout import BucketLayout
 from ddp_from_scratch.comm_hooks import default_hooks as our_hooks
@@ -314,36 +313,3 @@ def divided_by_backend(world):
 def test_the_backend_divides_where_it_is_exact(ranks, backend, size, divides, factor):
     """On mpi in the processor's cache, elsewhere as gradients are packed."""
     assert ranks(backend, size)(divided_by_backend) == [(divides, factor)] * size
-
-
-@pytest.mark.parametrize(("world_size", "divides"), [(1, False), (2, True), (3, True)])
-def test_nccl_divides_unless_it_has_one_rank(monkeypatch, world_size, divides):
-    """ReduceOp.AVG over one rank would be a pass over the whole bucket."""
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
-    hook, factor = comm_hooks.while_packing(comm_hooks.average, None)
-    assert (hook is our_hooks._average_by_backend, factor) == (divides, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "ranks", "sent"),
-    [
-        (torch.float32, 3, (3.0, dist.ReduceOp.AVG)),
-        (torch.bfloat16, 4, (3.0, dist.ReduceOp.AVG)),
-        (torch.bfloat16, 3, (1.0, dist.ReduceOp.SUM)),
-        (torch.float16, 3, (1.0, dist.ReduceOp.SUM)),
-    ],
-    ids=str,
-)
-def test_a_third_is_not_rounded_to_16_bits(monkeypatch, dtype, ranks, sent):
-    """nccl's average multiplies by 1/n in the buffer's own dtype."""
-    (bucket,) = make_buckets([torch.nn.Parameter(torch.zeros(1, dtype=dtype))], [0], [1], True)
-    bucket.buffer().fill_(3)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
-    monkeypatch.setattr(
-        our_hooks,
-        "_all_reduce",
-        lambda bucket, tensor, group, op=dist.ReduceOp.SUM: (tensor.item(), op),
-    )
-    assert our_hooks._average_by_backend(None, bucket) == sent
