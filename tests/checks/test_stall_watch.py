@@ -59,6 +59,11 @@ def until_reported(step):
     until(lambda: store().check([f"report {step}"]))
 
 
+def until_written(step):
+    """Until a watched rank has the report as text, for which it asks how other ranks are."""
+    until(lambda: store().check([f"written {step}"]))
+
+
 def watchers():
     return [t for t in threading.enumerate() if t.name == "ddp stall watch"]
 
@@ -90,8 +95,16 @@ def watched(model):
     """A Reducer that watches by such a clock, and what it prints in the block, to the end."""
     gc.collect()  # a module and its Reducer are a cycle
     clock = Clock()
+    report = stall_watch._Watcher._report
+
+    def write(watcher, now, *arguments):
+        text = report(watcher, now, *arguments)
+        store().set(f"written {now.step}", "")
+        return text
+
     printed = contextlib.redirect_stderr(io.StringIO())
-    with printed as told, patch.object(stall_watch, "time", clock):
+    writes = patch.object(stall_watch._Watcher, "_report", write)
+    with printed as told, patch.object(stall_watch, "time", clock), writes:
         reducer = Reducer(model, bucket_cap_mb=0, stall_after=AFTER_S)
         try:
             yield weakref.proxy(reducer), clock, told
@@ -123,7 +136,7 @@ def stalled_step(world, where):
         def lag():
             until(lambda: all(map(published, range(3))))
             clock.move()
-            until_reported(1)
+            until_written(1)
 
         if world.rank == 2:
             if where == "forward":
@@ -177,7 +190,7 @@ def unwatched_rank(world):
         if world.rank == 1:
             until(lambda: store().check(["0"]))
             store().set("moved", "")
-            until_reported(0)
+            until_written(0)
         model().backward()
         return ""
     with watched(model) as (_, _, told):
@@ -202,7 +215,7 @@ def stopped_rank(world):
             def wake():
                 until(lambda: stall_watch._state(pids[1])[0] == "T")
                 clock.move()
-                until_reported(1)
+                until_written(1)
                 os.kill(pids[1], signal.SIGCONT)
 
             waker = threading.Thread(target=wake)
