@@ -151,8 +151,7 @@ def test_without_room_for_a_barrier_all_ranks_send_messages(ranks, backend, wher
     ranks(backend, 2)(with_little_room, where)
 
 
-@on("gloo-2")
-def test_a_limit_of_file_sizes_is_named(world):
+def with_small_files(world):
     """Memory of ranks counts as a file."""
     group, limits = dist.new_group(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, limits[1]))
@@ -163,6 +162,11 @@ def test_a_limit_of_file_sizes_is_named(world):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         dist.destroy_process_group(group)
+
+
+def test_a_limit_of_file_sizes_is_named(ranks):
+    # Of their own: the file through which ranks meet grows with every group.
+    ranks("gloo", 2, fresh=True)(with_small_files)
 
 
 @on("mpi-2")
