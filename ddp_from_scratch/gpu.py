@@ -1,6 +1,6 @@
-"""All that this package asks of a GPU beside torch.distributed: its streams, events and generator.
+"""Streams, events and the random generator of a GPU: the only module that calls torch.cuda.
 
-torch.accelerator where that has what is needed, torch.cuda for the rest.
+It calls torch.accelerator where that has what is needed. Only CUDA has been tried.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ import torch
 
 
 def is_gpu(device: torch.device) -> bool:
-    """True for a device with streams, which the host runs ahead of."""
+    """True for a device with streams. The host runs ahead of it."""
     return device.type == "cuda"
 
 
@@ -21,14 +21,14 @@ def is_capturing() -> bool:
 
 
 def record(device: torch.device, timed: bool = False) -> torch.Event:
-    """Returns an event behind all that the device's current stream has been given."""
+    """Records an event on the device's current stream."""
     event = torch.Event(device, enable_timing=timed)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device the current one inside. A no-op for a CPU."""
+    """Makes the device the current one in a `with` block. A no-op for a CPU."""
     if not is_gpu(device) or device.index is None:
         return nullcontext()
     return torch.accelerator.device_index(device.index)
@@ -36,7 +36,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def aside(device: torch.device) -> Iterator[torch.Stream]:
-    """Runs what is inside on a stream of its own, behind what the current one has been given."""
+    """Makes a second stream the current one, which first waits for the present one."""
     stream = _beside(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with on(stream):
@@ -45,11 +45,11 @@ def aside(device: torch.device) -> Iterator[torch.Stream]:
 
 @contextmanager
 def on(stream: torch.Stream | None) -> Iterator[None]:
-    """Makes a stream the current one inside; None leaves it."""
+    """Makes a stream the current one in a `with` block. None changes nothing."""
     if stream is None:
         yield
         return
-    # A torch.Stream is a context, too, but not in two threads at a time.
+    # `with stream` would do, but not in two threads at a time.
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -59,31 +59,41 @@ def on(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def used_here(tensors: Iterable[torch.Tensor]) -> None:
-    """Keeps the memory of tensors, once freed, until the current stream has used them."""
+    """Keeps the memory of tensors from being reused before the current stream has used it."""
     for tensor in tensors:
         if is_gpu(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The current stream of the device; None for a CPU."""
+    """Returns the current stream of the device; None for a CPU."""
     return torch.accelerator.current_stream(device) if is_gpu(device) else None
 
 
 @cache
 def _beside(device: torch.device) -> torch.Stream:
-    # One for each GPU: memory that was made on it is used again only here, behind the current
-    # stream, so what that still reads is not written.
+    # One for each GPU. What is allocated on it is reused on it alone, behind the current stream.
     return torch.Stream(device)
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all its work. A no-op for a CPU."""
+    if is_gpu(device):
+        torch.accelerator.synchronize(device)
+
+
 def count() -> int:
-    """The number of GPUs that this process sees. Does not initialise CUDA."""
+    """Returns the number of GPUs that this process sees. Does not initialise CUDA."""
     return torch.cuda.device_count()
 
 
+def is_in_bad_fork() -> bool:
+    """True in a fork of a process that has called CUDA, be it for the number of GPUs alone."""
+    return torch.cuda._is_in_bad_fork()
+
+
 def generator_state() -> torch.Tensor | None:
-    """The state of the current GPU's generator; None if no GPU is in use."""
+    """Returns the state of the current GPU's generator; None if no GPU is in use."""
     return torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
@@ -92,6 +102,11 @@ def set_generator_state(state: torch.Tensor) -> None:
     torch.cuda.set_rng_state(state)
 
 
+def product_name() -> str | None:
+    """Returns the name of the current GPU's model; None without a GPU."""
+    return torch.cuda.get_device_name() if count() else None
+
+
 def unique_name(device: torch.device) -> str:
-    """A name that no other GPU has."""
+    """Returns a name that no other GPU has."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -39,7 +39,7 @@ class GpuMarks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # One moment on both clocks.
-        torch.accelerator.synchronize(device)
+        gpu.synchronize(device)
         self._near, self._its_seconds = self.take(), time.perf_counter()
         self._near.synchronize()
 

@@ -17,7 +17,7 @@ ROOMS = {
     "group": {"gpu"},
     "marks": {"gpu"},
     "waiting": {"errors"},
-    "launch": {"errors"},
+    "launch": {"errors", "gpu"},
     "node": {"errors", "group", "waiting"},
     "autograd": {"gpu", "waiting"},
     "buckets": {"gpu", "group"},
@@ -34,7 +34,7 @@ ROOMS = {
     "optim": {"buckets", "node", "reducer", "sync"},
     "torch_ddp": {"gpu", "buckets", "comm_hooks", "group", "reducer", "sync"},
     "profiling": {"autograd", "buckets", "errors", "group", "marks", "reducer"},
-    "bench": {"errors", "launch", "node", "optim", "profiling", "reducer", "sync", "world"},
+    "bench": {"errors", "gpu", "launch", "node", "optim", "profiling", "reducer", "sync", "world"},
     "training": {
         *(
             "gpu",
@@ -115,6 +115,8 @@ def test_imports_point_down_and_never_outside():
     assert not any(upward.values()), upward
     packages = {path: {name.split(".")[0] for name in names} for path, names in IMPORTED.items()}
     assert [path for path, names in packages.items() if names & OUTSIDE] == []
+    of_cuda = [path for path in MODULES if "torch.cuda" in path.read_text()]
+    assert [room_of(path) for path in of_cuda] == ["gpu"]
     of_mpi = [path for path, names in packages.items() if "mpi4py" in names]
     assert [path for path in of_mpi if room_of(path) == "node"] == []
 

@@ -3,10 +3,10 @@
     pip install --group mutation
     python tools/mutation.py --mutants 60
 
-Each mutant is a copy of the repository in which one place of the engine differs, as cosmic-ray's
-operators change it: a comparison, a number, an arithmetic operator, a condition, a break. The quick
-tier of the engine's tests runs on it. A mutant that makes a test fail, or hang, is killed.
-The last line is the share of the mutants killed. The same --seed takes the same mutants.
+A mutant is the engine with one small change by cosmic-ray: to a comparison, a number, an operator,
+a condition, a loop. The quick tier of the engine's tests runs on each, in a copy of the repository.
+If a test fails or hangs, the mutant is killed. The last line is the share of the mutants killed.
+The same --seed on the same code takes the same mutants.
 """
 
 import argparse
@@ -21,9 +21,10 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from cosmic_ray.commands.init import _all_work_items
+from cosmic_ray.commands import init
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
+from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
@@ -37,8 +38,10 @@ def mutants(package: Path) -> list[MutationSpec]:
     files = [file for name in ENGINE for file in sorted((package / name).rglob("*.py"))]
     files += [package / name for name in ENGINE if name.endswith(".py")]
     places: dict[tuple[object, ...], list[MutationSpec]] = defaultdict(list)
-    for item in _all_work_items(files, {}):
-        mutation = item.mutations[0]
+    with use_db(":memory:", WorkDB.Mode.create) as database:
+        init(files, database, {})
+        every = [item.mutations[0] for item in database.work_items]
+    for mutation in every:
         kind = mutation.operator_name.split("_")[0]
         if "BitOr" not in mutation.operator_name:
             places[str(mutation.module_path), mutation.start_pos, kind].append(mutation)

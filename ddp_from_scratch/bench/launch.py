@@ -2,8 +2,7 @@
 
 import sys
 
-import torch
-
+from ddp_from_scratch import gpu
 from ddp_from_scratch.bench.machine import available_memory
 from ddp_from_scratch.bench.workloads import Workload
 from ddp_from_scratch.errors import UsageError
@@ -12,7 +11,7 @@ from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
 
 def default_ranks() -> int:
     """Two, or one where there is a single GPU."""
-    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+    return min(2, gpu.count() or 2)
 
 
 def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
@@ -47,7 +46,7 @@ def check_memory(model: Workload, copies: int, nproc: int) -> None:
     # All contenders of a model are in memory at once, since they take turns.
     needed = 4 * model.parameter_bytes * copies * nproc
     available = available_memory()
-    if available is not None and needed > available and not torch.cuda.is_available():
+    if available is not None and needed > available and not gpu.count():
         raise UsageError(
             f"{copies} copies of {model.name} on {nproc} ranks need about {needed / 2**30:.0f} "
             f"GiB, and {available / 2**30:.0f} GiB are available: choose fewer with --contender, "

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ddp_from_scratch import gpu
+
 
 def describe() -> dict[str, Any]:
     """Processor, cores, memory, GPU, versions, and the commit that was measured."""
@@ -18,7 +20,7 @@ def describe() -> dict[str, Any]:
         # Those that this process may use, not those that the machine has.
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpu.product_name(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -176,9 +176,9 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
 
 def default_backends() -> list[str]:
     """Nccl where there is a GPU, else gloo, and mpi where it can be started."""
-    import torch
+    from ddp_from_scratch import gpu
 
-    if torch.cuda.is_available():
+    if gpu.count():
         return ["nccl"]
     mpirun = shutil.which("mpirun") or (Path(sys.executable).parent / "mpirun").exists()
     return ["gloo", "mpi"] if mpirun and importlib.util.find_spec("mpi4py") else ["gloo"]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
 from ddp_from_scratch.bench.result_file import on_terminal
 from ddp_from_scratch.bench.samples import Samples
@@ -49,13 +50,13 @@ def interleave(
         for index in order.permutation(len(contenders)):
             _seed(WARM_UP + turn)
             dist.barrier()  # all begin together; each ends by itself
-            _synchronize(device)
+            gpu.synchronize(device)
             began, cpu_began = time.perf_counter(), time.process_time()
             # Nothing but the step is between the clocks: no barrier at its end, which would add the
             # wait for the others to what each rank measures by itself.
             contenders[index].step()
             cpu_ended = time.process_time()  # before the wait for a GPU, which spins
-            _synchronize(device)
+            gpu.synchronize(device)
             times[index].append(1e3 * (time.perf_counter() - began))
             cpu_times[index].append(1e3 * (cpu_ended - cpu_began))
     slowest = torch.tensor([times, cpu_times], dtype=torch.float64, device=device)
@@ -169,8 +170,3 @@ def _differ(names: tuple[str, str], what: str) -> RuntimeError:
     return RuntimeError(
         f"{names[0]} and {names[1]} have trained to a different {what}: they cannot be compared"
     )
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -71,7 +71,7 @@ class Bucket:
         self._scratch: torch.Tensor | None = None
         # None unless LAUNCHED or LANDED.
         self._future: torch.futures.Future[Any] | None = None
-        # Behind what a comm hook has run on a stream of its own.
+        # Comes after the kernels of a comm hook that ran on a stream of its own.
         self._launched: torch.Event | None = None
 
     # For comm hooks -----------------------------------------------------------------------------
@@ -179,8 +179,8 @@ class Bucket:
     def _call(self, args: LaunchArgs) -> torch.futures.Future[Any]:
         if not (args.aside and gpu.is_gpu(self._flat.device)):
             return args.hook(args.state, self)
-        # From torch 2.15 on, a hook that asks NCCL for a future lets its stream wait for the
-        # collective. On backward's stream that would end the overlap.
+        # From torch 2.15 on, `get_future` of NCCL makes the current stream wait for the collective.
+        # On backward's stream that would end the overlap.
         with gpu.aside(self._flat.device) as stream:
             future = args.hook(args.state, self)
             self._launched = stream.record_event()
@@ -245,7 +245,7 @@ class Bucket:
         if self._future is not None:
             self.wait()
             self._packing.unpack(used, self._unused)
-        self._future = None
+        self._future = self._launched = None
         self._sent = self._flat
         self.state = BucketState.FILLING
         self.missing = set(self.layout.members)

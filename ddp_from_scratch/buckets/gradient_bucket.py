@@ -37,7 +37,7 @@ class LaunchArgs(NamedTuple):
         scale: the factor of each gradient as it is packed: the weight (1 where that is 0) and, for
             the hooks of this package, the division by the world size.
         group: the process group that they are for. Held weakly: a reference would keep its threads.
-        aside: True has the hook called on a stream of its own, on a GPU.
+        aside: True calls the hook on a stream of its own, if the bucket is on a GPU.
     """
 
     hook: CommHook

@@ -223,12 +223,13 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if not gpu.is_gpu(targets[0].device):
         torch._foreach_copy_(targets, sources)
         return
-    # A GPU copies all in one kernel, but all one by one if the strides of a single pair differ.
-    alike: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    # One kernel copies them all, unless the strides of a single pair differ: then each pair takes a
+    # kernel of its own.
+    into, out_of = [], []
     for target, source in zip(targets, sources, strict=True):
         if target.stride() == source.stride():
-            alike[0].append(target)
-            alike[1].append(source)
+            into.append(target)
+            out_of.append(source)
         else:
             target.copy_(source)
-    torch._foreach_copy_(*alike)
+    torch._foreach_copy_(into, out_of)

@@ -135,8 +135,8 @@ class SparseBucket:
     @property
     def arrived(self) -> bool:
         """True if this bucket waits for no other rank, as far as is known before `wait`."""
-        # On a GPU the host waits for nothing. To ask NCCL would, from torch 2.15 on, have the
-        # current stream wait.
+        # On a GPU the host waits for nothing. From torch 2.15 on, `is_completed` of NCCL would make
+        # the current stream wait.
         work = self._work
         return work is None or gpu.is_gpu(self._parameter.device) or work.is_completed()
 

@@ -65,8 +65,8 @@ class Progress:
 class StallWatch(Observer):
     """A thread that looks at a Reducer from time to time, and reports a step that does not move on.
 
-    It wakes three times in `after` seconds. A step that has moved on costs nothing more, but on a
-    GPU 8 bytes to the host for each bucket. A step that has not moved publishes this rank's
+    It wakes three times in `after` seconds. A step that has moved on costs nothing more; on a GPU,
+    8 bytes are copied to the host for each bucket. A step that has not moved publishes this rank's
     progress, once. After `after` seconds with a bucket under way, every rank's progress is written
     to standard error, by one rank, once in a step.
 
@@ -106,17 +106,17 @@ class StallWatch(Observer):
         weakref.finalize(self, watcher.end)
 
     def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
-        """Has a GPU say when it has the average of this bucket: the host does not wait for it."""
+        """Notes the bucket as under way on a GPU, which the host does not wait for."""
         device = bucket.parameters()[0].device
         if gpu.is_gpu(device) and not gpu.is_capturing():
             self._under_way.add(iteration, bucket.index(), device)
 
 
 class _UnderWay:
-    """The buckets that a GPU has not averaged yet, for a thread that makes no call to CUDA.
+    """The buckets that a GPU has not averaged yet. Reading them makes no call to CUDA.
 
-    Even to ask an event would spoil the capture of a graph in another thread. So the GPU writes the
-    number of the last bucket that it has averaged to the host's memory.
+    A query of an event in one thread invalidates the capture of a graph in another. So the GPU
+    writes the number of the last bucket that it has averaged to the host's memory.
     """
 
     def __init__(self) -> None:

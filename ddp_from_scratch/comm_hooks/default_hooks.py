@@ -54,7 +54,7 @@ def _backend_divides(process_group: dist.ProcessGroup | None) -> bool:
     if not dist.is_initialized():
         return False
     group = process_group or dist.group.WORLD
-    # Not NCCL's: it sums floats in NVSwitches (NVLS) for SUM alone.
+    # Not NCCL's AVG: NVSwitches (NVLS) compute sums of floats, but no averages.
     return isinstance(group, SharedMemoryGroup) and group.divides_first
 
 
@@ -144,7 +144,7 @@ def _all_reduce(
     work = work or of_member(work)
     if not gpu.is_gpu(tensor.device):
         return work.get_future()
-    # From torch 2.15 on, NCCL has the current stream wait for the collective here.
+    # From torch 2.15 on, NCCL makes the current stream wait for the collective here.
     with gpu.aside(tensor.device):
         return work.get_future()
 

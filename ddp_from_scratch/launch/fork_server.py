@@ -217,14 +217,13 @@ def _serve(connection: Connection) -> list[str]:
 
 def _can_run_in_a_fork() -> bool:
     """False where a preloaded module has started a thread, or CUDA: a fork would lack its half."""
-    import torch
+    from ddp_from_scratch import gpu
 
     # The threads of numpy's OpenBLAS are not counted: it ends them before each fork, such as this
     # one, and starts others when it needs them.
     trial = os.fork()
     if trial == 0:
-        # True as well where CUDA was only asked for its number of GPUs.
-        os._exit(torch.cuda._is_in_bad_fork())
+        os._exit(gpu.is_in_bad_fork())
     _, status = os.waitpid(trial, 0)
     return len(os.listdir("/proc/self/task")) == 1 and status == 0
 

@@ -134,7 +134,7 @@ def is_communication_error(error: Exception) -> bool:
     return isinstance(error, (CommunicationError, *([dist.DistError] if dist else [])))
 
 
-# Other errors of NCCL are this rank's own: no memory, a full /dev/shm, an old driver.
+# All other errors of NCCL are this rank's own: no memory, a full /dev/shm, an old driver.
 _PEER_GONE = r"(?i)remote *(error|process|peer)|aborted|connection (closed|reset)|broken pipe"
 
 
@@ -144,7 +144,7 @@ def _is_of_backend(error: Exception) -> bool:
 
 
 def _cause(text: str) -> str:
-    """NCCL's own words in an error of torch's: what failed, and the last line with the reason."""
+    """Returns what failed and why, in NCCL's words, from the text of torch's error."""
     what, _, last = text.partition("Last error:")
     what = re.sub(r"NCCL error in: \S+, ", "NCCL: ", what.strip().partition("\n")[0])
     last = " ".join(last.split()).removeprefix("Error: ")

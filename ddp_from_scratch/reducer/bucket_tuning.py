@@ -214,6 +214,5 @@ class BucketTuning(Observer):
 
 def clock(device: torch.device) -> float:
     """Returns seconds. Waits for a GPU first, which the program is otherwise ahead of."""
-    if gpu.is_gpu(device):
-        torch.accelerator.synchronize(device)
+    gpu.synchronize(device)
     return time.perf_counter()

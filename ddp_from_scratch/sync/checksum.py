@@ -6,9 +6,9 @@ import torch
 
 from ddp_from_scratch import gpu
 
-# Elements summed at a time: intermediate results stay in a CPU's cache.
+# The elements of a row.
 _WORDS = 2**16
-# Knuth's multiplier of MMIX. Each piece multiplies the sum so far: the order of pieces counts.
+# Knuth's multiplier of MMIX. The sums of rows are multiplied by its powers: their order counts.
 _FACTOR = 6364136223846793005
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -47,23 +47,19 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    # On a CPU intermediate results stay in its cache. A GPU gets many pieces at a time: it takes as
-    # long to launch an operation as to run it.
-    pieces_at_a_time = 256 if gpu.is_gpu(words.device) else 1
-    for part in words.split(pieces_at_a_time * _WORDS):
-        whole, rest = divmod(len(part), _WORDS)
-        sums = (part[: whole * _WORDS].view(whole, _WORDS) * weights).sum(1)
+    if len(words) <= _WORDS:
+        return (words * weights[: len(words)]).sum()
+    # On a CPU, intermediate results of one row stay in the cache. On a GPU, launches take the time.
+    rows = 256 if gpu.is_gpu(words.device) else 1
+    sums = []
+    for part in words.split(rows * _WORDS):
+        rest = len(part) % _WORDS
+        if rest < len(part):
+            sums.append((part[: len(part) - rest].view(-1, _WORDS) * weights).sum(1))
         if rest:
-            sums = torch.cat([sums, (part[-rest:] * weights[:rest]).sum().view(1)])
-        first, *powers = (_signed(pow(_FACTOR, k, 2**64)) for k in range(len(sums), -1, -1))
-        total = total * first + (sums * torch.tensor(powers, device=words.device)).sum()
-    return total
-
-
-def _signed(number: int) -> int:
-    # The same bits as an int64.
-    return number - 2**64 if number >= 2**63 else number
+            sums.append((part[-rest:] * weights[:rest]).sum().view(1))
+    of_rows = torch.cat(sums)
+    return (of_rows * torch.full_like(of_rows, _FACTOR).cumprod(0)).sum()
 
 
 def _weights() -> torch.Tensor:

@@ -253,8 +253,9 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             _meet_in_store(store, backend, placement, device, timeout)
         # Before the group: gloo and nccl read the environment as they open it.
         interfaces.choose_interface(placement)
-        # After a timeout nccl would wait a minute for a dump that is written at once.
-        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        if gpu.is_gpu(device):
+            # After a timeout, nccl waits for a dump, a minute by default, and ends the process.
+            os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         dist.init_process_group(
             backend,
             store=store,

@@ -135,7 +135,7 @@ def test_options_out_of_their_range():
 
 def test_models_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr(launch, "available_memory", lambda: 2**30 + 2**21)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     launch.check_memory(WORKLOADS["mlp"], 2, 2)  # 1 GiB, and 1 MiB for the biases
     with pytest.raises(UsageError, match=r"12 copies of MLP.* on 2 ranks need about 6 GiB"):
         launch.check_memory(WORKLOADS["mlp"], 12, 2)

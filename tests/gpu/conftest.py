@@ -1,4 +1,4 @@
-"""Builds the simulated GPU before any ranks start, which wait for it."""
+"""Ranks with a simulated GPU."""
 
 import subprocess
 import sys
@@ -6,10 +6,24 @@ import sys
 import pytest
 
 from tests.support.simgpu import build
+from tests.support.tiers import slow
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _built():
-    if not build.missing():
-        # Not in this process: torch's tool imports setuptools, which warns after distutils.
-        subprocess.run([sys.executable, "-m", "tests.support.simgpu.build"], check=True)
+@pytest.fixture(scope="session")
+def built():
+    if build.missing():
+        pytest.skip(build.missing())
+    # Before any ranks start, which wait for it. Not in this process: torch's tool imports
+    # setuptools, which warns after distutils.
+    subprocess.run([sys.executable, "-m", "tests.support.simgpu.build"], check=True)
+
+
+@pytest.fixture(params=[slow("legacy"), "nccl2"])
+def sim(built, ranks, request):
+    """Two ranks, whose NCCL waits as that class of torch's does."""
+    return ranks(request.param, 2)
+
+
+@pytest.fixture
+def nccl2(built, ranks):
+    return ranks("nccl2", 2)

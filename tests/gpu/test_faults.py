@@ -1,5 +1,7 @@
 """Programs on a simulated GPU that an earlier version of the library broke."""
 
+import contextlib
+import io
 import threading
 
 import pytest
@@ -8,15 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from tests.support.simgpu.build import missing
-from tests.support.tiers import slow
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
-
-
-@pytest.fixture(params=[slow("legacy"), "nccl2"])
-def sim(ranks, request):
-    return ranks(request.param, 2)
 
 
 def normed():
@@ -36,7 +29,8 @@ def spoiled_captures(world):
 
     looks, look = threading.Semaphore(0), stall_watch._Watcher._look
     module = normed()
-    with pytest.MonkeyPatch.context() as patch:
+    printed = contextlib.redirect_stderr(io.StringIO())
+    with printed as told, pytest.MonkeyPatch.context() as patch:
         patch.setattr(stall_watch._Watcher, "_look", lambda self: looks.release() or look(self))
         reducer = ddp.Reducer(module, stall_after=0.3)
         for _ in range(2):
@@ -46,6 +40,7 @@ def spoiled_captures(world):
             assert looks.acquire(timeout=30)
         beside_the_watch = GUARD.capture(False)
         reducer.remove()
+    assert "has waited" not in told.getvalue()  # all buckets have landed
     event = torch.Event("cuda")
     event.record(torch.accelerator.current_stream())
     GUARD.capture(True)
@@ -58,10 +53,10 @@ def test_a_capture_is_not_spoiled_by_the_stall_watch(sim):
     assert sim(spoiled_captures) == [(False, True)] * 2
 
 
-def in_a_group_of_another_name(world, kind):
+def in_a_group_of_another_name(world):
     from tests.support.simgpu import nccl
 
-    nccl.install(kind, "nccl-other")
+    nccl.install(dist.group.WORLD.kind, "nccl-other")
     group = dist.new_group(backend="nccl-other")
     module = normed()
     reducer = ddp.Reducer(module, process_group=group, check_every=1)
@@ -72,9 +67,8 @@ def in_a_group_of_another_name(world, kind):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("kind", [slow("legacy"), "nccl2"])
-def test_nccl_by_another_name(ranks, kind):
-    ranks(kind, 2)(in_a_group_of_another_name, kind)
+def test_nccl_by_another_name(sim):
+    sim(in_a_group_of_another_name)
 
 
 def in_lock_step_aside(world):
@@ -99,3 +93,38 @@ def in_lock_step_aside(world):
 
 def test_lock_step_runs_on_the_callers_stream(sim):
     assert sim(in_lock_step_aside) == [[], []]
+
+
+def uneven_batches(world):
+    from tests.support.simgpu import device, trace
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).to("cuda")
+    reducer = ddp.Reducer(module, broadcast_buffers=True)
+    device.clear()
+    with ddp.join(reducer):
+        for _ in range(2 + world.rank):
+            step(module)
+        waits = [wait for wait in trace.host_waits() if "reducer/join.py" in wait]
+    faults = trace.faults()
+    reducer.remove()
+    return faults, waits
+
+
+def test_join_does_not_wait_for_the_gpu_while_there_is_data(sim):
+    assert sim(uneven_batches) == [([], [])] * 2
+
+
+def kernels_of_a_checksum(world):
+    from ddp_from_scratch.sync.checksum import checksums
+    from tests.support.simgpu import device
+
+    tensor = torch.arange(20 * 2**16 + 5)
+    on_gpu = tensor.to("cuda")
+    device.clear()
+    assert checksums([on_gpu]) == checksums([tensor])
+    return sum(o.place.startswith("sync/checksum.py") for o in device.OPERATIONS)
+
+
+def test_a_checksum_takes_a_handful_of_kernels(nccl2):
+    assert max(nccl2(kernels_of_a_checksum)) < 20

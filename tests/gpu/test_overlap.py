@@ -7,15 +7,6 @@ import torch
 from torch import nn
 
 import ddp_from_scratch as ddp
-from tests.support.simgpu.build import missing
-from tests.support.tiers import slow
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
-
-
-@pytest.fixture(params=[slow("legacy"), "nccl2"])
-def sim(ranks, request):
-    return ranks(request.param, 2)
 
 
 def model():
@@ -87,8 +78,8 @@ def stalls_on_one_stream(world):
         return one_step(world, None)[1][0]
 
 
-def test_a_future_of_nccl2_would_hold_up_backward(ranks):
-    assert all(ranks("nccl2", 2)(stalls_on_one_stream))
+def test_a_future_of_nccl2_would_hold_up_backward(nccl2):
+    assert all(nccl2(stalls_on_one_stream))
 
 
 def kernels_of_packing(world):

@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 import ddp_from_scratch as ddp
-from tests.support.simgpu.build import missing
 from tests.support.tiers import slow
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 STEPS = 4
 
@@ -68,6 +65,17 @@ def of_a_user(reducer):
     reducer.register_comm_hook(None, average)
 
 
+def made_by_hand(reducer):
+    def average(state, bucket):
+        torch.distributed.all_reduce(bucket.buffer(), async_op=True).wait()
+        future = torch.futures.Future()  # which knows of no stream
+        future.set_result(bucket.buffer().div_(2))
+        return future
+
+    average.one_collective = True
+    reducer.register_comm_hook(None, average)
+
+
 def fp16(reducer):
     reducer.register_comm_hook(None, ddp.comm_hooks.fp16_compress_hook)
 
@@ -89,6 +97,7 @@ PROGRAMS = {
     "PowerSGD, views": {"hook": powersgd, "gradient_as_bucket_view": True},
     "fp16": {"hook": fp16},
     "hook of a user": {"hook": of_a_user},
+    "future made by hand": {"hook": made_by_hand},
     "side stream": {"side": True, "gradient_as_bucket_view": True},
     "side stream, PowerSGD": {"side": True, "hook": powersgd},
     "side stream, sync batch norm": {"side": True, "make": synced},
@@ -140,16 +149,13 @@ WAITS = {
 }
 
 
-FIRST = ("views", "unused", "buffers", "side stream, PowerSGD")
+FIRST = ("views", "unused", "future made by hand", "buffers", "side stream, PowerSGD")
 
 
-@pytest.mark.parametrize("kind", [slow("legacy"), "nccl2"])
 @pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])
-def test_numbers_of_the_cpu_and_no_race(ranks, kind, name):
+def test_numbers_of_the_cpu_and_no_race(ranks, sim, name):
     expected = ranks("gloo", 2)(train, name)
-    for (numbers, (faults, waits)), (reference, _) in zip(
-        ranks(kind, 2)(train, name), expected, strict=True
-    ):
+    for (numbers, (faults, waits)), (reference, _) in zip(sim(train, name), expected, strict=True):
         assert faults == []
         # On the CPU, ranks of one machine add up in full precision what PowerSGD compresses here.
         near = {"rtol": 0.05, "atol": 2e-3} if "PowerSGD" in name else {"rtol": 1e-4, "atol": 1e-5}
@@ -189,15 +195,33 @@ def hook_is_not_awaited(patch):
     patch.setattr(Bucket, "_call", without)
 
 
+def only_the_future_is_awaited(patch):
+    from ddp_from_scratch.buckets.bucket import Bucket
+
+    call = Bucket._call
+
+    def without(self, args):
+        future = call(self, args)
+        self._launched = None
+        return future
+
+    patch.setattr(Bucket, "_call", without)
+
+
 def faults_with(world, mutate, name):
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
         return train(world, name)[1][0]
 
 
-@pytest.mark.parametrize("kind", [slow("legacy"), "nccl2"])
-@pytest.mark.parametrize(
-    "mutate", [launch_before_packing, unpack_before_the_average, hook_is_not_awaited]
-)
-def test_a_mistake_in_the_order_of_streams_is_found(ranks, kind, mutate):
-    assert all(ranks(kind, 2)(faults_with, mutate, "hook of a user"))
+MISTAKES = [
+    launch_before_packing,
+    unpack_before_the_average,
+    hook_is_not_awaited,
+    only_the_future_is_awaited,
+]
+
+
+@pytest.mark.parametrize("mutate", MISTAKES)
+def test_a_mistake_in_the_order_of_streams_is_found(sim, mutate):
+    assert all(sim(faults_with, mutate, "future made by hand"))

@@ -29,7 +29,7 @@ class FakeEvent:
 @pytest.mark.parametrize("hours", [0, 1, 24, 72])
 def test_phases_of_a_step_are_exact_however_long_the_run(monkeypatch, hours):
     monkeypatch.setattr(gpu, "record", lambda device, timed: FakeEvent())
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(gpu, "synchronize", lambda device: None)
     monkeypatch.setattr(FakeEvent, "now", 0.0)
     clock = marks.GpuMarks(torch.device("cuda", 0))
     FakeEvent.now += hours * 3_600_000

@@ -14,7 +14,7 @@
 namespace {
 
 constexpr c10::DeviceIndex kDevices = 2;
-// Streams of one device differ from those of the other: number 1000 is the default one of device 1.
+// Streams of one device have other numbers than those of the next: device 1 begins with a million.
 constexpr int64_t kPerDevice = 1000000;
 
 enum Kind { kRecord, kWait, kHostWaitsForEvent, kHostWaitsForStream, kOperation, kFree, kKeep, kMade };
