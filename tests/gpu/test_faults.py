@@ -36,7 +36,7 @@ def spoiled_captures(world):
         for _ in range(2):
             step(module)
         GUARD.capture(True)
-        for _ in range(3):
+        for _ in range(6):  # longer than a report takes
             assert looks.acquire(timeout=30)
         beside_the_watch = GUARD.capture(False)
         reducer.remove()
