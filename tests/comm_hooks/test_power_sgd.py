@@ -199,8 +199,9 @@ def test_on_one_machine_nothing_is_compressed(world):
     # What was left out elsewhere, before a checkpoint, is sent at the first average that is finite.
     saved = {"iteration": 3, "qs": {}, "errors": {"matrix": torch.ones(12, 10)}}
     state.load_state_dict(model, saved)
+    state.rescale(3.0)
     average_of(world, model, torch.full((12, 10), float("inf")), 1.0)
-    for left in (1.0, 0.0):
+    for left in (3.0, 0.0):
         average_of(world, model, torch.ones(12, 10), 1.0)
         assert model.matrix.grad.eq(1 + left).all()
 
