@@ -7,9 +7,9 @@ one rank's part. Everything random (weights, inputs) comes from numbers in the c
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import cycle
@@ -227,7 +227,9 @@ class Case:
 # The model ----------------------------------------------------------------------------------------
 
 
-def weight_of(p: Parameter, generator: torch.Generator) -> nn.Parameter:
+def weight_of(
+    p: Parameter, generator: torch.Generator, device: torch.device | None
+) -> nn.Parameter:
     shape = {"scalar": (), "conv": (p.rows, WIDTH, 2, 2)}.get(p.kind, (p.rows, WIDTH))
     values = (torch.randn(shape, generator=generator) / 2).to(getattr(torch, p.dtype))
     if p.kind == "conv":
@@ -236,7 +238,10 @@ def weight_of(p: Parameter, generator: torch.Generator) -> nn.Parameter:
         values = values.t().contiguous().t()
     elif p.kind == "holes":
         values = values.new_zeros(20 * p.rows).as_strided(shape, (20, 2)).copy_(values)
-    return nn.Parameter(values, requires_grad=not p.frozen)
+    return nn.Parameter(values.to(device), requires_grad=not p.frozen)
+
+
+_RAMP = torch.linspace(0, 1, 9).view(3, 3)
 
 
 class Layer(nn.Module):
@@ -252,7 +257,7 @@ class Layer(nn.Module):
         if self.weight.dim() == 0:
             return h + torch.tanh(h * self.weight)
         if self.weight.dim() == 4:
-            image = torch.tanh(h).view(-1, WIDTH, 1, 1) * torch.linspace(0, 1, 9).view(3, 3)
+            image = torch.tanh(h).view(-1, WIDTH, 1, 1) * _RAMP.to(h.device)
             return h + conv2d(image.to(h.dtype), self.weight).square().mean((1, 2, 3))[:, None]
         return h + torch.tanh(h @ self.weight.T) @ self.weight
 
@@ -280,7 +285,7 @@ class EmbeddingLayer(nn.Module):
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         # Some rows several times, others never.
-        tokens = torch.arange(3 * len(h)).square() % len(self.embedding.weight)
+        tokens = torch.arange(3 * len(h), device=h.device).square() % len(self.embedding.weight)
         rows = self.embedding(tokens).view(len(h), 3, -1).sum(1)
         h = h.to(rows.dtype)
         return h + torch.tanh(h) * torch.tanh(rows)
@@ -289,10 +294,10 @@ class EmbeddingLayer(nn.Module):
 class First(nn.Module):
     """What comes before all branches of a case with batch norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 2.0]))
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 2.0], device=device))
+        self.norm = nn.BatchNorm1d(WIDTH, device=device)
 
     def forward(self, x: torch.Tensor, side: torch.Tensor | None) -> Any:
         return self.norm(self.below(x, side))
@@ -304,12 +309,12 @@ class First(nn.Module):
 class Net(nn.Module):
     """Branches of layers, some of which share a parameter; what no branch has is never used."""
 
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case: Case, rank: int, device: torch.device | None = None) -> None:
         super().__init__()
         self.case = case
-        self.first = First() if case.batch_norm else None
+        self.first = First(device) if case.batch_norm else None
         generator = torch.Generator().manual_seed(1000 * case.seed + rank)
-        weights = [weight_of(p, generator) for p in case.parameters]
+        weights = [weight_of(p, generator, device) for p in case.parameters]
 
         # In turn, so that a linear layer and an embedding may share a weight.
         kinds: Any = cycle((LinearLayer, EmbeddingLayer) if case.fuse_wgrad else (Layer,))
@@ -327,12 +332,13 @@ class Net(nn.Module):
         self.weights = nn.ParameterList(weights)
         self.checkpoint = case.checkpoint
         # In the first bucket, as the last to be registered, and the last to get its gradient.
-        self.side = nn.ParameterList([torch.tensor([0.1, 0.2, 0.3])] * case.batch_norm)
+        side = torch.tensor([0.1, 0.2, 0.3], device=device)
+        self.side = nn.ParameterList([side] * case.batch_norm)
         if case.writes:
-            self.written = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+            self.written = nn.Parameter(torch.zeros(WIDTH, device=device), requires_grad=False)
         if case.buffers:
-            self.register_buffer("mean", torch.zeros(WIDTH))
-            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("mean", torch.zeros(WIDTH, device=device))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
 
     def forward(self, x: torch.Tensor, use: Sequence[int]) -> dict[int, Any]:
         if self.case.buffers:
@@ -393,6 +399,7 @@ class Player:
             self.parameters.append(model.written)
         self.retain = False  # every graph
         self.graphs: list[dict[int, Any]] = []
+        self.device = self.parameters[0].device
         self.prepare()
         self.optimizer = self.make_optimizer()
 
@@ -409,7 +416,7 @@ class Player:
         """The case's operation with this number."""
         match op:
             case Forward():
-                autocast = torch.autocast("cpu", torch.bfloat16, self.case.autocast)
+                autocast = torch.autocast(self.device.type, torch.bfloat16, self.case.autocast)
                 with self.no_sync() if op.no_sync else nullcontext(), autocast:
                     self.graphs.append(self.called(self.input(number), op.use[self.rank]))
             case Backward():
@@ -459,10 +466,11 @@ class Player:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def input(self, number: int, batch: int = 0) -> torch.Tensor:
+    def input(self, number: int, batch_number: int = 0) -> torch.Tensor:
         """The batch of an operation."""
-        seed = self.case.seed + 100 * number + self.rank + 10 * batch
-        return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+        seed = self.case.seed + 100 * number + self.rank + 10 * batch_number
+        batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+        return batch.to(self.device)
 
     def state(self) -> dict[str, list[Any]]:
         """What a rank holds, in float64, which has every other dtype's values."""
@@ -476,7 +484,7 @@ class Player:
 def _numbers(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.double().numpy().copy()
+    return tensor.cpu().double().numpy().copy()
 
 
 class Torchs(Player):
@@ -611,11 +619,16 @@ HOOKS = {
 
 @dataclass
 class Played:
-    """What a rank held after each operation, and the error that ended it, if any."""
+    """What a rank held after each operation, and the error that ended it, if any.
+
+    Attributes:
+        faults: what a simulated GPU has found.
+    """
 
     states: list[dict[str, list[Any]]]
     error: str | None = None
     recovered: bool = True
+    faults: list[str] = field(default_factory=list)
 
 
 def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played, Played | None]:
@@ -624,10 +637,11 @@ def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played
     After an error, if all ranks raise it `together`, they are to train on.
     """
     group = dist.new_group(timeout=timedelta(seconds=DIVIDED_LIMIT_S)) if case.divided else None
-    model = Net(case, world.rank)
-    with as_large() if case.large else nullcontext():
+    with watched(world.device) as faults, as_large() if case.large else nullcontext():
+        model = Net(case, world.rank, world.device)
         player = Ours(case, world.rank, model, group)
         played = _play(player)
+    played.faults = faults
     if played.error is not None and together:
         player.remove()
         played.recovered = _trains_on(world, case, model)
@@ -636,6 +650,21 @@ def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played
         dist.destroy_process_group(group)
     torchs = _play(Torchs(case, world.rank, Net(case, world.rank))) if as_torch else None
     return played, torchs
+
+
+@contextmanager
+def watched(device: torch.device) -> Iterator[list[str]]:
+    """Finds what a simulated GPU sees in the `with` block. A no-op for a CPU."""
+    faults: list[str] = []
+    if device.type == "cuda":
+        from tests.support.simgpu import device as simulated
+        from tests.support.simgpu import trace
+
+        simulated.clear()
+        torch.__future__.set_overwrite_module_params_on_conversion(False)  # keeps shared parameters
+    yield faults
+    if device.type == "cuda":
+        faults += trace.faults() + trace.unexpected_waits()
 
 
 def _play(player: Player) -> Played:

@@ -1,6 +1,8 @@
 """Builds the device guard, once for each torch and text."""
 
 import hashlib
+import importlib.util
+import os
 import shutil
 import tempfile
 from functools import cache
@@ -20,16 +22,28 @@ def missing() -> str:
 @cache
 def guard() -> ModuleType:
     """The extension, from the cache if it has been built before."""
-    from torch.utils import cpp_extension
-
     source = Path(__file__).with_name("guard.cpp")
     text = source.read_bytes() + torch.__version__.encode()
     name = f"simgpu_{hashlib.sha256(text).hexdigest()[:16]}"
-    folder = Path(tempfile.gettempdir()) / name
-    folder.mkdir(exist_ok=True)
-    return cpp_extension.load(
-        name, [str(source)], build_directory=str(folder), extra_cflags=["-O0"], with_cuda=False
-    )
+    library = Path(tempfile.gettempdir()) / f"{name}.so"
+    if not library.exists():
+        _build(name, source, library)
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _build(name: str, source: Path, library: Path) -> None:
+    """Others may build the same: the file is there when it is whole."""
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        options = {"extra_cflags": ["-O0"], "with_cuda": False}
+        cpp_extension.load(name, [str(source)], build_directory=folder, **options)
+        os.replace(Path(folder) / library.name, library)
 
 
 if __name__ == "__main__":
