@@ -1,6 +1,7 @@
 """Programs on a simulated GPU: the numbers are the CPU's, and no stream comes too early."""
 
 from contextlib import contextmanager, nullcontext
+from traceback import walk_stack
 
 import pytest
 import torch
@@ -82,6 +83,7 @@ def fp16(reducer):
 
 PROGRAMS = {
     "copies": {},
+    "start": {"start": True},
     "views": {"gradient_as_bucket_view": True},
     "no overlap": {"overlap": False},
     "static": {"static_graph": True},
@@ -100,6 +102,7 @@ PROGRAMS = {
     "future made by hand": {"hook": made_by_hand},
     "side stream": {"side": True, "gradient_as_bucket_view": True},
     "side stream, PowerSGD": {"side": True, "hook": powersgd},
+    "forward on a side stream, PowerSGD": {"side": "forward alone", "hook": powersgd},
     "side stream, sync batch norm": {"side": True, "make": synced},
 }
 
@@ -108,20 +111,21 @@ def train(world, name):
     """Trains for some steps; returns the parameters, and what the simulated GPU has seen."""
     options = dict(PROGRAMS[name])
     make, optimizer = options.pop("make", plain), options.pop("optimizer", sgd)
-    hook, side = options.pop("hook", None), options.pop("side", False)
+    hook, side, start = (options.pop(name, None) for name in ("hook", "side", "start"))
     on_gpu = world.device.type == "cuda"
     torch.manual_seed(0)
+    if on_gpu:
+        from tests.support.simgpu import device, trace
+
+        device.clear()
     module = make().to(world.device)
+    if start:
+        ddp.broadcast_parameters(module)
     reducer = ddp.Reducer(module, bucket_cap_mb=0.01, **options)
     if hook is not None:
         hook(reducer)
     step = optimizer(module, reducer)
     stream = torch.Stream(world.device) if side and on_gpu else None
-    if on_gpu:
-        from tests.support.simgpu import device, trace
-
-        device.clear()
-        torch.accelerator.synchronize()
     for number in range(STEPS):
         seed = torch.Generator().manual_seed(10 * number + world.rank)
         data = torch.randn(16, 32, generator=seed).to(world.device)
@@ -129,10 +133,17 @@ def train(world, name):
             stream.wait_stream(torch.accelerator.current_stream())
         with stream or nullcontext():
             step.zero_grad()
-            module(data).square().mean().backward()
+            loss = module(data).square().mean()
+            if side != "forward alone":
+                loss.backward()
+                step.step()
+        if stream is not None:
+            torch.accelerator.current_stream().wait_stream(stream)
+        if side == "forward alone":
+            loss.backward()
+            with stream or nullcontext():
+                data + 1  # at once, in memory that is free on this stream
             step.step()
-    if stream is not None:
-        torch.accelerator.current_stream().wait_stream(stream)
     found = (trace.faults(), trace.unexpected_waits()) if on_gpu else ()
     reducer.remove()
     return [p.detach().cpu().tolist() for p in module.parameters()], found
@@ -196,20 +207,62 @@ def only_the_future_is_awaited(patch):
     patch.setattr(Bucket, "_call", without)
 
 
-def faults_with(world, mutate, name):
+def event_is_recorded_before_the_launch(patch):
+    from ddp_from_scratch.buckets.bucket import Bucket
+
+    call = Bucket._call
+
+    def early(self, args):
+        before = torch.accelerator.current_stream().record_event()
+        future = call(self, args)
+        self._launched = before
+        return future
+
+    patch.setattr(Bucket, "_call", early)
+
+
+def no_wait_in(file):
+    """Collectives that a file of the library launches are not awaited."""
+
+    def mutate(patch):
+        from tests.support.simgpu.nccl import SimWork
+
+        wait = SimWork.wait
+
+        def forgetful(self, timeout=None):
+            called = (frame.f_code.co_filename for frame, _ in walk_stack(None))
+            return any(name.endswith(file) for name in called) or wait(self, timeout)
+
+        patch.setattr(SimWork, "wait", forgetful)
+
+    return mutate
+
+
+# The mistake, and a program that it breaks.
+MISTAKES = {
+    "launch before packing": (launch_before_packing, "future made by hand"),
+    "unpack before the average": (unpack_before_the_average, "copies"),
+    "step before the average": (unpack_before_the_average, "views"),
+    "a hook's kernels are not awaited": (hook_is_not_awaited, "future made by hand"),
+    "a hook's stream is not awaited": (only_the_future_is_awaited, "future made by hand"),
+    "an event before the launch": (event_is_recorded_before_the_launch, "future made by hand"),
+    "no wait for P": (no_wait_in("comm_hooks/power_sgd.py"), "PowerSGD"),
+    "no wait for buffers": (no_wait_in("sync/buffer_sync.py"), "buffers"),
+    "no wait for statistics": (no_wait_in("sync/sync_batch_norm.py"), "sync batch norm"),
+    "no wait for the order": (no_wait_in("autograd/ready_order.py"), "copies"),
+    "no wait for what is used": (no_wait_in("autograd/used_parameters.py"), "unused"),
+    "no wait for checksums": (no_wait_in("sync/check_sync.py"), "check sync"),
+    "no wait for rank 0's parameters": (no_wait_in("sync/broadcast.py"), "start"),
+}
+
+
+def faults_with(world, name):
+    mutate, program = MISTAKES[name]
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
-        return train(world, name)[1][0]
+        return train(world, program)[1][0]
 
 
-MISTAKES = [
-    launch_before_packing,
-    unpack_before_the_average,
-    hook_is_not_awaited,
-    only_the_future_is_awaited,
-]
-
-
-@pytest.mark.parametrize("mutate", MISTAKES)
-def test_a_mistake_in_the_order_of_streams_is_found(sim, mutate):
-    assert all(sim(faults_with, mutate, "future made by hand"))
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_order_of_streams_is_found(sim, name):
+    assert any(sim(faults_with, name))

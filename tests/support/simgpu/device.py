@@ -69,6 +69,8 @@ class SimTensor(torch.Tensor):
         return self.on_host.data_ptr()
 
     def tolist(self) -> Any:
+        GUARD.operation(len(OPERATIONS), GUARD.current(self.device.index))
+        OPERATIONS.append(Operation("tolist", spans(self.on_host), [], place()))
         _host_waits("tolist", self.device.index)
         return self.on_host.tolist()
 
