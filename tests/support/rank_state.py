@@ -57,7 +57,10 @@ def _state() -> dict[str, Any]:
             for thread in threading.enumerate()
             # Those of groups are compared above: a group may open another beside it. The others
             # look from time to time whether they are still needed.
-            if "-group-" not in thread.name and thread.name not in ("tqdm_monitor", STALL_WATCH)
+            if "-group-" not in thread.name
+            and thread.name not in ("tqdm_monitor", STALL_WATCH)
+            # A thread of torch's that has called back, and is not Python's to end.
+            and not isinstance(thread, threading._DummyThread)
         ),
     }
 
@@ -86,7 +89,8 @@ def unchanged() -> Iterator[None]:
     if after != before:
         gc.collect()  # what lies in cycles of references may have threads
         for thread in threading.enumerate():
-            if thread.name not in before["Python threads"]:
+            started = thread.name not in before["Python threads"]
+            if started and not isinstance(thread, threading._DummyThread):
                 thread.join(1.0)
         after = _state()
     if after != before:
