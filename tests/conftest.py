@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import tiers
+from tests.support import gpu_report, tiers
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
 
@@ -117,3 +117,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if reasons:
         counts = (f"{count} {reason}" for reason, count in reasons.most_common())
         terminalreporter.write_line(f"skipped: {'; '.join(counts)}")
+    if terminalreporter.config.getoption("markexpr") == "gpu":
+        gpus = gpu_report.names()
+        lines = gpu_report.lines(terminalreporter.stats, gpus)
+        terminalreporter.write_line(lines[0])
+        if gpus:
+            gpu_report.FILE.write_text("\n".join(lines) + "\n")
+            terminalreporter.write_line(f"{gpu_report.FILE} has the details: please send it back")

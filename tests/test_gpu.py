@@ -1,4 +1,4 @@
-"""What only a GPU shows: one rank on it, and two that share it, over nccl.
+"""What only a GPU shows, over nccl: one rank, and two with a GPU each, or with one that they share.
 
     python -m pytest -m gpu
 
@@ -35,7 +35,7 @@ from ddp_from_scratch.profiling.timeline import Timeline
 from tests.checks.test_stall_watch import AFTER_S, Layers, until_reported
 from tests.support.on_ranks import on
 from tests.support.optimizer_pair import torchs
-from tests.support.ranks import ROOT, on_one_gpu
+from tests.support.ranks import ROOT, on_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -361,7 +361,7 @@ def test_one_copy_for_each_bucket(world, views):
 @pytest.mark.parametrize("overlap", [True, False])
 @on("pair")
 def test_buckets_are_sent_during_backward(world, overlap):
-    """The first is on its way before backward has computed its last gradient."""
+    """Backward goes on computing while a bucket that is not the last is on its way."""
     model = network(width=1024, depth=8)
     ddp.Reducer(model, bucket_cap_mb=4.0, overlap=overlap, **VIEWS)
     profiler = profiled_backward(model, [torch.randn(2048, 1024, device=DEVICE)] * 4)
@@ -376,7 +376,10 @@ def test_buckets_are_sent_during_backward(world, overlap):
     computed = [k for k in found if k not in sent and k not in packed]
     assert len(sent) >= 8, [k["name"] for k in found]
     assert packed, [k["name"] for k in found]
-    assert (min(k["ts"] for k in sent) < max(k["ts"] + k["dur"] for k in computed)) == overlap
+    # NCCL's kernel begins when this rank has packed, and ends when the other has, too.
+    *earlier, _ = sorted(sent, key=lambda k: k["ts"])
+    beside = [k for k in computed for s in earlier if s["ts"] < k["ts"] < s["ts"] + s["dur"]]
+    assert bool(beside) == overlap
 
 
 # CPU and GPU in one model -------------------------------------------------------------------------
@@ -624,7 +627,8 @@ def test_memory_with_views_is_that_of_torch(world):
     peak(ddp.DistributedDataParallel)  # cuBLAS takes its workspaces
     ours, theirs = peak(ddp.DistributedDataParallel), peak(TorchDDP)
     assert theirs > 250e6  # parameters, gradients, momentum
-    assert ours <= 1.1 * theirs
+    # Buckets are 25 MB and begin with 1 MB; one of them and the workspace lie beside.
+    assert ours <= 1.2 * theirs
 
 
 # What can go wrong --------------------------------------------------------------------------------
@@ -637,7 +641,7 @@ def started(*program: str, **variables: str) -> "subprocess.Popen[str]":
         [sys.executable, *program],
         env=os.environ | environ | variables,
         cwd=ROOT,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -685,7 +689,7 @@ with ddp.process_group("nccl", timeout=15) as world:
 def test_a_rank_that_is_killed_ends_the_other(tmp_path):
     """After the timeout at the latest, by an error or by torch's watchdog, which aborts."""
     meet = {"DDP_RENDEZVOUS_FILE": str(tmp_path / "meet")}
-    ranks = [started("-c", DYING, **on_one_gpu(r), **meet, RANK=str(r)) for r in range(2)]
-    codes = [rank.wait(timeout=60) for rank in ranks]
-    assert codes[1] == -signal.SIGKILL
-    assert codes[0] != 0
+    ranks = [started("-c", DYING, **on_gpu(r), **meet, RANK=str(r)) for r in range(2)]
+    (_, told), _ = (rank.communicate(timeout=120) for rank in ranks)
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert ranks[0].returncode != 0, told

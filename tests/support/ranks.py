@@ -88,7 +88,7 @@ class Crew:
                 | {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
                 | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.world_size)}
                 | {"DDP_RENDEZVOUS_FILE": file}
-                | (on_one_gpu(rank) if self.backend == "nccl" else {}),
+                | (on_gpu(rank) if self.backend == "nccl" else {}),
             )
             for rank in range(self.world_size)
         ]
@@ -184,16 +184,21 @@ MPIRUN = {
 }
 
 
-def on_one_gpu(rank: int) -> dict[str, str]:
-    """Lets every rank of an nccl group use the first GPU, as if each had a machine of its own.
+def on_gpu(rank: int) -> dict[str, str]:
+    """Gives each rank of an nccl group a GPU; with a single one, ranks share it.
 
-    NCCL before 2.30 refuses two ranks on one GPU of one machine, and tells machines apart by
-    NCCL_HOSTID; later ones ask for a setting. Between machines NCCL goes through sockets.
+    Each is then as on a machine of its own: NCCL before 2.30 refuses two ranks on one GPU of one
+    machine, and tells machines apart by NCCL_HOSTID; later ones ask for a setting. Between machines
+    NCCL goes through sockets.
     """
-    return {
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "GROUP_RANK": str(rank),
+    import torch
+
+    count = torch.cuda.device_count()
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+    if count > 1:
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        return alone | {"CUDA_VISIBLE_DEVICES": names[rank]}
+    return alone | {
         "NCCL_HOSTID": f"machine-{rank}",
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "NCCL_NET": "Socket",
