@@ -20,7 +20,7 @@ def ranges(profiler):
     return [event for event in profiler.events() if event.name.startswith("ddp.bucket")]
 
 
-@on("pair")
+@on("gloo-2")
 def test_every_phase_of_every_bucket_is_a_range(world):
     model = Terms(2, 2, 2)
     reducer = Reducer(model, bucket_cap_mb=16 * BYTES)
@@ -44,7 +44,7 @@ def test_every_phase_of_every_bucket_is_a_range(world):
 
 
 @pytest.mark.parametrize("one_collective", [True, False])
-@on("pair")
+@on("gloo-2")
 def test_phases_follow_each_other(world, one_collective):
     """A bucket that is awaited before the next is unpacked at the end."""
     model = Terms(2, 2)

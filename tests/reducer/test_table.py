@@ -108,6 +108,12 @@ PROGRAMS = {
         parameters=(Parameter(5, kind="table"), Parameter(3), Parameter(4, kind="table")),
         branches=((0, 1), (2,)),
     ),
+    "sparse, momentum": program(
+        *(ALL, Backward(keep=True), Backward(), Step(), Zero(), *STEP, *STEP),
+        parameters=(Parameter(5, kind="table"), Parameter(3)),
+        branches=((0,), (1,)),
+        momentum=0.9,
+    ),
     "unused, other ones on each rank": program(
         *(OTHERS, Backward(), Step(), Zero(), all_use(2), Backward(), Step(), Zero(False)),
         *(OTHERS, Backward(no_sync=True), all_use(2), Backward(), Step(), Zero(), *STEP),
@@ -146,7 +152,12 @@ PROGRAMS = {
     ),
     "autocast": program(*STEP, *LOCAL, *STEP, autocast=True),
     "weighed": program(ALL, Weigh((1, 3)), Backward(), Step(), Zero(), *STEP, Weigh((0, 2)), *STEP),
-    "join": program(*STEP, Join((1, 3)), *STEP, Join((2, 0), initial=False), *STEP),
+    "join": program(
+        *(*STEP, Join((1, 3)), *STEP, Join((2, 0), initial=False), *STEP, Join((0, 2)), *STEP),
+        buffers=True,
+        broadcast_buffers=True,
+    ),
+    "join, unused": program(Join((1, 3)), OTHERS, Backward(), Step(), Zero(), **UNUSED),
     "buffers": program(*STEP, Evaluate(0), *LOCAL, *STEP, buffers=True, broadcast_buffers=True),
     "batch norm": program(*STEP, Evaluate(1), *LOCAL, *STEP, batch_norm=True),
     "moved": program(*STEP, ALL, Backward(), Move(), Step(), *LOCAL, Move(), *STEP, Zero(), *STEP),
@@ -157,6 +168,11 @@ PROGRAMS = {
         )
         for how in ("half", "data", "detached")
     },
+    # Before the buckets are laid out anew: elements must not be summed with others' elements.
+    "moved, contiguous on rank 0": program(
+        *(Move("contiguous"), *STEP, *STEP),
+        parameters=(Parameter(2, kind="conv"), Parameter(3, kind="conv"), Parameter(1)),
+    ),
     "views from now on": program(
         *(KeepViews(), *LOCAL, *STEP, *LOCAL, KeepViews(), ALL, Backward(), KeepViews(), *STEP),
     ),

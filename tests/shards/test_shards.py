@@ -22,22 +22,13 @@ from tests.support.tiers import slow
     "crew",
     ["gloo-1", "gloo-3", "gloo-3-messages", "gloo-3-2 machines"]
     + [slow(name) for name in ("node-3", "mpi-2", "mpi-3-2 machines")]
-    + [slow(name) for name in ("gloo-8", "gloo-6-messages", "gloo-4-ranks in turn")],
+    + [slow(name) for name in ("gloo-6-messages", "gloo-4-ranks in turn")],
 )
 def test_bits_are_those_of_one_process(ranks, crew):
     backend, world_size, *way = crew.split("-")
     for name in PROGRAMS:
         found = ranks(backend, int(world_size))(trained, name, *way)
         assert_bits(by_definition(name), found, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("crew", ["gloo-4-messages", "mpi-3-", "gloo-8-"])
-def test_bits_after_many_steps(ranks, crew):
-    backend, world_size, way = crew.split("-")
-    for name in ("cnn", "transformer"):
-        found = ranks(backend, int(world_size))(trained, name, way, False, 100)
-        assert_bits(by_definition(name, 100), found, name)
 
 
 # Steps that fail ----------------------------------------------------------------------------------
