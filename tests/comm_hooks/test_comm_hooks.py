@@ -26,7 +26,6 @@ from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks, convert_
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.buckets.layout import BucketLayout
-from ddp_from_scratch.comm_hooks import default_hooks as our_hooks
 from ddp_from_scratch.comm_hooks.later import Later
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, mean, own
@@ -262,17 +261,3 @@ def test_torchs_enum_registers_on_a_reducer(world):
     mse_loss(model(x), y).backward()
     local = torch.autograd.grad(mse_loss(model(x), y), [model[0].weight])[0]
     assert torch.equal(model[0].weight.grad, local)
-
-
-def divided_by_backend(world):
-    hook, factor = comm_hooks.while_packing(comm_hooks.average, None)
-    return hook is our_hooks._average_by_backend, factor
-
-
-@pytest.mark.parametrize(
-    ("backend", "size", "divides", "factor"),
-    [("mpi", 2, True, 1.0), slow("mpi", 3, False, 1 / 3), ("gloo", 2, False, 1 / 2)],
-)
-def test_the_backend_divides_where_it_is_exact(ranks, backend, size, divides, factor):
-    """On mpi in the processor's cache, elsewhere as gradients are packed."""
-    assert ranks(backend, size)(divided_by_backend) == [(divides, factor)] * size

@@ -118,8 +118,9 @@ def resumed(world, kind, settings):
 
 
 @each_kind
-@pytest.mark.parametrize("what", [one_copy, resumed])
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+@pytest.mark.parametrize(
+    ("backend", "what"), [("gloo", one_copy), ("gloo", resumed), slow("mpi", one_copy)]
+)
 def test_all_ranks_have_the_same_memory_and_states_go_both_ways(
     ranks, backend, what, kind, settings
 ):

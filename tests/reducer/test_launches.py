@@ -12,7 +12,6 @@ from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     ("sizes", "cap", "expected"),
     [
@@ -24,9 +23,9 @@ from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
     ],
 )
 @on("gloo-2")
-def test_number_and_sizes_of_all_reduces(world, sizes, cap, overlap, expected):
+def test_number_and_sizes_of_all_reduces(world, sizes, cap, expected):
     model = Terms(*sizes)
-    Reducer(model, bucket_cap_mb=cap, overlap=overlap)
+    Reducer(model, bucket_cap_mb=cap)
     for _ in range(3):
         with recorded("all_reduce") as sent:
             model(own(world)).backward()

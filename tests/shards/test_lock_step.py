@@ -18,7 +18,7 @@ from tests.shards.programs import (
     by_definition,
     trained,
 )
-from tests.shards.test_shards import Stop
+from tests.shards.test_shards import Stop, stop
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
@@ -100,10 +100,6 @@ def stopped(world, name):
     training.average(1)
     training.reducer.drop_step()  # after the average
     return training.train(first=1)
-
-
-def stop(*_):
-    raise Stop
 
 
 @pytest.mark.parametrize("name", ["cnn", "counting"])
