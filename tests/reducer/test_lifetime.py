@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_from_scratch import Reducer
+from ddp_from_scratch.reducer import launch_order
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, assert_grads, grads_of, mean, own, recorded
 from tests.support.tiers import slow
@@ -160,6 +161,22 @@ def test_a_forgotten_module_is_freed(world):
     del model, reducer
     gc.collect()
     assert [reference() for reference in alive] == [None] * 3
+
+
+@on("gloo-1")
+def test_reducers_that_are_collected_while_all_are_listed(world):
+    """Until Python 3.11 the garbage collector may run wherever memory is allocated."""
+    threshold = gc.get_threshold()
+    for allocations in range(1, 9):
+        gc.disable()
+        for _ in range(30):
+            Reducer(nn.Linear(1, 1))  # a cycle with its module
+        gc.set_threshold(gc.get_count()[0] + allocations)
+        gc.enable()
+        try:
+            assert all(isinstance(found, Reducer) for found in launch_order.living())
+        finally:
+            gc.set_threshold(*threshold)
 
 
 @contextmanager
