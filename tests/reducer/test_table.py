@@ -168,12 +168,6 @@ PROGRAMS = {
         )
         for how in ("half", "data", "detached")
     },
-    # Before the buckets are laid out anew: elements must not be summed with others' elements.
-    "moved, contiguous on rank 0": program(
-        *(Move("contiguous"), *STEP, *STEP),
-        parameters=(Parameter(2, kind="conv"), Parameter(3, kind="conv"), Parameter(1)),
-        branches=((2, 0), (1,)),
-    ),
     "views from now on": program(
         *(KeepViews(), *LOCAL, *STEP, *LOCAL, KeepViews(), ALL, Backward(), KeepViews(), *STEP),
     ),

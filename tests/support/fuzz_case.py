@@ -111,8 +111,7 @@ class Move:
     """Puts gradients elsewhere in memory.
 
     With the parameters, as `module.to(...)` does ("both"), or by way of float16 ("half");
-    `.grad.data` alone ("data"), or a `.grad` of its own ("detached"); or rank 0's parameters with
-    other strides than the others' ("contiguous").
+    `.grad.data` alone ("data"), or a `.grad` of its own ("detached").
     """
 
     how: str = "both"
@@ -449,9 +448,6 @@ class Player:
             self.model._apply(torch.clone)
         elif how == "half":
             self.model.half().float()
-        elif how == "contiguous":
-            if self.rank == 0:
-                self.model.to(memory_format=torch.contiguous_format)
         else:
             for p in self.parameters:
                 if p.grad is not None and how == "data":
