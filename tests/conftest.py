@@ -69,11 +69,6 @@ def pair(ranks, request):
     return ranks(request.param, 2)
 
 
-@pytest.fixture(params=["gloo", "mpi"])
-def trio(ranks, request):
-    return ranks(request.param, 3)
-
-
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """A process group of one, in this process."""

@@ -5,6 +5,7 @@ the buckets' index. Among several Reducers the one made last is first: forward p
 through modules in the order in which they were made, and backward the other way.
 """
 
+import itertools
 import weakref
 from typing import Any
 
@@ -14,8 +15,11 @@ from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 Reducer = Any  # reducer.py imports this module
 
-# In the order in which they were made, which is the same on all ranks of a group.
-_made: list[weakref.ref[Any]] = []
+# In the order in which they were made, which is the same on all ranks of a group. No list that weak
+# references take themselves out of: up to Python 3.11 the garbage collector may run while a list is
+# copied, and a copy of one that has become shorter holds what is no longer there.
+_made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_count = itertools.count()
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -34,12 +38,13 @@ def add(reducer: Reducer, memory_of: dist.ProcessGroup | None) -> None:
     """Puts a new Reducer first, and counts it."""
     if memory_of is not None:
         _numbers[memory_of] = _numbers.get(memory_of, 0) + 1
-    _made.append(weakref.ref(reducer, _made.remove))
+    _made[next(_count)] = reducer
 
 
 def remove(reducer: Reducer) -> None:
     """Takes a Reducer out. Idempotent."""
-    _made[:] = [found for found in _made if found() is not reducer]
+    for number in [number for number, found in _made.items() if found is reducer]:
+        del _made[number]
 
 
 def is_alone() -> bool:
@@ -49,7 +54,7 @@ def is_alone() -> bool:
 
 def living() -> list[Reducer]:
     """All Reducers that are in use, the first to launch first."""
-    return [reducer for found in reversed(tuple(_made)) if (reducer := found()) is not None]
+    return [*_made.values()][::-1]
 
 
 def ahead_of(reducer: Reducer) -> list[Reducer]:

@@ -108,11 +108,3 @@ def test_a_hook_sees_gradients_and_parameters_and_may_replace_the_buffer(as_view
     assert seen == [[[0, 1], [2, 3]], [10, 11, 12]] * 2
     with pytest.raises(ValueError, match="must have 7, got 3"):
         bucket.set_buffer(torch.zeros(3))
-
-
-def test_memory_to_compress_into_is_kept():
-    bucket = make(parameter(2))
-    first = bucket.scratch(torch.Size([2]), torch.float16)
-    assert bucket.scratch(torch.Size([2]), torch.float16) is first
-    other = bucket.scratch(torch.Size([2]), torch.bfloat16)
-    assert (other.shape, other.dtype) == (torch.Size([2]), torch.bfloat16)

@@ -6,7 +6,6 @@ Rank r's gradients are made of r + 1, so that averages are known. More: tests/re
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
@@ -38,7 +37,7 @@ def test_what_modules_declare():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-@on("pair")
+@on("gloo-2")
 def test_average_is_exact(world, dtype):
     """Both ranks have row 1, twice; rank r has row r + 3 alone; rank 0 has more rows than 1."""
     model = table(dtype)
@@ -74,23 +73,6 @@ def test_flat_buckets_come_first_and_hooks_see_no_others(world):
     assert [bucket.parameters() for bucket in reducer.flat_buckets] == [[model["b"].weight]]
 
 
-class Bag(nn.Module):
-    """Two sparse tables and a dense layer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(7)
-        self.words = nn.Embedding(50, 8, sparse=True)
-        self.bag = nn.EmbeddingBag(40, 8, mode="sum", sparse=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.head(self.words(x).sum(1) + self.bag(x % 40))
-
-    def sparse(self):
-        return [self.words.weight, self.bag.weight]
-
-
 @on("gloo-2")
 def test_ranks_without_a_row(world):
     """Weights of 0, and a batch without a single row."""
@@ -118,30 +100,6 @@ def test_dense_on_all_ranks_is_averaged_as_dense(world):
         (loss * (world.rank + 1)).backward()
         assert model.weight.grad.layout == torch.strided
         assert model.weight.grad[:2].tolist() == [[1.5, 1.5], [3.0, 3.0]]
-
-
-@pytest.mark.parametrize("in_one", [False, True])
-@on("gloo-2")
-def test_our_sgd_steps_them_as_torchs(world, in_one):
-    model, reference = Bag(), Bag()
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
-    ddp.Reducer(reference)
-    options = {"lr": 0.1, "momentum": 0.9, "maximize": True}
-    ours = ddp.SGD(model.parameters(), reducer=reducer, **options)
-    theirs = torch.optim.SGD(reference.parameters(), foreach=False, **options)
-    for _ in range(4):
-        x, y = torch.randint(50, (4, 3)), torch.randint(3, (4,))
-        ours.zero_grad()
-        theirs.zero_grad()
-        loss = cross_entropy(model(x), y)
-        if in_one:
-            ours.backward_and_step(loss)
-        else:
-            loss.backward()
-            ours.step()
-        cross_entropy(reference(x), y).backward()
-        theirs.step()
-        assert all(map(torch.equal, model.parameters(), reference.parameters()))
 
 
 @on("gloo-2")

@@ -148,9 +148,11 @@ def stalled_step(world, where):
     return told.getvalue()
 
 
-@pytest.mark.parametrize("where", STEP_1)
-def test_a_rank_that_lags_is_named_with_what_it_lacks(trio, where):
-    first, second, last = trio(stalled_step, where)
+@pytest.mark.parametrize(
+    ("backend", "where"), [("gloo", "forward"), ("gloo", "backward"), slow("mpi", "forward")]
+)
+def test_a_rank_that_lags_is_named_with_what_it_lacks(ranks, backend, where):
+    first, second, last = ranks(backend, 3)(stalled_step, where)
     assert last == ""
     assert bool(first) != bool(second), "one rank reports"
     rank, (bucket, missing) = (0 if first else 1), STEP_1[where]
@@ -163,7 +165,7 @@ def test_a_rank_that_lags_is_named_with_what_it_lacks(trio, where):
     ]
 
 
-@on("trio")
+@on("gloo-3")
 def test_a_rank_that_does_not_wait_says_nothing(world):
     """Whoever does not wait for others says nothing, however long it takes."""
     model = Layers()
@@ -198,8 +200,8 @@ def unwatched_rank(world):
     return told.getvalue()
 
 
-def test_a_rank_that_does_not_watch_is_told(trio):
-    told = trio(unwatched_rank)[0]
+def test_a_rank_that_does_not_watch_is_told(ranks):
+    told = ranks("gloo", 3)(unwatched_rank)[0]
     assert "  rank 1: nothing is known of it: it has gone on, ended, or does not watch\n" in told
 
 

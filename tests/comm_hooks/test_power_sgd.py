@@ -14,7 +14,7 @@ from ddp_from_scratch import Reducer
 from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState, power_sgd_hook
 from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
-from tests.comm_hooks.test_comm_hooks import build, is_rank_0s, train
+from tests.comm_hooks.test_comm_hooks import is_rank_0s
 from tests.support.machines import group_over, machines
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
@@ -53,24 +53,26 @@ def as_if_apart(test):
     return on_a_rank
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-@on("crew")
+@pytest.mark.parametrize("how", ["copy", "view", "in torch's wrapper"])
+@on("gloo-3")
 @as_if_apart
-def test_a_gradient_of_that_rank_is_averaged_exactly(world, view):
+def test_a_gradient_of_that_rank_is_averaged_exactly(world, how):
     """The average has rank 2 and so the first compressed step finds it."""
     torch.manual_seed(0)
     left, right = torch.randn(12, 2), torch.randn(2, 10)
     model = Given()
-    reducer = Reducer(model, gradient_as_bucket_view=view)
+    reducer = Reducer(model, gradient_as_bucket_view=how != "copy")
     state = PowerSGDState(rank=2, start=2)
-    reducer.register_comm_hook(state, power_sgd_hook)
-    n = world.world_size
+    wrapped = default_hooks.bf16_compress_wrapper(power_sgd_hook)
+    reducer.register_comm_hook(state, wrapped if "wrapper" in how else power_sgd_hook)
+    n, rounded = world.world_size, "wrapper" in how
     for step in range(5):
         gradient = (world.rank + 1) * (left @ right)
         expected = average_of(world, model, gradient, float(n * (world.rank + 1)))
-        tolerance = 1e-6 if step < 2 else 1e-4
-        torch.testing.assert_close(model.matrix.grad, expected, rtol=0, atol=tolerance * 20)
-        assert model.vector.grad.tolist() == pytest.approx([n * (n + 1) / 2] * 5, rel=1e-6)
+        atol = 0.2 if rounded else 2e-5 if step < 2 else 2e-3
+        torch.testing.assert_close(model.matrix.grad, expected, rtol=0, atol=atol)
+        rel = 1e-2 if rounded else 1e-6
+        assert model.vector.grad.tolist() == pytest.approx([n * (n + 1) / 2] * 5, rel=rel)
         assert is_rank_0s(model.matrix.grad)
     assert state.iteration == 5
     assert (state.sent, state.of) == (3 * (22 * 2 + 5), 3 * 125)
@@ -92,20 +94,6 @@ def test_what_one_step_leaves_out_comes_later(world):
     off = (total / 202 - expected).norm() / expected.norm()
     single = (model.matrix.grad - expected).norm() / expected.norm()
     assert off < 0.1 < single, (off, single)
-
-
-@on("gloo-2")
-@as_if_apart
-def test_training_converges_in_torchs_wrapper(world):
-    losses = []
-    for compress in (False, True):
-        model, x, y = build(world)
-        reducer = Reducer(model, bucket_cap_mb=1e-3)
-        if compress:
-            hook = default_hooks.bf16_compress_wrapper(power_sgd_hook)
-            reducer.register_comm_hook(PowerSGDState(rank=2, start=3), hook)
-        losses.append(train(world, model, x, y, 60))
-    assert losses[1] < 1.5 * losses[0] + 0.02, losses
 
 
 def average_random(world, model, step):

@@ -6,14 +6,19 @@ Most of it needs no second rank and runs in a group of one, in this process.
 import copy
 import io
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import SGD, AdamW, Reducer
+from ddp_from_scratch.buckets.gradient_bucket import BucketState
 from ddp_from_scratch.optim import flat_params
+from ddp_from_scratch.optim.flat_params import FlatParams
 from ddp_from_scratch.optim.update_rules import AdamRule, SGDRule, UpdateRule
+from tests.support.on_ranks import on
 from tests.support.optimizer_pair import (
     ADAMW,
     ALL,
@@ -33,10 +38,40 @@ from tests.support.tiers import slow
 pytestmark = pytest.mark.usefixtures("alone")
 
 
+def train_in_one(pair: Pair, count: int, accumulates: bool = False) -> None:
+    for x in inputs(count):
+        for model, optimizer in pair.both:
+            optimizer.zero_grad()
+            if accumulates:
+                with pair.reducer.no_sync():
+                    model(2 * x).backward()
+        pair.our_optimizer.backward_and_step(pair.ours(x))
+        pair.theirs(x).backward()
+        pair.their_optimizer.step()
+        pair.check()
+
+
 @each_option
 @pytest.mark.parametrize("cap", [0, SEVERAL, slow(ALL)], ids=["each its own", "several", "one"])
-def test_bits_are_those_of_torch(options, cap):
-    Pair(cap=cap, **options).train(set_to_none=cap != 0)
+def test_bits_are_those_of_torch_and_state_goes_both_ways(options, cap):
+    pair = Pair(cap=cap, **options)
+    pair.train(3, set_to_none=cap != 0)
+    train_in_one(pair, 2)
+    ours, theirs = pair.our_optimizer.state_dict(), pair.their_optimizer.state_dict()
+    assert ours["state"].keys() == theirs["state"].keys()
+    keys = [[group.keys() for group in state["param_groups"]] for state in (ours, theirs)]
+    assert keys[0] == keys[1]
+    torch.save(ours, file := io.BytesIO())
+    file.seek(0)
+    other = Pair(**{**options, "lr": 7.0})  # comes from the state
+    states = copy.deepcopy(theirs), torch.load(file, weights_only=True)
+    for (model, optimizer), state in zip(other.both, states, strict=True):
+        model.load_state_dict(pair.ours.state_dict())
+        optimizer.load_state_dict(state)
+    other.check()
+    other.train(2)
+    pair.train(2)  # the one that was saved goes on from where it was
+    assert_same(pair.ours, other.ours)
 
 
 DTYPES = [torch.bfloat16, torch.complex64, slow(torch.float64), slow(torch.float16)]
@@ -258,27 +293,6 @@ def test_bits_are_those_of_torch_with(program, options):
     program(Pair(**options))
 
 
-@each_option
-def test_state_goes_both_ways(options):
-    pair = Pair(**options)
-    pair.train(3)
-    ours, theirs = pair.our_optimizer.state_dict(), pair.their_optimizer.state_dict()
-    assert ours["state"].keys() == theirs["state"].keys()
-    keys = [[group.keys() for group in state["param_groups"]] for state in (ours, theirs)]
-    assert keys[0] == keys[1]
-    torch.save(ours, file := io.BytesIO())
-    file.seek(0)
-    other = Pair(**{**options, "lr": 7.0})  # comes from the state
-    states = copy.deepcopy(theirs), torch.load(file, weights_only=True)
-    for (model, optimizer), state in zip(other.both, states, strict=True):
-        model.load_state_dict(pair.ours.state_dict())
-        optimizer.load_state_dict(state)
-    other.check()
-    other.train(3)
-    pair.train(3)  # the one that was saved goes on from where it was
-    assert_same(pair.ours, other.ours)
-
-
 @each_kind
 def test_parameters_in_shared_memory_stay_shared(options):
     def make() -> nn.Module:
@@ -290,6 +304,87 @@ def test_parameters_in_shared_memory_stay_shared(options):
     pair.train()
     assert pair.ours.p6.data_ptr() == pair.ours.p5.data_ptr()
 
+
+# Backward and step in one -------------------------------------------------------------------------
+
+
+def test_backward_and_step_counts_as_a_step_after_accumulation():
+    pair = Pair(**MOMENTUM)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for _, o in pair.both]
+    told: list[str] = []
+    pair.our_optimizer.register_step_pre_hook(lambda *_: told.append("pre"))
+    pair.our_optimizer.register_step_post_hook(lambda *_: told.append("post"))
+    for _ in range(3):
+        train_in_one(pair, 1, accumulates=True)
+        for scheduler in schedulers:
+            scheduler.step()  # warns, here an error, unless it knows of a step
+    assert told == ["pre", "post"] * 3
+
+
+def test_backward_and_step_that_averages_nothing_steps_nothing():
+    pair = Pair(**MOMENTUM)
+    train_in_one(pair, 2)
+    before = copy.deepcopy(pair.ours)
+    with (
+        pair.reducer.no_sync(),
+        pytest.raises(RuntimeError, match=r"nothing was averaged.*no_sync\(\)"),
+    ):
+        pair.our_optimizer.backward_and_step(pair.ours(1.0))
+    with pytest.raises(RuntimeError, match="nothing was averaged"):
+        pair.our_optimizer.backward_and_step(torch.ones((), requires_grad=True) * 2)
+    pair.ours.order = (0, 1, 2, 3, 4)
+    with pytest.raises(RuntimeError, match=r"no gradient .* for: (p5, p6|p6, p5)"):
+        pair.our_optimizer.backward_and_step(pair.ours(1.0))
+    assert_same(pair.ours, before)
+
+
+@on("gloo-2")
+def test_buckets_are_stepped_while_others_are_under_way(world):
+    model = Layers((2, 3), (3, 4), (4, 1))
+    reducer = Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=True)
+    optimizer = SGD(model.parameters(), 0.1, 0.9, reducer=reducer)
+    in_flight: list[int] = []
+    original = FlatParams.update
+
+    def record(*arguments: Any) -> None:
+        in_flight.append(sum(b.state is not BucketState.FILLING for b in reducer.flat_buckets))
+        original(*arguments)
+
+    with patch.object(FlatParams, "update", record):
+        for step in range(2):
+            in_flight.clear()
+            optimizer.zero_grad()
+            optimizer.backward_and_step(model(0.5 + step))
+    assert len(reducer.buckets) == 6
+    assert list(dict.fromkeys(in_flight)) == list(reversed(range(len(reducer.buckets))))
+
+
+class Twice(nn.Module):
+    """A layer that gets two gradients in one pass, the second when its bucket is under way."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.twice, x, use_reentrant=True)
+        return x
+
+
+@on("gloo-2")
+def test_a_pass_that_raises_steps_nothing(world):
+    model = Twice()
+    reducer = Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=True)
+    optimizer = SGD(model.parameters(), lr=0.1, reducer=reducer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="got a second gradient"):
+        optimizer.backward_and_step(model(torch.ones(1, 2)).sum())
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+# Refusals -----------------------------------------------------------------------------------------
 
 WRONG = [{"lr": -1.0}, {"momentum": -1.0}, {"weight_decay": -1.0}, {"nesterov": True}]
 

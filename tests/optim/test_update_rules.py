@@ -76,7 +76,7 @@ def test_bits_are_those_of_torch_for_every_size(kind, cut, dtype, threads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_bits_are_those_of_torch_whatever_the_vectors(capability):
     """In a process of its own: torch chooses its kernels once."""
     code = "from tests.optim.test_update_rules import check_all; check_all()"

@@ -119,7 +119,7 @@ def test_every_event_of_every_step_is_recorded_in_its_order(world, tmp_path, at_
     assert (folder / "timeline.html").exists()
 
 
-@on("both")
+@on("gloo-2")
 def test_a_late_rank_for_which_its_peers_wait(world):
     """Rank 1 begins when the other has launched its bucket."""
     model = Terms(2)
@@ -161,7 +161,7 @@ def test_a_bucket_that_lands_while_backward_goes_on(world):
         assert first.sent[1] < second.pack[0] <= first.wait[0]
 
 
-@on("both")
+@on("gloo-2")
 def test_buckets_that_are_sent_one_at_a_time(world):
     """A hook without `one_collective`: the wait for each bucket is where it happens."""
     model = Terms(2, 2)

@@ -162,8 +162,8 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_choose_the_same_whatever_their_clocks_say(pair, kind):
-    (ways, chosen, buckets), other = pair(searched, KINDS[kind])
+def test_ranks_choose_the_same_whatever_their_clocks_say(ranks, kind):
+    (ways, chosen, buckets), other = ranks("gloo", 2)(searched, KINDS[kind])
     assert other == (ways, chosen, buckets)
     assert chosen == (LARGE, False)
     expected = EXPECTED
@@ -193,20 +193,16 @@ def settle(reducer, world, use=None):
     return reducer.bucket_cap_mb, reducer.overlap
 
 
+@pytest.mark.parametrize(
+    ("options", "use"), [({"static_graph": True}, (0, 2, 3)), ({"overlap": False}, None)], ids=str
+)
 @on("gloo-2")
-def test_static_graph(world):
-    """What the first pass taught stays true of other buckets."""
+def test_other_settings(world, options, use):
+    """What the first pass taught stays true of other buckets; no overlap is not tried with it."""
     with clock_of(rank_0_is_misled(world)) as make:
-        reducer = make(Terms(1, 2, 3, 4), static_graph=True)
-        assert settle(reducer, world, (0, 2, 3)) == (LARGE, False)
-
-
-@on("gloo-2")
-def test_overlap_that_is_off_is_not_tried(world):
-    with clock_of(rank_0_is_misled(world)) as make:
-        reducer = make(Terms(1, 2, 3, 4), overlap=False)
-        assert settle(reducer, world) == (LARGE, False)
-    assert reducer.iteration == 2 + bucket_tuning.ROUNDS * 3 * 3
+        reducer = make(Terms(1, 2, 3, 4), **options)
+        assert settle(reducer, world, use) == (LARGE, False)
+    assert use or reducer.iteration == 2 + bucket_tuning.ROUNDS * 3 * 3
 
 
 @on("gloo-2")

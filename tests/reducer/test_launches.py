@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddp_from_scratch import Reducer
@@ -13,7 +12,6 @@ from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     ("sizes", "cap", "expected"),
     [
@@ -24,10 +22,10 @@ from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
         ((1, 2**18, 2**18), 2, [2**19, 1]),
     ],
 )
-@on("pair")
-def test_number_and_sizes_of_all_reduces(world, sizes, cap, overlap, expected):
+@on("gloo-2")
+def test_number_and_sizes_of_all_reduces(world, sizes, cap, expected):
     model = Terms(*sizes)
-    Reducer(model, bucket_cap_mb=cap, overlap=overlap)
+    Reducer(model, bucket_cap_mb=cap)
     for _ in range(3):
         with recorded("all_reduce") as sent:
             model(own(world)).backward()
@@ -42,7 +40,7 @@ def test_number_and_sizes_of_all_reduces(world, sizes, cap, overlap, expected):
         ({"find_unused_parameters": True}, (0,), [4, 3, 2]),  # those that are not reached
     ],
 )
-@on("pair")
+@on("gloo-2")
 def test_buckets_are_launched_before_backward_ends_only_with_overlap(world, options, use, early):
     """Seen when the gradient of p0, the last one, becomes ready."""
     model = Terms(1, 2, 3, 4)
@@ -60,9 +58,8 @@ def test_buckets_are_launched_before_backward_ends_only_with_overlap(world, opti
 RANK_0_USES, OTHERS_USE = (1, 3, 0, 2), (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("view", [False, True])
-@on("crew")
-def test_launch_order_is_one_on_all_ranks_whatever_is_ready_first(world, view):
+@on("gloo-3")
+def test_launch_order_is_one_on_all_ranks_whatever_is_ready_first(world):
     """First the reverse order of registration; rebuilt once, after the first step, as rank 0's.
 
     Rank 0's gradients become ready as p2, p0, p3, p1, the others' as p3, p2, p1, p0.
@@ -71,7 +68,7 @@ def test_launch_order_is_one_on_all_ranks_whatever_is_ready_first(world, view):
     ready = []
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
-    reducer = Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=view)
+    reducer = Reducer(model, bucket_cap_mb=0)
     assert reducer.buckets == (("p3",), ("p2",), ("p1",), ("p0",))
     use = RANK_0_USES if world.rank == 0 else OTHERS_USE
     for expected in ([4, 3, 2, 1], [3, 1, 4, 2], [3, 1, 4, 2]):
@@ -107,26 +104,12 @@ def test_buckets_that_would_be_the_same_stay(world):
         assert (reducer.flat_buckets == before) == stays
 
 
-@on("gloo-3")
-def test_subgroup(world):
-    """Ranks 0 and 2 average 3 and 9; rank 1 goes on alone."""
-    group = dist.new_group([0, 2])
-    model = Terms(1, 2, 3)
-    if world.rank != 1:
-        Reducer(model, group, bucket_cap_mb=0)
-    for _ in range(3):
-        model.zero_grad()
-        model(own(world)).backward()
-        assert_grads(model, 6)
-    dist.destroy_process_group(group)
-
-
 def grads_at(model):
     return [None if p.grad is None else p.grad.data_ptr() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("cap", [0, 12 * BYTES, math.inf])
-@on("pair")
+@on("gloo-2")
 def test_gradients_move_into_their_buckets(world, cap):
     """Before the first pass, before the final layout, and after it."""
     for passes in range(3):

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.fuzz import check
+from tests.support.fuzz import check, steps_with_averages
 from tests.support.fuzz_case import (
     Again,
     Backward,
+    BackwardAndStep,
     Case,
     Evaluate,
     Forward,
@@ -107,6 +108,12 @@ PROGRAMS = {
         parameters=(Parameter(5, kind="table"), Parameter(3), Parameter(4, kind="table")),
         branches=((0, 1), (2,)),
     ),
+    "sparse, momentum": program(
+        *(ALL, Backward(keep=True), Backward(), Step(), Zero(), *STEP, *STEP),
+        parameters=(Parameter(5, kind="table"), Parameter(3)),
+        branches=((0,), (1,)),
+        momentum=0.9,
+    ),
     "unused, other ones on each rank": program(
         *(OTHERS, Backward(), Step(), Zero(), all_use(2), Backward(), Step(), Zero(False)),
         *(OTHERS, Backward(no_sync=True), all_use(2), Backward(), Step(), Zero(), *STEP),
@@ -145,7 +152,12 @@ PROGRAMS = {
     ),
     "autocast": program(*STEP, *LOCAL, *STEP, autocast=True),
     "weighed": program(ALL, Weigh((1, 3)), Backward(), Step(), Zero(), *STEP, Weigh((0, 2)), *STEP),
-    "join": program(*STEP, Join((1, 3)), *STEP, Join((2, 0), initial=False), *STEP),
+    "join": program(
+        *(*STEP, Join((1, 3)), *STEP, Join((2, 0), initial=False), *STEP, Join((0, 2)), *STEP),
+        buffers=True,
+        broadcast_buffers=True,
+    ),
+    "join, unused": program(Join((1, 3)), OTHERS, Backward(), Step(), Zero(), **UNUSED),
     "buffers": program(*STEP, Evaluate(0), *LOCAL, *STEP, buffers=True, broadcast_buffers=True),
     "batch norm": program(*STEP, Evaluate(1), *LOCAL, *STEP, batch_norm=True),
     "moved": program(*STEP, ALL, Backward(), Move(), Step(), *LOCAL, Move(), *STEP, Zero(), *STEP),
@@ -182,7 +194,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "at the end": {"bucket_cap_mb": 0, "overlap": False},
     "views": {"bucket_cap_mb": 40 * BYTES, "gradient_as_bucket_view": True},
     "views of large": {"gradient_as_bucket_view": True, "large": True, "bucket_cap_mb": 40 * BYTES},
-    "large": {"large": True},
     "fused": {"fuse_wgrad": True, "large": True},
     "fused, flat": {"fuse_wgrad": True, "large": True, "flat": True, "bucket_cap_mb": 0},
     "wrapped": {"wrapped": True, "bucket_cap_mb": math.inf},
@@ -190,14 +201,48 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a hook with a tensor of its own": {"hook": "gathered", "gradient_as_bucket_view": True},
     "gloo alone": {"shared_memory": False, "bucket_cap_mb": 40 * BYTES},
     "flat": {"flat": True, "gradient_as_bucket_view": True},
+    "flat, in one": {"flat": True, "bucket_cap_mb": 40 * BYTES},
+    "node shared": {"flat": True, "node_shared": True, "bucket_cap_mb": 40 * BYTES},
+    "node shared, in one": {"flat": True, "node_shared": True},
 }
 BACKENDS = ["gloo-2", "mpi-2", "gloo-3", "node-3"]
 
 
-@pytest.mark.parametrize(("name", "option", "backend"), spread(PROGRAMS, OPTIONS, BACKENDS))
+def in_one(operations: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With `backward_and_step` where a program does both."""
+    whole: list[Any] = []
+    for op in operations:
+        if isinstance(op, Step) and whole and whole[-1] == Backward():
+            whole[-1] = BackwardAndStep()
+        else:
+            whole.append(op)
+    return tuple(whole)
+
+
+def with_option(name: str, option: str) -> Case:
+    case = replace(PROGRAMS[name], **OPTIONS[option])
+    return replace(case, operations=in_one(case.operations)) if "in one" in option else case
+
+
+def fits(name: str, option: str) -> bool:
+    """Whether one copy of the parameters, of which each rank steps a part, is enough."""
+    case = with_option(name, option)
+    movable = all(p.dtype in ("float32", "float64") and p.kind != "holes" for p in case.parameters)
+    alike = case.writes is None and steps_with_averages(case.operations)
+    return not case.node_shared or (movable and alike)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "backend"),
+    [
+        case
+        for case in spread(PROGRAMS, OPTIONS, BACKENDS)
+        if fits(*getattr(case, "values", case)[:2])
+    ],
+)
 def test_program(ranks, name, option, backend):
     group, size = backend.split("-")
-    case = on_ranks(replace(PROGRAMS[name], **OPTIONS[option]), int(size))
+    case = on_ranks(with_option(name, option), int(size))
     seen = check(ranks(group, int(size)), case)
     assert seen["raised"] == name.startswith("error: ")
     assert seen["raised"] or seen["operations"] == len(case.operations)

@@ -126,7 +126,6 @@ PROGRAMS = {
     "cnn": Program(cnn, SMALL),
     "cnn, accumulated, in views": Program(cnn, VIEWS | SMALL, "SGD", accumulate=2),
     "cnn, a flat optimizer": Program(cnn, VIEWS, flat=True),
-    "cnn, at the end": Program(cnn, SMALL | {"overlap": False}),
     "cnn, watched": Program(cnn, WATCHED),
     "transformer": Program(Transformer, SMALL),
     "transformer, fused": Program(Transformer, {"fuse_wgrad": True}, "SGD"),
@@ -188,15 +187,13 @@ class Training:
         return bits_of(self.model, self.optimizer)
 
 
-def trained(
-    world: ddp.World, name: str, way: str = "", in_lock_step: bool = False, steps: int = STEPS
-) -> "Bits":
+def trained(world: ddp.World, name: str, way: str = "", in_lock_step: bool = False) -> "Bits":
     """Trains over shared memory, or the `way`: messages, two machines, or ranks in turn on them."""
     places = {"2 machines": [world.world_size - 1, 1], "ranks in turn": lambda rank: rank % 2}
     group = group_over(world, places[way]) if way in places else None
     program = (IN_LOCK_STEP if in_lock_step else PROGRAMS)[name]
     training = Training(program, group, in_lock_step, shared_memory=way != "messages")
-    bits = training.train(steps=steps)
+    bits = training.train()
     ddp.check_sync(training.model)
     shared = training.reducer.stats().transport == "shared memory"
     assert shared == (way != "messages" and world.world_size > 1)
@@ -232,14 +229,14 @@ def assert_bits(expected: Bits, found: list[Bits], what: str = "") -> None:
 
 
 @cache
-def by_definition(name: str, steps: int = STEPS) -> Bits:
+def by_definition(name: str) -> Bits:
     """Of one process that knows nothing of ranks or buckets."""
     program = PROGRAMS[name]
     model = program.model()
     kind = getattr(torch.optim, program.optimizer)
     # Our flat optimizers have the bits of torch's fused ones.
     optimizer = kind(model.parameters(), fused=program.flat, **program.settings)
-    for step in range(steps):
+    for step in range(STEPS):
         copies = [copy.deepcopy(model) for _ in range(SHARDS)]
         for shard, each in enumerate(copies):
             with seeded(0, step, shard):

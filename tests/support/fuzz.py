@@ -243,7 +243,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         batch_norm=batch_norm,
         optimizer=one_of("SGD", "SGD", "AdamW"),
         flat=flat,
-        node_shared=alike and _steps_with_averages(operations) and draw(st.booleans()),
+        node_shared=alike and steps_with_averages(operations) and draw(st.booleans()),
         shared_memory=shared_memory,
         straggler_every=one_of(None, None, 1, 3),
         halves=halves and draw(st.booleans()),
@@ -254,7 +254,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     )
 
 
-def _steps_with_averages(operations: tuple[Any, ...]) -> bool:
+def steps_with_averages(operations: tuple[Any, ...]) -> bool:
     """Whether one copy of the parameters is enough: all ranks always step alike, where it lies."""
     local = False
     for op in operations:

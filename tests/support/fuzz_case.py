@@ -64,6 +64,11 @@ class Step:
 
 
 @dataclass(frozen=True)
+class BackwardAndStep:
+    """`backward_and_step` from the last graph. Without a flat optimizer it is one after another."""
+
+
+@dataclass(frozen=True)
 class Freeze:
     """Sets `requires_grad` of a parameter, on one rank or (None) on all."""
 
@@ -557,6 +562,12 @@ class Ours(Player):
             case Weigh():
                 for reducer in self.reducers:
                     reducer.weight(op.amounts[self.rank])
+            case BackwardAndStep() if self.case.flat:
+                self.optimizer.backward_and_step(loss_of(self.graphs[-1]))
+                self.graphs = []
+            case BackwardAndStep():
+                super().play(number, Backward())
+                super().play(number, Step())
             case KeepViews():
                 for reducer in self.reducers:
                     reducer.keep_bucket_views()

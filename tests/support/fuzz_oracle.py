@@ -16,6 +16,7 @@ from torch.nn.functional import batch_norm
 from tests.support.fuzz_case import (
     Again,
     Backward,
+    BackwardAndStep,
     Case,
     Evaluate,
     Forward,
@@ -144,6 +145,16 @@ class Oracle:
                 return self._everyone(LATE) if late else Expected()
             case Backward():
                 return self._backward(number, op)
+            case BackwardAndStep():
+                expected = self._backward(number, Backward())
+                if expected is None or expected.must:
+                    return expected
+                expected = self._play(number, Step())
+                tables = [i for i, p in enumerate(case.parameters) if p.kind == "table"]
+                for player in self._players if case.node_shared else []:
+                    for index, p in enumerate(player.parameters):
+                        p.grad = p.grad if index in tables else None  # they are averaged nowhere
+                return expected
             case Zero() if under_way:
                 return None
             case Step() if under_way:
