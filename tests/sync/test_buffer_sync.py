@@ -255,7 +255,7 @@ def no_buffers_of_a_rank_that_misses_a_gradient(world):
         *(("gloo", hooks_in_place_of_rank_0s), slow("mpi", hooks_in_place_of_rank_0s)),
         ("gloo", hooks_in_the_passes_in_which_torch_calls_them),
         ("gloo", no_buffers_of_a_rank_that_misses_a_gradient),
-        *(slow("mpi", rank_0s_at_the_end_of_what_averages), slow("mpi", in_unlike_modes)),
+        slow("mpi", rank_0s_at_the_end_of_what_averages),
         slow("mpi", with_buckets_that_are_stepped_as_they_land),
     ],
 )
