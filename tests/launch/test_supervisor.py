@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch import watch
 from ddp_from_scratch.launch.board import NO_STATE, Board
@@ -27,6 +29,18 @@ def wait_until_there(*paths):
     return "; ".join(f'while [ ! -e "{path}" ]; do sleep 0.02; done' for path in paths)
 
 
+@pytest.fixture
+def own_stdin():
+    """pytest's own is /dev/null already."""
+    before, (read, write) = os.dup(0), os.pipe()
+    os.dup2(read, 0)
+    yield
+    os.dup2(before, 0)
+    for file in (before, read, write):
+        os.close(file)
+
+
+@pytest.mark.usefixtures("own_stdin")
 def test_ranks_are_told_their_place_and_get_two_signals_of_a_terminal(tmp_path, capfd):
     # Neither ends at the first one, and rank 0 sends the second when both have got it.
     script = (
@@ -60,6 +74,8 @@ def test_a_stopped_process_is_known_by_its_state():
 
 PARENT = """
 import sys
+import pytest
+
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch.rank_process import run_to_exit
 counts, node_rank, port, *command = sys.argv[1:]
