@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import select
 import signal
 import sys
 import threading
@@ -43,14 +42,20 @@ def asleep(world):
 
 
 def late(world):
-    """A late rank names the killed one, and not those that have gone for it."""
-    pids = processes()
+    """A late rank names the killed one, and not the one that has gone for it."""
+    pids, store = processes(), dist.distributed_c10d._get_default_store()
     dist.all_reduce(torch.ones(3))
     if world.rank == 2:
         os.kill(pids[2], signal.SIGKILL)
     if world.rank == 1:
-        select.select([os.pidfd_open(pids[2])], [], [])  # readable once it has ended
-    dist.all_reduce(torch.ones(3))
+        store.wait(["rank 0 has failed"])
+        # As if its process had ended, too.
+        dist.group.WORLD.checked_barrier._processes.ended = lambda: {0, 2}
+    try:
+        dist.all_reduce(torch.ones(3))
+    finally:
+        if world.rank == 0:
+            store.set("rank 0 has failed", "")
 
 
 def in_the_setup(world):
