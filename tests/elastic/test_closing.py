@@ -1,62 +1,54 @@
 """A group is closed while collectives are under way in it."""
 
-import sys
-
-from ddp_from_scratch import start_ranks
-
-# Rank 1 drops a receive before its message comes. From then on gloo reads nothing more from rank 0,
-# not even that it has gone.
-PROGRAM = """
-import os, sys, time, threading
+import threading
+import time
 from datetime import timedelta
-from pathlib import Path
+
+import pytest
 import torch
 import torch.distributed as dist
-import ddp_from_scratch as ddp
+
 from ddp_from_scratch.elasticity.closing import close_default_group
 
-out = Path(sys.argv[1])
 
-def wait_for(name):
-    until = time.monotonic() + 30
-    while not (out / name).exists():
-        assert time.monotonic() < until, name
-        time.sleep(0.01)
+def closed_on_rank_1(world, folder):
+    """Rank 1 drops a receive before its message comes: from then on its gloo reads nothing more.
 
-with ddp.process_group("gloo") as world:
+    Not even that rank 0 has gone. Each rank's error.
+    """
+
+    def wait_for(name):
+        until = time.monotonic() + 30
+        while not (folder / name).exists():
+            assert time.monotonic() < until, name
+            time.sleep(0.01)
+
     if world.rank == 0:
         wait_for("dropped")
         dist.isend(torch.ones(1000), 1, tag=7)
         dist.all_reduce(torch.zeros(1), async_op=True)
-        (out / "sent").touch()
+        (folder / "sent").touch()
         wait_for("closed")
-        try:
+        with pytest.raises(RuntimeError) as error:
             dist.recv(torch.zeros(1), 1, tag=8)
-        except RuntimeError as error:
-            (out / "noticed").write_text(str(error))
-    else:
-        received = dist.irecv(torch.zeros(1000), 0, tag=7)
-        del received
-        (out / "dropped").touch()
-        wait_for("sent")
-        work = dist.all_reduce(torch.zeros(1), async_op=True)
-        close_default_group()
-        (out / "closed").touch()
-        try:
-            work.wait(timedelta(seconds=30))
-        except RuntimeError as error:
-            (out / "broken off").write_text(str(error))
-        for thread in threading.enumerate():
-            if "_close" in thread.name:
-                thread.join(30)
-                assert not thread.is_alive()
-os._exit(0)
-"""
+        return str(error.value)
+    received = dist.irecv(torch.zeros(1000), 0, tag=7)
+    del received
+    (folder / "dropped").touch()
+    wait_for("sent")
+    work = dist.all_reduce(torch.zeros(1), async_op=True)
+    close_default_group()
+    (folder / "closed").touch()
+    with pytest.raises(RuntimeError) as error:
+        work.wait(timedelta(seconds=30))
+    for thread in threading.enumerate():
+        if "_close" in thread.name:
+            thread.join(30)
+            assert not thread.is_alive()
+    return str(error.value)
 
 
-def test_what_is_under_way_is_broken_off_on_both_sides(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    assert start_ranks([sys.executable, str(program), str(tmp_path)], [2]) == 0
-    assert "Application timeout" in (tmp_path / "broken off").read_text()
-    assert "by peer" in (tmp_path / "noticed").read_text()
+def test_what_is_under_way_is_broken_off_on_both_sides(ranks, tmp_path):
+    noticed, broken_off = ranks("gloo", 2, fresh=True)(closed_on_rank_1, tmp_path)
+    assert "by peer" in noticed
+    assert "Application timeout" in broken_off

@@ -103,11 +103,11 @@ def with_timm(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
 @pytest.mark.parametrize(
-    ("package", "called"), [("accelerate", with_accelerate), ("timm", with_timm)]
+    ("package", "called", "backend"),
+    [("accelerate", with_accelerate, "mpi"), ("timm", with_timm, "gloo")],
 )
-def test_the_same_numbers_as_with_torchs_class(ranks, backend, package, called):
+def test_the_same_numbers_as_with_torchs_class(ranks, package, called, backend):
     pytest.importorskip(package)
     first, second = ranks(backend, 2, fresh=True)(called)
     assert first == second

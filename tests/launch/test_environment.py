@@ -61,12 +61,12 @@ def test_placement():
 
 def test_reports_errors_is_true_on_the_first_rank_of_a_machine():
     assert environment.reports_errors({})
-    for first, environ in (
-        ("LOCAL_RANK", TORCHRUN),
-        ("OMPI_COMM_WORLD_LOCAL_RANK", OPEN_MPI),
-        ("MPI_LOCALRANKID", MPICH),
-        ("SLURM_LOCALID", SRUN),
-    ):
+    for first, environ in {
+        "LOCAL_RANK": TORCHRUN,
+        "OMPI_COMM_WORLD_LOCAL_RANK": OPEN_MPI,
+        "MPI_LOCALRANKID": MPICH,
+        "SLURM_LOCALID": SRUN,
+    }.items():
         assert not environment.reports_errors(environ)
         assert environment.reports_errors(environ | {first: "0"})
 

@@ -20,7 +20,7 @@ def pair():
 
 
 def in_a_thread(function, connection, *arguments):
-    """The thread, and what it raised once it has ended."""
+    """What it raised, once it has ended and so closed the connection."""
     raised = []
 
     def run():
@@ -32,13 +32,12 @@ def in_a_thread(function, connection, *arguments):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, raised
+    threading.Thread(target=run, daemon=True).start()
+    return raised
 
 
-def prove(connection, secret=b"secret", seconds=5.0):
-    gate.prove(connection, secret, time.monotonic() + seconds)
+def prove(connection):
+    gate.prove(connection, b"secret", time.monotonic() + 5.0)
 
 
 class Tapped:
@@ -69,20 +68,12 @@ def test_both_know_the_secret_which_is_of_no_use_to_who_has_heard_it(pair):
 
     first, second = socket.socketpair()
     with first, second:
-        _, raised = in_a_thread(gate.check, second, b"secret")
+        raised = in_a_thread(gate.check, second, b"secret")
         for data in one.heard:
             first.sendall(data)
         assert len(first.recv(1000)) == len(gate._GREETING) + 32
         assert first.recv(1000) == b""
         assert isinstance(raised[0], StrangerError)
-
-
-def test_who_does_not_know_it_is_refused(pair):
-    thread, raised = in_a_thread(gate.check, pair[1], b"secret")
-    with pytest.raises(StrangerError, match="it does not have the same DDP_SECRET"):
-        prove(pair[0], b"another")
-    thread.join()
-    assert [str(error) for error in raised] == ["it does not know the secret"]
 
 
 def test_a_machine_0_that_does_not_know_it_is_refused(pair):
@@ -134,8 +125,3 @@ def test_an_error_that_passes_leaves_the_gate_open(pair):
             visitor.sendall(b"in")
             assert store.recv(100) == b"in"
         listener.shutdown(socket.SHUT_RDWR)
-
-
-def test_silence_ends_in_time(pair):
-    with pytest.raises(TimeoutError):
-        prove(pair[0], seconds=0.05)

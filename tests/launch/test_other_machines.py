@@ -188,7 +188,9 @@ def test_two_supervisors_of_one_machine(job):
     assert not job.machines.lost
 
 
-def test_a_supervisor_that_was_stopped_while_it_came(unmet):
+def test_wrong_counts_and_a_supervisor_that_was_stopped_while_it_came(unmet):
+    for counts, told in ((1,), "1"), ((2, 2), "2,2"):
+        assert unmet.comes(1, *counts) == WRONG_COUNTS.format(told)
     # It has drawn a ticket, and says nothing; the one after it is heard all the same.
     unmet.store.add("tickets", 1)
     assert unmet.comes(1, 1, 2) == ""
@@ -227,13 +229,6 @@ def test_a_machine_that_is_new(job, capfd):
     job.after(other_machines.LOST_S + 1)
     assert 1 in job.machines.lost
     assert job.comes(1, 1, 2) == ""
-
-
-def test_wrong_counts_at_the_start(unmet):
-    for counts, told in ((1,), "1"), ((2, 2), "2,2"):
-        assert unmet.comes(1, *counts) == WRONG_COUNTS.format(told)
-    # Ranks compare the rest when all are there.
-    assert unmet.comes(1, 1, 2, lr="0.2") == ""
 
 
 def test_a_signal_there_is_passed_on_once(job):

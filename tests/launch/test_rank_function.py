@@ -13,19 +13,6 @@ from tests.support.failing_run import Run
 from tests.support.tiers import slow
 
 
-def note(folder, more=""):
-    """Of this module, so it is sent by its name."""
-    with process_group("gloo") as world:
-        (folder / f"{world.rank} of {world.world_size}{more}").touch()
-
-
-@pytest.mark.slow
-def test_a_function_of_a_module_needs_no_cloudpickle(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    assert start_ranks(partial(note, tmp_path), [2]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 of 2", "1 of 2"]
-
-
 def fail(error):
     with process_group("gloo") as world:
         if world.rank == 1:
@@ -40,7 +27,8 @@ def fail(error):
         slow(ValueError("mine"), 1, "ValueError: mine"),
     ],
 )
-def test_a_function_that_raises_ends_all_ranks(error, code, told, capfd):
+def test_a_function_that_raises_ends_all_ranks(error, code, told, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)  # a module's function needs none
     assert start_ranks(partial(fail, error), [3]) == code
     said = capfd.readouterr().err
     assert said == told if code == 2 else said.count(told) == 1
@@ -50,10 +38,10 @@ def mistaken():
     raise UsageError("no such data")
 
 
-@pytest.mark.parametrize("max_failures", [3, slow(None)])
-def test_a_mistake_before_ranks_meet_is_one_line(max_failures, capfd):
+@pytest.mark.slow
+def test_a_mistake_before_ranks_meet_is_one_line(capfd):
     # With `max_failures` each rank begins in a group of its own.
-    assert start_ranks(mistaken, [2], max_failures=max_failures) == 2
+    assert start_ranks(mistaken, [2], max_failures=3) == 2
     assert capfd.readouterr().err == "error: no such data\n"
 
 
@@ -78,8 +66,8 @@ FAILURES = "max_failures must be 0 to 50,000, got "
 @pytest.mark.parametrize(
     ("function", "options", "told"),
     [
-        (partial(note, threading.Lock()), {}, r"start_ranks\(note\): .* cannot be sent .*lock"),
-        (partial(note, Refuses()), {}, "cannot be sent .* only through inheritance"),
+        (partial(fail, threading.Lock()), {}, r"start_ranks\(fail\): .* cannot be sent .*lock"),
+        (partial(fail, Refuses()), {}, "cannot be sent .* only through inheritance"),
         *((function, {}, NOT_RUN) for function in (steps, wait, partial(steps))),
         *((mistaken, {"counts": counts}, NO_RANK) for counts in ([], [0], [1, -1])),
         *((mistaken, {"max_failures": n}, FAILURES) for n in (-1, 50_001)),
@@ -92,9 +80,9 @@ def test_what_cannot_be_started_is_refused(function, options, told):
 
 def test_a_function_of_the_program_itself_needs_cloudpickle(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    monkeypatch.setattr(note, "__module__", "__main__")
-    with pytest.raises(UsageError, match=r"start_ranks\(note\): .* pip install cloudpickle"):
-        command_of(partial(note, tmp_path), tmp_path)
+    monkeypatch.setattr(fail, "__module__", "__main__")
+    with pytest.raises(UsageError, match=r"start_ranks\(fail\): .* pip install cloudpickle"):
+        command_of(partial(fail, tmp_path), tmp_path)
 
 
 def test_another_thread_than_the_main_one_is_refused():

@@ -1,6 +1,6 @@
 """The parent of ranks, with real processes: their places, their signals, and several machines.
 
-What it decides is in `test_decisions.py`.
+What it decides is in `test_decisions.py`, and jobs that go on are in `tests/elastic`.
 """
 
 import os
@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import pytest
 
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch import watch
@@ -27,32 +29,36 @@ def wait_until_there(*paths):
     return "; ".join(f'while [ ! -e "{path}" ]; do sleep 0.02; done' for path in paths)
 
 
-def test_each_rank_is_told_its_place_and_meets_in_a_private_folder(tmp_path):
-    told = (
-        'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK"; '
-        'folder=$(dirname "$DDP_RENDEZVOUS_FILE"); echo "$folder"; stat -c %a "$folder"; '
-        "readlink /proc/self/fd/0"
-    )
-    assert start_ranks(shell(f'({told}) > "$1/$RANK"', tmp_path), [3]) == 0
-    folders = set()
-    for rank in range(3):
-        place, folder, mode, stdin = (tmp_path / str(rank)).read_text().splitlines()
-        assert place == f"{rank} 3 {rank} 3 0"
-        assert (mode, stdin) == ("700", "/dev/null")
-        folders.add(folder)
-    assert len(folders) == 1
-    assert not Path(folders.pop()).exists()
+@pytest.fixture
+def own_stdin():
+    """pytest's own is /dev/null already."""
+    before, (read, write) = os.dup(0), os.pipe()
+    os.dup2(read, 0)
+    yield
+    os.dup2(before, 0)
+    for file in (before, read, write):
+        os.close(file)
 
 
-def test_the_first_signal_lets_ranks_save_and_the_second_kills_them(tmp_path, capfd):
+@pytest.mark.usefixtures("own_stdin")
+def test_ranks_are_told_their_place_and_get_two_signals_of_a_terminal(tmp_path, capfd):
     # Neither ends at the first one, and rank 0 sends the second when both have got it.
-    save = 'trap "touch $1/saved$RANK" TERM; touch $1/ready$RANK'
-    tell = wait_until_there("$1/ready0", "$1/ready1") + "; kill -INT $PPID; "
-    tell += wait_until_there("$1/saved0", "$1/saved1") + "; kill -INT $PPID"
-    script = f'{save}; if [ "$RANK" = 0 ]; then {tell}; fi; while :; do sleep 0.1; done'
+    script = (
+        'place="$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK"; '
+        'folder=$(dirname "$DDP_RENDEZVOUS_FILE"); cd "$1"; trap "touch saved$RANK" TERM; '
+        '(echo "$place"; echo "$folder"; stat -c %a "$folder"; readlink /proc/self/fd/0) > $RANK; '
+        "touch ready$RANK; "
+    )
+    tell = f"{wait_until_there('ready0', 'ready1')}; kill -INT $PPID; "
+    tell += f"{wait_until_there('saved0', 'saved1')}; kill -INT $PPID"
+    script += f'if [ "$RANK" = 0 ]; then {tell}; fi; while :; do sleep 0.1; done'
     assert start_ranks(shell(script, tmp_path), [2]) == 130
     assert {"saved0", "saved1"} <= {file.name for file in tmp_path.iterdir()}
     assert capfd.readouterr().err == "stopping all ranks; once more ends them at once\n"
+    told = [(tmp_path / rank).read_text().splitlines() for rank in "01"]
+    (folder,) = {folder for _, folder, *_ in told}  # private, and gone with its run
+    assert told == [[f"{r} 2 {r} 2 0", folder, "700", "/dev/null"] for r in "01"]
+    assert not Path(folder).exists()
 
 
 def test_a_stopped_process_is_known_by_its_state():
@@ -68,6 +74,8 @@ def test_a_stopped_process_is_known_by_its_state():
 
 PARENT = """
 import sys
+import pytest
+
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch.rank_process import run_to_exit
 counts, node_rank, port, *command = sys.argv[1:]
@@ -102,50 +110,7 @@ def test_a_failure_on_one_machine_ends_the_others(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == places
 
 
-# A job that goes on -------------------------------------------------------------------------------
-
-# A process leaves what it saw in a file of the test's folder.
-GOES_ON = """
-import os, signal, sys, time
-from pathlib import Path
-from ddp_from_scratch.launch.board import Board
-
-board, me, out = Board(Path(os.environ["DDP_BOARD"])), int(os.environ["DDP_MEMBER"]), sys.argv[1]
-place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-assert place == ["0", "1", "0", "1"], place  # alone
-assert Path(os.environ["DDP_RENDEZVOUS_FILE"]).name == f"alone-{me}"
-
-def generation(number):
-    while board.generation < number:
-        time.sleep(0.005)
-    return board.members(number)
-
-def note(what):
-    Path(out, f"{what}-{me}").touch()
-
-if me == 1:
-    assert generation(1) == [0, 1, 2]
-    os.kill(os.getpid(), signal.SIGKILL)
-if me < 3:
-    assert generation(2) == [0, 2], generation(2)
-    note("went on")
-else:
-    while len(os.listdir(out)) < 2:
-        time.sleep(0.005)
-    board.ask(me, board.generation + 1)
-assert generation(3) == [0, 2, 3], generation(3)
-note("joined")
-"""
-
-
-def test_the_others_go_on_and_another_process_joins(tmp_path, capfd):
-    # Through a shell, so that the processes need not wait for one that imports torch.
-    command = shell('exec "$1" -c "$2" "$3"', sys.executable, GOES_ON, tmp_path)
-    assert start_ranks(command, [3], max_failures=3) == 0
-    noted = sorted(file.name for file in tmp_path.iterdir())
-    assert noted == ["joined-0", "joined-2", "joined-3", "went on-0", "went on-2"]
-    killed = "process 1 was killed by SIGKILL: going on with 2 ranks; starting another"
-    assert capfd.readouterr().err == f"{killed} (failure 1 of 3)\n"
+# Folders ----------------------------------------------------------------------------------------
 
 
 def test_a_board_keeps_what_each_process_writes(tmp_path, monkeypatch):
@@ -179,8 +144,6 @@ def test_a_board_keeps_what_each_process_writes(tmp_path, monkeypatch):
     other.note_failure(1, 5, "ValueError: no")
     assert board.failure(1) == (5, "ValueError: no")
 
-
-# The folder of a run ------------------------------------------------------------------------------
 
 HOLD = """
 import sys

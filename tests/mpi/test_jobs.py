@@ -10,7 +10,7 @@ from tests.support.failing_run import Run
 from tests.support.tiers import slow
 
 PROGRAM = """
-import os, signal, sys, time
+import os, sys
 import torch, torch.distributed as dist, ddp_from_scratch as ddp
 from ddp_from_scratch import mpi
 ddp.process_group("mpi", timeout={timeout}).__enter__()
@@ -20,7 +20,7 @@ dist.barrier()
 {ending}
 """
 RAISES = """
-if rank == {}:
+if rank == 1:
     dist.all_reduce(torch.ones(1), async_op=True)
     raise KeyError("mine")
 dist.all_reduce(torch.ones(1))
@@ -37,20 +37,16 @@ assert torch.isfinite(model.weight).all()
 """
 # A rank's own exit waits in MPI_Finalize for the others, so the launcher hears nothing.
 EARLY = "failed: rank 1 ended without coming to it"
-KILLED = "if rank == {}: os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(9))"
+KILLED = "if rank == 0: os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(9))"
 ENDINGS = {
     "a window": ("window = mpi.empty(100); dist.all_reduce(window)", 0, ""),
-    "raises": (RAISES.format(1), 1, "KeyError: 'mine'"),
-    "killed 0": (KILLED.format(0), 137, ""),
+    "raises": (RAISES, 1, "KeyError: 'mine'"),
+    "killed 0": (KILLED, 137, ""),
 }
 SLOW = {
     "ends early": ("if rank == 1: sys.exit(3)\ndist.all_reduce(torch.ones(9))", 1, EARLY),
-    "destroyed": ("dist.destroy_process_group()", 0, ""),
     "destroyed by one": ("if rank: dist.destroy_process_group()", 0, ""),
-    "one is late": ("time.sleep(2 * rank)", 0, ""),
-    "raises on 0": (RAISES.format(0), 1, "KeyError: 'mine'"),
     "ends early with 0": ("if rank == 1: sys.exit(0)\ndist.all_reduce(torch.ones(9))", 1, EARLY),
-    "killed 1": (KILLED.format(1), 137, ""),
     "aborts": (
         "if rank == 1: mpi.runtime.MPI.COMM_WORLD.Abort(7)\ndist.all_reduce(torch.ones(9))",
         *(7, ""),

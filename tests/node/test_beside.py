@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import socket
-import sys
+import threading
 import weakref
 
 import pytest
@@ -14,7 +14,6 @@ from ddp_from_scratch import NodeSharedSGD, Reducer, comm_hooks
 from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState
 from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
-from tests.support.failing_run import Run
 from tests.support.machines import group_over
 
 
@@ -116,34 +115,25 @@ def test_repr_names_the_transport_that_a_hook_takes(ranks):
     assert ranks("mpi", 2)(transports) == [[True] * 8] * 2
 
 
-REOPENED = """
-import os, sys, time
-import torch, torch.distributed as dist
-from ddp_from_scratch import Reducer
-model = torch.nn.Linear(2, 2)
-reducer = None
-for number in range(3):
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], world_size=2,
-                            rank=int(sys.argv[1]))
-    reducer = reducer or Reducer(model)
-    model.zero_grad()
-    model(torch.full((1, 2), float(sys.argv[1]))).sum().backward()
-    assert model.weight.grad.eq(0.5).all()
-    dist.destroy_process_group()
-    closed = f"{sys.argv[3]}/{number}"
-    if sys.argv[1] == "0":
-        open(closed, "w").close()
-    while not os.path.exists(closed):  # or rank 1 would find the store that rank 0 closes
-        time.sleep(0.01)
-print(reducer)
-"""
+def reopened(world, folder, port):
+    """Three default groups, one after the other, of one Reducer; the way of the last."""
+    model, reducer = torch.nn.Linear(2, 2), None
+    for number in range(3):
+        dist.destroy_process_group()
+        (folder / f"closed {number} {world.rank}").touch()
+        while not (folder / f"closed {number} {1 - world.rank}").exists():
+            threading.Event().wait(0.01)  # or rank 1 would find the store that rank 0 closes
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=address, world_size=2, rank=world.rank)
+        reducer = reducer or Reducer(model)
+        model.zero_grad()
+        model(torch.full((1, 2), float(world.rank))).sum().backward()
+        assert model.weight.grad.eq(0.5).all()
+    return repr(reducer)
 
 
-def test_a_reducer_outlives_default_groups_on_one_port(tmp_path):
+def test_a_reducer_outlives_default_groups_on_one_port(ranks, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    zero, one = (Run(sys.executable, "-c", REOPENED, rank, port, str(tmp_path)) for rank in "01")
-    with zero, one:
-        for run in (zero, one):
-            assert run.wait() == 0, run.text
-            assert "by shared memory" in run.out
+        port = free.getsockname()[1]
+    for found in ranks("gloo", 2, fresh=True)(reopened, tmp_path, port):
+        assert "by shared memory" in found

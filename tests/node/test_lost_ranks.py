@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import sys
 import threading
 from datetime import timedelta
@@ -20,106 +21,91 @@ from ddp_from_scratch.node.store_communicator import StoreCommunicator
 from tests.support.failing_run import Run
 from tests.support.machines import Total, group_over
 from tests.support.on_ranks import on
-from tests.support.tiers import slow
 
-# The timeout of these groups is torch's default, half an hour.
-BEGIN = """
-import os, select, signal, sys
-from datetime import timedelta
-import torch, torch.distributed as dist
-import ddp_from_scratch.node
-from ddp_from_scratch.node import shared_memory_beside
-from ddp_from_scratch.node.store_communicator import StoreCommunicator
-rank, size, met = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-tensor, processes = torch.ones(3), [None] * size
 
-def open_group(backend="node"):
-    dist.init_process_group(backend, init_method="file://" + met, rank=rank, world_size=size)
-    dist.all_gather_object(processes, os.getpid())
+def processes():
+    """The ranks' processes."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, os.getpid())
+    return found
 
-def until_end_of(other):
-    select.select([os.pidfd_open(processes[other])], [], [])  # readable once it has ended
 
-def fails(call):
+def asleep(world):
+    """Rank 0 comes, sleeps in the first round, and is killed before the second."""
+    pids = processes()
+    if world.rank == 4:
+        while dist.group.WORLD.checked_barrier._memory.come[0][0] < 1:
+            os.sched_yield()
+        os.kill(pids[0], signal.SIGKILL)
+    for _ in range(2):
+        dist.all_reduce(torch.ones(3))
+
+
+def late(world):
+    """A late rank names the killed one, and not the one that has gone for it."""
+    pids, store = processes(), dist.distributed_c10d._get_default_store()
+    dist.all_reduce(torch.ones(3))
+    if world.rank == 2:
+        os.kill(pids[2], signal.SIGKILL)
+    if world.rank == 1:
+        store.wait(["rank 0 has failed"])
+        # As if its process had ended, too.
+        dist.group.WORLD.checked_barrier._processes.ended = lambda: {0, 2}
     try:
-        call()
-    except RuntimeError as error:
-        print(error, flush=True)
-        os._exit(3)
-"""
+        dist.all_reduce(torch.ones(3))
+    finally:
+        if world.rank == 0:
+            store.set("rank 0 has failed", "")
 
 
-@contextlib.contextmanager
-def started(size, program, folder):
-    with contextlib.ExitStack() as stack:
-        command = (sys.executable, "-c", BEGIN + program)
-        yield [
-            stack.enter_context(Run(*command, str(rank), str(size), str(folder / "met")))
-            for rank in range(size)
-        ]
+def in_the_setup(world):
+    pids, patience = processes(), timedelta(minutes=30)
+    store = dist.PrefixStore("setup", dist.distributed_c10d._get_default_store())
+    together = StoreCommunicator(store, world.rank, [0, 1, 2], patience).split_by_machine()
+    dist.barrier()
+    if world.rank == 1:
+        os.kill(pids[1], signal.SIGKILL)
+    together.allgather(None)
 
 
-KILLED_ASLEEP = """
-open_group()
-if rank == 4:
-    # Rank 0 comes, sleeps in the first round, and is killed before the second.
-    memory = dist.group.WORLD.checked_barrier._memory
-    while memory.come[0][0] < 1:
-        os.sched_yield()
-    os.kill(processes[0], signal.SIGKILL)
-fails(lambda: [dist.all_reduce(tensor) for _ in range(2)])
-"""
-KILLED_FIRST = """
-open_group()
-dist.all_reduce(tensor)
-if rank == 2:
-    os.kill(os.getpid(), signal.SIGKILL)
-if rank == 1:
-    until_end_of(0)
-fails(lambda: dist.all_reduce(tensor))
-"""
-KILLED_IN_SETUP = """
-store = dist.FileStore(met, size)
-together = StoreCommunicator(store, rank, [0, 1, 2], timedelta(minutes=30)).split_by_machine()
-store.set(f"knows {rank}", "")
-if rank == 1:
-    store.wait([f"knows {other}" for other in range(3)])
-    os.kill(os.getpid(), signal.SIGKILL)
-fails(lambda: together.allgather(None))
-"""
+def told(world, program):
+    with pytest.raises(RuntimeError) as error:
+        program(world)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("size", "program", "victim", "told"),
+    ("size", "program", "victim", "expected"),
     [
-        (5, KILLED_ASLEEP, 0, "ended without coming to it"),
-        # A late rank names the killed one, and not those that have gone for it.
-        slow(3, KILLED_FIRST, 2, "all_reduce number 2 on .* failed: rank 2 ended without coming"),
-        slow(3, KILLED_IN_SETUP, 1, "ended without coming to it|another rank"),
+        (5, asleep, 0, "ended without coming to it"),
+        (3, late, 2, "all_reduce number 2 on .* failed: rank 2 ended without coming"),
+        (3, in_the_setup, 1, "ended without coming to it|another rank"),
     ],
-    ids=["asleep", "late", "in the setup"],
 )
-def test_a_killed_rank_is_noticed_long_before_the_timeout(size, program, victim, told, tmp_path):
-    with started(size, program, tmp_path) as runs:
-        for rank, run in enumerate(runs):
-            if rank != victim:
-                assert run.wait() == 3, run.text
-                assert re.search(told, run.out), run.text
+def test_a_killed_rank_is_noticed_long_before_the_timeout(ranks, size, program, victim, expected):
+    found = ranks("node", size, fresh=True)(told, program, dies=victim)
+    assert found.pop(victim) is None
+    assert all(re.search(expected, text) for text in found), found
 
 
 FAILED = """
-open_group("gloo")
+import signal, sys
+import torch, torch.distributed as dist
+from ddp_from_scratch.node import shared_memory_beside
+rank, met = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method="file://" + met, rank=rank, world_size=2)
 group = shared_memory_beside(dist.group.WORLD)
 print("met", flush=True)
 if rank == 0:
     signal.pause()
-dist.all_reduce(tensor, group=group, async_op=True)
+dist.all_reduce(torch.ones(3), group=group, async_op=True)
 raise ValueError
 """
 
 
 def test_a_rank_that_fails_ends_though_another_does_not_come(tmp_path):
-    with started(2, FAILED, tmp_path) as (zero, one):
+    zero, one = (Run(sys.executable, "-c", FAILED, r, str(tmp_path / "met")) for r in "01")
+    with zero, one:
         zero.wait_for("met")
         assert one.wait(30.0) == 1, one.text
         assert "ValueError" in one.err
@@ -127,7 +113,6 @@ def test_a_rank_that_fails_ends_though_another_does_not_come(tmp_path):
 
 @on("gloo-2")
 def test_a_forked_child_that_closes_its_groups_is_not_taken_for_the_rank(world):
-    """A forked child that closes its groups is not taken for the rank."""
     group = dist.new_group([0, 1])
     ours = shared_memory_beside(group)
     if world.rank == 1:
@@ -239,13 +224,10 @@ def test_a_wait_hears_of_a_lost_rank(ranks, tmp_path):
     assert "a rank of the group was lost" in text
 
 
-def over_two_machines(world, folder):
-    with a_job_that_goes_on(folder):
+@pytest.mark.slow
+@on("gloo-3")
+def test_between_machines_messages_are_sent(world, tmp_path):
+    with a_job_that_goes_on(tmp_path):
         group = group_over(world, [2, 1])
         assert shared_memory_beside(group) is group
         dist.destroy_process_group(group)
-
-
-@pytest.mark.parametrize("size", [slow(3)])
-def test_between_machines_messages_are_sent(ranks, tmp_path, size):
-    ranks("gloo", size)(over_two_machines, str(tmp_path))

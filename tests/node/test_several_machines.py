@@ -65,7 +65,7 @@ def over_machines(world, sizes):
     dist.destroy_process_group(group)
 
 
-@backends_and((2, 1), (2, 2), (3, 1), (1, 2), (1, 1))
+@backends_and((2, 1), (2, 2), (1, 1))
 def test_several_machines(ranks, backend, sizes):
     ranks(backend, sum(sizes))(over_machines, sizes)
 
@@ -140,7 +140,7 @@ def sixteen_bits(world, sizes):
     dist.destroy_process_group(group)
 
 
-@backends_and((2, 1), (1, 2), (1, 1, 1), (1, 1))
+@backends_and((2, 1), (1, 1, 1), (1, 2))
 def test_sixteen_bit_floats_over_several_machines(ranks, backend, sizes):
     ranks(backend, sum(sizes))(sixteen_bits, sizes)
 
@@ -170,61 +170,55 @@ def test_sixteen_bit_floats_are_rounded_again_only_after_a_machines_sum(ranks, b
 # What MPI is given ------------------------------------------------------------------------------
 
 
-class Recorder:
-    """A communicator that counts the bytes which an all-reduce hands to MPI for other ranks."""
-
-    def __init__(self, communicator):
-        self._communicator, self.sent = communicator, 0
-
-    def __getattr__(self, name):
-        return getattr(self._communicator, name)
-
-    def Allreduce(self, send, receive, op):
-        # Of MPI's own, what its best algorithms send.
-        self.sent += 2 * receive[0].nbytes * (self.size - 1) // self.size
-        self._communicator.Allreduce(send, receive, op)
-
-    def Allgather(self, send, receive):
-        self.sent += send[0].nbytes * (self.size - 1)
-        self._communicator.Allgather(send, receive)
-
-    def Alltoallv(self, send, receive):
-        self.sent += sum(send[1]) - send[1][self.rank]
-        self._communicator.Alltoallv(send, receive)
-
-    def Allgatherv(self, send, receive):
-        self.sent += receive[1][self.rank] * (self.size - 1)
-        self._communicator.Allgatherv(send, receive)
-
-
 def bytes_between_machines(world, sizes):
+    """Of an all-reduce: what its ranks give to MPI for other machines, of 4 and of 2 bytes each."""
     group = group_over(world, sizes)
-    ways, m = [group._nodes.peers, group._nodes.everyone], len(sizes)
+    sent = 0
 
-    def sent(tensor, rows=1):
-        """By all ranks together, in an all_reduce, or in the sum of so many rows of each."""
-        recorders = [Recorder(way.handle) for way in ways]
-        for way, recorder in zip(ways, recorders, strict=True):
-            way.handle = recorder
-        tensor.fill_(1)
-        if rows == 1:
-            dist.all_reduce(tensor, group=group)
-        else:
-            each = [tensor, *(torch.zeros_like(tensor) for _ in range(1, rows))]
-            group.fold_rows(each, [[None] * rows] * world.world_size, Total()).wait()
-        assert tensor.eq(world.world_size).all()
-        for way, recorder in zip(ways, recorders, strict=True):
-            way.handle = recorder._communicator
-        return mpi.runtime.MPI.COMM_WORLD.allreduce(sum(recorder.sent for recorder in recorders))
+    class Recorder:
+        def __init__(self, communicator):
+            self._communicator = communicator
 
-    for make in (torch.empty, lambda numel, dtype: group.empty(numel, dtype)):
-        full = sent(make(ROW, dtype=torch.float32))
-        half = sent(make(ROW, dtype=torch.bfloat16))
-        assert full == 2 * (m - 1) * ROW * 4 == 2 * half
-    assert sent(torch.empty(ROW), rows=3) == full  # rows are folded before they cross
-    with pytest.MonkeyPatch.context() as patch:  # in pieces that MPI can count
-        patch.setattr(datatypes, "COUNTABLE", 100_000)
-        assert sent(torch.empty(ROW, dtype=torch.bfloat16)) == half
+        def __getattr__(self, name):
+            return getattr(self._communicator, name)
+
+        def Allreduce(self, send, receive, op):
+            nonlocal sent  # of MPI's own, what its best algorithms send
+            sent += 2 * receive[0].nbytes * (self.size - 1) // self.size
+            self._communicator.Allreduce(send, receive, op)
+
+        def Allgather(self, send, receive):
+            nonlocal sent
+            sent += send[0].nbytes * (self.size - 1)
+            self._communicator.Allgather(send, receive)
+
+        def Alltoallv(self, send, receive):
+            nonlocal sent
+            sent += sum(send[1]) - send[1][self.rank]
+            self._communicator.Alltoallv(send, receive)
+
+        def Allgatherv(self, send, receive):
+            nonlocal sent
+            sent += receive[1][self.rank] * (self.size - 1)
+            self._communicator.Allgatherv(send, receive)
+
+    for way in (group._nodes.peers, group._nodes.everyone):
+        way.handle = Recorder(way.handle)
+    expected = 2 * (len(sizes) - 1) * ROW
+    for countable in (None, 100_000):  # and in pieces that MPI can count
+        for make in (torch.empty, lambda numel, dtype: group.empty(numel, dtype)):
+            for dtype in (torch.float32, torch.bfloat16):
+                sent, tensor = 0, make(ROW, dtype=dtype).fill_(1)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(datatypes, "COUNTABLE", countable or datatypes.COUNTABLE)
+                    dist.all_reduce(tensor, group=group)
+                assert tensor.eq(world.world_size).all()
+                every = mpi.runtime.MPI.COMM_WORLD.allreduce(sent)
+                assert every == expected * dtype.itemsize, (countable, dtype)
+    # Rows are folded before they cross.
+    sent, rows = 0, [torch.ones(ROW), torch.zeros(ROW), torch.zeros(ROW)]
+    group.fold_rows(rows, [[None] * 3] * world.world_size, Total()).wait()
+    assert mpi.runtime.MPI.COMM_WORLD.allreduce(sent) == expected * 4
     dist.destroy_process_group(group)
 
 

@@ -1,7 +1,7 @@
 """One copy of parameters and state for a machine: the same numbers, and no copy more."""
 
 import copy
-import time
+import os
 import warnings
 from datetime import timedelta
 from unittest.mock import patch
@@ -248,23 +248,35 @@ def gives_memory_that_was_moved_from_back(world):
 
 
 def returns_when_all_shares_are_written(world):
-    model, _, optimizer, step = linear(model=nn.Linear(300, 300))
+    """Rank 1 writes its share when rank 0 waits for it, or has not waited and goes on."""
+    model, _, optimizer, step = linear(model=nn.Linear(300, 300, bias=False))
+    step(torch.ones(1, 300))  # frees what has moved
     group = optimizer._group
-    reduce_to_owners = group.reduce_to_owners
+    came = group.empty_for_all(1, torch.int64).zero_()
+    dist.barrier()
+    reduce_to_owners, barrier = group.reduce_to_owners, group.barrier
 
     def slowly(gradient, op, receive, label):
         def receive_late(begin, chunk):
-            time.sleep(0.05 * world.rank)  # which shows a step that does not wait
+            while world.rank == 1 and not came:
+                os.sched_yield()
             receive(begin, chunk)
 
         reduce_to_owners(gradient, op, receive_late, label)
 
-    with patch.object(group, "reduce_to_owners", slowly):
-        for _ in range(3):
-            step(torch.ones(1, 300))
-            seen = model.weight.detach().clone()
-            dist.barrier()
-            assert model.weight.equal(seen)
+    def at_the_end():
+        came.add_(world.rank == 0)
+        return barrier()
+
+    with (
+        patch.object(group, "reduce_to_owners", slowly),
+        patch.object(group, "barrier", at_the_end),
+    ):
+        step(torch.ones(1, 300))
+    seen = model.weight.detach().clone()
+    came.add_(world.rank == 0)
+    dist.barrier()
+    assert model.weight.equal(seen)
 
 
 def no_room(*_):

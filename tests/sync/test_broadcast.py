@@ -3,6 +3,7 @@
 import math
 import re
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,7 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch import broadcast_buffers, broadcast_parameters
+from ddp_from_scratch import (
+    DistributedDataParallel,
+    Reducer,
+    broadcast_buffers,
+    broadcast_parameters,
+)
 from ddp_from_scratch.group import on_gpu_of
 from ddp_from_scratch.sync.broadcast import tree_neighbours
 from tests.support.on_ranks import on
@@ -124,7 +130,7 @@ def within_a_group_and_without_what_is_ignored(world):
 
 
 # From four ranks on, one that receives passes on.
-@pytest.mark.parametrize("crew", ["gloo-4", slow("mpi-3")])
+@pytest.mark.parametrize("crew", ["gloo-4", slow("mpi-3")], indirect=True)
 @pytest.mark.parametrize(
     "what",
     [
@@ -133,9 +139,8 @@ def within_a_group_and_without_what_is_ignored(world):
         within_a_group_and_without_what_is_ignored,
     ],
 )
-def test_ranks_get_the_sources(ranks, crew, what):
-    backend, size = crew.split("-")
-    ranks(backend, int(size))(what)
+def test_ranks_get_the_sources(crew, what):
+    crew(what)
 
 
 # What is refused --------------------------------------------------------------------------------
@@ -180,50 +185,79 @@ DIFFERENT = [
 ACROSS = nn.Parameter(torch.zeros(2, 3).t())
 
 
-def error_of(make, odd, world):
-    model = make() if world.rank == odd else mlp()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(RuntimeError) as caught:
-        broadcast_parameters(model)
-    assert same(before, model.state_dict()), "values were sent"
-    return str(caught.value)
-
-
-def errors(world):
-    return [[error_of(case[0], odd, world) for odd in (0, 2)] for case in DIFFERENT]
+def refused(world):
+    """One model is another one, on rank 2 and then on rank 0; the errors' texts."""
+    texts = []
+    for make, usual, unusual in DIFFERENT:
+        for odd, zero, rank, other in ((2, usual, 2, unusual), (0, unusual, 1, usual)):
+            model = make() if world.rank == odd else mlp()
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            has = rf"rank 0 has .*{re.escape(zero)}.*[;,] rank {rank} has .*{re.escape(other)}"
+            with pytest.raises(RuntimeError, match=f"^the models differ: {has}") as caught:
+                broadcast_parameters(model)
+            assert same(before, model.state_dict()), "values were sent"
+            texts.append(str(caught.value))
+    only = [re.findall(r"only rank \d has buffer norm.num", text) for text in texts]
+    assert only[:-2] == [[]] * (len(only) - 2)
+    assert only[-2:] == [[f"only rank {rank} has buffer norm.num"] for rank in (0, 1)]
+    return texts
 
 
 @pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
 def test_different_models_are_refused_with_one_text_on_every_rank(ranks, backend):
-    found = ranks(backend, 3)(errors)
+    found = ranks(backend, 3)(refused)
     assert found == [found[0]] * 3
-    for (_, usual, unusual), texts in zip(DIFFERENT, found[0], strict=True):
-        orders = [(unusual, usual, 1), (usual, unusual, 2)]
-        for text, (zero, other, rank) in zip(texts, orders, strict=True):
-            zero, other = re.escape(zero), re.escape(other)
-            pattern = f"the models differ: rank 0 has .*{zero}.*[;,] rank {rank} has .*{other}"
-            assert re.match(pattern, text), text
-    only = ["only rank 1 has buffer norm.num", "only rank 0 has buffer norm.num"]
-    for case, texts in enumerate(found[0], 1):
-        has = case == len(DIFFERENT)
-        assert [part in text for part, text in zip(only, texts, strict=True)] == [has, has]
+
+
+class Expanded(nn.Module):
+    """Its parameter, or its buffer, has five elements in the memory of one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5))
+        tensor = torch.zeros(1).expand(5)
+        if kind == "parameter":
+            self.wide = nn.Parameter(tensor)
+        else:
+            self.register_buffer("wide", tensor)
+
+
+def lazy():
+    return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+
+
+RANK = "rank of the group, 0 to 2, got "
+WIDE = "wide is expanded: .*: clone"
+# On all ranks alike: the text, and what raises it.
+ALIKE = [
+    *((f"{RANK}{n}", partial(broadcast_parameters, nn.Linear(2, 2), n)) for n in (-1, 3)),
+    *((f"{RANK}{n}", partial(broadcast_buffers, nn.Linear(2, 2), n)) for n in (-1, 3)),
+    ("parameter 1.weight.* lazy", lambda: broadcast_parameters(lazy())),
+    ("buffer running_mean.* lazy", lambda: broadcast_parameters(nn.LazyBatchNorm1d(affine=False))),
+    (f"parameter {WIDE}", lambda: broadcast_parameters(Expanded("parameter"))),
+    (f"parameter {WIDE}", lambda: DistributedDataParallel(Expanded("parameter"))),
+    (f"buffer {WIDE}", lambda: broadcast_parameters(Expanded("buffer"))),
+    (f"buffer {WIDE}", lambda: broadcast_buffers(Expanded("buffer"))),
+    (f"buffer {WIDE}", lambda: Reducer(Expanded("buffer"), broadcast_buffers=True)),
+]
 
 
 @on("gloo-3")
-def test_a_rank_that_is_none_and_lazy_modules_are_refused(world):
-    for broadcast in (broadcast_parameters, broadcast_buffers):
-        for src in (-1, world.world_size):
-            with pytest.raises(ValueError, match=f"rank of the group, 0 to 2, got {src}"):
-                broadcast(nn.Linear(2, 2), src=src)
-    for lazy in ([0, 1, 2], [1]):  # on one rank alone, too
-        model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-        if world.rank not in lazy:
-            model(torch.zeros(1, 2))
-        error = ValueError if len(lazy) > 1 else RuntimeError
-        with pytest.raises(error, match=r"parameter 1.weight.* lazy"):
-            broadcast_parameters(model)
-    with pytest.raises(ValueError, match=r"buffer running_mean.* lazy"):
-        broadcast_parameters(nn.LazyBatchNorm1d(affine=False))
+def test_what_cannot_be_sent_is_refused_on_all_ranks(world):
+    for text, call in ALIKE:
+        with pytest.raises(ValueError, match=text):
+            call()
+    # On one rank alone, the others would wait for it.
+    model = lazy()
+    if world.rank != 1:
+        model(torch.zeros(1, 2))
+    with pytest.raises(RuntimeError, match=r"parameter 1.weight.* lazy"):
+        broadcast_parameters(model)
+    with pytest.raises(RuntimeError, match="the models differ: rank 0 has "):
+        broadcast_parameters(Expanded("buffer" if world.rank else "parameter"))
+    # What is not sent may be expanded.
+    Reducer(Expanded("buffer")).remove()
+    broadcast_parameters(Expanded("buffer"), ignore=["wide"])
 
 
 def test_objects_go_through_the_modules_own_gpu(monkeypatch):

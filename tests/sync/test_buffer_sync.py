@@ -1,4 +1,4 @@
-"""Buffers: after each average all ranks have rank 0's, and numbers are as with torch's class."""
+"""Buffers: after each average all ranks have rank 0's. The table of programs trains with them."""
 
 import copy
 from contextlib import nullcontext
@@ -9,67 +9,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as Theirs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ddp_from_scratch import SGD, NodeSharedSGD, Reducer, broadcast_parameters
 from ddp_from_scratch import DistributedDataParallel as Ours
+from tests.support.fuzz import check
+from tests.support.fuzz_case import Backward, Case, Forward, Join, Parameter, Step, Zero
 from tests.support.tiers import slow
 
 
-class Net(nn.Module):
-    """Batch norm, and buffers of two dtypes that forward changes and training reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU())
-        self.head = nn.Linear(16, 3)
-        self.register_buffer("centre", torch.zeros(6))
-        self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
-
-    def forward(self, x):
-        if self.training:
-            with torch.no_grad():
-                self.centre.lerp_(x.mean(0), 0.1)
-                self.seen |= x[0, :3] > 1
-        return self.head(self.body(x - self.centre)) * (1 + self.seen)
-
-
-def trained(world, class_, steps):
-    """The state after this many steps of each rank, of two micro-batches each."""
-    generator = torch.Generator().manual_seed(3)
-    torch.manual_seed(world.rank)
-    model = class_(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x = torch.randn(2 * max(steps), world.world_size, 4, 6, generator=generator)
-    y = torch.randint(3, (len(x), 4), generator=generator)
-    even = len(set(steps)) == 1
-    with nullcontext() if even else model.join():
-        for number in range(2 * steps[world.rank]):
-            with nullcontext() if number % 2 else model.no_sync():
-                cross_entropy(model(x[number, world.rank]), y[number]).backward()
-            if number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    if even:  # torch sends what the last step has left before this forward pass
-        model.eval()(x[0, world.rank])
-    return list(model.state_dict().values())
-
-
-def as_torch(world, steps):
-    # Of three numbers gloo takes the sum in another order than shared memory.
-    near = 0 if world.world_size == 2 else 1e-6
-    for a, b in zip(*(trained(world, class_, steps) for class_ in (Ours, Theirs)), strict=True):
-        torch.testing.assert_close(a, b, rtol=near, atol=near)
-
-
-# In the second rank 0 has the most batches: another rank sends its buffers in each step.
-@pytest.mark.parametrize(
-    ("backend", "steps"), [("gloo", [3, 3]), ("gloo", [7, 5, 3]), slow("mpi", [3, 3])], ids=str
-)
-def test_training_has_torchs_bits(ranks, backend, steps):
-    ranks(backend, len(steps))(as_torch, steps)
+def test_a_rank_with_data_sends_them_in_join(ranks):
+    """Not rank 0, which has run out; and after it all have those of the last that trained."""
+    all_use = Forward(((0,),) * 3)
+    step = all_use, Backward(), Step(), Zero()
+    operations = *step, Join((1, 3, 2)), *step, Join((0, 2, 3), initial=False), *step
+    case = Case(3, (Parameter(3), Parameter(2)), ((0, 1),), operations, buffers=True, wrapped=True)
+    assert check(ranks("gloo", 3), case)["operations"] == len(operations)
 
 
 # What the Reducer sends, and when -----------------------------------------------------------------
@@ -299,7 +255,7 @@ def no_buffers_of_a_rank_that_misses_a_gradient(world):
         *(("gloo", hooks_in_place_of_rank_0s), slow("mpi", hooks_in_place_of_rank_0s)),
         ("gloo", hooks_in_the_passes_in_which_torch_calls_them),
         ("gloo", no_buffers_of_a_rank_that_misses_a_gradient),
-        *(slow("mpi", rank_0s_at_the_end_of_what_averages), slow("mpi", in_unlike_modes)),
+        slow("mpi", rank_0s_at_the_end_of_what_averages),
         slow("mpi", with_buckets_that_are_stepped_as_they_land),
     ],
 )

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import (
     DistributedDataParallel,
@@ -24,6 +23,8 @@ from ddp_from_scratch import (
 )
 from ddp_from_scratch.checks.module_snapshot import ModuleSnapshot
 from ddp_from_scratch.sync import sync_batch_norm
+from tests.support.fuzz import check
+from tests.support.fuzz_case import Backward, Case, Forward, Parameter, Step, Zero
 from tests.support.terms import recorded
 from tests.support.tiers import slow
 
@@ -57,7 +58,6 @@ close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 def as_one_process(world, shape, sizes, options, channels_last):
     """Three steps, each with one collective in forward and one in backward."""
-    sizes = sizes[: world.world_size]
     torch.manual_seed(0)
     theirs = nn.modules.batchnorm._BatchNorm(CHANNELS, **options, dtype=torch.float64)
     theirs._check_input_dim = lambda input: None
@@ -114,11 +114,9 @@ LAYERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")])
-def test_a_layer_is_that_of_one_process(ranks, crew, layer):
-    backend, size = crew.split("-")
-    found = ranks(backend, int(size))(as_one_process, *LAYERS[layer])
-    assert found == [found[0]] * int(size)  # statistics have the same bits on every rank
+def test_a_layer_is_that_of_one_process(ranks, layer):
+    first, *others = ranks("gloo", 3)(as_one_process, *LAYERS[layer])
+    assert others == [first] * len(others)  # statistics have the same bits on every rank
 
 
 def floats_of_16_bits(world):
@@ -186,48 +184,23 @@ def group_of_some_ranks(world):
 # Training ---------------------------------------------------------------------------------------
 
 
-class Branching(nn.Module):
-    """A batch norm, and a branch below it that only some ranks take.
-
-    The branch is in the first bucket, as the last to be registered, but its gradient comes last.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False)
-        self.branch = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: torch.Tensor, takes: bool) -> torch.Tensor:
-        return self.head(self.norm(self.before(x, takes)))
-
-    def before(self, x: torch.Tensor, takes: bool) -> torch.Tensor:
-        return self.branch(x) if takes else x
-
-
-def branch_that_some_ranks_take(world):
-    n = world.world_size
-    for option, recomputes in (("find_unused_parameters", False), ("static_graph", True)):
-        torch.manual_seed(0)
-        ours = Branching().double()
-        whole = copy.deepcopy(ours)
-        # Which the Reducer does not take for a changed model.
-        group = None if recomputes else dist.new_group(list(range(n)))
-        reducer = Reducer(ours, bucket_cap_mb=0, **{option: True})
-        convert_sync_batchnorm(ours, group)
-        for step in range(4):
-            x = torch.randn(n, 3, 4, dtype=torch.float64)
-            shift = 0 if option == "static_graph" else step
-            takes = [(rank + shift) % 2 == 0 for rank in range(n)]
-            ours.zero_grad()
-            whole.zero_grad()
-            mine = x[world.rank], takes[world.rank]
-            output = checkpoint(ours, *mine, use_reentrant=False) if recomputes else ours(*mine)
-            output.square().mean().backward()
-            both = torch.cat([whole.before(part, t) for part, t in zip(x, takes, strict=True)])
-            whole.head(whole.norm(both)).square().mean().backward()
-            for (name, p), q in zip(ours.named_parameters(), whole.parameters(), strict=True):
-                assert (p.grad - q.grad).abs().max() < 1e-12, (step, name)
-        reducer.remove()
+@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_a_branch_below_the_layer_that_some_ranks_take(crew, option):
+    """Of a static graph always the same ranks, and computed again in backward."""
+    size, static = crew.world_size, option == "static_graph"
+    operations = []
+    for first in (0, 0, 0) if static else (0, 1, 2):
+        uses = [(0, 1) if (rank + first) % 2 == 0 else (1,) for rank in range(size)]
+        operations += [Forward(tuple(uses)), Backward(), Step(), Zero()]
+    case = Case(
+        *(size, (Parameter(2), Parameter(3)), ((0,), (1,)), tuple(operations)),
+        batch_norm=True,
+        bucket_cap_mb=0,
+        checkpoint="not reentrant" if static else None,
+        **{option: True},
+    )
+    assert check(crew, case)["operations"] == len(operations)
 
 
 def layers_that_learn_on_one_rank_alone(world):
@@ -296,14 +269,13 @@ def a_rank_out_of_data_is_told(world):
     [
         *(floats_of_16_bits, no_batch_anywhere_and_one_value, group_of_some_ranks),
         no_gradient_of_the_input_and_no_second_one,
-        *(branch_that_some_ranks_take, layers_that_learn_on_one_rank_alone),
-        *(unequal_weights_are_refused, a_rank_out_of_data_is_told),
+        *(layers_that_learn_on_one_rank_alone, unequal_weights_are_refused),
+        a_rank_out_of_data_is_told,
     ],
 )
-@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")])
-def test_synchronised(ranks, crew, program):
-    backend, size = crew.split("-")
-    ranks(backend, int(size))(program)
+@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
+def test_synchronised(crew, program):
+    crew(program)
 
 
 # Conversion -------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,7 +35,7 @@ VARIABLES = (
 
 
 @pytest.fixture
-def environ(monkeypatch, tmp_path) -> Callable[..., None]:
+def environ(monkeypatch, tmp_path):
     """Sets variables; those that rendezvous sets by itself are gone again after the test."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is restored whatever the test does to it
@@ -235,9 +234,7 @@ def test_a_wrong_master_address_is_one_line_at_once():
         )
 
 
-def test_a_name_that_is_loopback_on_machine_0_alone_is_refused(
-    monkeypatch,
-):
+def test_a_name_that_is_loopback_on_machine_0_alone_is_refused(monkeypatch):
     """As Debian's /etc/hosts has it: machine 0 would listen where no other machine reaches it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -252,9 +249,7 @@ def test_a_name_that_is_loopback_on_machine_0_alone_is_refused(
                 start_ranks(["true"], [1, 1], 0, name, port)
 
 
-def test_an_address_that_is_silent_does_not_take_the_time_of_the_next(
-    monkeypatch,
-):
+def test_an_address_that_is_silent_does_not_take_the_time_of_the_next(monkeypatch):
     limits = []
 
     def connect(address: object, timeout: float) -> socket.socket:
