@@ -13,6 +13,7 @@ from ddp_from_scratch.training.settings import Settings, option_of
 
 ABOUT = "Trains.\n\n    python run.py\n"
 SECONDS = "must be a positive number of seconds, at most 1,000,000"
+UNKNOWN = "unrecognized arguments:"
 RATE = "--lr must be a positive number, at most 1e+30, got"
 # Arguments, and the beginning of the one line that says what was expected.
 REFUSED = {
@@ -72,8 +73,10 @@ REFUSED = {
     },
     # An unknown word is named.
     "evaluate": "the command must be train or test, got 'evaluate'; see --help",
-    "--ep 3": "unrecognized arguments: --ep; did you mean --epochs? Otherwise see --help",
-    "--learning-rate 1": "unrecognized arguments: --learning-rate",
+    "--epoch=1": f"{UNKNOWN} --epoch=1; did you mean --epochs? Otherwise see --help",
+    "--bucketcap 1": f"{UNKNOWN} --bucketcap; did you mean --bucket-cap-mb? Otherwise see --help",
+    "--zzz": f"{UNKNOWN} --zzz; see --help",
+    "--batch-size 32 --global-batch-size 32": "argument --global-batch-size: not allowed with",
     "--batch-size 8 --global-batch-size 16": "argument --global-batch-size: not allowed with",
     **{
         f"{option} x": f"argument {option}: invalid choice: 'x' (choose from"
@@ -91,30 +94,30 @@ def test_what_is_refused_is_one_line(arguments):
     assert "\n" not in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ", "told"),
-    [
-        ("--go-on --nproc 4 --shards 2", {}, "--shards must be at least as many as ranks, got 2"),
-        ("--nproc 2", {"OMPI_COMM_WORLD_RANK": "0"}, "a launcher, but mpirun has started this"),
-        ("--node-rank 0", {"RANK": "0", "WORLD_SIZE": "1"}, "a launcher, but torchrun has started"),
-        ("--go-on", {"RANK": "0", "WORLD_SIZE": "1"}, "starting without a launcher: torchrun ends"),
-        ("--nproc 1,1", {}, "needs --node-rank and --master-addr"),
-        ("--nproc 1,1 --backend mpi", {}, "mpirun --host A:8,B:2 python run.py --backend mpi"),
-        ("--nproc 2 --master-port 29500", {}, "--master-port are for several machines"),
-        (
-            "--backend nccl",
-            {},
-            "--backend nccl needs a GPU, and none is visible here: use --backend gl",
-        ),
-    ],
-)
-def test_how_ranks_are_started(arguments, environ, told, monkeypatch):
+OF_RUNS = {
+    "--go-on --nproc 4 --shards 2": "--shards must be at least as many as ranks, got 2",
+    "OMPI_COMM_WORLD_RANK=0 --nproc 2": "a launcher, but mpirun has started this",
+    "RANK=0 WORLD_SIZE=1 --node-rank 0": "a launcher, but torchrun has started",
+    "RANK=0 WORLD_SIZE=1 --go-on": "starting without a launcher: torchrun ends",
+    "--nproc 1,1": "needs --node-rank and --master-addr",
+    "--nproc 1,1 --backend mpi": "mpirun --host A:8,B:2 python run.py --backend mpi",
+    "--nproc 2 --master-port 29500": "--master-port are for several machines",
+    "--nproc 2 --node-rank 1": "--node-rank 1 is for several machines, with a count for each as in "
+    "--nproc 8,2; got --nproc 2",
+    "--nproc 8,2 --node-rank 2": "--node-rank must be 0 to 1 with --nproc 8,2, got 2",
+    "--backend nccl": "--backend nccl needs a GPU, and none is visible here: use --backend gl",
+}
+
+
+@pytest.mark.parametrize("words", OF_RUNS)
+def test_how_ranks_are_started(words, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+    variables = [word for word in words.split() if word[0] != "-" and "=" in word]
+    for variable in variables:
+        monkeypatch.setenv(*variable.split("="))
     with pytest.raises(UsageError) as error:
-        main(["run.py"], arguments.split())
-    assert told in str(error.value)
+        main(["run.py"], words.split()[len(variables) :])
+    assert OF_RUNS[words] in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -145,7 +145,7 @@ def test_two_ranks_on_one_gpu_are_named():
 
 @pytest.mark.parametrize(
     ("visible", "local_rank", "local_world_size", "index"),
-    [(8, 3, 8, 3), (1, 3, 8, 0), (1, 0, 1, 0), (4, 0, 1, 0), (0, 0, 1, None), (4, 0, 8, None)],
+    [(8, 3, 8, 3), (1, 3, 8, 0), (4, 0, 1, 0), (0, 0, 1, None), (4, 0, 8, None)],
 )
 def test_the_gpu_of_a_process(monkeypatch, visible, local_rank, local_world_size, index):
     """srun --gpus-per-task=1 and wrappers show each process its own alone."""

@@ -36,8 +36,6 @@ def test_our_own(name, channels, size):
         ("googlenet", 8, 32),
         ("inception_v3", 32, 96),
         ("maxvit_t", 32, 224),
-        ("mobilenet_v3_small", 8, None),
-        ("regnet_y_400mf", 8, None),
         ("resnet18", 8, None),
         ("shufflenet_v2_x0_5", 8, None),
         ("squeezenet1_1", 8, 32),
