@@ -77,18 +77,7 @@ def test_digits_come_with_the_package_and_normalised(tmp_path):
 
 
 def test_digits_are_scikit_learns_as_the_tool_writes_them(monkeypatch, tmp_path):
-    digits = pytest.importorskip("sklearn.datasets").load_digits()
-    data = load_dataset("digits", NOWHERE, download=False)
-    ours = [
-        (int(label), *image.flatten().tolist())
-        for part in (data.train, data.test)
-        for image, label in zip(part.data, part.targets, strict=True)
-    ]
-    theirs = [
-        (int(label), *image.astype(int).flatten().tolist())
-        for image, label in zip(digits.images, digits.target, strict=True)
-    ]
-    assert sorted(ours) == sorted(theirs)
+    pytest.importorskip("sklearn")
     main = runpy.run_path(str(ROOT / "tools" / "make_digits.py"))["main"]
     shipped = main.__globals__["DIGITS_DIR"]
     monkeypatch.setitem(main.__globals__, "DIGITS_DIR", tmp_path)

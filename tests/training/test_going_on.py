@@ -87,7 +87,6 @@ def quiet(ranks, tmp_path_factory):
 
 FAULTS = {
     "a step": "before('_backward', lambda t: me == '1' and t.global_step == 4 and die())",
-    "an evaluation": "before('_evaluate', lambda t: me == '0' and t.epoch == 1 and die())",
     "in the last checkpoint": """
 save = torch.save
 def half(state, file):

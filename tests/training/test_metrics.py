@@ -42,13 +42,6 @@ def test_a_resumed_run_appends_and_an_unfinished_line_spoils_no_other(tmp_path):
     )
 
 
-def test_without_a_folder_it_does_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with closing(MetricsWriter(None)) as metrics:
-        metrics.log(1, loss=0.5)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / "folder" / METRICS_FILE).mkdir(parents=True)
