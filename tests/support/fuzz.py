@@ -380,15 +380,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--shards", type=int, metavar="V")
     args = parser.parse_args()
-    crew, one = Crew(args.backend, args.ranks), Crew(args.backend, 1)
+    crews: dict[int, Crew] = {}
+
+    def crew(size: int) -> Crew:
+        if size not in crews or crews[size].ended:
+            crews[size] = Crew(args.backend, size)
+        return crews[size]
 
     def check_one(case: Case) -> Any:
-        nonlocal crew
-        if args.shards is not None:
-            return check_shards([one, crew], case)
-        if crew.ended:  # by the case before, which is being shrunk
-            crew = Crew(args.backend, args.ranks)
-        return check(crew, case)
+        if args.shards is None:
+            return check(crew(args.ranks), case)
+        return check_shards([crew(1), crew(args.ranks)], case)
 
     strategy = cases(args.ranks) if args.shards is None else sharded_cases(args.shards)
     try:
@@ -396,8 +398,8 @@ def main() -> None:
     except AssertionError as error:
         sys.exit(str(error))
     finally:
-        crew.end()
-        one.end()
+        for started in crews.values():
+            started.end()
     print(", ".join(f"{count} {what}" for what, count in total.items()), "- no mismatch")
 
 
