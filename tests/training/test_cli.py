@@ -66,6 +66,7 @@ REFUSED = {
     },
     # An unknown word is named.
     "evaluate": "the command must be train or test, got 'evaluate'; see --help",
+    "--ep 3": f"{UNKNOWN} --ep; did you mean --epochs? Otherwise see --help",
     "--epoch=1": f"{UNKNOWN} --epoch=1; did you mean --epochs? Otherwise see --help",
     "--bucketcap 1": f"{UNKNOWN} --bucketcap; did you mean --bucket-cap-mb? Otherwise see --help",
     "--zzz": f"{UNKNOWN} --zzz; see --help",
@@ -183,31 +184,27 @@ def test_global_batch_size_is_shared_out():
         Settings(shards=16, global_batch_size=8).rank_batch_size(2)
 
 
+LONG = {"accumulate": 2, "epochs": 20}
+
+
 @pytest.mark.parametrize(
-    ("options", "ranks", "steps", "rates"),
+    ("options", "ranks", "rates"),
     [
-        ({"scale_lr": False}, 4, [0], [0.1]),
+        ({"scale_lr": False}, 4, {0: 0.1}),
         # 4 ranks x 2 backward passes: 8 times the batch, so 8 times the rate after 5 epochs of 2
         # steps. Each of those 10 steps adds (8 - 1) / 10 of 0.1.
-        *(
-            (
-                {"accumulate": 2, "epochs": 20},
-                4,
-                [0, 1, 4, 9, 10, 39],
-                [0.17, 0.24, 0.45, *[0.8] * 3],
-            ),
-        ),
+        (LONG, 4, {0: 0.17, 1: 0.24, 4: 0.45, 9: 0.8, 10: 0.8, 39: 0.8}),
         # A run of 4 epochs warms up for 2 of them: 4 steps from 0.1 to 0.2.
-        ({"epochs": 4}, 2, range(6), [0.125, 0.15, 0.175, 0.2, 0.2, 0.2]),
+        ({"epochs": 4}, 2, {0: 0.125, 1: 0.15, 2: 0.175, 3: 0.2, 4: 0.2, 5: 0.2}),
         # A run of a single step takes the whole rate; one rank has nothing to scale.
-        ({"epochs": 1}, 2, [0], [0.2]),
-        ({}, 1, [3], [0.1]),
+        ({"epochs": 1}, 2, {0: 0.2}),
+        ({}, 1, {3: 0.1}),
         # By shards, whatever the number of ranks.
-        *(({"shards": 4, "accumulate": 2, "epochs": 20}, ranks, [9], [0.8]) for ranks in (1, 3)),
+        *((LONG | {"shards": 4}, ranks, {9: 0.8}) for ranks in (1, 3)),
     ],
 )
-def test_learning_rate(options, ranks, steps, rates):
+def test_learning_rate(options, ranks, rates):
     settings = Settings(**{"lr": 0.1, "scale_lr": True} | options)
     per_epoch = 1 if options.get("epochs") == 1 else 2
-    found = [settings.learning_rate(step, per_epoch, ranks) for step in steps]
+    found = {step: settings.learning_rate(step, per_epoch, ranks) for step in rates}
     assert found == pytest.approx(rates)
