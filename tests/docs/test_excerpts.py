@@ -59,6 +59,7 @@ for file in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_runs_as_printed_under_mpirun(tmp_path):
     files = [tmp_path / f"{number}.py" for number in range(len(ON_MPI))]
     for file, excerpt in zip(files, ON_MPI, strict=True):

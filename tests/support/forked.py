@@ -24,6 +24,8 @@ if sys.argv[0] == "-m":
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 else:
     runpy.run_path(sys.argv[0], run_name="__main__")
+sys.stdout.flush()
+os._exit(0)  # to take all of torch's objects apart takes seconds
 """
 
 

@@ -169,7 +169,8 @@ class Crew:
 
 @cache
 def fork_server() -> ForkServer:
-    server = ForkServer(["ddp_from_scratch", OPTIMIZERS])
+    ours = ("world.process_group", "optim.node_shared", "torch_ddp.distributed_data_parallel")
+    server = ForkServer([*(f"ddp_from_scratch.{module}" for module in ours), OPTIMIZERS])
     atexit.register(server.kill)
     return server
 
