@@ -144,6 +144,9 @@ def test_a_run_that_goes_on_can_be_stopped_and_resumed(who, quiet, tmp_path):
 # Several machines ---------------------------------------------------------------------------------
 
 
+SLOW_S = 120.0  # two supervisors and their ranks start meanwhile, on however few cores
+
+
 @pytest.fixture
 def begin(tmp_path):
     """Starts one more machine of 2 ranks, or one of them again."""
@@ -193,13 +196,13 @@ before("_step", hold)
 def test_a_machine_that_is_lost_comes_again_and_another_one_joins(begin, quiet, tmp_path):
     hold = HOLD.replace("UNTIL", "7: lambda: have_come(2), 10: lambda: have_come(4), 13: enough")
     first, second = (begin(node, hold) for node in range(2))
-    first.wait_for("epoch   1/3")
+    first.wait_for("epoch   1/3", SLOW_S)
     second.process.kill()
     again = begin(1, hold)
     wrong = begin(1, hold, "--lr", "0.2")  # not the command that the job was started with
-    first.wait_for("going on with 4 ranks in epoch ")
+    first.wait_for("going on with 4 ranks in epoch ", SLOW_S)
     third = begin(2, hold, nproc="2,2,2")
-    first.wait_for("going on with 6 ranks in epoch ")
+    first.wait_for("going on with 6 ranks in epoch ", SLOW_S)
     fourth = begin(3, hold, nproc="2,2,2,3")  # more ranks than shards
     assert "error: --lr is 0.2 here and 0.05 on machine 0\n" in end(wrong, 2)
     end(fourth, 2)
@@ -232,12 +235,12 @@ def test_a_cable_is_pulled_and_put_back(begin, quiet, tmp_path):
         first, second = (
             begin(node, hold, *none, address=address, on=hosts[node].command()) for node in range(2)
         )
-        first.wait_for("epoch   1/3")
+        first.wait_for("epoch   1/3", SLOW_S)
         cable("down")
-        first.wait_for("going on with 2 ranks in epoch ")
-        second.wait_for("machine 0 has not answered for 5 s: ending the ranks here")
+        first.wait_for("going on with 2 ranks in epoch ", SLOW_S)
+        second.wait_for("machine 0 has not answered for 5 s: ending the ranks here", SLOW_S)
         cable("up")
-        first.wait_for("going on with 4 ranks in epoch ")
+        first.wait_for("going on with 4 ranks in epoch ", SLOW_S)
         assert "machine 1 answers again" in end(first)
         end(second)
     assert last(tmp_path) == quiet
