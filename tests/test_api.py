@@ -12,45 +12,33 @@ OUTSIDE = {"run", "tests", "benchmarks", "tools", "conftest", "ranks"}
 
 # The rooms from the bottom up, and for each the rooms below that it may import.
 ROOMS = {
-    "errors": set(),
-    "gpu": set(),
-    "group": {"gpu"},
-    "marks": {"gpu"},
-    "waiting": {"errors"},
-    "launch": {"errors", "gpu"},
-    "node": {"errors", "group", "waiting"},
-    "autograd": {"gpu", "waiting"},
-    "buckets": {"gpu", "group"},
-    "comm_hooks": {"buckets", "gpu", "group", "node"},
-    "sync": {"buckets", "gpu", "group", "waiting"},
-    "checks": {"gpu", "autograd", "buckets", "group", "marks", "node", "sync"},
-    "mpi": {"errors", "launch", "node"},
-    "world": {"gpu", "errors", "launch", "mpi"},
-    "shards": {"gpu", "buckets", "checks", "comm_hooks", "group", "node", "sync", "waiting"},
-    "elasticity": {"errors", "group", "launch", "node", "waiting", "world"},
-    "reducer": {
-        *("autograd", "buckets", "checks", "comm_hooks", "gpu", "group", "node", "shards", "sync"),
-    },
-    "optim": {"buckets", "node", "reducer", "sync"},
-    "torch_ddp": {"gpu", "buckets", "comm_hooks", "group", "reducer", "sync"},
-    "profiling": {"autograd", "buckets", "errors", "group", "marks", "reducer"},
-    "bench": {"errors", "gpu", "launch", "node", "optim", "profiling", "reducer", "sync", "world"},
-    "training": {
-        *(
-            "gpu",
-            "buckets",
-            "checks",
-            "comm_hooks",
-            "elasticity",
-            "errors",
-            "group",
-            "launch",
-            "optim",
-        ),
-        *("profiling", "reducer", "shards", "sync", "waiting", "world"),
-    },
+    room: set(below.split())
+    for room, below in {
+        "errors": "",
+        "gpu": "",
+        "group": "gpu",
+        "marks": "gpu",
+        "waiting": "errors",
+        "launch": "errors gpu",
+        "node": "errors group waiting",
+        "autograd": "gpu waiting",
+        "buckets": "gpu group",
+        "comm_hooks": "buckets gpu group node",
+        "sync": "buckets gpu group waiting",
+        "checks": "autograd buckets gpu group marks node sync",
+        "mpi": "errors launch node",
+        "world": "errors gpu launch mpi",
+        "shards": "buckets checks comm_hooks gpu group node sync waiting",
+        "elasticity": "errors group launch node waiting world",
+        "reducer": "autograd buckets checks comm_hooks gpu group node shards sync",
+        "optim": "buckets node reducer sync",
+        "torch_ddp": "buckets comm_hooks gpu group reducer sync",
+        "profiling": "autograd buckets errors group marks reducer",
+        "bench": "errors gpu launch node optim profiling reducer sync world",
+        "training": "buckets checks comm_hooks elasticity errors gpu group "
+        "launch optim profiling reducer shards sync waiting world",
+    }.items()
 }
-
 
 PUBLIC = [
     *("SGD", "Adam", "AdamW", "DistributedDataParallel", "JoinableReducer", "NodeSharedAdam"),

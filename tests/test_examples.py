@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_from_scratch import start_ranks
+from tests.support import forked
 from tests.support.ranks import MPIRUN, ROOT
 
 pytestmark = pytest.mark.slow
@@ -33,15 +33,14 @@ def test_the_table_lists_every_program():
 
 
 @pytest.mark.parametrize("program", OWN)
-def test_on_gloo(program, capfd, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert start_ranks([sys.executable, str(FOLDER / program), *OWN[program]], [2]) == 0
-    assert re.search(r"parameters .* on 2 ranks", capfd.readouterr().out)
+def test_on_gloo(program, tmp_path):
+    printed = forked.run([str(FOLDER / program), *OWN[program]], 2, tmp_path)
+    assert re.search(r"parameters .* on 2 ranks", printed)
 
 
-@pytest.mark.parametrize("program", ["gpt.py", *OTHERS])
+@pytest.mark.parametrize("program", OTHERS)
 def test_on_mpi(program):
-    package, options = OTHERS.get(program) or ("torch", ["--backend", "mpi", *OWN[program]])
+    package, options = OTHERS[program]
     pytest.importorskip(package)
     done = subprocess.run(
         ["mpirun", "-n", "2", sys.executable, FOLDER / program, *options],
@@ -52,8 +51,7 @@ def test_on_mpi(program):
         timeout=100,
     )
     assert done.returncode == 0, done.stdout
-    told = r"parameters .* on 2 ranks|loss \d\.\d+ on 2 ranks, backend mpi"
-    assert re.search(told, done.stdout)
+    assert re.search(r"parameters .* on 2 ranks|loss \d\.\d+ on 2 ranks, backend mpi", done.stdout)
 
 
 def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):

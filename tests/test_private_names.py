@@ -7,11 +7,9 @@ import threading
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor.parallel.ddp
 
 import ddp_from_scratch
-from ddp_from_scratch.node import ProcessGroupNode
 
 PACKAGE = Path(ddp_from_scratch.__file__).parent
 
@@ -145,14 +143,3 @@ def test_this_torch_has_them_all():
         except AttributeError:
             lost.append(name)
     assert lost == [], f"torch {torch.__version__} has lost them"
-
-
-def test_torch_takes_a_group_for_its_own():
-    """A backend's creator may return a whole process group: node and mpi rely on it."""
-    dist.init_process_group("node", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert type(dist.group.WORLD) is ProcessGroupNode
-        part = dist.new_group([0])
-        assert type(part) is ProcessGroupNode
-    finally:
-        dist.destroy_process_group()

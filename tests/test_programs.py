@@ -1,13 +1,10 @@
 """Programs of torch's own on the mpi backend: two ranks compute what one process computes."""
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
-from ddp_from_scratch import mpi
 
 STEPS = 3
 
@@ -104,19 +101,6 @@ def sharded_tensors(world, folder):
     assert grid["shard"].get_group().size() == 2
 
 
-def a_gloo_group_beside(world, folder):
-    everyone, first = dist.new_group(backend="gloo"), dist.new_group([0], backend="gloo")
-    by_mpi = dist.new_group()
-    for group, backend in ((everyone, "gloo"), (by_mpi, mpi.BACKEND), (None, mpi.BACKEND)):
-        assert dist.get_backend(group) == backend
-        tensor = torch.tensor([world.rank + 1.0])
-        dist.all_reduce(tensor, group=group, async_op=True).wait()
-        assert tensor.item() == 3
-    if world.rank == 0:
-        dist.barrier(group=first)
-    dist.monitored_barrier(everyone)
-
-
 def pipeline(world, folder):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -135,9 +119,9 @@ def pipeline(world, folder):
 
 
 def test_programs_of_torchs_own(ranks, tmp_path):
-    crew = ranks("mpi", 2, fresh=True)  # meshes keep their groups
+    crew = ranks("mpi", 2)
     for program in (
         *(zero_redundancy_optimizer, fully_sharded_and_checkpointed, sharded_tensors),
-        *(a_gloo_group_beside, pipeline),
+        pipeline,
     ):
         crew(program, str(tmp_path))

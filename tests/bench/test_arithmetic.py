@@ -158,6 +158,7 @@ def test_alone_each_contender_has_its_own_backend(monkeypatch):
     assert merged["disturbed"] == "gloo, default"  # the first
 
 
+@pytest.mark.slow
 def test_models_have_a_row_of_logits_for_each_label():
     for name, built_in in WORKLOADS.items():
         with torch.device("meta"):

@@ -1,9 +1,8 @@
 """Every benchmark runs, writes its files, and refuses what it cannot do; no time is looked at."""
 
 import json
-import os
-import signal
-import subprocess
+import runpy
+import shlex
 import sys
 
 import pytest
@@ -14,43 +13,50 @@ from benchmarks.harness import deepspeed
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench import main as step_time
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
-from tests.support.failing_run import Run
+from ddp_from_scratch.launch import rank_process
+from tests.support import forked
 from tests.support.ranks import MPIRUN, ROOT
 
 SMALL, GLOO, TWICE = "--model layers500", "--backend gloo", "--rounds 2"
-RUNS = [
-    ("step_time", f"{GLOO} {SMALL} {TWICE} --contender ddp.SGD"),
-    ("shards", f"{GLOO} {TWICE} --model mlp"),
-    ("overlap", f"{GLOO} {SMALL} {TWICE} --cap 1"),
-    ("memory", f"{GLOO} {SMALL} --contender", NO_COMMUNICATION),
-    ("ladder", f"{SMALL} --steps 2"),
-    ("breakdown", f"--backend mpi {SMALL} --rounds 3"),
-    ("scaling", f"{GLOO} {TWICE} --nproc 2"),
-    ("allreduce", "--quick --bytes 4096"),
-    ("wait_cost", f"--nproc 2 {TWICE}"),
-    ("start_time", "--ranks 2 --rounds 1"),
-    ("survive", "--kills 5 --epochs 60 --no-torchrun"),
-    ("timelines", f"{SMALL} --steps 2 --place", timelines.GLOO),
-    ("timelines", f"{SMALL} --steps 2 --place", timelines.MPI),
-]
+RUNS = {
+    "step_time": f"{GLOO} {SMALL} {TWICE} --contender ddp.SGD",
+    "shards": f"{GLOO} {TWICE} --model mlp",
+    "overlap": f"{GLOO} {SMALL} {TWICE} --cap 1",
+    "memory": f"{GLOO} {SMALL} --contender '{NO_COMMUNICATION}'",
+    "ladder": "--model mlp --steps 2",
+    "breakdown": f"{GLOO} {SMALL} --rounds 3",
+    "scaling": f"{GLOO} {TWICE} --nproc 2",
+    "allreduce": "--quick --bytes 4096",
+    "wait_cost": f"--nproc 2 {TWICE}",
+    "start_time": "--ranks 2 --rounds 1",
+    "survive": "--kills 2 --epochs 30 --no-torchrun",
+    "timelines": f"{SMALL} --steps 2 --place {timelines.GLOO}",
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("run", RUNS, ids=[name for name, *_ in RUNS])
-def test_runs(run, tmp_path):
-    name, options, *last = run
-    command = [sys.executable, "-m", f"benchmarks.{name}"]
-    done = subprocess.run(
-        [*command, *options.split(), *last, "--results", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | MPIRUN,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    texts = [path.read_text() for path in tmp_path.glob("*.json")]
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files left open
+@pytest.mark.parametrize("name", RUNS)
+def test_runs(name, tmp_path, monkeypatch, capsys):
+    """In this process, and ranks of gloo forked from one that has imported torch."""
+    results, codes = tmp_path / "results", []
+
+    def forked_ranks(command, counts):
+        forked.run(command[1:], sum(counts), tmp_path)
+        return 0
+
+    monkeypatch.setattr("ddp_from_scratch.bench.launch.start_ranks", forked_ranks)
+    monkeypatch.setattr(rank_process, "run_to_exit", lambda main: codes.append(main()))
+    for variable, value in MPIRUN.items():
+        monkeypatch.setenv(variable, value)
+    options = [*shlex.split(RUNS[name]), "--results", str(results)]
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)  # imported above
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert codes == [0], printed
+    texts = [path.read_text() for path in results.glob("*.json")]
     assert texts
     assert not any(str(tmp_path) in text for text in texts)
     samples, *_ = [json.loads(text)["samples"] for text in texts]
@@ -61,7 +67,7 @@ def test_runs(run, tmp_path):
             steps = zip(of_step, sample["milliseconds"], strict=True)
             assert all(sum(parts) <= slowest for parts, slowest in steps)
     if name == "survive":
-        assert "5 kills: all " in done.stdout
+        assert "2 kills: all " in printed
     if name == "allreduce" and not deepspeed.missing(2):
         assert deepspeed.NAME in samples["4096"]
 
@@ -117,36 +123,8 @@ def test_the_set_goes_on_after_a_failure_but_not_after_ctrl_c(monkeypatch, tmp_p
     assert run() == (0, [])
 
 
-TIDIES_UP = """
-import os, pathlib, signal, sys, time
-def stop(number, frame):
-    time.sleep(0.4)  # longer than subprocess.run would wait
-    pathlib.Path(sys.argv[1]).write_text(str(number))
-    sys.exit(128 + number)
-signal.signal(signal.SIGINT, stop)
-signal.signal(signal.SIGTERM, stop)
-number = int(sys.argv[2])
-os.kill(os.getppid(), number)
-if number == signal.SIGINT:
-    os.kill(os.getpid(), number)  # as a terminal does
-signal.pause()
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_benchmark_that_is_stopped_tidies_up(number, tmp_path):
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: run_set._stop}
-    before = signal.signal(number, handlers[number])
-    try:
-        with pytest.raises((KeyboardInterrupt, SystemExit)):
-            run_set.run([sys.executable, "-c", TIDIES_UP, str(tmp_path / "told"), str(int(number))])
-    finally:
-        signal.signal(number, before)
-    assert (tmp_path / "told").read_text() == str(int(number))
-
-
-def test_without_its_tools_two_hosts_says_so_in_a_line_and_ends_with_2(tmp_path):
-    with Run(sys.executable, "-m", "benchmarks.two_hosts", PATH=str(tmp_path)) as run:
-        assert run.wait() == 2
-        assert run.err.startswith("error: two hosts on one machine: "), run.text
-        assert run.err.count("\n") == 1, run.text
+def test_without_its_tools_two_hosts_says_so_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["two_hosts"])
+    with pytest.raises(UsageError, match=r"^two hosts on one machine: .*$"):
+        two_hosts.main()

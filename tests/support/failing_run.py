@@ -74,9 +74,9 @@ class Run:
             raise AssertionError(f"did not end within {limit:g} s:\n{self.text}") from None
         return 128 - code if code < 0 else code
 
-    def wait_for(self, text: str) -> None:
+    def wait_for(self, text: str, limit: float = LIMIT_S) -> None:
         """Until it has printed `text`."""
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + limit
         while True:
             ended = self.process.poll() is not None
             if text in self.text:

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -72,7 +71,7 @@ class Crew:
         # Whatever a rank starts has as many threads as the rank: another number, other bits.
         environ |= {"OMP_NUM_THREADS": "1"}
         if can_fork(command):
-            return _fork_server().start([*command, log.name], environ)
+            return fork_server().start([*command, log.name], environ)
         return subprocess.Popen(
             command, env=environ, stdout=log, stderr=log, start_new_session=True
         )
@@ -169,8 +168,9 @@ class Crew:
 
 
 @cache
-def _fork_server() -> ForkServer:
-    server = ForkServer(["ddp_from_scratch", OPTIMIZERS])
+def fork_server() -> ForkServer:
+    ours = ("world.process_group", "optim.node_shared", "torch_ddp.distributed_data_parallel")
+    server = ForkServer([*(f"ddp_from_scratch.{module}" for module in ours), OPTIMIZERS])
     atexit.register(server.kill)
     return server
 
@@ -208,17 +208,6 @@ def on_gpu(rank: int) -> dict[str, str]:
     }
 
 
-def mpirun(world_size: int, program: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Runs a program's text under mpirun, as a user who has only installed the package would."""
-    return subprocess.run(
-        ["mpirun", "-n", str(world_size), sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | MPIRUN | environment,
-        capture_output=True,
-        text=True,
-        timeout=CALL_LIMIT_S,
-    )
-
-
 def _node_group() -> Any:
     """The world of a crew whose default group is of the node backend, opened by torch."""
     import datetime
@@ -227,18 +216,13 @@ def _node_group() -> Any:
     import torch.distributed as dist
 
     import ddp_from_scratch as ddp
-    import ddp_from_scratch.node
+    from ddp_from_scratch.node import ProcessGroupNode
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["DDP_RENDEZVOUS_FILE"], size)
+    options = {"store": store, "rank": rank, "world_size": size}
     limit = datetime.timedelta(seconds=LIMIT_S)
-    dist.init_process_group(
-        ddp_from_scratch.node.ProcessGroupNode.backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=limit,
-    )
+    dist.init_process_group(ProcessGroupNode.backend, timeout=limit, **options)
     return ddp.World(rank, size, rank, size, 0, "none", "node", torch.device("cpu"))
 
 

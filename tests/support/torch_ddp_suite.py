@@ -115,6 +115,36 @@ def names() -> list[str]:
     return sorted({t.name for t in tests if t.name.startswith("test_") and is_ours(t)})
 
 
+def suite_of(module: Any, barrier: Callable[[], object]) -> Any:
+    """torch's test-case with ranks that are there already, rather than started for each test."""
+
+    class Suite(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore
+        def setUp(self) -> None: ...
+
+        def tearDown(self) -> None: ...
+
+        def _barrier(self, wait_for: int | None = None, timeout: int = 10) -> None:
+            # torch's polls files ten times a second. All ranks are waited for, in every test.
+            barrier()
+
+    return Suite
+
+
+def outcome(case: Any, name: str) -> tuple[str, str]:
+    """Runs one test: ("pass" or "skip" or "fail", why)."""
+    skips = sys.modules["torch.testing._internal.common_distributed"].TEST_SKIPS
+    messages = {skip.exit_code: skip.message for skip in skips.values()}
+    try:
+        getattr(case, name)()
+    except unittest.SkipTest as skip:
+        return "skip", str(skip)
+    except SystemExit as skip:  # torch's way to say so from a rank
+        return "skip", messages.get(skip.code, f"exit code {skip.code}")
+    except BaseException:  # noqa: BLE001  # whatever a test raises
+        return "fail", traceback.format_exc()
+    return "pass", ""
+
+
 def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
     """Runs one test on this rank; returns "passed", "skipped: why" or the traceback.
 
@@ -123,14 +153,7 @@ def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
     suite = load()
     class_ = ddp.DistributedDataParallel if ours else torch.nn.parallel.DistributedDataParallel
 
-    class Case(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[name-defined, misc]
-        def _barrier(self, *arguments: Any, **options: Any) -> None:
-            dist.barrier()
-
-        def setUp(self) -> None: ...
-
-        def tearDown(self) -> None: ...
-
+    class Case(suite_of(suite, dist.barrier)):  # type: ignore[misc]
         def _run_uneven_inputs_test(self, test_case: Any, *arguments: Any, **options: Any) -> None:
             # A step with its images of 1000 x 1000 pixels takes 12 s on one thread, with either
             # class, and peers wait for 10 of them: longer than any collective of ours may.
@@ -141,22 +164,14 @@ def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
     case = Case(name)
     case.rank, case.file_name = world.rank, ""
     level = dist.get_debug_level()
-    try:
-        with (
-            on_cpu(world.world_size),
-            patch.object(class_, "__init__", _constructor(class_, **options)),
-            patch.object(torch.nn.parallel, "DistributedDataParallel", class_),
-            patch.object(suite, "DistributedDataParallel", class_),
-            patch.object(suite, "HAS_TORCHVISION", False),  # ResNet-50 on such images
-        ):
-            torch.manual_seed(0)
-            getattr(case, name)()
-    except unittest.SkipTest as skip:
-        return f"{SKIPPED}: {skip}"
-    except SystemExit as skip:
-        return f"{SKIPPED}: exit code {skip.code}"
-    except BaseException:  # noqa: BLE001  # what a test may raise
-        return traceback.format_exc()
-    finally:
-        dist.set_debug_level(level)
-    return PASSED
+    with (
+        on_cpu(world.world_size),
+        patch.object(class_, "__init__", _constructor(class_, **options)),
+        patch.object(torch.nn.parallel, "DistributedDataParallel", class_),
+        patch.object(suite, "DistributedDataParallel", class_),
+        patch.object(suite, "HAS_TORCHVISION", False),  # ResNet-50 on such images
+    ):
+        torch.manual_seed(0)
+        state, why = outcome(case, name)
+    dist.set_debug_level(level)
+    return {"pass": PASSED, "skip": f"{SKIPPED}: {why}", "fail": why}[state]

@@ -1,17 +1,15 @@
 """Runs PyTorch's own distributed tests, out of the installed wheel, on the mpi backend.
 
-    mpirun -n 3 python tests/torch_suite.py FOLDER [TEST ...]
+    mpirun -n 3 python tests/support/torch_suite.py FOLDER
 
-Every rank runs the same tests in the same order in one process (one mpirun for each of hundreds of
-tests would take far too long). Each test has a default group of its own, destroyed after it. Rank r
-writes `FOLDER/RANK.jsonl`, a line when a test begins and one when it has ended; the folder is
-shared by all ranks. A test that fails or hangs ends the run, since ranks can no longer be taken to
-be in step, with the stacks of every thread on stderr; whoever started it goes on with the rest.
+Every rank runs the same tests in the same order in one process, each with a default group of its
+own. Rank r writes `FOLDER/r.jsonl`, a line when a test begins and one when it has ended. A test
+that fails or hangs ends the run, since ranks can no longer be taken to be in step, with the stacks
+of every thread on stderr.
 
 torch decides when `distributed_test` is imported, by the name in BACKEND, which tests a backend
 gets. A test that it withholds from the name "mpi" for what its own MPI backend cannot do is taken
-from a second import, under the name "gloo"; both then run on this backend. GPUs are hidden: those
-of torch's tests that move tensors there say themselves that they have none.
+from a second import, under the name "gloo"; both then run on this backend.
 """
 
 import faulthandler
@@ -20,10 +18,9 @@ import inspect
 import json
 import os
 import sys
-import traceback
 import unittest
-from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +33,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import mpi
 from ddp_from_scratch.mpi.runtime import MPI
+from tests.support.torch_ddp_suite import outcome, suite_of
 
 TEST_LIMIT_S = 30  # for one test; then its stacks are printed and the run ends
 GROUP_TIMEOUT = timedelta(seconds=20)
@@ -50,26 +48,23 @@ EXCLUDED = {
 if mpi.BACKEND != "mpi":  # an older torch
     for test in ("test_get_backend", "test_ddp_logging_data_cpu"):
         EXCLUDED[test] = f"asks for the name mpi, where this torch has {mpi.BACKEND}"
-    for test in (
-        "test_monitored_barrier_failure_order",
-        "test_monitored_barrier_gloo",
-        "test_monitored_barrier_gloo_subgroup",
-        "test_monitored_barrier_wait_all_ranks",
-    ):
-        EXCLUDED[test] = "this torch has monitored_barrier for gloo alone"
+    for test in ("failure_order", "gloo", "gloo_subgroup", "wait_all_ranks"):
+        EXCLUDED[f"test_monitored_barrier_{test}"] = "this torch has that for gloo alone"
 
 # torch skips these without GPUs, on Linux or everywhere, though nothing in them needs a GPU. They
 # are made for 4 ranks.
-ON_CPU = (
+ON_CPU = [
     "test_broadcast_object_list",
-    "test_new_subgroups",
-    "test_new_subgroups_by_enumeration_input_rank_exceeds_world_size",
-    "test_new_subgroups_by_enumeration_negative_input_rank",
-    "test_new_subgroups_group_size_exceeds_world_size",
-    "test_new_subgroups_overlap_not_allowed",
-    "test_new_subgroups_with_group_param",
-    "test_new_subgroups_world_size_not_divisible_by_group_size",
-)
+    *(
+        f"test_new_subgroups{case}"
+        for case in (
+            *("", "_group_size_exceeds_world_size", "_overlap_not_allowed", "_with_group_param"),
+            "_by_enumeration_input_rank_exceeds_world_size",
+            "_by_enumeration_negative_input_rank",
+            "_world_size_not_divisible_by_group_size",
+        )
+    ),
+]
 
 
 def load(backend: str) -> ModuleType:
@@ -87,72 +82,39 @@ def load(backend: str) -> ModuleType:
     return module
 
 
-def suite_of(module: ModuleType, barrier: Callable[[], None]) -> type[unittest.TestCase]:
-    """torch's test-case with ranks that are there already, rather than started for each test."""
-
-    class Suite(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore
-        def setUp(self) -> None: ...
-
-        def tearDown(self) -> None: ...
-
-        def _barrier(self, wait_for: int | None = None, timeout: int = 10) -> None:
-            # torch's polls files ten times a second. All ranks are waited for, in every test.
-            barrier()
-
-    if MPI.COMM_WORLD.size == 4:
-        for name in ON_CPU:
-            setattr(Suite, name, inspect.unwrap(getattr(Suite, name)))
-    return Suite
-
-
 def reason_withheld(test: Any) -> str:
     """Why a decorator of torch's refuses the test for this backend; empty when none does."""
     return str(getattr(test, "__unittest_skip_why__", ""))
 
 
-def outcome(case: Any, name: str) -> tuple[str, str]:
-    """Runs one test: ("pass" or "skip" or "fail", why)."""
-    skips = sys.modules["torch.testing._internal.common_distributed"].TEST_SKIPS
-    messages = {skip.exit_code: skip.message for skip in skips.values()}
-    try:
-        getattr(case, name)()
-    except unittest.SkipTest as skip:
-        return "skip", str(skip)
-    except SystemExit as skip:  # torch's way to say so from a rank
-        return "skip", messages.get(skip.code, f"exit code {skip.code}")
-    except BaseException:  # noqa: BLE001  # whatever a test raises
-        return "fail", traceback.format_exc()
-    return "pass", ""
-
-
-def run(folder: Path, names: list[str]) -> bool:
-    """Runs the tests; False when one failed. All of torch's when no names are given."""
+def run(folder: Path) -> bool:
+    """Runs all tests; False when one failed."""
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     os.environ |= {"WORLD_SIZE": str(size), "TEMP_DIR": str(folder), "RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "INIT_METHOD": f"file://{folder}/rendezvous"}
     barrier = MPI.COMM_WORLD.Dup().Barrier  # apart from the agreement at the end of each test
     suites = {backend: suite_of(load(backend), barrier) for backend in ("mpi", "gloo")}
+    for suite, name in product(suites.values(), ON_CPU if size == 4 else ()):
+        setattr(suite, name, inspect.unwrap(getattr(suite, name)))
     # From here on torch reads it to skip groups of ranks 1 and 2 where gloo is short of ranks.
     os.environ["BACKEND"] = "mpi" if size > 2 else "gloo"
     with (folder / f"{rank}.jsonl").open("a") as log:
 
-        def write(name: str, state: str, why: str = "", **more: Any) -> None:
-            print(json.dumps({"test": name, "state": state, "why": why} | more), file=log)
-            log.flush()
+        def write(name: str, state: str, why: str = "") -> None:
+            print(json.dumps({"test": name, "state": state, "why": why}), file=log, flush=True)
 
-        for name in names or unittest.TestLoader().getTestCaseNames(suites["mpi"]):
-            taken_as, why = "mpi", reason_withheld(getattr(suites["mpi"], name))
+        for name in unittest.TestLoader().getTestCaseNames(suites["mpi"]):
+            suite, why = suites["mpi"], reason_withheld(getattr(suites["mpi"], name))
             if why:
-                taken_as, why = "gloo", reason_withheld(getattr(suites["gloo"], name))
+                suite, why = suites["gloo"], reason_withheld(getattr(suites["gloo"], name))
             why = EXCLUDED.get(name, why)
             if why:
                 write(name, "excluded" if name in EXCLUDED else "skip", why)
                 continue
             write(name, "begin")
             faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True)
-            start = MPI.Wtime()
-            state, why = run_one(suites[taken_as], name, rank)
-            write(name, state, why, taken_as=taken_as, seconds=MPI.Wtime() - start)
+            state, why = run_one(suite, name, rank)
+            write(name, state, why)
             states = MPI.COMM_WORLD.allgather(state)
             faulthandler.cancel_dump_traceback_later()
             if "fail" in states:
@@ -183,6 +145,6 @@ if __name__ == "__main__":
         for part in ("barrier", "test_dir", "init_dir"):
             (shared / part).mkdir(exist_ok=True)
     MPI.COMM_WORLD.Barrier()
-    if not run(shared, sys.argv[2:]):
+    if not run(shared):
         MPI.COMM_WORLD.Barrier()  # every rank has written what it saw
         os._exit(1)

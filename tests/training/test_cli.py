@@ -1,7 +1,6 @@
 """The command line's options: what is refused, in what words, and what the others come to."""
 
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,11 @@ from ddp_from_scratch.training.settings import Settings, option_of
 
 ABOUT = "Trains.\n\n    python run.py\n"
 SECONDS = "must be a positive number of seconds, at most 1,000,000"
+UNKNOWN = "unrecognized arguments:"
 RATE = "--lr must be a positive number, at most 1e+30, got"
 # Arguments, and the beginning of the one line that says what was expected.
 REFUSED = {
     "--lr -0.1": f"{RATE} -0.1",
-    "--lr 0": f"{RATE} 0.0",
     "--lr nan": f"{RATE} nan",
     "--lr 1e308": f"{RATE} 1e+308",
     "--lr fast": "argument --lr: invalid float value: 'fast'; see --help",
@@ -28,10 +27,8 @@ REFUSED = {
     "--batch-size 0": "--batch-size must be 1 to 1,000,000,000, got 0",
     "--global-batch-size -8": "--global-batch-size must be 1 to 1,000,000,000, got -8",
     "--accumulate 0": "--accumulate must be 1 to 1,000,000,000, got 0",
-    "--threads 0": "--threads must be 1 to 1,024, got 0",
     "--threads 100000": "--threads must be 1 to 1,024, got 100000",
     "--workers -1": "--workers must be 0 to 1,024, got -1",
-    "--workers 100000": "--workers must be 0 to 1,024, got 100000",
     "--momentum -0.5": "--momentum must be 0 to 1e+30, got -0.5",
     "--weight-decay inf": "--weight-decay must be 0 to 1e+30, got inf",
     "--timeout 0": f"--timeout {SECONDS}, got 0.0",
@@ -39,19 +36,16 @@ REFUSED = {
     "--stall-after 0": f"--stall-after {SECONDS}, or inf, got 0.0",
     "--stall-after 1e300": f"--stall-after {SECONDS}, or inf, got 1e+300",
     "--bucket-cap-mb -1": "--bucket-cap-mb must be 0 or more, or auto, got -1.0",
-    "--bucket-cap-mb nan": "--bucket-cap-mb must be 0 or more, or auto, got nan",
     "--bucket-cap-mb big": "argument --bucket-cap-mb: must be a number or auto, got 'big'; see",
     "--bucket-cap-mb auto --deterministic": "--bucket-cap-mb auto goes by the clock, which --det",
     "--shards 2 --bucket-cap-mb auto": "--bucket-cap-mb auto cannot be used with --shards: give",
     "--shards 2 --compress bf16": "--compress cannot be used with --shards: leave it out",
     "--shards 3": "--shards must be a power of two, got 3",
-    "--shards 0": "--shards must be a power of two, got 0",
     "--check-sync -1": "--check-sync must be 0 or more, got -1",
     "--stragglers 0": "--stragglers must be 1 to 1,000,000,000, got 0",
     "--timeline-steps 2": "--timeline-steps is for --timeline, which is not given",
     "--timeline t --timeline-steps 0": "--timeline-steps must be 1 to 1,000,000,000, got 0",
     "--powersgd-rank 2": "--powersgd-rank is for --compress powersgd, which is not given",
-    "--compress fp16 --powersgd-rank 2": "--powersgd-rank is for --compress powersgd, which is",
     "--compress powersgd --powersgd-rank 0": "--powersgd-rank must be 1 or more, got 0",
     "--seed -1": "--seed must be 0 to 2**62 - 1, got -1",
     f"--seed {2**62}": f"--seed must be 0 to 2**62 - 1, got {2**62}",
@@ -72,8 +66,11 @@ REFUSED = {
     },
     # An unknown word is named.
     "evaluate": "the command must be train or test, got 'evaluate'; see --help",
-    "--ep 3": "unrecognized arguments: --ep; did you mean --epochs? Otherwise see --help",
-    "--learning-rate 1": "unrecognized arguments: --learning-rate",
+    "--ep 3": f"{UNKNOWN} --ep; did you mean --epochs? Otherwise see --help",
+    "--epoch=1": f"{UNKNOWN} --epoch=1; did you mean --epochs? Otherwise see --help",
+    "--bucketcap 1": f"{UNKNOWN} --bucketcap; did you mean --bucket-cap-mb? Otherwise see --help",
+    "--zzz": f"{UNKNOWN} --zzz; see --help",
+    "--batch-size 32 --global-batch-size 32": "argument --global-batch-size: not allowed with",
     "--batch-size 8 --global-batch-size 16": "argument --global-batch-size: not allowed with",
     **{
         f"{option} x": f"argument {option}: invalid choice: 'x' (choose from"
@@ -91,30 +88,30 @@ def test_what_is_refused_is_one_line(arguments):
     assert "\n" not in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ", "told"),
-    [
-        ("--go-on --nproc 4 --shards 2", {}, "--shards must be at least as many as ranks, got 2"),
-        ("--nproc 2", {"OMPI_COMM_WORLD_RANK": "0"}, "a launcher, but mpirun has started this"),
-        ("--node-rank 0", {"RANK": "0", "WORLD_SIZE": "1"}, "a launcher, but torchrun has started"),
-        ("--go-on", {"RANK": "0", "WORLD_SIZE": "1"}, "starting without a launcher: torchrun ends"),
-        ("--nproc 1,1", {}, "needs --node-rank and --master-addr"),
-        ("--nproc 1,1 --backend mpi", {}, "mpirun --host A:8,B:2 python run.py --backend mpi"),
-        ("--nproc 2 --master-port 29500", {}, "--master-port are for several machines"),
-        (
-            "--backend nccl",
-            {},
-            "--backend nccl needs a GPU, and none is visible here: use --backend gl",
-        ),
-    ],
-)
-def test_how_ranks_are_started(arguments, environ, told, monkeypatch):
+OF_RUNS = {
+    "--go-on --nproc 4 --shards 2": "--shards must be at least as many as ranks, got 2",
+    "OMPI_COMM_WORLD_RANK=0 --nproc 2": "a launcher, but mpirun has started this",
+    "RANK=0 WORLD_SIZE=1 --node-rank 0": "a launcher, but torchrun has started",
+    "RANK=0 WORLD_SIZE=1 --go-on": "starting without a launcher: torchrun ends",
+    "--nproc 1,1": "needs --node-rank and --master-addr",
+    "--nproc 1,1 --backend mpi": "mpirun --host A:8,B:2 python run.py --backend mpi",
+    "--nproc 2 --master-port 29500": "--master-port are for several machines",
+    "--nproc 2 --node-rank 1": "--node-rank 1 is for several machines, with a count for each as in "
+    "--nproc 8,2; got --nproc 2",
+    "--nproc 8,2 --node-rank 2": "--node-rank must be 0 to 1 with --nproc 8,2, got 2",
+    "--backend nccl": "--backend nccl needs a GPU, and none is visible here: use --backend gl",
+}
+
+
+@pytest.mark.parametrize("words", OF_RUNS)
+def test_how_ranks_are_started(words, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+    variables = [word for word in words.split() if word[0] != "-" and "=" in word]
+    for variable in variables:
+        monkeypatch.setenv(*variable.split("="))
     with pytest.raises(UsageError) as error:
-        main(["run.py"], arguments.split())
-    assert told in str(error.value)
+        main(["run.py"], words.split()[len(variables) :])
+    assert OF_RUNS[words] in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -163,12 +160,9 @@ def test_power_sgd_has_a_rank():
     assert changed == ["compress powersgd -> bf16", "powersgd_rank 2 -> None"]
 
 
-def test_help_lists_every_option():
+def test_help():
     parser = make_parser(ABOUT)
     told = parser.format_help()
-    options = set(re.findall(r"--[a-z-]+", told))
-    assert {option_of(name) for name in Settings.__dataclass_fields__} <= options
-    assert {"--nproc", "--node-rank", "--master-addr", "--master-port", "--checkpoint"} <= options
     assert "(default: 0.05)" in told
     assert "and larger (default: 2)" in " ".join(told.split())
     assert ABOUT.partition("\n\n")[2] in told
@@ -190,31 +184,27 @@ def test_global_batch_size_is_shared_out():
         Settings(shards=16, global_batch_size=8).rank_batch_size(2)
 
 
+LONG = {"accumulate": 2, "epochs": 20}
+
+
 @pytest.mark.parametrize(
-    ("options", "ranks", "steps", "rates"),
+    ("options", "ranks", "rates"),
     [
-        ({"scale_lr": False}, 4, [0], [0.1]),
+        ({"scale_lr": False}, 4, {0: 0.1}),
         # 4 ranks x 2 backward passes: 8 times the batch, so 8 times the rate after 5 epochs of 2
         # steps. Each of those 10 steps adds (8 - 1) / 10 of 0.1.
-        *(
-            (
-                {"accumulate": 2, "epochs": 20},
-                4,
-                [0, 1, 4, 9, 10, 39],
-                [0.17, 0.24, 0.45, *[0.8] * 3],
-            ),
-        ),
+        (LONG, 4, {0: 0.17, 1: 0.24, 4: 0.45, 9: 0.8, 10: 0.8, 39: 0.8}),
         # A run of 4 epochs warms up for 2 of them: 4 steps from 0.1 to 0.2.
-        ({"epochs": 4}, 2, range(6), [0.125, 0.15, 0.175, 0.2, 0.2, 0.2]),
+        ({"epochs": 4}, 2, {0: 0.125, 1: 0.15, 2: 0.175, 3: 0.2, 4: 0.2, 5: 0.2}),
         # A run of a single step takes the whole rate; one rank has nothing to scale.
-        ({"epochs": 1}, 2, [0], [0.2]),
-        ({}, 1, [3], [0.1]),
+        ({"epochs": 1}, 2, {0: 0.2}),
+        ({}, 1, {3: 0.1}),
         # By shards, whatever the number of ranks.
-        *(({"shards": 4, "accumulate": 2, "epochs": 20}, ranks, [9], [0.8]) for ranks in (1, 3)),
+        *((LONG | {"shards": 4}, ranks, {9: 0.8}) for ranks in (1, 3)),
     ],
 )
-def test_learning_rate(options, ranks, steps, rates):
+def test_learning_rate(options, ranks, rates):
     settings = Settings(**{"lr": 0.1, "scale_lr": True} | options)
     per_epoch = 1 if options.get("epochs") == 1 else 2
-    found = [settings.learning_rate(step, per_epoch, ranks) for step in steps]
+    found = {step: settings.learning_rate(step, per_epoch, ranks) for step in rates}
     assert found == pytest.approx(rates)

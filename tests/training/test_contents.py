@@ -30,6 +30,11 @@ def changed(content, path, value):
     return content
 
 
+def check(content):
+    check_contents(content)
+    check_fit(content, MODEL)
+
+
 EXPANDED = torch.zeros(1, dtype=torch.float64).expand(10**15)
 
 
@@ -37,20 +42,16 @@ EXPANDED = torch.zeros(1, dtype=torch.float64).expand(10**15)
     ("path", "value", "told"),
     [
         ("optimizer", ..., "it has no optimizer"),
-        ("rng", ..., "it has no rng"),
         ("epoch", -1, "epoch must be 0 or more, got -1"),
         ("epoch", 11, "epochs must be 11 or more, got 10"),
-        ("step", 1.5, "step must be 0 or more, got 1.5"),
         ("images", True, "images must be 0 or more, got True"),
         ("images", 2**80, "images must be 0 or more, got 1208925819614629174706176"),
-        ("global_batch_size", 0, "global_batch_size must be 1 or more, got 0"),
         ("settings", [1], "settings is not a table, but a list"),
         ("settings/dataset", 3, "dataset of settings must be str, got 3"),
         ("settings/seed", torch.ones(2), "seed of settings must be int, got one of (2,) and torch"),
         ("model_spec/image_size", "8", "image_size of model_spec must be 1 or more, got '8'"),
         ("model_spec/depth", 8, "model_spec has more"),
-        ("totals", torch.zeros(2), "totals must be a tensor of (3,) and torch.float64, got one of"),
-        ("totals", EXPANDED, "totals must be a tensor of (3,)"),
+        ("totals", EXPANDED, "totals must be a tensor of (3,) and torch.float64, got one of"),
         ("scaler/scale", ..., "scaler has no scale"),
         ("scaler/scale", float("nan"), "scale of scaler must be 0 or more, got nan"),
         ("buckets/bucket_cap_mb", "big", "bucket_cap_mb is not a size"),
@@ -59,41 +60,33 @@ EXPANDED = torch.zeros(1, dtype=torch.float64).expand(10**15)
         ("rng/0/python", (3, (1, 2), None), "rng of rank 0 cannot be used"),
         ("rng/0/numpy/1", torch.zeros(2), "numpy of rng of rank 0 must be a tensor"),
         ("rng/0/cuda", torch.zeros(3), "cuda of rng of rank 0 must be a tensor"),
-    ],
-)
-def test_wrong_contents(tmp_path, path, value, told):
-    good = checkpoint.save(tmp_path, state(1))
-    bad = checkpoint.save(tmp_path, changed(state(1), path, value))
-    with pytest.raises(UsageError) as error:
-        checkpoint.load(bad, CPU)
-    assert f"{bad} is no checkpoint that a run has written: {told}" in str(error.value)
-    assert "\n" not in str(error.value)
-    assert checkpoint.load_newest(tmp_path, CPU)[0] == good
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "told"),
-    [
+        # What does not fit the model.
         ("model/bias", ..., "the model has no bias"),
-        ("model/bias", torch.zeros(4), r"must be a tensor of \(3,\) .*, got one of \(4,\)"),
-        ("model/bias", torch.zeros(3).half(), "got one of .* torch.float16"),
+        ("model/bias", torch.zeros(3).half(), "got one of (3,) and torch.float16"),
         ("model/more", torch.zeros(4), "the model has no 'more'"),
         ("model/weight", torch.zeros(1).expand(3, 4), "weight of the model must be"),
         ("optimizer", {}, "optimizer has no state"),
         ("optimizer/state/2", {}, "the optimizer has a state for parameter 2"),
         ("optimizer/state/1", {"momentum_buffer": torch.zeros(4)}, "state of parameter 1 must be"),
         ("ready_order", ["bias"], "ready_order does not name each parameter once"),
-        ("ready_order", [1, 2], "ready_order does not name each parameter once"),
         ("compression/errors", [{}, {}], "compression is not that of each rank"),
         ("compression/errors/0/weight", torch.zeros(2), "weight of compression must be"),
         ("compression/qs/weight", torch.zeros(5, 1), "compression of weight has another shape"),
-        ("compression/iteration", "x", "iteration of compression must be 0 or more, got 'x'"),
     ],
 )
-def test_contents_that_do_not_fit_the_model(path, value, told):
-    with pytest.raises(UsageError, match=told) as error:
-        check_fit(changed(state(1), path, value), MODEL)
+def test_wrong_contents(path, value, told):
+    with pytest.raises(UsageError) as error:
+        check(changed(state(1), path, value))
+    assert told in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_with_wrong_contents_is_passed_over(tmp_path):
+    good = checkpoint.save(tmp_path, state(1))
+    bad = checkpoint.save(tmp_path, state(1) | {"epoch": -1})
+    with pytest.raises(UsageError, match=f"{bad} is no checkpoint that a run has written: epoch"):
+        checkpoint.load(bad, CPU)
+    assert checkpoint.load_newest(tmp_path, CPU)[0] == good
 
 
 def places(content, prefix=""):
@@ -117,15 +110,12 @@ def test_whatever_stands_there_is_right_or_refused():
     good = state(1)
     good |= {"rng": good["rng"] * 2, "world_size": 2}
     good["compression"]["errors"] *= 2
-    check_contents(good)
-    check_fit(good, MODEL)
+    check(good)
     refusals, loads = [], []
     for path, before in places(good):
         for value in TYPES + ODD:
             try:
-                content = changed(good, path, value)
-                check_contents(content)
-                check_fit(content, MODEL)
+                check(changed(good, path, value))
             except UsageError as error:
                 refusals.append(str(error))
                 continue

@@ -1,15 +1,13 @@
 """The datasets, read from small files in their real formats."""
 
-import functools
-import gc
 import gzip
 import hashlib
+import io
 import pickle
 import runpy
 import struct
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -48,25 +46,6 @@ def mnist(tmp_path):
     return write_mnist(tmp_path / "MNIST" / "raw")
 
 
-@pytest.fixture
-def cifar10(tmp_path, monkeypatch):
-    """The folder of a CIFAR-10, in `tmp_path`: two images a file, red 50, green 100, blue 150."""
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    pixels = np.repeat(np.array([50, 100, 150], np.uint8), 32 * 32)
-    images = {"data": np.stack([pixels, pixels]), "labels": [3, 9]}
-    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    contents = dict.fromkeys(names, pickle.dumps(images))
-    contents["batches.meta"] = pickle.dumps({"label_names": [f"class {i}" for i in range(10)]})
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    md5 = {name: hashlib.md5(content).hexdigest() for name, content in contents.items()}
-    monkeypatch.setattr(CIFAR10, "train_list", [[name, md5[name]] for name in names[:5]])
-    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", md5["test_batch"]]])
-    monkeypatch.setitem(CIFAR10.meta, "md5", md5["batches.meta"])
-    return folder
-
-
 def refusal(name, data_dir, download=False):
     with pytest.raises(UsageError) as error:
         load_dataset(name, data_dir, download)
@@ -98,18 +77,7 @@ def test_digits_come_with_the_package_and_normalised(tmp_path):
 
 
 def test_digits_are_scikit_learns_as_the_tool_writes_them(monkeypatch, tmp_path):
-    digits = pytest.importorskip("sklearn.datasets").load_digits()
-    data = load_dataset("digits", NOWHERE, download=False)
-    ours = [
-        (int(label), *image.flatten().tolist())
-        for part in (data.train, data.test)
-        for image, label in zip(part.data, part.targets, strict=True)
-    ]
-    theirs = [
-        (int(label), *image.astype(int).flatten().tolist())
-        for image, label in zip(digits.images, digits.target, strict=True)
-    ]
-    assert sorted(ours) == sorted(theirs)
+    pytest.importorskip("sklearn")
     main = runpy.run_path(str(ROOT / "tools" / "make_digits.py"))["main"]
     shipped = main.__globals__["DIGITS_DIR"]
     monkeypatch.setitem(main.__globals__, "DIGITS_DIR", tmp_path)
@@ -156,28 +124,41 @@ def test_mnist_files(name, folder, mean, std, tmp_path):
     torch.testing.assert_close(image, torch.full((1, 28, 28), (20 / 255 - mean) / std))
 
 
-def test_cifar10_files(cifar10, tmp_path):
+def test_cifar10_files(tmp_path, monkeypatch):
+    """Two images a file, red 50, green 100, blue 150."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    pixels = np.repeat(np.array([50, 100, 150], np.uint8), 32 * 32)
+    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"]
+    contents = {name: {"data": np.stack([pixels] * 2), "labels": [3, 9]} for name in names}
+    contents["batches.meta"] = {"label_names": [f"class {i}" for i in range(10)]}
+    for name, content in contents.items():
+        (folder / name).write_bytes(pickle.dumps(content))
+    md5 = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in names}
+    monkeypatch.setattr(CIFAR10, "train_list", [[name, md5[name]] for name in names[:5]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", md5["test_batch"]]])
+    monkeypatch.setitem(CIFAR10.meta, "md5", md5["batches.meta"])
     data = load_dataset("cifar10", tmp_path, download=False)
     assert (len(data.train), len(data.test)) == (10, 2)
     assert (data.num_classes, data.channels, data.image_size) == (10, 3, 32)
     image, label = data.test[1]
     assert (label, image.shape) == (9, (3, 32, 32))
-    for channel, (value, mean, std) in enumerate(
-        [(50, 0.4914, 0.2470), (100, 0.4822, 0.2435), (150, 0.4465, 0.2616)]
-    ):
-        expected = torch.full((32, 32), (value / 255 - mean) / std)
-        torch.testing.assert_close(image[channel], expected)
-    cut(cifar10 / "data_batch_4", 100)
+    scales = [(50, 0.4914, 0.2470), (100, 0.4822, 0.2435), (150, 0.4465, 0.2616)]
+    for channel, (value, mean, std) in zip(image, scales, strict=True):
+        torch.testing.assert_close(channel, torch.full((32, 32), (value / 255 - mean) / std))
+    cut(folder / "data_batch_4", 100)
     told = refusal("cifar10", tmp_path)
-    assert f"truncated or corrupt (wrong md5) in {cifar10 / 'data_batch_4'};" in told
+    assert f"truncated or corrupt (wrong md5) in {folder / 'data_batch_4'};" in told
 
 
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10"])
-def test_missing_files_say_what_to_do(name, tmp_path):
-    told = refusal(name, tmp_path)
-    assert f"{name} not found in {tmp_path}: there is no " in told
-    assert "pass --download to fetch it, or --data-dir" in told
+def test_missing_files_say_what_to_do(tmp_path):
+    for name in ("mnist", "fashion-mnist", "cifar10"):
+        told = refusal(name, tmp_path)
+        assert f"{name} not found in {tmp_path}: there is no " in told
+        assert "pass --download to fetch it, or --data-dir" in told
     assert list(tmp_path.iterdir()) == []
+    told = refusal("mnist", Path("/proc/x"), download=True)
+    assert told.startswith("cannot download mnist to /proc/x: No such file or directory; check")
 
 
 def test_other_names_and_files_that_are_not_there(mnist, tmp_path, monkeypatch):
@@ -201,12 +182,8 @@ def cut(path, length):
 # A file of three training images or labels, what is in its place, and what the error says of it.
 DAMAGE = {
     "images cut short": ("images-idx3", lambda raw: raw[:1000], "3, 28, 28"),
-    "labels cut short": ("labels-idx1", lambda raw: raw[:10], "size 2"),
-    "header only": ("images-idx3", lambda raw: raw[:16], "("),
     "half a header": ("images-idx3", lambda raw: raw[:6], "("),
-    "empty": ("images-idx3", b"", "("),
     "not IDX": ("images-idx3", b"<html>not found</html>", "AssertionError"),
-    "no such type": ("labels-idx1", bytes([0, 0, 10, 1, 0, 0, 0, 0]), "(10)"),
     "absurd dimensions": ("images-idx3", bytes([0, 0, 8, 3]) + b"\xff" * 12 + b"\0", "("),
     "floats": ("labels-idx1", bytes([0, 0, 13, 1, 0, 0, 0, 3]) + bytes(12), "float32"),
     "labels in the place of images": ("images-idx3", np.arange(3), "3 dimension"),
@@ -247,43 +224,42 @@ def test_no_images_and_files_that_cannot_be_read(tmp_path, monkeypatch):
 # Download -----------------------------------------------------------------------------------------
 
 
+class Response(io.BytesIO):
+    """A server's, of a file with this address."""
+
+    length = None
+
+    def __init__(self, request):
+        self.url = request.full_url
+        path = Path(self.url.removeprefix("http:/"))
+        if not path.exists():
+            raise URLError("not found")
+        super().__init__(path.read_bytes())
+
+
 @pytest.fixture
 def site(tmp_path_factory, monkeypatch):
-    """The folder of a server that offers an MNIST to torchvision's reader."""
+    """The folder that torchvision's reader downloads an MNIST from."""
     folder = tmp_path_factory.mktemp("site")
-
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    handler = functools.partial(Handler, directory=str(folder))
     resources = []
     for path in sorted(write_mnist(folder / "plain").iterdir()):
         packed = gzip.compress(path.read_bytes())
         (folder / f"{path.name}.gz").write_bytes(packed)
         resources.append((f"{path.name}.gz", hashlib.md5(packed).hexdigest()))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        monkeypatch.setenv("no_proxy", "*")
-        monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
-        monkeypatch.setattr(MNIST, "resources", resources)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield folder
-        server.shutdown()
-        thread.join()
+    monkeypatch.setattr("urllib.request.urlopen", Response)
+    monkeypatch.setattr(MNIST, "mirrors", [f"http:/{folder}/"])
+    monkeypatch.setattr(MNIST, "resources", resources)
+    return folder
 
 
 def test_download(site, tmp_path):
     data_dir = tmp_path / "not" / "yet"
     assert len(load_dataset("mnist", data_dir, download=True).train) == 3
     raw = data_dir / "MNIST" / "raw"
-    contents = [
-        {path.name: path.read_bytes() for path in folder.iterdir()}
-        for folder in (raw, site / "plain")
-    ]
-    assert contents[0] == contents[1]
+    for path in (site / "plain").iterdir():
+        assert (raw / path.name).read_bytes() == path.read_bytes()
     # Nothing but the files stays. Of them only those that are missing are fetched again.
-    assert list(data_dir.iterdir()) == [data_dir / "MNIST"]
+    assert (len(list(raw.iterdir())), list(data_dir.iterdir())) == (4, [data_dir / "MNIST"])
     write_idx(raw / "train-labels-idx1-ubyte", np.array([7, 8, 9]))
     (raw / "t10k-labels-idx1-ubyte").unlink()
     data = load_dataset("mnist", data_dir, download=True)
@@ -293,8 +269,6 @@ def test_download(site, tmp_path):
     load_dataset("mnist", data_dir, download=True)
 
 
-# urllib's answer to a missing file holds a socket, which torchvision leaves to the collector.
-@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_a_failed_download_leaves_nothing(site, tmp_path):
     # The last of the four files: the other three have arrived by then.
     last = site / "train-labels-idx1-ubyte.gz"
@@ -304,4 +278,3 @@ def test_a_failed_download_leaves_nothing(site, tmp_path):
         assert told.startswith(f"cannot download mnist to {tmp_path}: ")
         assert "; check the network" in told
         assert list(tmp_path.iterdir()) == []
-        gc.collect()

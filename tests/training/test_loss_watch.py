@@ -3,11 +3,10 @@
 import math
 
 import pytest
-import torch
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.training import checkpoint, loop
-from ddp_from_scratch.training.loss_watch import LossWatch, as_number, from_number
+from ddp_from_scratch.training.loss_watch import as_number, from_number
 from ddp_from_scratch.training.settings import Settings
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
@@ -22,16 +21,6 @@ def test_the_largest_number_is_the_earliest_step_and_its_lowest_rank():
     assert [from_number(number) for number in numbers] == events
     assert numbers == sorted(numbers, reverse=True)
     assert 0 < numbers[-1] < numbers[0] < 2**63
-
-
-def test_the_first_one_is_remembered():
-    watch = LossWatch(3, torch.device("cpu"))
-    watch.see(torch.tensor(1e30), 0)
-    assert (watch.known(), watch.settled()) == (0, 0)
-    for step, loss in ((1, math.inf), (2, 0.0), (3, math.nan)):
-        watch.see(torch.tensor(loss), step)
-    assert from_number(watch.known()) == (1, 3)
-    assert watch.settled() == watch.known()
 
 
 def trained(world, folder, step, loss, changes):
@@ -61,7 +50,6 @@ def trained(world, folder, step, loss, changes):
 @pytest.mark.parametrize(
     ("backend", "step", "loss", "changes", "kept"),
     [
-        ("gloo", 0, math.nan, {}, 0),
         ("gloo", 7, math.inf, {}, 0),
         ("gloo", STEPS - 1, math.nan, {}, 0),
         ("gloo", STEPS + 3, math.nan, {}, 1),

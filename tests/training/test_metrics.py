@@ -1,5 +1,6 @@
-"""The metrics of a run, read back from what was written."""
+"""What a run writes where: metrics, read back, and the bar."""
 
+import io
 import json
 import sys
 from contextlib import closing
@@ -8,6 +9,7 @@ import pytest
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training.metrics import METRICS_FILE, MetricsWriter
+from ddp_from_scratch.training.report import Report
 
 
 def lines(folder):
@@ -42,13 +44,6 @@ def test_a_resumed_run_appends_and_an_unfinished_line_spoils_no_other(tmp_path):
     )
 
 
-def test_without_a_folder_it_does_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with closing(MetricsWriter(None)) as metrics:
-        metrics.log(1, loss=0.5)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / "folder" / METRICS_FILE).mkdir(parents=True)
@@ -70,3 +65,24 @@ def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UsageError, match=r'pip install "ddp_from_scratch\[train\]"'):
         MetricsWriter(tmp_path / "other")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_is_for_a_terminal(monkeypatch):
+    def written(stderr, speaks=True, quiet=False):
+        monkeypatch.setattr("sys.stderr", stderr)
+        report = Report(speaks=speaks, quiet=quiet)
+        assert list(report.progress(range(3), "epoch 1/1")) == [0, 1, 2]
+        return stderr.getvalue()
+
+    assert "epoch 1/1: " in written(Terminal())
+    assert written(Terminal(), quiet=True) == ""
+    assert written(Terminal(), speaks=False) == ""
+    # mpirun was started on a terminal, with standard error redirected: only the output is there.
+    monkeypatch.setenv("DDP_TERMINAL_1", "/dev/null")
+    monkeypatch.setenv("DDP_TERMINAL", "1")
+    assert written(io.StringIO()) == ""

@@ -6,6 +6,7 @@ import torch
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training import models
 from ddp_from_scratch.training.models import make_model
+from tests.support.tiers import slow
 
 torchvision = pytest.importorskip("torchvision")
 
@@ -31,13 +32,11 @@ def test_our_own(name, channels, size):
     ("name", "size", "enlarged_to"),
     [
         ("alexnet", 8, 64),
-        ("densenet121", 8, 32),
+        slow("densenet121", 8, 32),
         ("efficientnet_b0", 8, None),
         ("googlenet", 8, 32),
-        ("inception_v3", 32, 96),
-        ("maxvit_t", 32, 224),
-        ("mobilenet_v3_small", 8, None),
-        ("regnet_y_400mf", 8, None),
+        slow("inception_v3", 32, 96),
+        slow("maxvit_t", 32, 224),
         ("resnet18", 8, None),
         ("shufflenet_v2_x0_5", 8, None),
         ("squeezenet1_1", 8, 32),

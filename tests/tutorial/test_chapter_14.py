@@ -12,6 +12,7 @@ import pytest
 from tests.support.pages import TUTORIAL_PAGES
 from tests.support.ranks import MPIRUN, ROOT
 from tests.tutorial.test_programs import form
+from tutorial.ranks import LOOPBACK
 
 CHAPTER = TUTORIAL_PAGES[14].parent
 PAGE = TUTORIAL_PAGES[14].read_text()
@@ -27,28 +28,24 @@ COMMANDS = {
 }
 
 
-def start(launcher, folder, rank="0", port="0"):
-    """Starts the program under a launcher, or as one of srun's tasks would be."""
-    command, environment = COMMANDS[launcher], os.environ | MPIRUN | {"PYTHONPATH": ""}
-    if launcher == "srun":
-        command = command[3:]
-        environment |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": port} | SRUN
-    return subprocess.Popen(
-        [*command, "--picture", str(folder / "under_mpi.png")],
-        **{"cwd": ROOT, "env": environment, "text": True},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun", "srun"])
 def test_its_output_is_what_the_page_shows(launcher, tmp_path):
     with socket.create_server(("localhost", 0)) as probe:
         port = str(probe.getsockname()[1])
-    ranks = "01" if launcher == "srun" else "0"
+    command, places = COMMANDS[launcher], [{}]
+    if launcher == "srun":
+        command = command[3:]
+        places = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} | SRUN for rank in "01"]
     printed = ""
-    for process in [start(launcher, tmp_path, rank, port) for rank in ranks]:
+    for process in [
+        subprocess.Popen(
+            [*command, "--picture", str(tmp_path / "under_mpi.png")],
+            **{"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+            env=os.environ | MPIRUN | {"PYTHONPATH": "", "MASTER_PORT": port} | place,
+        )
+        for place in places
+    ]:
         output, errors = process.communicate(timeout=80)
         assert process.returncode == 0, errors
         printed += output
@@ -57,12 +54,15 @@ def test_its_output_is_what_the_page_shows(launcher, tmp_path):
     assert (tmp_path / "under_mpi.png").stat().st_size > 1000
 
 
-def test_one_line_where_the_port_is_taken(tmp_path):
+def test_one_line_where_the_port_is_taken(monkeypatch):
     with socket.create_server(("localhost", 0)) as taken:
         port = str(taken.getsockname()[1])
-        _, errors = start("srun", tmp_path, "0", port).communicate(timeout=60)
-    told = f"rank 0: cannot use port {port} of localhost; set MASTER_PORT to another"
-    assert errors.splitlines()[-1] == told
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": LOOPBACK}
+        for variable, value in place.items():
+            monkeypatch.setenv(variable, value)
+        told = f"^rank 0: cannot use port {port} of localhost; set MASTER_PORT to another$"
+        with pytest.raises(SystemExit, match=told):
+            PROGRAM["join"]("srun", 0, 2)
 
 
 MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
