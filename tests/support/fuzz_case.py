@@ -667,15 +667,19 @@ def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played
 def watched(device: torch.device) -> Iterator[list[str]]:
     """Finds what a simulated GPU sees in the `with` block. A no-op for a CPU."""
     faults: list[str] = []
-    if device.type == "cuda":
-        from tests.support.simgpu import device as simulated
-        from tests.support.simgpu import trace
+    if device.type != "cuda":
+        yield faults
+        return
+    from tests.support.simgpu import device as simulated
+    from tests.support.simgpu import trace
 
-        simulated.clear()
-        torch.__future__.set_overwrite_module_params_on_conversion(False)  # keeps shared parameters
-    yield faults
-    if device.type == "cuda":
-        faults += trace.faults() + trace.unexpected_waits()
+    simulated.clear()
+    torch.__future__.set_overwrite_module_params_on_conversion(False)  # keeps shared parameters
+    try:
+        yield faults
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+    faults += trace.faults() + trace.unexpected_waits()
 
 
 def _play(player: Player) -> Played:

@@ -47,6 +47,9 @@ def _state() -> dict[str, Any]:
     return numerics() | {
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "torch.is_anomaly_enabled()": torch.is_anomaly_enabled(),
+        "modules are converted in place": (
+            not torch.__future__.get_overwrite_module_params_on_conversion()
+        ),
         "dist.get_debug_level()": dist.get_debug_level(),
         "os.getcwd()": os.getcwd(),
         "os.environ": {k: v for k, v in os.environ.items() if not k.startswith(_IGNORED)},
