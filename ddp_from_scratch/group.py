@@ -1,6 +1,7 @@
 """Checks a process group before anything is sent through it."""
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import FunctionType
@@ -11,6 +12,11 @@ import torch.distributed as dist
 from torch.distributed.nn import functional
 
 from ddp_from_scratch import gpu
+
+# Its name from torch 2.14 on, which warns of the old one.
+all_gather_single: Callable[..., dist.Work | None] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
 
 _NOT_A_MEMBER = "this rank is not a member of the process group"
 

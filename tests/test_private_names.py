@@ -94,7 +94,7 @@ def defined(tree):
 
 
 def used():
-    """Private paths below imports, and private attributes of anything else but the library's."""
+    """Paths below imports, and private attributes of anything else but the library's."""
     trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
     paths, attributes = set(), set()
     for tree in trees:
@@ -107,11 +107,12 @@ def used():
                 attributes.add(node.attr)
     attributes -= {name for tree in trees for name in defined(tree)}
     paths -= {"os._exit"}  # documented
-    return set(filter(is_private, paths)), set(filter(is_private, attributes))
+    return paths, set(filter(is_private, attributes))
 
 
 def test_every_private_name_is_in_the_list():
     paths, attributes = used()
+    paths = set(filter(is_private, paths))
     known = NAMES | set(SINCE)
     starts = {
         name[:end] for name in known for end in range(len(name) + 1) if name[end:][:1] in ".("
@@ -143,3 +144,15 @@ def test_this_torch_has_them_all():
         except AttributeError:
             lost.append(name)
     assert lost == [], f"torch {torch.__version__} has lost them"
+
+
+# For a torch that does not have the new name yet.
+OLD_NAMES = {"torch.distributed.all_gather_into_tensor"}
+
+
+def test_nothing_is_called_that_torch_warns_of():
+    start = "torch.distributed."
+    called = {path.removeprefix(start) for path in used()[0] - OLD_NAMES if path.startswith(start)}
+    functions = {name: getattr(torch.distributed, name, None) for name in called}
+    assert callable(functions["all_reduce"])
+    assert [name for name, f in functions.items() if hasattr(f, "__deprecated__")] == []

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.group import of_member, on_gpu_of
+from ddp_from_scratch.group import all_gather_single, of_member, on_gpu_of
 from ddp_from_scratch.shards.generators import generator_states, set_generator_states
 from ddp_from_scratch.shards.tree import shard_range
 from ddp_from_scratch.sync.sync_batch_norm import several_batches, sum_of_rows
@@ -240,8 +240,6 @@ def gather_shards(
     most = max(counts)
     mine = pad(rows, (0, 0, 0, most - len(rows)))
     everyone = rows.new_empty(rank_count, *mine.shape)
-    work = dist.all_gather_into_tensor(
-        everyone.view(-1), mine.view(-1), group=process_group, async_op=True
-    )
+    work = all_gather_single(everyone.view(-1), mine.view(-1), group=process_group, async_op=True)
     wait(of_member(work))
     return torch.cat([one[:count] for one, count in zip(everyone, counts, strict=True)])

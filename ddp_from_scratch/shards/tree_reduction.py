@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.comm_hooks.default_hooks import Future
 from ddp_from_scratch.comm_hooks.later import Later
-from ddp_from_scratch.group import check_group, of_member
+from ddp_from_scratch.group import all_gather_single, check_group, of_member
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.shards.tree import Block, PartialSums, aligned_blocks, shard_range
 from ddp_from_scratch.waiting import may_be_left_behind, wait
@@ -185,7 +185,7 @@ class _Exchange:
         whole = own.numel() * self._group.size()
         in_place = into.numel() == whole and not may_be_left_behind()
         gathered = into if in_place else own.new_empty(whole)
-        work = dist.all_gather_into_tensor(gathered, own, group=self._group, async_op=True)
+        work = all_gather_single(gathered, own, group=self._group, async_op=True)
         wait(of_member(work))
         if gathered is not into:
             into.copy_(gathered[: into.numel()])

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from ddp_from_scratch.group import all_gather_single
+
 
 class Batches(Protocol):
     """The batches that a layer takes as one."""
@@ -211,7 +213,7 @@ class _OneOfEachRank:
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         everyone = row.new_empty(dist.get_world_size(self._process_group), len(row))
-        dist.all_gather_into_tensor(everyone.view(-1), row, group=self._process_group)
+        all_gather_single(everyone.view(-1), row, group=self._process_group)
         return everyone
 
     def add_up(self, row: torch.Tensor) -> torch.Tensor:

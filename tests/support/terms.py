@@ -6,6 +6,7 @@ gradient of parameter p_k of `Terms` is k + 1 times the input, its average (k + 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -50,20 +51,20 @@ def assert_grads(model: nn.Module, x: float) -> None:
 
 
 @contextmanager
-def recorded(name: str) -> Iterator[list[int]]:
-    """The numbers of elements (of tensors, of a list) that torch.distributed's `name` is given."""
+def recorded(name: str, owner: Any = dist) -> Iterator[list[int]]:
+    """The numbers of elements (of tensors, of a list) that a module's `name` is given."""
     called: list[int] = []
-    original = getattr(dist, name)
+    original = getattr(owner, name)
 
     def record(tensor, *args, **options):
         called.append(len(tensor) if isinstance(tensor, list) else tensor.numel())
         return original(tensor, *args, **options)
 
-    setattr(dist, name, record)
+    setattr(owner, name, record)
     try:
         yield called
     finally:
-        setattr(dist, name, original)
+        setattr(owner, name, original)
 
 
 @contextmanager

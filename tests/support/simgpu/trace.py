@@ -125,6 +125,7 @@ EXPECTED_WAITS = {
     "autograd/ready_order.py": "the order of buckets, in the first average",
     "autograd/used_parameters.py": "a rank with unused parameters",
     "checks/straggler_watch.py": "a report of stragglers",
+    "optim/flat_params.py": "a state that was loaded",
     "optim/update_rules.py": "whether the kernel is exact, once",
     "reducer/join.py": "a rank without data, in torch's Join",
     "sync/broadcast.py": "a Reducer that begins",
