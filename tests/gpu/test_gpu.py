@@ -1,8 +1,9 @@
-"""What only a GPU shows, over nccl: one rank, and two with a GPU each, or with one that they share.
+"""nccl on a GPU: one rank, and two with a GPU each, or with one that they share.
 
     python -m pytest -m gpu
 
-Two ranks on one GPU take turns, so nothing here looks at durations.
+Two ranks on one GPU take turns, so nothing here looks at durations. Where there is no GPU, what
+needs none of its kernels runs on a simulated one.
 """
 
 import contextlib
@@ -37,12 +38,11 @@ from tests.support.on_ranks import on
 from tests.support.optimizer_pair import torchs
 from tests.support.ranks import ROOT, on_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+REAL = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, *([] if REAL else [pytest.mark.slow])]
+real = pytest.mark.skipif(not REAL, reason="needs a GPU")
 
-DEVICE, BACKEND = "cuda", "nccl"
+DEVICE = "cuda"
 WIDTH, DEPTH = 256, 6
 CAP_MB = 0.5  # two layers: three buckets
 VIEWS = {"gradient_as_bucket_view": True}
@@ -52,14 +52,21 @@ each_way = pytest.mark.parametrize("options", [{}, VIEWS, LATER], ids=str)
 each_sgd = pytest.mark.parametrize("flat_sgd", [False, True], ids=["torch's sgd", "flat sgd"])
 
 
+@pytest.fixture
+def backend(request):
+    if not REAL:
+        request.getfixturevalue("built")
+    return "nccl" if REAL else "nccl2"
+
+
 @pytest.fixture(params=[1, 2])
-def crew(ranks, request):
-    return ranks(BACKEND, request.param)
+def crew(ranks, backend, request):
+    return ranks(backend, request.param)
 
 
 @pytest.fixture
-def pair(ranks):
-    return ranks(BACKEND, 2)
+def pair(ranks, backend):
+    return ranks(backend, 2)
 
 
 def network(seed: int = 0, width: int = WIDTH, depth: int = DEPTH) -> nn.Sequential:
@@ -124,6 +131,7 @@ BESIDE_TORCH = {
 }
 
 
+@real
 @pytest.mark.parametrize("name", BESIDE_TORCH)
 @on("crew")
 def test_as_torch_bit_for_bit(world, name):
@@ -221,6 +229,7 @@ PROGRAMS: dict[str, Callable[[], Callable[[torch.Tensor], None]]] = {
 }
 
 
+@real
 @pytest.mark.parametrize("name", PROGRAMS)
 @on("crew")
 def test_the_host_does_not_wait_within_a_step(world, name):
@@ -239,6 +248,7 @@ def delay() -> None:
     torch.cuda._sleep(20_000_000)  # some 10 ms, on the current stream; the host goes far ahead
 
 
+@real
 @pytest.mark.parametrize("whole", [True, False], ids=["whole step", "forward alone"])
 @each_way
 @on("crew")
@@ -295,6 +305,7 @@ class TwoStreams(nn.Module):
         return outputs[0] + outputs[1]
 
 
+@real
 @each_way
 @on("crew")
 def test_a_forward_pass_on_several_streams(world, options):
@@ -313,6 +324,7 @@ def test_a_forward_pass_on_several_streams(world, options):
             torch.testing.assert_close(p.grad, q.grad / world.world_size, msg=f"{name}, {step}")
 
 
+@real
 @on("crew")
 def test_a_graph_is_captured_beside_a_stall_watch(world):
     """The watch's thread looks at events of the GPU while another graph is captured."""
@@ -345,6 +357,7 @@ def profiled_backward(model: nn.Module, inputs: list[torch.Tensor]) -> Any:
     return profiler
 
 
+@real
 @each_view
 @on("crew")
 def test_one_copy_for_each_bucket(world, views):
@@ -358,6 +371,7 @@ def test_one_copy_for_each_bucket(world, views):
     assert called["aten::copy_"] < len(list(model.parameters()))
 
 
+@real
 @pytest.mark.parametrize("overlap", [True, False])
 @on("pair")
 def test_buckets_are_sent_during_backward(world, overlap):
@@ -397,11 +411,12 @@ class Halves(nn.Module):
         return self.second(torch.relu(self.first(x)).to(DEVICE))
 
 
+@real
 @pytest.mark.parametrize("wrapper", [False, True], ids=["reducer", "wrapper"])
 @each_sgd
 @on("pair")
 def test_a_model_on_cpu_and_gpu(world, wrapper, flat_sgd):
-    group = dist.new_group(backend=f"cpu:gloo,cuda:{BACKEND}")
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
     model = ours = Halves()
     ddp.broadcast_parameters(ours, 0, group)
     whole = copy.deepcopy(ours)
@@ -520,6 +535,7 @@ def test_a_drift_is_found(world):
         train(model, optimizer, batch(world.rank, 3, 64))
 
 
+@real
 @on("pair")
 def test_a_rank_that_lags_is_reported(world):
     """As in test_stall_watch.py, but backward() returns at once, and the GPU waits."""
@@ -544,6 +560,7 @@ def test_a_rank_that_lags_is_reported(world):
         assert "\n  rank 1: 0 of 3 gradients have arrived, bucket 0 waits for c\n" in text
 
 
+@real
 @pytest.mark.parametrize("channels_last", [False, True])
 @on("pair")
 def test_synchronised_batch_norm_as_torchs(world, channels_last):
@@ -621,6 +638,7 @@ def peak(kind: Any) -> int:
     return torch.cuda.max_memory_allocated() - base
 
 
+@real
 @on("nccl-1")
 def test_memory_with_views_is_that_of_torch(world):
     """A bucket's gradients are packed together, so they lie beside it until it is full."""
@@ -647,6 +665,7 @@ def started(*program: str, **variables: str) -> "subprocess.Popen[str]":
     )
 
 
+@real
 def test_a_rank_that_never_comes():
     command = ("run.py", "--backend", "nccl", "--timeout", "10")
     run = started(*command, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -656,6 +675,7 @@ def test_a_rank_that_never_comes():
     assert "Traceback" not in error
 
 
+@real
 def test_two_ranks_on_one_gpu_are_refused():
     """As where a launcher has shown both the same one."""
     command = "import sys, ddp_from_scratch as ddp; sys.exit(ddp.start_ranks(sys.argv[1:], (2,)))"
@@ -686,6 +706,7 @@ with ddp.process_group("nccl", timeout=15) as world:
 """
 
 
+@real
 def test_a_rank_that_is_killed_ends_the_other(tmp_path):
     """After the timeout at the latest, by an error or by torch's watchdog, which aborts."""
     meet = {"DDP_RENDEZVOUS_FILE": str(tmp_path / "meet")}
