@@ -57,6 +57,19 @@ def ranks() -> Iterator[Callable[..., Crew]]:
         found.end()
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Takes back what a process group that was opened in this process has set for others."""
+    before = dict(os.environ)
+    yield
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if name not in before:
+            os.environ.pop(name, None)
+    after = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    before.pop("PYTEST_CURRENT_TEST", None)
+    assert after == before, "the test has changed the environment of those after it"
+
+
 # The first tier has both backends and both sizes.
 @pytest.fixture(params=["gloo-3", "mpi-2", slow("gloo-2"), slow("mpi-3")])
 def crew(ranks, request):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.elasticity.handing_on import hand_on
 from ddp_from_scratch.elasticity.membership import Membership
@@ -238,6 +239,7 @@ class Trainer:
                 self._report_regrouping(*self.regrouped)
             if number := self._answer(stop):
                 return number
+        gpu.synchronize(self.world.device)
         images = (self.step - first) * self.data.global_batch_size
         self.images_per_second = images / (time.monotonic() - began)
         return 0

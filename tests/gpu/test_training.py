@@ -1,8 +1,9 @@
 """run.py's training on two ranks with simulated GPUs, beside the same on CPUs."""
 
+import numpy as np
 import pytest
-import torch
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.settings import Settings
 from tests.support.tiers import slow
@@ -36,7 +37,7 @@ def train(world, name, folder):
         device.clear()
     assert trainer.run() == 0
     found = trace.faults() if world.device.type == "cuda" else []
-    return [t.detach().cpu().float().tolist() for t in trainer.model.state_dict().values()], found
+    return [t.detach().cpu().float().numpy() for t in trainer.model.state_dict().values()], found
 
 
 @pytest.mark.timeout(300)
@@ -46,4 +47,22 @@ def test_numbers_of_the_cpu_and_no_race(ranks, sim, name, tmp_path):
     for (numbers, faults), (reference, _) in zip(found, expected, strict=True):
         assert faults == []
         tolerance = 0.01 if "16" in name else 1e-4
-        torch.testing.assert_close(numbers, reference, rtol=tolerance, atol=tolerance)
+        for mine, theirs in zip(numbers, reference, strict=True):
+            np.testing.assert_allclose(mine, theirs, tolerance, tolerance)
+
+
+def waits(world):
+    """The steps after which the host waits for the GPU."""
+    settings = {"epochs": 1, "batch_size": 128, "model": "mlp", "quiet": True}
+    trainer = Trainer(Settings(backend=world.backend, **settings), world)
+    steps, synchronize = [], gpu.synchronize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "synchronize", lambda device: steps.append(trainer.step))
+        trainer.run()
+    synchronize(world.device)
+    return steps, trainer.data.steps_per_epoch
+
+
+def test_images_per_second_are_those_that_the_gpu_has_seen(nccl2):
+    for steps, last in nccl2(waits):
+        assert steps == [last]
