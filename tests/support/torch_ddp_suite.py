@@ -75,6 +75,7 @@ def on_cpu(world_size: int) -> Iterator[None]:
             (torch.accelerator, "device_count", lambda: world_size),
             (torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu")),
             (torch.accelerator, "set_device_index", lambda *_: None),
+            (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "set_device", lambda *_: None),
             (torch.cuda, "device_count", lambda: world_size),
             (torch.cuda, "synchronize", lambda *_, **__: None),
