@@ -2,8 +2,8 @@
 
 They are in torch's wheel (`torch.testing._internal.distributed.distributed_test`, which needs
 `expecttest`). All that torch's own class passes in the same arrangement ours passes, too, except
-for those in EXCLUDED. Its own class fails about twenty: they want a GPU's streams, its SyncBatchNorm
-wants a GPU, and others have mistakes, in one version or another.
+for those in EXCLUDED. Its own class fails about twenty, which want a GPU or have a mistake in one
+version or another.
 """
 
 from functools import partial
