@@ -35,8 +35,8 @@ from benchmarks.harness import deepspeed
 from benchmarks.harness.launch import add_results_option
 from benchmarks.harness.report import draw_lines
 from ddp_from_scratch import UsageError, process_group, start_ranks
-from ddp_from_scratch.bench.result_file import on_terminal, write
-from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.machine import on_terminal, write
+from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.launch.supervisor import start_mpirun

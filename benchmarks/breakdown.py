@@ -49,11 +49,11 @@ from ddp_from_scratch.bench.contenders import (
     ContenderSpec,
     contenders,
 )
-from ddp_from_scratch.bench.launch import check_memory, start
-from ddp_from_scratch.bench.result_file import write
+from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.bench.timing import WARM_UP, check_equal, interleave, rounds_for
+from ddp_from_scratch.bench.verdict import text_table
+from ddp_from_scratch.bench.ways import check_memory, start
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.packing import Packing

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 # In order of preference: a step without communication depends on nothing that is compared.

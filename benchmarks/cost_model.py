@@ -59,8 +59,8 @@ from benchmarks.harness.costs import (
 from benchmarks.harness.launch import add_results_option
 from benchmarks.harness.report import draw_lines
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.result_file import write
-from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.machine import write
+from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 RANKS = [2**k for k in range(3, 13)]

@@ -36,12 +36,12 @@ from benchmarks.harness.launch import add_common_options
 from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import UsageError, check_sync, process_group
 from ddp_from_scratch.bench.contenders import CONTENDERS, NO_COMMUNICATION, REFERENCES, contenders
-from ddp_from_scratch.bench.launch import default_ranks, start
+from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.prepare import OPTIMIZERS
-from ddp_from_scratch.bench.result_file import on_terminal, write
-from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.bench.timing import check_distance
 from ddp_from_scratch.bench.verdict import kind as kind_of
+from ddp_from_scratch.bench.verdict import text_table
+from ddp_from_scratch.bench.ways import default_ranks, start
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit

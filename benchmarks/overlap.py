@@ -37,17 +37,17 @@ from benchmarks.harness.launch import Duration, add_common_options, backend_of_j
 from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import Reducer, UsageError, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, ContenderSpec, contenders
-from ddp_from_scratch.bench.launch import check_memory, start
+from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.prepare import (
     TORCH_BEST,
     alone,
     reducer,
     torch_ddp,
 )
-from ddp_from_scratch.bench.result_file import write
 from ddp_from_scratch.bench.samples import Interval, Samples, median_interval
-from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for
+from ddp_from_scratch.bench.verdict import text_table
+from ddp_from_scratch.bench.ways import check_memory, start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit

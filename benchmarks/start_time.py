@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from benchmarks.harness.launch import add_results_option
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.result_file import on_terminal, write
+from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.environment import MOST_HERE, mpirun_command
 from ddp_from_scratch.launch.rank_process import run_to_exit
 

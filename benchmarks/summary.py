@@ -10,8 +10,7 @@ from benchmarks.harness.wire_contenders import BF16, POWER_SGD, REDUCER, SGD, TO
 from benchmarks.harness.wire_meter import Result, with_computing
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, REFERENCES
 from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.text_table import text_table
-from ddp_from_scratch.bench.verdict import Run, fastest
+from ddp_from_scratch.bench.verdict import Run, fastest, text_table
 from ddp_from_scratch.bench.workloads import WORKLOADS
 
 Content = Mapping[str, Any]  # of a file

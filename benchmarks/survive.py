@@ -6,7 +6,7 @@ Examples:
     python -m benchmarks.survive --kills 5 --every 8 --epochs 300    the picture: some minutes
     python -m benchmarks.survive --kills 300 --epochs 2000 --no-torchrun    a soak
 
-One run is left alone, one loses a rank again and again (`run.py --go-on`): kill -9 at a random
+One run is left alone, one loses a rank again and again (`run.py --elastic`): kill -9 at a random
 moment, a random rank, rank 0 among them. Both must end with the same checkpoint, bit for bit; else
 the exit code is 1. The same kills then hit `torchrun --max-restarts`, whose ranks all start again,
 from the newest checkpoint. How to read the table, medians and the worst in ms:
@@ -43,12 +43,12 @@ import torch
 from benchmarks.harness.launch import add_results_option
 from benchmarks.harness.report import draw_progress
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.result_file import write
-from ddp_from_scratch.bench.text_table import text_table
+from ddp_from_scratch.bench.machine import write
+from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.environment import MOST_HERE
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
-_GOING_ON = re.compile(r"going on with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms")
+_GOING_ON = re.compile(r"continuing with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms")
 _EPOCH = re.compile(r"epoch +(\d+)/")
 _PARTS = ("noticed", "group", "step", "together")
 
@@ -76,8 +76,8 @@ def main() -> int:
     """Runs the drill, prints and writes what it found; returns the exit code."""
     options = parse(sys.argv[1:])
     train = ["--shards", str(options.shards), "--epochs", str(options.epochs)]
-    ours = [*train, "--nproc", str(options.nproc), "--go-on"]
-    ours += ["--max-failures", str(2 * options.kills)]
+    ours = [*train, "--nproc", str(options.nproc), "--elastic"]
+    ours += ["--max-restarts", str(2 * options.kills)]
     python = [sys.executable, "-m", "ddp_from_scratch"]
     alone = observe([*python, *ours], 0, options)
     killed = observe([*python, *ours], options.kills, options)
@@ -96,7 +96,7 @@ def main() -> int:
             f"survive-{options.kills}",
             f"{options.kills} kills of {options.nproc} ranks",
             {
-                "this library, --go-on": (killed.epochs, killed.kills),
+                "this library, --elastic": (killed.epochs, killed.kills),
                 "torchrun, --max-restarts": (rival.epochs, rival.kills),
             },
             options.results,

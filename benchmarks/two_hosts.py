@@ -63,11 +63,10 @@ from benchmarks.harness.wire_meter import (
 )
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
-from ddp_from_scratch.bench.result_file import on_terminal, write
+from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.text_table import text_table
 from ddp_from_scratch.bench.timing import WARM_UP, interleave
-from ddp_from_scratch.bench.verdict import kind
+from ddp_from_scratch.bench.verdict import kind, text_table
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from ddp_from_scratch.elasticity.run import elastic
     from ddp_from_scratch.errors import UsageError
     from ddp_from_scratch.launch.supervisor import start_ranks
-    from ddp_from_scratch.optim.adam import Adam, AdamW
+    from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
     from ddp_from_scratch.optim.node_shared import NodeSharedAdam, NodeSharedAdamW, NodeSharedSGD
-    from ddp_from_scratch.optim.sgd import SGD
     from ddp_from_scratch.profiling.timeline import timeline
     from ddp_from_scratch.reducer.join import JoinableReducer, join
     from ddp_from_scratch.reducer.reducer import Reducer
@@ -63,9 +62,9 @@ __all__ = [
 
 # Imported when first asked for (PEP 562): what starts ranks, or prints --help, needs no torch.
 _MODULES = {
-    "SGD": "optim.sgd",
-    "Adam": "optim.adam",
-    "AdamW": "optim.adam",
+    "SGD": "optim.flat_optimizer",
+    "Adam": "optim.flat_optimizer",
+    "AdamW": "optim.flat_optimizer",
     "DistributedDataParallel": "torch_ddp.distributed_data_parallel",
     "JoinableReducer": "reducer.join",
     "NodeSharedAdam": "optim.node_shared",

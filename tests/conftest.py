@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import gpu_report, tiers
+from tests.gpu import report
+from tests.support import tiers
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
 
@@ -24,7 +25,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 torch.set_num_threads(1)
 INTERFACES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 SET_BY_THE_USER = set(os.environ)
-SECONDS_A_TEST = 0.2  # on average, in the first tier
+SECONDS_A_TEST = 0.2, 0.7  # on average, in the first tier and in the second
 
 
 def pytest_runtest_setup() -> None:
@@ -109,7 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str:
     more = config.pluginmanager.get_plugin("terminalreporter").stats.get("deselected", [])
-    minutes = max(1, round(len(items) * SECONDS_A_TEST / 60))
+    seconds = sum(SECONDS_A_TEST[item.get_closest_marker("slow") is not None] for item in items)
+    minutes = max(1, round(seconds / 60))
     first_tier = config.getoption("markexpr") == "not slow"
     rest = f"; make test-all has {len(more):,} more" if more and first_tier else ""
     return f"{len(items):,} tests, about {minutes} min on 2 idle cores{rest}"
@@ -125,9 +127,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         counts = (f"{count} {reason}" for reason, count in reasons.most_common())
         terminalreporter.write_line(f"skipped: {'; '.join(counts)}")
     if terminalreporter.config.getoption("markexpr") == "gpu":
-        gpus = gpu_report.names()
-        lines = gpu_report.lines(terminalreporter.stats, gpus)
+        gpus = report.names()
+        lines = report.lines(terminalreporter.stats, gpus)
         terminalreporter.write_line(lines[0])
         if gpus:
-            gpu_report.FILE.write_text("\n".join(lines) + "\n")
-            terminalreporter.write_line(f"{gpu_report.FILE} has the details: please send it back")
+            report.FILE.write_text("\n".join(lines) + "\n")
+            terminalreporter.write_line(f"{report.FILE} has the details: please send it back")

@@ -5,6 +5,8 @@ import inspect
 from pathlib import Path
 
 import ddp_from_scratch as ddp
+from tests.support.on_ranks import on
+from tools.trace_gradient import trace
 
 PACKAGE = Path(ddp.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -121,3 +123,14 @@ def test_no_import_goes_round_in_a_circle():
         leaves = {name for name, below in graph.items() if not below & graph.keys()}
         assert leaves, f"imports go round in a circle among {sorted(graph)}"
         graph = {name: below for name, below in graph.items() if name not in leaves}
+
+
+def test_the_package_is_as_short_as_it_was():
+    assert len(MODULES) <= 154
+    assert sum(path.read_text().count("\n") for path in MODULES) <= 23_850
+
+
+@on("gloo-2")
+def test_a_step_takes_as_few_calls_as_it_did(world):
+    first, later = trace()
+    assert (first.total() <= 148, later.total() <= 84) == (True, True), f"{first}\n{later}"

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -76,24 +75,3 @@ def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):
     printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     sums = [re.findall(r"rank \d: parameters (\w+)", text) for text in printed]
     assert [(len(of_ranks), len(set(of_ranks))) for of_ranks in sums] == [(2, 1)] * 2
-
-
-def test_the_slurm_job_is_a_script_that_calls_srun(tmp_path: Path):
-    """srun is played by a script that starts one rank of the given program."""
-    script = FOLDER / "train.sbatch"
-    subprocess.run(["bash", "-n", script], check=True, timeout=10)
-    fake = tmp_path / "srun"
-    fake.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} "$@" --nproc 1 --epochs 1\n')
-    fake.chmod(0o755)
-    (tmp_path / "run.py").symlink_to(ROOT / "run.py")
-    done = subprocess.run(
-        ["bash", script, "--quiet"],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "digits test accuracy" in done.stdout
-    assert list((tmp_path / "runs" / "digits").glob("*.pt"))

@@ -9,10 +9,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-from ddp_from_scratch.errors import UsageError, needs_extra
 from tests.support.ranks import ROOT
-from tests.support.tiers import slow
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TUTORIAL = [
@@ -38,41 +37,16 @@ def python(*arguments: object, folder: Path, **environment: str) -> subprocess.C
 # Programs ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Runs a program in this process and another folder; returns what it prints."""
-
-    def run(program, *arguments):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [str(program), *arguments])
-        runpy.run_path(str(program), run_name="__main__")
-        return capsys.readouterr().out
-
-    return run
-
-
 @pytest.mark.parametrize("program", [*TUTORIAL, *sorted(EXAMPLES)], ids=lambda path: path.stem)
-def test_a_program_runs_as_a_path_from_any_folder(program, run, capsys):
+def test_a_program_runs_as_a_path_from_any_folder(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(program), "--help"])
     with pytest.raises(SystemExit, match=r"^0$"):
-        run(program, "--help")
+        runpy.run_path(str(program), run_name="__main__")
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-def test_a_program_starts_ranks_as_a_path_from_another_folder(run):
-    assert "\n" in run(ROOT / "tutorial" / "03_all_reduce" / "ring.py")
-
-
 # Extras -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["torchvision", slow("tqdm")])
-def test_what_is_missing_is_one_line(name, tmp_path):
-    (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}')")
-    path = f"{tmp_path}{os.pathsep}{ROOT}"
-    options = ["--model", "resnet18", "--epochs", "1"]
-    done = python(ROOT / "run.py", *options, folder=tmp_path, PYTHONPATH=path)
-    assert done.returncode == 2
-    assert done.stderr == f'error: No module named {name}: pip install "ddp_from_scratch[train]"\n'
 
 
 @pytest.mark.slow
@@ -85,15 +59,25 @@ def test_the_digits_need_neither_torchvision_nor_matplotlib(tmp_path):
     done = python(ROOT / "run.py", *options, folder=tmp_path, PYTHONPATH=path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "timeline.html\nno picture: that takes matplotlib" in done.stdout
-    assert [file.name for file in (tmp_path / "timeline").glob("timeline.[hp]*")] == [
-        "timeline.html"
-    ]
 
 
-def test_a_torchvision_of_another_torch_is_one_line():
-    told = "nms does not exist: torch and torchvision must come"
-    with pytest.raises(UsageError, match=told), needs_extra("train"):
-        raise RuntimeError("operator torchvision::nms does not exist")
+def test_the_launcher_starts_without_torch(tmp_path):
+    """The script is the program, and answers at once."""
+    module, _, function = PROJECT["project"]["scripts"]["ddp-run"].partition(":")
+    code = f"import sys; sys.modules['torch'] = None; from {module} import {function}; {function}()"
+    done = python("-c", code, "--lr=-1", folder=tmp_path)
+    told = "error: --lr must be a positive number, at most 1e+30, got -1.0\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_one_line(tmp_path):
+    missing = "No module named torchvision"
+    (tmp_path / "torchvision.py").write_text(f"raise ModuleNotFoundError('{missing}')")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    done = python(ROOT / "run.py", "--model", "resnet18", folder=tmp_path, PYTHONPATH=path)
+    told = f'error: {missing}: pip install "ddp_from_scratch[train]"\n'
+    assert (done.returncode, done.stderr) == (2, told)
 
 
 # Entry points -----------------------------------------------------------------------------------
@@ -108,39 +92,20 @@ assert "ddp_from_scratch.node" in sys.modules and "mpi4py" not in sys.modules
 """
 
 
-@pytest.fixture
-def installed(tmp_path):
-    """A folder that says, as an installation does, what the package's entry points are."""
+@pytest.mark.slow
+def test_torch_finds_the_node_backend_without_an_import(tmp_path):
+    """From a folder that says, as an installation does, what the package's entry points are."""
+    if not hasattr(torch.distributed.Backend, "_ensure_backend_registered"):
+        pytest.skip("torch 2.14 and later look for backends among entry points")
     info = tmp_path / "ddp_from_scratch-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Name: ddp_from_scratch\nVersion: 0\n")
-    groups = PROJECT["project"]["entry-points"]
-    lines = [
-        line
-        for group, points in groups.items()
-        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
-    ]
-    assert set(groups["torch.distributed.backends"]) == {"node"}  # loading mpi would start MPI
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    return tmp_path
-
-
-def test_torch_finds_the_node_backend_without_an_import(installed):
-    from torch.distributed import Backend
-
-    if not hasattr(Backend, "_ensure_backend_registered"):
-        pytest.skip("torch 2.14 and later look for backends among entry points")
-    path = f"{installed}{os.pathsep}{ROOT}"
-    done = python("-c", WITHOUT_AN_IMPORT, folder=installed, PYTHONPATH=path)
+    ((group, points),) = PROJECT["project"]["entry-points"].items()
+    assert points.keys() == {"node"}  # loading mpi would start MPI
+    (info / "entry_points.txt").write_text(f"[{group}]\nnode = {points['node']}")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    done = python("-c", WITHOUT_AN_IMPORT, folder=tmp_path, PYTHONPATH=path)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_script_is_the_program(tmp_path):
-    module, _, function = PROJECT["project"]["scripts"]["ddp-run"].partition(":")
-    code = f"from {module} import {function}; {function}()"
-    done = python("-c", code, "--no-such-option", folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
 
 
 # The package's page -----------------------------------------------------------------------------
@@ -151,3 +116,25 @@ def test_the_packages_page_shows_the_readmes_example_and_links_nowhere_relative(
     (example,) = re.findall(r"```python\n.*?```", page, re.DOTALL)
     assert example in (ROOT / "README.md").read_text()
     assert not re.findall(r"\]\((?!https://)", page)
+
+
+def test_the_lock_file_has_what_the_project_asks_for():
+    """Made again by `uv lock`, when a requirement changes."""
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    locked = next(each for each in packages if each["name"] == "ddp-from-scratch")["metadata"]
+
+    def asked(name):
+        for each in PROJECT["dependency-groups"][name]:
+            yield from [each] if isinstance(each, str) else asked(each["include-group"])
+
+    def text(each):
+        extras = f"[{','.join(each['extras'])}]" if "extras" in each else ""
+        return each["name"] + extras + each.get("specifier", "")
+
+    groups = {
+        name: {text(each) for each in found} for name, found in locked["requires-dev"].items()
+    }
+    assert groups == {name: set(asked(name)) for name in groups}
+    assert groups.keys() == PROJECT["dependency-groups"].keys()
+    required = {text(each) for each in locked["requires-dist"] if "marker" not in each}
+    assert required == set(PROJECT["project"]["dependencies"])

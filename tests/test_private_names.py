@@ -144,15 +144,3 @@ def test_this_torch_has_them_all():
         except AttributeError:
             lost.append(name)
     assert lost == [], f"torch {torch.__version__} has lost them"
-
-
-# For a torch that does not have the new name yet.
-OLD_NAMES = {"torch.distributed.all_gather_into_tensor"}
-
-
-def test_nothing_is_called_that_torch_warns_of():
-    start = "torch.distributed."
-    called = {path.removeprefix(start) for path in used()[0] - OLD_NAMES if path.startswith(start)}
-    functions = {name: getattr(torch.distributed, name, None) for name in called}
-    assert callable(functions["all_reduce"])
-    assert [name for name, f in functions.items() if hasattr(f, "__deprecated__")] == []

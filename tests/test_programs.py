@@ -4,7 +4,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 STEPS = 3
 
@@ -86,21 +85,6 @@ def fully_sharded_and_checkpointed(world, folder):
     dcp.async_save({"model": model.state_dict()}, checkpoint_id=f"{folder}/later").result()
 
 
-def sharded_tensors(world, folder):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-    torch.manual_seed(2)
-    a, b = torch.randn(6, 4), torch.randn(4, 6)
-    rows, columns = distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Shard(1)])
-    product = rows @ columns.redistribute(mesh, [Replicate()])
-    torch.testing.assert_close(product.full_tensor(), a @ b)
-    inner = distribute_tensor(a, mesh, [Shard(1)]) @ distribute_tensor(b, mesh, [Shard(0)])
-    assert inner.placements == (Partial(),)
-    torch.testing.assert_close(inner.redistribute(mesh, [Shard(0)]).full_tensor(), a @ b)
-    assert rows.redistribute(mesh, [Shard(1)]).to_local().equal(a.chunk(2, 1)[world.rank])
-    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    assert grid["shard"].get_group().size() == 2
-
-
 def pipeline(world, folder):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -120,8 +104,5 @@ def pipeline(world, folder):
 
 def test_programs_of_torchs_own(ranks, tmp_path):
     crew = ranks("mpi", 2)
-    for program in (
-        *(zero_redundancy_optimizer, fully_sharded_and_checkpointed, sharded_tensors),
-        pipeline,
-    ):
+    for program in (zero_redundancy_optimizer, fully_sharded_and_checkpointed, pipeline):
         crew(program, str(tmp_path))

@@ -1,7 +1,10 @@
-"""python tools/trace_gradient.py [views]: print the package's functions that a backward pass calls.
+"""What a reader of one training step has to follow: the package's functions that it calls.
 
-One Linear layer, gloo, a world of one, every option off, the fourth step; in the order of the first
-call. The last line counts calls, functions and files: what a reader of the way has to follow.
+    python tools/trace_gradient.py
+
+A model of one layer on two gloo ranks, with the Reducer's defaults; forward and backward, the first
+step and a later one. Prints the functions of the later one in the order of the first call, and for
+both the number of calls, functions and files. tests/test_api.py holds them down.
 """
 
 from __future__ import annotations
@@ -16,41 +19,48 @@ import torch
 import ddp_from_scratch as ddp
 
 PACKAGE = "ddp_from_scratch/"
-STEPS = 4
+Called = Counter[tuple[str, str]]  # file and function
 
 
-def trace(views: bool) -> Counter[tuple[str, str]]:
-    """The calls of the last step's backward pass, by file and function."""
-    called: Counter[tuple[str, str]] = Counter()
+def trace() -> tuple[Called, Called]:
+    """The calls of the first and of the fourth step on this rank."""
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and PACKAGE in frame.f_code.co_filename:
             file = frame.f_code.co_filename.rpartition(PACKAGE)[2]
-            called[file, frame.f_code.co_qualname] += 1
+            steps[-1][file, frame.f_code.co_qualname] += 1
 
-    with ddp.process_group("gloo"):
-        model = torch.nn.Linear(200, 200)
-        ddp.Reducer(model, gradient_as_bucket_view=views, shared_memory=False)
-        for step in range(STEPS):
-            model.zero_grad()
-            loss = model(torch.randn(4, 200)).sum()
-            if step == STEPS - 1:
-                threading.setprofile(note)  # autograd's threads
-                sys.setprofile(note)
-            loss.backward()
-            sys.setprofile(None)
-            threading.setprofile(None)
-    return called
+    model = torch.nn.Linear(200, 200)
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model)
+    steps: list[Called] = []
+    for _ in range(4):
+        model.zero_grad()
+        steps.append(Counter())
+        threading.setprofile(note)  # autograd's threads
+        sys.setprofile(note)
+        model(torch.randn(4, 200)).sum().backward()
+        sys.setprofile(None)
+        threading.setprofile(None)
+    reducer.remove()
+    return steps[0], steps[3]
 
 
-def main() -> None:
-    """Print a line for each function, and the counts."""
-    called = trace(views="views" in sys.argv)
-    for (file, name), count in called.items():
-        print(f"{count:4} {file:40} {name}")
+def told(called: Called) -> str:
+    """The counts of a step in one line."""
     files = {file for file, _ in called}
-    print(f"{called.total()} calls, {len(called)} functions, {len(files)} files")
+    return f"{called.total()} calls, {len(called)} functions, {len(files)} files"
+
+
+def on_a_rank() -> None:
+    """Traces, and prints on rank 0."""
+    with ddp.process_group("gloo") as world:
+        first, later = trace()
+        if world.rank == 0:
+            for (file, name), count in later.items():
+                print(f"{count:4} {file:40} {name}")
+            print(f"first step: {told(first)}\nlater steps: {told(later)}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ddp.start_ranks(on_a_rank, [2]))

@@ -17,8 +17,8 @@ class Hooks:
     """The hooks that call a Reducer.
 
     Args:
-        module: `before_forward()` is called before its forward pass, `after_forward(outputs)` after
-            it.
+        module: `before_forward` and `after_forward` are called around its forward pass, with the
+            arguments of torch's hooks.
         parameters: `on_gradient(index)` is called as soon as a parameter's `.grad` is complete.
             `before_step(optimizer)` is called before any optimizer steps one of them.
         on_gradient, before_forward, after_forward, before_step: bound methods of the Reducer. The
@@ -30,8 +30,8 @@ class Hooks:
         module: torch.nn.Module,
         parameters: Sequence[torch.Tensor],
         on_gradient: Callable[[int], None],
-        before_forward: Callable[[], None],
-        after_forward: Callable[[object], None],
+        before_forward: Callable[..., None],
+        after_forward: Callable[..., None],
         before_step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         # Held weakly: the garbage collector cannot see a cycle through a parameter's hooks, and the
@@ -50,8 +50,8 @@ class Hooks:
         ]
         ours = frozenset(id(parameter) for parameter in parameters)
         self._handles += [
-            module.register_forward_pre_hook(ModuleHook(lambda *_: before_forward())),
-            module.register_forward_hook(ModuleHook(lambda *args: after_forward(args[-1]))),
+            module.register_forward_pre_hook(ModuleHook(before_forward)),
+            module.register_forward_hook(ModuleHook(after_forward)),
             # Module hooks run only if the model is called as a whole; this check always runs.
             _before_steps(partial(_on_step, weakref.WeakMethod(before_step), ours)),
         ]

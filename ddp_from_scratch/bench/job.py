@@ -15,9 +15,9 @@ from ddp_from_scratch.bench.contenders import (
     contenders,
     rows,
 )
+from ddp_from_scratch.bench.machine import content_of
 from ddp_from_scratch.bench.prepare import OPTIMIZERS
-from ddp_from_scratch.bench.quiet import CpuUse, disturbance
-from ddp_from_scratch.bench.result_file import content_of
+from ddp_from_scratch.bench.samples import CpuUse, disturbance
 from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for
 from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.world.process_group import World, process_group

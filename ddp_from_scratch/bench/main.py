@@ -50,12 +50,11 @@ from pathlib import Path
 
 from ddp_from_scratch.bench.contenders import CONTENDERS
 from ddp_from_scratch.bench.job import Job, measure
-from ddp_from_scratch.bench.launch import check_memory, default_ranks
+from ddp_from_scratch.bench.machine import compact_json, save
 from ddp_from_scratch.bench.prepare import OPTIMIZERS
-from ddp_from_scratch.bench.result_file import compact_json, save
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.verdict import Run, table, verdict, ways_table
-from ddp_from_scratch.bench.ways import WAYS, Content, RanksFailed
+from ddp_from_scratch.bench.ways import WAYS, Content, RanksFailed, check_memory, default_ranks
 from ddp_from_scratch.bench.workloads import WORKLOADS, workload
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment

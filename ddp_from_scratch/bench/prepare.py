@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_from_scratch.optim.adam import AdamW
-from ddp_from_scratch.optim.flat_optimizer import FlatOptimizer
+from ddp_from_scratch.optim.flat_optimizer import SGD, AdamW, FlatOptimizer
 from ddp_from_scratch.optim.node_shared import NodeSharedAdamW, NodeSharedSGD
-from ddp_from_scratch.optim.sgd import SGD
 from ddp_from_scratch.profiling.timeline import Timeline
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
-from ddp_from_scratch.bench.result_file import on_terminal
+from ddp_from_scratch.bench.machine import on_terminal
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.errors import needs_extra
 from ddp_from_scratch.sync.check_sync import check_sync

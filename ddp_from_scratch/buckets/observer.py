@@ -62,8 +62,8 @@ class Observer:
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before an optimizer steps some of the Reducer's parameters."""
 
-    def on_seek(self) -> None:
+    def on_set_step(self) -> None:
         """Called before the first step with ranks that may be others. Must not communicate."""
 
-    def on_drop(self) -> None:
+    def on_abort(self) -> None:
         """Called when a step is dropped, whatever has begun of it. Must not communicate."""

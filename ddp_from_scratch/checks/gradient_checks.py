@@ -9,8 +9,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_from_scratch.autograd.backward_pass import BackwardPass, PassState
 from ddp_from_scratch.buckets.bucket_list import BucketList
 from ddp_from_scratch.buckets.gradient_bucket import BucketState
-from ddp_from_scratch.checks.forward_writes import ForwardWrites, check_rescaling
-from ddp_from_scratch.checks.module_snapshot import AGAIN, ModuleSnapshot
+from ddp_from_scratch.checks.module_snapshot import (
+    AGAIN,
+    ForwardWrites,
+    ModuleSnapshot,
+    check_rescaling,
+)
 from ddp_from_scratch.group import on_gpu_of
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
 
@@ -40,20 +44,20 @@ class GradientChecks:
             self._writes = ForwardWrites(snapshot.parameters)
 
     def before_forward(self) -> None:
-        """Raises, in training, if averages after this forward pass would be missing or wrong."""
-        if not trains(self._module):
-            return
-        difference = self._snapshot.difference(self._module, self._backward.varies)
-        if difference is not None:
-            raise RuntimeError(
-                f"{difference} on rank {self._rank} after the Reducer was made: {AGAIN}"
-            )
-        self.check_complete()
+        """Raises, in training, if averages after this forward pass would be missing or wrong.
 
-    def note_writes(self) -> None:
-        """Records the parameters' versions before a forward pass."""
+        Records the parameters' versions.
+        """
+        training = trains(self._module)
+        if training:
+            difference = self._snapshot.difference(self._module, self._backward.varies)
+            if difference is not None:
+                raise RuntimeError(
+                    f"{difference} on rank {self._rank} after the Reducer was made: {AGAIN}"
+                )
+            self.check_complete()
         if self._writes is not None:
-            self._writes.on_enter(trains(self._module))
+            self._writes.on_enter(training)
 
     def after_forward(self, compared: bool) -> None:
         """Raises if forward has written to parameters and ranks will not be compared.

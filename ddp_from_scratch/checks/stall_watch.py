@@ -231,7 +231,7 @@ class _Watcher:
                     stopped = process if process in (_ENDED, _STOPPED) else None
                     text = f"{published}; {stopped}" if stopped else published
             lines.append(f"  rank {rank}: {text}")
-        lines.append("The step goes on waiting until the process group's timeout ends the run.")
+        lines.append("The step keeps waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
 
 

@@ -151,7 +151,7 @@ class StragglerWatch(Observer):
             self._phases.pop()
         self._enter("data")
 
-    def on_seek(self) -> None:
+    def on_set_step(self) -> None:
         """Forgets the steps since the last report, which ranks that join do not have."""
         self._steps, self._phases = [], []
 

@@ -1,6 +1,6 @@
 """Comm hooks that average a bucket with one all-reduce, in full precision or compressed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,32 @@ from ddp_from_scratch.buckets.gradient_bucket import CommHook
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.node.fingerprint import caller
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
+
+
+class Later(torch.futures.Future[Any]):
+    """A future whose value is computed by the thread that waits for it."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self._compute = compute
+        self._value: torch.Tensor | None = None
+
+    # A callback of the first collective would be simpler, but not every backend can start a
+    # collective inside a callback.
+    def wait(self) -> torch.Tensor:
+        """Computes the value the first time."""
+        if self._value is None:
+            self._value = self._compute()
+        return self._value
+
+    def value(self) -> torch.Tensor:
+        """Returns the result of `wait`."""
+        return self.wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> "Later":
+        """Returns a future that runs `callback` when it is waited for."""
+        return Later(lambda: callback(self))
+
 
 Future = torch.futures.Future[Any]
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from ddp_from_scratch import gpu
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.memory import split_like
-from ddp_from_scratch.comm_hooks.default_hooks import Future, allreduce_hook
-from ddp_from_scratch.comm_hooks.later import Later
+from ddp_from_scratch.comm_hooks.default_hooks import Future, Later, allreduce_hook
 from ddp_from_scratch.group import check_group, of_member
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 

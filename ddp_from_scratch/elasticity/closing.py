@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import io
 import sys
 import threading
 import time
@@ -9,12 +10,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.group import check_group
-from ddp_from_scratch.node.backend import abandon_beside
+from ddp_from_scratch.group import check_group, of_member
+from ddp_from_scratch.node.process_group import abandon_beside
+from ddp_from_scratch.waiting import wait
 
 # No program's own message has this one.
 _TAG = 2**31 - 1
@@ -104,3 +107,22 @@ def _cut_connections(group: dist.ProcessGroup) -> None:
 def _is_used(last: list[dist.ProcessGroup]) -> bool:
     # One is the list's, one the argument's.
     return sys.getrefcount(last[0]) > 2
+
+
+def hand_on(state: Any, source: int) -> Any:
+    """Returns the state of rank `source` of the default group; the others' is ignored. Collective.
+
+    As `broadcast_object_list`, but its waits end when a rank is lost.
+    """
+    is_source = dist.get_rank() == source
+    file = io.BytesIO()
+    if is_source:
+        torch.save(state, file)
+    size = torch.tensor([file.tell()])
+    wait(of_member(dist.broadcast(size, source, async_op=True)))
+    data = bytearray(file.getvalue()) if is_source else bytearray(int(size))
+    # Shares the memory of `data`.
+    wire = torch.frombuffer(data, dtype=torch.uint8)
+    wait(of_member(dist.broadcast(wire, source, async_op=True)))
+    # It comes from a rank of this run, and holds more than tensors.
+    return state if is_source else torch.load(io.BytesIO(data), weights_only=False)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.elasticity.handing_on import hand_on
+from ddp_from_scratch.elasticity.closing import hand_on
 from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.group import of_member
@@ -43,11 +43,11 @@ class StepReducer(Protocol):
         """This rank's shards."""
         ...
 
-    def drop_step(self) -> None:
+    def abort_step(self) -> None:
         """Forgets a step that was broken off."""
         ...
 
-    def seek(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Goes on with this step."""
         ...
 
@@ -135,7 +135,7 @@ class ElasticRun:
     def _lose(self, error: Exception) -> None:
         """Drops all that holds the group's connections, and then the group."""
         self._exchange = None
-        self._reducer.drop_step()
+        self._reducer.abort_step()
         self._membership.lose(error)
 
     def _join(self) -> None:
@@ -150,7 +150,7 @@ class ElasticRun:
                 if not self._may_go_on(error):
                     raise
                 self._lose(error)
-            self._reducer.seek(self.step)
+            self._reducer.set_step(self.step)
 
     def _take_state(self, source: int) -> None:
         """Gives all ranks this one's parameters, buffers, step and other states. Collective."""
@@ -214,7 +214,7 @@ def elastic(
                             loss_of(model, run.step, shard).backward()
                     optimizer.step()
 
-    Start it with `ddp.start_ranks(command, [4], max_failures=3)`. There each process is alone until
+    Start it with `ddp.start_ranks(command, [4], max_restarts=3)`. There each process is alone until
     the first attempt. A rank that is lost there breaks the attempt off: the others drop what they
     have of it, open a group without that rank, share the shards out among themselves and repeat the
     step. The process that is started in its place joins at the end of a step, and takes parameters,
@@ -235,12 +235,12 @@ def elastic(
         RuntimeError: the reducer has no shards. From `optimizer.step()`: its second in an attempt.
     """
     if world.backend != "gloo":
-        raise UsageError(f"ddp.elastic goes on with gloo, and the backend is {world.backend}")
+        raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")
     # Raises without shards: on fewer ranks a step would have fewer samples.
     _ = reducer.shard_range
     if any(isinstance(one, torch.optim.Optimizer) for one in others):
         raise TypeError(
-            "ddp.elastic goes on with one optimizer, which steps once in an attempt: give it all "
+            "ddp.elastic takes one optimizer, which steps once in an attempt: give it all "
             "parameters, in groups where they need settings of their own"
         )
     return ElasticRun(world, reducer, optimizer, *others, timeout=timeout)

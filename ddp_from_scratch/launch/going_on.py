@@ -45,7 +45,7 @@ class GoingOnWatch(Watch):
         command, preload: as for `Watch`.
         environment: makes a rank's environment, of its number.
         counts: ranks of each machine at the start.
-        max_failures: processes that are started in the place of others.
+        max_restarts: processes that are started in the place of others.
         board: this machine's.
         store: of several machines.
         asked: see `start_ranks`.
@@ -57,14 +57,14 @@ class GoingOnWatch(Watch):
         command: Sequence[str],
         environment: Callable[[int], dict[str, str]],
         counts: Sequence[int],
-        max_failures: int,
+        max_restarts: int,
         board: Board,
         preload: Sequence[str],
         store: "dist.Store | None" = None,
         asked: Mapping[str, str] = MappingProxyType({}),
         timeout: float = 600.0,
     ) -> None:
-        self._environment, self._board, self._max_failures = environment, board, max_failures
+        self._environment, self._board, self._max_restarts = environment, board, max_restarts
         # Of each process.
         self._machines_of = [node for node, count in enumerate(counts) for _ in range(count)]
         nproc = len(self._machines_of)
@@ -178,12 +178,12 @@ class GoingOnWatch(Watch):
         if not is_lost:
             self._last_failure = failure
             self._failures += 1
-            then = f"; no replacement is left of {self._max_failures}"
-            if self._failures <= self._max_failures:
-                then = f"; starting another (failure {self._failures} of {self._max_failures})"
+            then = f"; no replacement is left of {self._max_restarts}"
+            if self._failures <= self._max_restarts:
+                then = f"; starting another (failure {self._failures} of {self._max_restarts})"
                 self._start_one_more(machine)
         left = len(self._members & self._living)
-        say(f"process {member} {how}: going on with {_ranks(left)}{then}")
+        say(f"process {member} {how}: continuing with {_ranks(left)}{then}")
         return None
 
     def _start_one_more(self, machine: int) -> None:

@@ -36,7 +36,7 @@ _LAST_WORD_S = 2.0
 class Meeting:
     """A store on machine 0 that the supervisors of several machines, and their ranks, all reach.
 
-    Takes the arguments of `start_ranks`; `goes_on` is True where `max_failures` was given.
+    Takes the arguments of `start_ranks`; `goes_on` is True where `max_restarts` was given.
 
     Attributes:
         store: the store.
@@ -61,11 +61,11 @@ class Meeting:
         }
         mode = "given" if goes_on else "not given"
         if node_rank == 0:
-            self.store.set("--go-on", mode)
-        elif (there := self.store.get("--go-on").decode()) != mode:
-            self._set_failure(f"--go-on was {mode} there and {there} on machine 0")
+            self.store.set("--elastic", mode)
+        elif (there := self.store.get("--elastic").decode()) != mode:
+            self._set_failure(f"--elastic was {mode} there and {there} on machine 0")
             raise UsageError(
-                f"--go-on was {mode} here and {there} on machine 0: it must be the same on all"
+                f"--elastic was {mode} here and {there} on machine 0: it must be the same on all"
             )
 
     # Opening the store, or a way to it: both return its port on this machine's loopback -----------

@@ -234,7 +234,7 @@ class OtherMachines:
         if before is None:
             self._counts.append(count)
         again = before is not None and before.ticket is not None
-        say(f"machine {node} has come{' again' if again else ''}")
+        say(f"machine {node} {'rejoined' if again else 'joined'}")
         return ""
 
     def _refusal(self, node: int, counts: Sequence[int], asked: Mapping[str, str]) -> str | None:

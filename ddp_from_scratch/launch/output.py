@@ -42,5 +42,7 @@ def give_up(stream: TextIO, error: OSError) -> None:
     os.dup2(null, stream.fileno())
     os.close(null)
     if stream is sys.stdout:
-        text = f"warning: standard output cannot be written to ({error.strerror}): going on without"
+        text = (
+            f"warning: standard output cannot be written to ({error.strerror}): continuing without"
+        )
         write(text, sys.stderr)

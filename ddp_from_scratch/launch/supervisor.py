@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.launch.multi_node import Machines
 
 # What most programs of ranks import, beside torch.
-MAX_FAILURES = 50_000
+MAX_RESTARTS = 50_000
 _PRELOAD = ("ddp_from_scratch.world.process_group", "ddp_from_scratch.reducer.reducer", OPTIMIZERS)
 
 
@@ -66,7 +66,7 @@ def start_ranks(
     timeout: float = 600.0,
     *,
     preload: Sequence[str] = _PRELOAD,
-    max_failures: int | None = None,
+    max_restarts: int | None = None,
     asked: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Runs a command or a function once for each rank of this machine; waits for all of them.
@@ -79,7 +79,7 @@ def start_ranks(
     On Linux, ranks of `[sys.executable, "program.py", ...]`, or of -m or -c in its place, are
     forked from a process that has imported torch; any other command is executed.
 
-    The first rank that fails ends all others, on every machine, unless `max_failures` is given: the
+    The first rank that fails ends all others, on every machine, unless `max_restarts` is given: the
     others then go on (`ddp.elastic`), and another process is started for it. Ctrl-C, SIGTERM,
     SIGUSR1 and SIGHUP reach the ranks as SIGTERM, and they stop together; a second Ctrl-C or
     SIGTERM kills them. SIGQUIT and SIGUSR2 end all ranks. SIGHUP that was ignored before (nohup)
@@ -96,7 +96,7 @@ def start_ranks(
         master_port: the port that machine 0 listens on.
         timeout: seconds to wait for the other machines, and for a sign of life from them later.
         preload: modules that are imported once, before ranks are forked.
-        max_failures: processes that may be started in the place of failed ones (`going_on.py`), for
+        max_restarts: processes that may be started in the place of failed ones (`going_on.py`), for
             programs with `ddp.elastic`. Machine 0's counts. None ends all ranks when one fails.
         asked: options by name, that a machine which comes later, or again, must have alike.
 
@@ -107,7 +107,7 @@ def start_ranks(
     Raises:
         UsageError: the port is taken, machine 0 does not answer or refuses this machine, or the
             machines were given different counts or secrets; a function cannot be sent
-            (`rank_function.command_of`); a machine has no process; `max_failures` is out of range;
+            (`rank_function.command_of`); a machine has no process; `max_restarts` is out of range;
             this is not the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -117,17 +117,17 @@ def start_ranks(
         )
     if min(counts, default=0) < 1:
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
-    if max_failures is not None and not 0 <= max_failures <= MAX_FAILURES:
-        raise UsageError(f"max_failures must be 0 to {MAX_FAILURES:,}, got {max_failures}")
+    if max_restarts is not None and not 0 <= max_restarts <= MAX_RESTARTS:
+        raise UsageError(f"max_restarts must be 0 to {MAX_RESTARTS:,}, got {max_restarts}")
     ranks = rank_environments(counts, node_rank)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
     machines: Machines | None = None
     with ExitStack() as stack:
         if callable(command):
             command = command_of(command, stack.enter_context(run_folder()))
-        if max_failures is not None:
+        if max_restarts is not None:
             at = node_rank, master_addr, master_port, timeout, asked
-            return _start_going_on(stack, command, counts, max_failures, preload, *at)
+            return _start_going_on(stack, command, counts, max_restarts, preload, *at)
         if len(counts) > 1:
             # Here and not above: it imports torch, which a parent on one machine does without.
             from ddp_from_scratch.launch import multi_node
@@ -144,7 +144,7 @@ def _start_going_on(
     stack: ExitStack,
     command: Sequence[str],
     counts: Sequence[int],
-    max_failures: int,
+    max_restarts: int,
     preload: Sequence[str],
     node_rank: int,
     master_addr: str,
@@ -155,7 +155,7 @@ def _start_going_on(
     """Runs the ranks of this machine as `start_ranks` does, where the others go on without some."""
     folder = stack.enter_context(run_folder())
     # Also for the ranks of machines that come later.
-    board = Board(folder, sum(counts) + 2 * MAX_FAILURES)
+    board = Board(folder, sum(counts) + 2 * MAX_RESTARTS)
     common = {PARENT: str(os.getpid()), STARTED_HERE: "1", BOARD: str(folder)}
     store: dist.Store | None = None
     if len(counts) > 1:
@@ -177,7 +177,7 @@ def _start_going_on(
         ticket = arrive(store, node_rank, counts, asked)
         return Follower(command, environment, board, store, ticket, timeout, preload).run()
     return GoingOnWatch(
-        command, environment, counts, max_failures, board, preload, store, asked, timeout
+        command, environment, counts, max_restarts, board, preload, store, asked, timeout
     ).run()
 
 

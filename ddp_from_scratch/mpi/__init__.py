@@ -15,15 +15,14 @@ takes from MPI the ranks, and the store through which groups of other backends m
 A collective passes these files, from the top down:
 
     process_group.py      torch's call: numbered, given a handle (work.py)
-    collectives.py        arguments checked, turned into an operation (operation.py)
-    worker.py             the group's thread runs it, while the caller goes on
+    collectives.py        arguments checked, turned into an operation
+    worker.py             the group's thread runs it while the caller continues
     node/barrier.py       the ranks meet: asleep until all have come, and compared
     node/all_reduce.py    all_reduce within a machine: sums in shared memory, no MPI
     transport.py          every other collective: MPI's call (datatypes.py: how it sees memory)
-    inter_node.py         all_reduce between machines: MPI's call, or sums of 16-bit floats
 
 Messages between two ranks (p2p.py) pass none of these. `ddp_from_scratch.node` imports no MPI:
-communicator.py sends the few messages that it needs. torch_backend.py puts a group behind one of
+transport.py sends the few messages that it needs. torch_backend.py puts a group behind one of
 torch's own: beside a backend for GPUs, or to have its calls noted (flight_recorder.py).
 """
 
@@ -32,8 +31,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.mpi.backend import register
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
-from ddp_from_scratch.mpi.runtime import broadcast_object, check_launcher, placement
-from ddp_from_scratch.mpi.store import store
+from ddp_from_scratch.mpi.runtime import broadcast_object, check_launcher, placement, store
 
 __all__ = [
     "BACKEND",

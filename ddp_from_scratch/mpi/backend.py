@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.mpi import flight_recorder
 from ddp_from_scratch.mpi.process_group import ProcessGroupMPI, create_subgroup
-from ddp_from_scratch.mpi.runtime import MPI, check_world, placement
-from ddp_from_scratch.mpi.store import is_placeholder, store
+from ddp_from_scratch.mpi.runtime import MPI, check_world, is_placeholder, placement, store
 from ddp_from_scratch.mpi.torch_backend import IS_OFFERED, CPUBackend
 
 

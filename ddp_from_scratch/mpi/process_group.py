@@ -19,14 +19,12 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.mpi import p2p
-from ddp_from_scratch.mpi.arguments import check_memory
-from ddp_from_scratch.mpi.collectives import Collectives
-from ddp_from_scratch.mpi.communicator import MPICommunicator
+from ddp_from_scratch.mpi.collectives import Collectives, check_memory
 from ddp_from_scratch.mpi.datatypes import reduction_of
 from ddp_from_scratch.mpi.monitored_barrier import monitored_barrier
 from ddp_from_scratch.mpi.p2p import P2PWork
-from ddp_from_scratch.mpi.runtime import MPI
-from ddp_from_scratch.mpi.store import replace_placeholder
+from ddp_from_scratch.mpi.runtime import MPI, replace_placeholder
+from ddp_from_scratch.mpi.transport import MPICommunicator
 from ddp_from_scratch.node.reduction import ReduceOp, Reduction
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup, Tensors
 from ddp_from_scratch.node.work import NodeWork

@@ -53,6 +53,11 @@ class TorchBackend(c10d.Backend):
     def __init__(self, name: str, rank: int, size: int, run: Run) -> None:
         super().__init__(rank, size)
         self._name, self._run = name, run
+        self._options = c10d.Backend.Options(name)
+
+    @property
+    def options(self) -> c10d.Backend.Options:
+        return self._options
 
     def getBackendName(self) -> str:
         return self._name
@@ -72,17 +77,13 @@ class CPUBackend(TorchBackend):
     def __init__(self, group: ProcessGroupMPI, timeout: timedelta) -> None:
         super().__init__(group.backend, group.rank(), group.size(), self._call)
         self._group = group
-        self._options = c10d.Backend.Options(group.backend, timeout)
+        self._options._timeout = timeout
         self._sequence = 0  # of calls: TORCH_DISTRIBUTED_DEBUG=DETAIL compares them over ranks
 
     def _call(self, name: str, arguments: tuple[Any, ...]) -> dist.Work:
         self._sequence += 1
         work: dist.Work = getattr(self._group, name)(*arguments)
         return work
-
-    @property
-    def options(self) -> c10d.Backend.Options:
-        return self._options
 
     def _set_sequence_number_for_group(self) -> None:
         """Does nothing: it is 0 on all ranks."""

@@ -1,7 +1,10 @@
-"""MPI's collectives on dense tensors of any size; larger ones than MPI can count go in pieces."""
+"""MPI's collectives on dense tensors of any size, and the messages that the node backend needs.
 
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+Larger tensors than MPI can count go in pieces.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -9,6 +12,103 @@ from ddp_from_scratch.mpi import datatypes
 from ddp_from_scratch.mpi.datatypes import operation_of, pieces, raw, values
 from ddp_from_scratch.mpi.runtime import MPI
 from ddp_from_scratch.node.reduction import Reduction
+from ddp_from_scratch.node.staging import share_of
+
+
+class MPICommunicator:
+    """`node.communicator.Communicator` over mpi4py's, the `handle`, which `free` releases."""
+
+    def __init__(self, handle: MPI.Intracomm) -> None:
+        self.handle = handle
+        self.rank, self.size = handle.rank, handle.size
+        self.world_rank = MPI.COMM_WORLD.rank
+
+    def allgather(self, value: Any) -> list[Any]:
+        return self.handle.allgather(value)
+
+    def split(self, color: int) -> "MPICommunicator":
+        return MPICommunicator(cast(MPI.Intracomm, self.handle.Split(color)))
+
+    def split_by_machine(self) -> "MPICommunicator":
+        here = self.handle.Split_type(MPI.COMM_TYPE_SHARED)
+        return MPICommunicator(cast(MPI.Intracomm, here))
+
+    def free(self) -> None:
+        self.handle.Free()
+
+    def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
+        # The bound method keeps the request, and with it both buffers, alive.
+        return self.handle.Iallgather(own, gathered).Test
+
+    def exchange(
+        self, sent: torch.Tensor, sizes: list[int], received: torch.Tensor, expected: list[int]
+    ) -> None:
+        exchange(self.handle, sent, sizes, received, expected)
+
+    def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
+        all_reduce(self.handle, flat, reduction)
+
+
+# Bytes of all ranks' 16-bit floats up to which each rank gets them all and sums them by itself:
+# with so few it is the number of messages that takes time.
+GATHERED = 64 * 1024
+
+
+def all_reduce(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduction) -> None:
+    """Replaces `flat` by the reduction of everybody's: dense, of the same size on all ranks.
+
+    Averages of fractions are divided first where that is exact. 16-bit floats are rounded once.
+    """
+    for piece in pieces(flat):
+        if piece.dtype == reduction.dtype:
+            _by_mpi(communicator, piece, reduction)
+        elif piece.nbytes * communicator.size <= GATHERED:
+            _gathered(communicator, piece, reduction)
+        else:
+            _in_parts(communicator, piece, reduction)
+
+
+def _by_mpi(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduction) -> None:
+    # Before the sum, which could overflow; only where the bits are the same.
+    if reduction.divides_first:
+        flat /= reduction.divisor
+    communicator.Allreduce(MPI.IN_PLACE, values(flat), operation_of(reduction))
+    if not reduction.divides_first:
+        reduction.divide(flat)
+
+
+def _gathered(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduction) -> None:
+    everybodys = flat.new_empty(communicator.size, flat.numel())
+    communicator.Allgather(raw(flat), raw(everybodys))
+    reduction.fold_into(flat, everybodys.unbind())
+
+
+def _in_parts(communicator: MPI.Intracomm, flat: torch.Tensor, reduction: Reduction) -> None:
+    size = communicator.size
+    shares = [share_of(flat.numel(), rank, size) for rank in range(size)]
+    sizes = [end - begin for begin, end in shares]
+    begin, end = shares[communicator.rank]
+    own = flat[begin:end]  # the part that this rank sums for all
+    everybodys = own.new_empty(size, own.numel())
+    exchange(communicator, flat, sizes, everybodys, [own.numel()] * size)
+    reduction.fold_into(own, everybodys.unbind())
+    communicator.Allgatherv(MPI.IN_PLACE, _parts(flat, sizes))
+
+
+def exchange(
+    communicator: MPI.Intracomm,
+    sent: torch.Tensor,
+    sizes: list[int],
+    received: torch.Tensor,
+    expected: list[int],
+) -> None:
+    """See `Communicator.exchange`."""
+    communicator.Alltoallv(_parts(sent, sizes), _parts(received, expected))
+
+
+def _parts(tensor: torch.Tensor, sizes: list[int]) -> Any:
+    return [raw(tensor)[0], [size * tensor.itemsize for size in sizes], MPI.BYTE]
+
 
 Message: TypeAlias = tuple[int, torch.Tensor]  # the other rank, and what is sent or received
 

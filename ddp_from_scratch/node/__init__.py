@@ -9,8 +9,8 @@ A Reducer on a gloo group opens such a group beside it (`shared_memory_beside`).
 made of the same parts, with MPI in place of gloo. An all-reduce passes these files, from the top
 down:
 
-    shared_memory_group.py  torch's call: numbered, given a handle (work.py)
-    worker.py               the group's thread runs it (operation.py), while the caller goes on
+    shared_memory_group.py  torch's call: numbered, given a handle; work.py has both
+    worker.py               the group's thread runs it while the caller continues
     barrier.py              the ranks meet: asleep until all have come, and compared
     all_reduce.py           chooses the way: eager, in place, staged, or messages alone
     staging.py              passes a tensor through shared memory, a piece at a time
@@ -21,8 +21,7 @@ down:
     shared_memory.py        maps the memory;  semaphore.py  puts a rank to sleep in it
 """
 
-from ddp_from_scratch.node.backend import register, shared_memory_beside
-from ddp_from_scratch.node.process_group import ProcessGroupNode
+from ddp_from_scratch.node.process_group import ProcessGroupNode, register, shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 __all__ = ["ProcessGroupNode", "SharedMemoryGroup", "shared_memory_beside"]

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import fingerprint
-from ddp_from_scratch.node.barrier_memory import BarrierMemory, Counters
-from ddp_from_scratch.node.dissemination import DisseminationBarrier
+from ddp_from_scratch.node.barrier_memory import BarrierMemory, Counters, DisseminationBarrier
 from ddp_from_scratch.node.fingerprint import name_ranks
 from ddp_from_scratch.node.process_watch import ProcessWatch
 from ddp_from_scratch.node.topology import Nodes
@@ -175,13 +174,21 @@ class CheckedBarrier:
             arrived = self._nodes.peers.begin_allgather(own, self._memory.heard[parity])
             # Polled with growing pauses: between machines there is nothing to sleep on.
             pause = 1e-5
-            while not arrived():
+            while not self._in_time(arrived):
                 # Nor does a machine that is gone end the request.
                 if time.monotonic() > self._deadline:
                     raise self._time_out()
                 time.sleep(pause)
                 pause = min(2 * pause, 1e-3)
         self.wait()
+
+    def _in_time(self, arrived: Callable[[], bool]) -> bool:
+        try:
+            return arrived()
+        except RuntimeError:
+            if time.monotonic() <= self._deadline:
+                raise
+            return False  # gloo has the same timeout, and may be first to say so
 
     def _compare(self, own: bytes, parity: int) -> None:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]

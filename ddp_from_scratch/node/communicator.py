@@ -1,6 +1,6 @@
 """Messages that shared memory cannot replace: to set it up, and between machines.
 
-Implemented by `store_communicator.py`, over torch's store and gloo, and `mpi/communicator.py`.
+Implemented by `store_communicator.py`, over torch's store and gloo, and `mpi/transport.py`.
 """
 
 from collections.abc import Callable

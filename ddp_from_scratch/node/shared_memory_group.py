@@ -26,11 +26,10 @@ from ddp_from_scratch.node.arguments import check_memory, elements, size_of
 from ddp_from_scratch.node.barrier import CheckedBarrier, Progress
 from ddp_from_scratch.node.communicator import Communicator
 from ddp_from_scratch.node.fingerprint import caller
-from ddp_from_scratch.node.operation import Operation, run_in_turn
 from ddp_from_scratch.node.reduction import ReduceOp, Reduction
 from ddp_from_scratch.node.topology import Nodes
 from ddp_from_scratch.node.windows import Windows
-from ddp_from_scratch.node.work import NodeWork
+from ddp_from_scratch.node.work import NodeWork, Operation, run_in_turn
 from ddp_from_scratch.node.worker import Worker
 
 Tensors = Sequence[torch.Tensor]

@@ -2,16 +2,52 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
 from ddp_from_scratch.node.barrier import CheckedBarrier
-from ddp_from_scratch.node.operation import Result
+
+Result = list[torch.Tensor]
+
+
+@dataclass(slots=True)
+class Operation:
+    """This rank's part of a collective. Its tensors live as long as it does.
+
+    Attributes:
+        fingerprint: the same on all ranks that call the same operation; errors print it.
+        run: called once all have come; communicates, and may return tensors.
+        prepare: called before, in the operation's turn; returns a detail of the call in which the
+            ranks may differ (`CheckedBarrier.same_place`).
+    """
+
+    fingerprint: str
+    run: Callable[[], Result | None]
+    prepare: Callable[[], str] = str
+
+
+def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, seconds: float) -> Result:
+    """Prepares, meets and runs, one operation after another; `seconds` are for each to meet."""
+    result: Result = []
+    for operation in operations:
+        # Only when the one before has ended: both write to the same memory.
+        place = operation.prepare()
+        try:
+            # The timeout begins here, not when the call was made: others may run before it.
+            barrier.meet(operation.fingerprint, place, seconds)
+            result += operation.run() or []
+        except NoSharedMemory:
+            raise  # on every rank, so none waits for another and the group stays usable
+        except BaseException as error:  # Ctrl-C, too, or an error of a signal's handler
+            barrier.break_off(error)
+            raise
+    return result
 
 
 class NodeWork(dist.Work):

@@ -8,8 +8,7 @@ from queue import SimpleQueue
 
 import torch
 
-from ddp_from_scratch.node.operation import Result
-from ddp_from_scratch.node.work import NodeWork
+from ddp_from_scratch.node.work import NodeWork, Result
 
 Run = Callable[[], Result]
 

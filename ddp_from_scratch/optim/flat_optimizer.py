@@ -22,7 +22,7 @@ from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.memory import in_huge_pages
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.optim.flat_params import FlatParams, make_flat_params, overlapping
-from ddp_from_scratch.optim.update_rules import UpdateRule
+from ddp_from_scratch.optim.update_rules import ADAM_RULE, SGD_RULE, UpdateRule
 from ddp_from_scratch.reducer.reducer import Reducer
 
 
@@ -79,6 +79,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     """
 
     _rule: ClassVar[UpdateRule]
+    # True if a run is stepped in parts, each by another rank.
+    _cuts_gradients: ClassVar[bool] = False
 
     def __init__(
         self, params: Iterable[Any], *args: Any, reducer: Reducer, **settings: Any
@@ -179,7 +181,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         # Also parameters in no bucket: one of these may share its memory with one that would move.
         shared = overlapping([p for group in self.param_groups for p in group["params"]])
         self._runs: dict[GradientBucket, list[FlatParams]] = {
-            b: make_flat_params(b, self._groups_of(b), shared, self._allocate) for b in buckets
+            b: make_flat_params(
+                b, self._groups_of(b), shared, self._rule, self._allocate, self._cuts_gradients
+            )
+            for b in buckets
         }
         moved = {id(p) for runs in self._runs.values() for run in runs for p in run.parameters}
         self._alone = [
@@ -190,9 +195,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         ]
         self._arranged_for = (buckets, groups)
 
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+    def _allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Allocates memory for flat parameters or their state."""
-        return in_huge_pages(torch.empty_like(like))
+        return in_huge_pages(like.new_empty(numel))
 
     def _groups_of(self, bucket: Bucket) -> list[int | None]:
         """Returns the index of each member's parameter group; None for a parameter of no group."""
@@ -210,8 +215,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         for run in self._runs[bucket]:
             group = self.param_groups[run.group]
             members = run.in_place()
-            stretches = run.gather(members, self.state, self._rule, group)
-            run.update(stretches, self._rule, group, 0, run.gradient)
+            stretches = run.gather(members, self.state, group)
+            run.update(stretches, group, 0, run.gradient)
             run.count(stretches)
             # Autograd counts changes of a parameter, not of the memory that it lies in.
             increment_version([run.parameters[index] for index in members])
@@ -260,3 +265,58 @@ class _BackwardAndStep(Observer):
         if takes_part and bucket in self._flat_buckets:
             self._step(bucket)
             self._stepped += 1
+
+
+class SGD(FlatOptimizer, torch.optim.SGD):
+    """torch.optim.SGD with one flat call per bucket; the same parameters to the last bit.
+
+    They are those of `foreach=False` and `foreach=True`. With `fused=True` torch rounds the
+    momentum of a parameter's last elements otherwise. See `FlatOptimizer` for what a step does.
+
+    Args:
+        params: parameters, named parameters or groups, as every optimizer takes them.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
+        reducer: averages the gradients; keeps them in its buckets from now on.
+
+    Raises: see `FlatOptimizer`.
+
+    Follows: torch/optim/sgd.py, `_single_tensor_sgd` and `_fused_sgd`.
+    """
+
+    _rule = SGD_RULE
+
+
+class Adam(FlatOptimizer, torch.optim.Adam):
+    """torch.optim.Adam with one flat call per bucket; the same parameters to the last bit.
+
+    They are those of `fused=True`. See `FlatOptimizer` for what a step does.
+
+    Args:
+        params: parameters, named parameters or groups, as every optimizer takes them.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.Adam.
+        reducer: averages the gradients; keeps them in its buckets from now on.
+
+    Raises: see `FlatOptimizer`; from a step, if a gradient is sparse.
+
+    Follows: torch/optim/adam.py, `_fused_adam`.
+    """
+
+    _rule = ADAM_RULE
+
+
+class AdamW(FlatOptimizer, torch.optim.AdamW):
+    """torch.optim.AdamW with one flat call per bucket; the same parameters to the last bit.
+
+    They are those of `fused=True`. See `FlatOptimizer` for what a step does.
+
+    Args:
+        params: parameters, named parameters or groups, as every optimizer takes them.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW.
+        reducer: averages the gradients; keeps them in its buckets from now on.
+
+    Raises: see `FlatOptimizer`; from a step, if a gradient is sparse.
+
+    Follows: torch/optim/adamw.py, and `_fused_adam` in torch/optim/adam.py.
+    """
+
+    _rule = ADAM_RULE

@@ -4,9 +4,16 @@ bucket.buffer   |<- fc2.bias ->|<------ fc2.weight ------>|<- fc1.bias ->| ...
 run.gradient    |<- fc2.bias ->|<------ fc2.weight ------>|    a part of the buffer
 run.flat        |<- fc2.bias ->|<------ fc2.weight ------>|    every `.data` is a window of it
 momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    so is every state: "exp_avg", ...
+
+A parameter begins at a cache line. After one whose size is no multiple of a cache line there is a
+gap in `flat` that the gradients do not have, and a *piece* ends. One call steps all pieces:
+
+run.gradient    |<- bias ->|<------- weight ------->|<- bias ->|
+run.flat        |<- bias ->|  |<------- weight ------->|  |<- bias ->|
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,7 +21,7 @@ import torch
 from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule
 
-Allocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Allocate: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class Stretch(NamedTuple):
@@ -39,7 +46,8 @@ class FlatParams:
         bucket: holds their gradients.
         members: their positions in the bucket.
         group: the index of their parameter group.
-        allocate: makes a flat tensor like another one.
+        rule: steps them.
+        allocate: makes a flat tensor of this many elements, like another one.
 
     Attributes:
         group: as given.
@@ -49,20 +57,33 @@ class FlatParams:
         flat, places: the flat tensor, and its windows: one for the `.data` of each member.
     """
 
-    def __init__(self, bucket: Bucket, members: range, group: int, allocate: Allocate) -> None:
-        self.group, self._allocate = group, allocate
+    def __init__(
+        self, bucket: Bucket, members: range, group: int, rule: UpdateRule, allocate: Allocate
+    ) -> None:
+        self.group, self._rule, self._allocate = group, rule, allocate
         self.parameters = [bucket.parameters()[i] for i in members]
         self.gradients = [bucket.views[i] for i in members]
         begin = bucket.layout.offsets[members.start]
-        numel = sum(parameter.numel() for parameter in self.parameters)
-        self.gradient = bucket.buffer()[begin : begin + numel]
-        # The elements at which the members begin, and the end of the last one.
-        self._offsets = [bucket.layout.offsets[i] - begin for i in members] + [numel]
-        self.flat = allocate(self.gradient)
+        # The element of the gradient at which each member begins, and the end of the last one.
+        self._offsets = [0, *accumulate(parameter.numel() for parameter in self.parameters)]
+        self.gradient = bucket.buffer()[begin : begin + self._offsets[-1]]
+        # The same in the flat tensor, and the members with which pieces begin.
+        self._line = CACHE_LINE // self.gradient.itemsize
+        self._begins, self._pieces, end = [], [0], 0
+        for index, parameter in enumerate(self.parameters):
+            if end % self._line:
+                end = self._round_up(end)
+                self._pieces.append(index)
+            self._begins.append(end)
+            end += parameter.numel()
+        self._pieces.append(len(self.parameters))
+        self.flat = allocate(self._round_up(end), self.gradient)
         self.places = self._windows(self.flat)
         # The state by its key: a flat tensor and its windows. Allocated by the first step that
         # needs them.
         self._state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
+        # The columns of a step of all members, by the names of their state: the same in most steps.
+        self._all_columns: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
         # The parameters stay the same objects: the module and other optimizers hold them.
         for parameter, place in zip(self.parameters, self.places, strict=True):
             place.copy_(parameter)
@@ -74,11 +95,14 @@ class FlatParams:
             )
         ]
 
+    def _round_up(self, element: int) -> int:
+        return -(-element // self._line) * self._line
+
     def _windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts `flat` into windows, each with the offset and strides of a member's gradient."""
-        begin = self.gradient.storage_offset()
+        """Cuts `flat` into windows, each with the strides of a member's gradient."""
         return [
-            flat.as_strided(g.shape, g.stride(), g.storage_offset() - begin) for g in self.gradients
+            flat.as_strided(gradient.shape, gradient.stride(), begin)
+            for gradient, begin in zip(self.gradients, self._begins, strict=True)
         ]
 
     def in_place(self) -> list[int]:
@@ -98,11 +122,10 @@ class FlatParams:
         self,
         members: Sequence[int],
         states: Mapping[torch.Tensor, dict[str, Any]],
-        rule: UpdateRule,
         group: dict[str, Any],
     ) -> list[Stretch]:
         """Moves the state of these members into flat tensors, and joins neighbours of one age."""
-        names = rule.state_names(group)
+        names = self._rule.state_names(group)
         ages = [1] * len(self.parameters)
         for name in names:
             places = self._slot(name)[1]
@@ -130,28 +153,52 @@ class FlatParams:
                 steps = torch.zeros(len(self.parameters))
                 self._state[name] = steps, steps.unbind()
             else:
-                flat = self._allocate(self.flat)
+                flat = self._allocate(self.flat.numel(), self.flat)
                 self._state[name] = flat, self._windows(flat)
         return self._state[name]
 
     def update(
         self,
         stretches: Sequence[Stretch],
-        rule: UpdateRule,
         group: dict[str, Any],
         begin: int,
         gradient: torch.Tensor,
     ) -> None:
         """Steps the elements from `begin` on with this part of the gradient."""
-        names = (name for name in rule.state_names(group) if name != "step")
-        flats = [self.flat, *(self._slot(name)[0] for name in names)]
+        names = tuple(name for name in self._rule.state_names(group) if name != "step")
         for first, last, age in stretches:
-            low = max(self._offsets[first], begin)
-            high = min(self._offsets[last], begin + gradient.numel())
-            if low < high:
-                parameter, *state = (flat[low:high] for flat in flats)
-                part = gradient[low - begin : high - begin]
-                rule.update_flat([parameter, part, *state], age, group)
+            whole = gradient is self.gradient and (first, last) == (0, len(self.parameters))
+            columns = self._all_columns.get(names) if whole else None
+            if columns is None:
+                columns = self._columns(first, last, names, begin, gradient)
+            if whole:
+                self._all_columns[names] = columns
+            if columns[0]:
+                self._rule.update_flat(columns, age, group)
+
+    def _columns(
+        self, first: int, last: int, names: Iterable[str], begin: int, gradient: torch.Tensor
+    ) -> list[list[torch.Tensor]]:
+        """Cuts these members, their part of the gradient and their state into pieces."""
+        flats = [self.flat, *(self._slot(name)[0] for name in names)]
+        columns: list[list[torch.Tensor]] = [[] for _ in range(len(flats) + 1)]
+        for piece, next_piece in pairwise(self._pieces):
+            if next_piece <= first or piece >= last:
+                continue
+            low = max(self._offsets[max(first, piece)], begin)
+            high = min(self._offsets[min(last, next_piece)], begin + gradient.numel())
+            if low >= high:
+                continue
+            shift = self._begins[piece] - self._offsets[piece]
+            # Into the gap, with any numbers: a whole cache line is stepped by the fused kernel.
+            full = self._round_up(high + shift) - shift
+            if self._rule.exact_anywhere and high == self._offsets[next_piece]:
+                high = full if full <= begin + gradient.numel() else high
+            parameter, *state = (flat[low + shift : high + shift] for flat in flats)
+            parts = parameter, gradient[low - begin : high - begin], *state
+            for column, part in zip(columns, parts, strict=True):
+                column.append(part)
+        return columns
 
     def count(self, stretches: Sequence[Stretch]) -> None:
         """Adds 1 to the "step" of these members, if their state has one."""
@@ -177,9 +224,14 @@ def make_flat_params(
     bucket: Bucket,
     groups: Sequence[int | None],
     shared: set[int],
+    rule: UpdateRule,
     allocate: Allocate,
+    cut: bool,
 ) -> list[FlatParams]:
-    """Moves the bucket's parameters in runs, each of one group; leaves those that cannot move."""
+    """Moves the bucket's parameters in runs, each of one group; leaves those that cannot move.
+
+    `cut` is true if `FlatParams.update` gets the gradient in parts.
+    """
     # None for a parameter that stays where it is.
     movable = [
         group if can_move(parameter, view) and id(parameter) not in shared else None
@@ -188,12 +240,13 @@ def make_flat_params(
     offsets, itemsize = bucket.layout.offsets, bucket.buffer().itemsize
     cuts: list[int] = []
     for i in range(len(movable)):
-        # Most sizes are multiples of 16 elements. After one that is not, the next run begins.
-        odd = bool(cuts) and (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE
-        if i == 0 or odd or movable[i] != movable[i - 1]:
+        odd = bool(cuts) and (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE != 0
+        # A part that begins within a piece need not begin at a cache line of a parameter.
+        apart = odd and cut and not rule.exact_anywhere
+        if i == 0 or apart or movable[i] != movable[i - 1]:
             cuts.append(i)
     return [
-        FlatParams(bucket, range(begin, end), group, allocate)
+        FlatParams(bucket, range(begin, end), group, rule, allocate)
         for begin, end in zip(cuts, [*cuts[1:], len(movable)], strict=True)
         if (group := movable[begin]) is not None
     ]

@@ -26,10 +26,8 @@ from ddp_from_scratch.buckets.bucket import Bucket
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.memory import lies_at
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
-from ddp_from_scratch.optim.adam import Adam, AdamW
-from ddp_from_scratch.optim.flat_optimizer import FlatOptimizer
+from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW, FlatOptimizer
 from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
-from ddp_from_scratch.optim.sgd import SGD
 from ddp_from_scratch.optim.update_rules import UpdateRule
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import check_sync
@@ -62,6 +60,8 @@ class NodeSharedOptimizer(FlatOptimizer):
             (`backward_and_step`), the ranks step with different settings or parameters, or the step
             is inside `join()`.
     """
+
+    _cuts_gradients = True
 
     def __init__(
         self, params: Iterable[Any], *args: Any, reducer: Reducer, **settings: Any
@@ -129,9 +129,9 @@ class NodeSharedOptimizer(FlatOptimizer):
                 "would not be averaged"
             )
 
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+    def _allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         self._moved = True
-        return self._group.empty_for_all(like.numel(), like.dtype)
+        return self._group.empty_for_all(numel, like.dtype)
 
     @torch.no_grad()
     def _step_bucket(self, bucket: GradientBucket) -> None:
@@ -141,8 +141,8 @@ class NodeSharedOptimizer(FlatOptimizer):
             if not run.gradient.numel():
                 continue
             group = self.param_groups[run.group]
-            stretches = run.gather(_members(run), self.state, self._rule, group)
-            receive = partial(run.update, stretches, self._rule, group)
+            stretches = run.gather(_members(run), self.state, group)
+            receive = partial(run.update, stretches, group)
             # In `step` the gradients are averages already; averaging equal values changes nothing.
             self._group.reduce_to_owners(
                 run.gradient, dist.ReduceOp.AVG, receive, _label(stretches, self._rule, group)

@@ -21,6 +21,8 @@ CACHE_LINE = 64
 Group = dict[str, Any]
 # A parameter, its gradient, and its state in the order of `state_names`, without "step".
 Tensors = Sequence[torch.Tensor]
+# Several: the parameters, their gradients, and a list for each name of their state.
+Columns = Sequence[list[torch.Tensor]]
 
 
 class UpdateRule(ABC):
@@ -33,11 +35,13 @@ class UpdateRule(ABC):
         settings: the keys of a parameter group that a step depends on.
         fused: the `fused` of torch's class with the same bits.
         takes_complex: True if it has arithmetic for complex numbers.
+        exact_anywhere: True if an element's bits do not depend on its place in a tensor.
     """
 
     settings: tuple[str, ...]
     fused: bool | None
     takes_complex: bool
+    exact_anywhere: bool
 
     @abstractmethod
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -48,8 +52,11 @@ class UpdateRule(ABC):
         """Steps a parameter: changes it and its state, but not its gradient."""
 
     @abstractmethod
-    def update_flat(self, tensors: Tensors, age: int, group: Group) -> None:
-        """Steps a part of flat parameters, contiguous, from the beginning of a cache line on."""
+    def update_flat(self, columns: Columns, age: int, group: Group) -> None:
+        """Steps parts of flat parameters, each contiguous, in one call.
+
+        A part begins at a cache line of its parameter, unless the rule is exact anywhere.
+        """
 
     def step(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: Group
@@ -80,6 +87,7 @@ class SGDRule(UpdateRule):
     settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     fused = None
     takes_complex = True
+    exact_anywhere = True
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """Returns "momentum_buffer", but nothing without momentum."""
@@ -104,15 +112,21 @@ class SGDRule(UpdateRule):
                 gradient = momentum
         parameter.add_(gradient, alpha=-float(group["lr"]))
 
-    def update_flat(self, tensors: Tensors, age: int, group: Group) -> None:
-        """Runs torch's fused kernel up to the last cache line, and `update` on the rest."""
-        parameter = tensors[0]
-        numel, fused = parameter.numel(), 0
-        if has_exact_kernel(parameter.dtype, parameter.device.type):
-            fused = numel - numel % (CACHE_LINE // parameter.itemsize)
-            _fused_sgd([tensor[:fused] for tensor in tensors], age, group)
-        if fused < numel:
-            self.update([tensor[fused:] for tensor in tensors], age, group)
+    def update_flat(self, columns: Columns, age: int, group: Group) -> None:
+        """Runs torch's fused kernel up to each part's last cache line, and `update` on the rest."""
+        first = columns[0][0]
+        rest = list(columns)
+        if has_exact_kernel(first.dtype, first.device.type):
+            line = CACHE_LINE // first.itemsize
+            over = [(k, n) for k, part in enumerate(columns[0]) if (n := part.numel() % line)]
+            rest = [[column[k][-n:] for k, n in over] for column in columns]
+            whole = [list(column) for column in columns]
+            for column in whole:
+                for k, n in over:
+                    column[k] = column[k][:-n]
+            _fused_sgd(whole, age, group)
+        for tensors in zip(*rest, strict=True):
+            self.update(tensors, age, group)
 
 
 class AdamRule(UpdateRule):
@@ -124,6 +138,7 @@ class AdamRule(UpdateRule):
     )
     fused = True
     takes_complex = False  # torch's fused kernel has none
+    exact_anywhere = False
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """Returns "step" and the moments."""
@@ -144,24 +159,25 @@ class AdamRule(UpdateRule):
         strides = dense_strides(tensors[0])
         in_order = all(tensor.stride() == strides for tensor in tensors)
         dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
-        self.update_flat(dense, age, group)
+        self.update_flat([[tensor] for tensor in dense], age, group)
         for tensor, stepped in zip(tensors, dense, strict=True):
             if stepped is not tensor:
                 tensor.copy_(stepped)
 
-    def update_flat(self, tensors: Tensors, age: int, group: Group) -> None:
+    def update_flat(self, columns: Columns, age: int, group: Group) -> None:
         """Runs torch's fused kernel."""
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-        parameter, gradient, first, second, *largest = tensors
+        parameters, gradients, first, second, *largest = columns
+        # Filled there: a copy would let the host wait for a GPU.
+        step = torch.full((), age + 1.0, device=parameters[0].device)
         beta1, beta2 = group["betas"]
         kernel(
-            [parameter],
-            [gradient],
-            [first],
-            [second],
-            largest,
-            # Filled there: a copy would let the host wait for a GPU.
-            [torch.full((), age + 1.0, device=parameter.device)],
+            parameters,
+            gradients,
+            first,
+            second,
+            largest[0] if largest else [],
+            [step] * len(parameters),
             lr=float(group["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
@@ -175,12 +191,12 @@ class AdamRule(UpdateRule):
 SGD_RULE, ADAM_RULE = SGDRule(), AdamRule()
 
 
-def _fused_sgd(tensors: Tensors, age: int, group: Group) -> None:
-    parameter, gradient, *momentum = tensors
+def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
+    parameters, gradients, *momentum = columns
     torch._fused_sgd_(
-        [parameter],
-        [gradient],
-        momentum,
+        parameters,
+        gradients,
+        momentum[0] if momentum else [],
         weight_decay=float(group["weight_decay"]),
         momentum=group["momentum"],
         lr=float(group["lr"]),
@@ -205,7 +221,7 @@ def has_exact_kernel(dtype: torch.dtype, device: str) -> bool:
         group = {"lr": 0.03, "momentum": momentum, "dampening": dampening}
         group |= {"weight_decay": decay, "nesterov": nesterov, "maximize": maximize}
         one, other = ([tensor.clone() for tensor in start[: 2 + (momentum > 0)]] for _ in range(2))
-        _fused_sgd(one, age, group)
+        _fused_sgd([[tensor] for tensor in one], age, group)
         SGD_RULE.update(other, age, group)
         equal += [(a == b).all() for a, b in zip(one, other, strict=True)]
     return bool(torch.stack(equal).all())  # a single wait for a GPU

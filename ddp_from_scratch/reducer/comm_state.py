@@ -12,7 +12,7 @@ from ddp_from_scratch.buckets.gradient_bucket import CommHook, LaunchArgs
 from ddp_from_scratch.comm_hooks import default_hooks
 from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState, power_sgd_hook
 from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
-from ddp_from_scratch.node.backend import shared_memory_beside
+from ddp_from_scratch.node.process_group import shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
 

@@ -217,7 +217,7 @@ class Reducer:
         called = self._on_gradient, self._before_forward, self._after_forward, self._before_step
         self._hooks = Hooks(module, parameters, *called)
         # The Reducers that launch before this one in a pass, with their iteration; and the pass.
-        self._ahead: tuple[int, list[tuple[Reducer, int]]] = (-1, [])
+        self._ahead: tuple[int, dict[Reducer, int]] = (-1, {})
         launch_order.add(self, memory_of)
 
     def _memory_of(self) -> dist.ProcessGroup | None:
@@ -335,7 +335,7 @@ class Reducer:
         """
         self._with_shards().run_all(function, self)
 
-    def seek(self, step: int, seed: int | None = None) -> None:
+    def set_step(self, step: int, seed: int | None = None) -> None:
         """Goes on with shards from `step`, the number of steps before it. Alike on all ranks.
 
         Between two steps. The ranks may be others than before.
@@ -344,25 +344,25 @@ class Reducer:
             step: from 0.
             seed: of the generators; None leaves it, 0 at the start.
         """
-        self._with_shards().seek(step, seed)
+        self._with_shards().set_step(step, seed)
         self.iteration = step
         self._pass.drop()
         for observer in self._observers:
-            observer.on_seek()
+            observer.on_set_step()
 
     def _with_shards(self) -> Shards:
         if self._shards is None:
             raise RuntimeError("this Reducer has no shards: make it with shards=V")
         return self._shards
 
-    def drop_step(self) -> None:
+    def abort_step(self) -> None:
         """Forgets a step that failed before the optimizer's: it may be repeated. Idempotent."""
         self._pass.drop()
         self._buckets.reset()
         self.comm.set_weight(None)
         self._next_bucket, self._error = 0, None
         for observer in self._observers:
-            observer.on_drop()
+            observer.on_abort()
         if self._shards is not None:
             self.iteration = self._shards.step
 
@@ -497,11 +497,12 @@ class Reducer:
         # collectives in the same order. Two kinds of ours have no fixed place among them: those of
         # a hook that starts several, and those of a bucket that is full earlier on one rank, since
         # parameters are unused there.
-        reducers = [self, *(other for other, _ in self._ahead[1])]
-        fixed = all(r.comm.several_at_once and not r._pass.may_be_unused for r in reducers)
-        return fixed or not any(
+        return all(map(Reducer._is_fixed, [self, *self._ahead[1]])) or not any(
             r.checks.layers_communicate() and r.takes_part() for r in launch_order.living()
         )
+
+    def _is_fixed(self) -> bool:
+        return self.comm.several_at_once and not self._pass.may_be_unused
 
     def takes_part(self) -> bool:
         """True if this Reducer averages in the backward pass that autograd is executing."""
@@ -518,9 +519,9 @@ class Reducer:
             return False  # another inner pass may add to these gradients
         number, ahead = self._ahead
         if number != self._pass.number:
-            ahead = [(other, other.iteration) for other in launch_order.ahead_of(self)]
+            ahead = {other: other.iteration for other in launch_order.ahead_of(self)}
             self._ahead = self._pass.number, ahead
-        for other, iteration in ahead:
+        for other, iteration in ahead.items():
             if other.iteration == iteration and other._next_bucket < len(other._buckets.all):
                 return False
             other._await_hook()
@@ -602,7 +603,7 @@ class Reducer:
     def _launch_rest(self) -> bool:
         """Ends the pass and launches the rest; True if all buckets are under way."""
         self._pass.end()
-        self._ahead = (-1, [])
+        self._ahead = (-1, {})
         if self._pass.may_be_unused:
             self._buckets.mark_rest_unused()
         if self._next_bucket < len(self._buckets.all):
@@ -631,7 +632,7 @@ class Reducer:
         for reducer in launch_order.living():
             if reducer._pass.break_off(number):  # which had joined the pass
                 reducer._buckets.restore_grads()
-            reducer._ahead = (-1, [])
+            reducer._ahead = (-1, {})
 
     def _finish(self, takes_part: bool) -> None:
         """Waits for each bucket in order and unpacks it, but not on a rank that takes no part."""
@@ -687,17 +688,16 @@ class Reducer:
         """Looks for unused parameters in the graph of these tensors, where backward will begin."""
         self._pass.on_forward(outputs)
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
         if self._fused is not None:
             self._fused.before_forward()
         if profiling() != (self._ranges is not None):
             self._show_profiler(profiling())
         self.checks.before_forward()
-        self.checks.note_writes()
         for observer in self._observers:
             observer.on_forward()
 
-    def _after_forward(self, outputs: object) -> None:
+    def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
         self.checks.after_forward(compared=self.iteration == 0 or self._drift is not None)
         self._pass.on_forward(outputs)
         for observer in self._observers:

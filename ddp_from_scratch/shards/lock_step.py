@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.group import all_gather_single, of_member, on_gpu_of
-from ddp_from_scratch.shards.generators import generator_states, set_generator_states
 from ddp_from_scratch.shards.tree import shard_range
+from ddp_from_scratch.shards.tree_reduction import generator_states, set_generator_states
 from ddp_from_scratch.sync.sync_batch_norm import several_batches, sum_of_rows
 from ddp_from_scratch.waiting import wait
 

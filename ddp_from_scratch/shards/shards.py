@@ -22,7 +22,6 @@ from ddp_from_scratch.buckets.bucket_list import BucketList
 from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.checks.gradient_checks import shortened
-from ddp_from_scratch.shards.generators import seeded
 from ddp_from_scratch.shards.lock_step import (
     DIFFERENT_LAYERS,
     View,
@@ -30,7 +29,7 @@ from ddp_from_scratch.shards.lock_step import (
     run_in_lock_step,
 )
 from ddp_from_scratch.shards.tree import shard_range
-from ddp_from_scratch.shards.tree_reduction import TreeReduction
+from ddp_from_scratch.shards.tree_reduction import TreeReduction, seeded
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm
 
 
@@ -44,7 +43,7 @@ class Averaging(Protocol):
         """Accumulates gradients locally inside."""
         ...
 
-    def drop_step(self) -> None:
+    def abort_step(self) -> None:
         """Forgets a step that failed."""
         ...
 
@@ -128,7 +127,7 @@ class Shards(Observer):
         # Descending: so rank 0 runs shard 0 last, and ends with its buffers, which all ranks get.
         return shard_range(self.count, rank, ranks)[::-1]
 
-    def seek(self, step: int, seed: int | None) -> None:
+    def set_step(self, step: int, seed: int | None) -> None:
         """Goes on from this step, with generators seeded by it and `seed`; None leaves that."""
         self.step = step
         if seed is not None:
@@ -146,7 +145,7 @@ class Shards(Observer):
             with self._shard(index, owner):
                 yield
         except BaseException:
-            owner.drop_step()
+            owner.abort_step()
             raise
 
     def run_all(self, function: Callable[[int], object], owner: Averaging) -> None:
@@ -171,7 +170,7 @@ class Shards(Observer):
             self.in_lock_step = True
             run_in_lock_step(run, order, owner.module, view, gather)
         except BaseException:
-            owner.drop_step()
+            owner.abort_step()
             raise
         finally:
             self.in_lock_step = False
@@ -259,7 +258,7 @@ class Shards(Observer):
         if not self._due:
             self._before = None
 
-    def on_drop(self) -> None:
+    def on_abort(self) -> None:
         """Forgets the step, and puts the buffers back; also after its average."""
         self.reduction.clear()
         self._take_gradients()

@@ -13,20 +13,63 @@ Ranks that share memory need no messages: each reads everybody's partial sums th
 machines go the sums that each of them has left.
 """
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.comm_hooks.default_hooks import Future
-from ddp_from_scratch.comm_hooks.later import Later
+from ddp_from_scratch.comm_hooks.default_hooks import Future, Later
 from ddp_from_scratch.group import all_gather_single, check_group, of_member
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.shards.tree import Block, PartialSums, aligned_blocks, shard_range
 from ddp_from_scratch.waiting import may_be_left_behind, wait
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds every generator that a model may draw from: torch's, on GPUs too, Python's, numpy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    # numpy takes 32 bits at a time, and a seed may have more.
+    np.random.seed(np.random.SeedSequence(seed).generate_state(8))
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Returns the states of these generators; on GPUs that of the current one."""
+    return torch.get_rng_state(), gpu.generator_state(), random.getstate(), np.random.get_state()
+
+
+def set_generator_states(states: tuple[Any, ...]) -> None:
+    """Puts all generators back into these states."""
+    cpu, of_gpu, python, numpy = states
+    torch.set_rng_state(cpu)
+    if of_gpu is not None:
+        gpu.set_generator_state(of_gpu)
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Seeds all generators from these numbers inside; outside they go on as if nothing had been.
+
+    So what a program draws between shards, such as an order of samples, does not depend on how
+    many shards this rank has run.
+    """
+    before = generator_states()
+    seed_generators(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+    try:
+        yield
+    finally:
+        set_generator_states(before)
+
 
 # By the parameter's index. A missing one is a gradient of zeros.
 Gradients = dict[int, torch.Tensor]

@@ -102,7 +102,7 @@ class BufferSync(Observer):
         """Writes the received buffers."""
         self._finish()
 
-    def on_drop(self) -> None:
+    def on_abort(self) -> None:
         """Forgets buffers under way."""
         self._sent, self._futures = [], []
 

@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
+from ddp_from_scratch.buckets.bucket_list import make_buckets
+from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
+from ddp_from_scratch.comm_hooks import default_hooks
 from ddp_from_scratch.group import check_group
 
 NOT_LAZY = (
@@ -130,3 +133,58 @@ def warn_of_deprecated(broadcast_buffers: bool | None, check_reduction: bool) ->
 def _index(device: Any) -> int:
     index = device if isinstance(device, int) else torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else int(index)
+
+
+def moved(value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+    """Returns the same structure with its tensors on `device`, the floating ones as `dtype`.
+
+    Looks into tuples, lists and dicts, at any depth. None leaves device or dtype unchanged.
+    """
+    if isinstance(value, torch.Tensor):
+        if device is not None:
+            value = value.to(device, non_blocking=True)
+        return value if dtype is None or not value.is_floating_point() else value.to(dtype)
+    # A named tuple takes its items as arguments, not as one iterable.
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(item, device, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(item, device, dtype) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, moved(item, device, dtype)) for key, item in value.items())
+    return value
+
+
+class DelayedReduction:
+    """Averages the gradients of some parameters when the gradient of a chosen one is ready.
+
+    For gradients that are complete before the rest of backward, such as those of embeddings that a
+    pipeline computes in several parts. They must be complete by then.
+
+    Args:
+        parameters: the parameters to average; one bucket for each dtype and device.
+        trigger: backward's gradient for this parameter starts the all-reduce.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        trigger: torch.nn.Parameter,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.process_group = process_group
+        # A cap that nothing reaches: all gradients are launched at the same moment anyway.
+        self._buckets = make_buckets(parameters, range(len(parameters)), [2**62], True)
+        self.hook = trigger.register_hook(self._launch)
+
+    def _launch(self, gradient: torch.Tensor) -> None:
+        for bucket in self._buckets:
+            for index in bucket.layout.members:
+                # No hook counts these gradients. A member marked unused contributes its `.grad`.
+                bucket.mark_unused(index)
+            bucket.launch(LaunchArgs(default_hooks.average, self.process_group))
+        # Waiting here would hold up the rest of backward.
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        for bucket in self._buckets:
+            bucket.finish()

@@ -26,11 +26,14 @@ from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.buffer_sync import BufferHook, BufferSync
 from ddp_from_scratch.torch_ddp import arguments
 from ddp_from_scratch.torch_ddp import mixed_precision as precision
-from ddp_from_scratch.torch_ddp.delayed_reduction import DelayedReduction
-from ddp_from_scratch.torch_ddp.inputs import moved
-from ddp_from_scratch.torch_ddp.logging_data import wrapper_data
-from ddp_from_scratch.torch_ddp.nominal_subclass import derives_in_name_alone
-from ddp_from_scratch.torch_ddp.private_api import CopiedReducer, TorchInternals, WrappedReducer
+from ddp_from_scratch.torch_ddp.arguments import DelayedReduction, moved
+from ddp_from_scratch.torch_ddp.private_api import (
+    CopiedReducer,
+    TorchInternals,
+    WrappedReducer,
+    derives_in_name_alone,
+    wrapper_data,
+)
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]

@@ -9,7 +9,7 @@ from torch.func import functional_call
 from ddp_from_scratch import comm_hooks
 from ddp_from_scratch.buckets.gradient_bucket import CommHook
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
-from ddp_from_scratch.torch_ddp.inputs import moved
+from ddp_from_scratch.torch_ddp.arguments import moved
 
 _COMPRESSED = {
     torch.float16: comm_hooks.fp16_compress_hook,

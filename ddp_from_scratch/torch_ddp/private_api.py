@@ -1,17 +1,19 @@
 """Private parts of torch's DistributedDataParallel that programs use nevertheless."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import comm_hooks
 from ddp_from_scratch.buckets.gradient_bucket import CommHook
+from ddp_from_scratch.comm_hooks.default_hooks import average
 from ddp_from_scratch.group import check_group
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.sync.buffer_sync import BufferHook
-from ddp_from_scratch.torch_ddp.delayed_reduction import DelayedReduction
+from ddp_from_scratch.torch_ddp.arguments import DelayedReduction
 
 _BUILTIN = {
     "ALLREDUCE": comm_hooks.allreduce_hook,
@@ -158,3 +160,70 @@ class TorchInternals:
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
+
+
+def wrapper_data(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -> dict[str, Any]:
+    """Returns settings and statistics of a `DistributedDataParallel`.
+
+    Their keys are those of torch's logging data if they mean the same.
+    """
+    group, stats = wrapper.process_group, reducer.stats()
+    data = {
+        "module_name": type(reducer.module).__name__,
+        "bucket_cap_bytes": stats.bucket_cap_bytes,
+        "find_unused_parameters": int(stats.find_unused_parameters),
+        "static_graph": int(stats.static_graph),
+        "gradient_as_bucket_view": int(stats.gradient_as_bucket_view),
+        "num_parameter_tensors": stats.parameters,
+        "total_parameter_size_bytes": stats.parameter_bytes,
+        "bucket_sizes": ", ".join(map(str, stats.bucket_bytes)),
+        "has_rebuilt_buckets": int(stats.rebuilt),
+        "iteration": stats.iteration,
+        "world_size": dist.get_world_size(group),
+        "rank": dist.get_rank(group),
+        "backend_name": dist.get_backend(group),
+        "device_ids": ", ".join(str(index) for index in wrapper.device_ids or ()),
+        "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
+        "broadcast_buffers": int(wrapper.forward_sync_buffers),
+        "has_sync_bn": any("SyncBatchNorm" in type(m).__name__ for m in wrapper.module.modules()),
+        "join_uneven_inputs": wrapper.joined_before(),
+        "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+    }
+    if reducer.comm.hook is not average:
+        # torch's name of a built-in hook, in place of the name of its function here.
+        data["comm_hook"] = builtin_hook or stats.comm_hook
+    return data
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def derives_in_name_alone(theirs: type, ours: Class) -> Class:
+    """Removes from `ours` all that `theirs` itself would pass on; changes and returns `ours`.
+
+    Each attribute that `theirs` defines becomes the attribute that `ours` would have if it derived
+    from the bases of `theirs` instead; without one, access raises AttributeError. Instances of
+    `ours` still pass `isinstance(x, theirs)`.
+    """
+    position = ours.__mro__.index(theirs)
+    before, behind = ours.__mro__[:position], ours.__mro__[position + 1 :]
+    # Not a list of names: torch's later versions add more.
+    for name, value in vars(theirs).items():
+        # Python itself reads `__doc__`, `__annotations__` and the like in a class.
+        of_python = name.startswith("__") and not hasattr(value, "__get__")
+        if of_python or any(name in vars(base) for base in before):
+            continue
+        inherited = (vars(base)[name] for base in behind if name in vars(base))
+        setattr(ours, name, next(inherited, _Absent(name)))
+    return ours
+
+
+class _Absent:
+    """An attribute that a class does not have, although one of its bases does."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        # Not another error: hasattr() must be False.
+        raise AttributeError(f"{owner.__name__} of {owner.__module__} has no {self._name}")

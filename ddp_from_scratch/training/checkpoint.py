@@ -6,10 +6,13 @@ A file with a checkpoint's name is a whole one whatever happened while it was wr
 its end detects later damage.
 """
 
+import errno
+import fcntl
 import hashlib
 import os
 import random
 import re
+import socket
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,7 +24,57 @@ import torch
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.training.contents import check_contents
-from ddp_from_scratch.training.folder_lock import FolderLock
+
+LOCK_FILE = ".lock"
+
+
+class FolderLock:
+    """Holds a folder until `close`, or until this process ends, however it does.
+
+    Attributes:
+        holds: False where the file system has no locks: a second run is not noticed there.
+
+    Raises:
+        UsageError: another process holds the folder, or the file is a symbolic link.
+        OSError: the file cannot be opened or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # The lock is the system's (`flock`), not the file, which stays. Opened for appending, so
+        # that a loser does not empty the holder's text.
+        path, flags = folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND
+        try:
+            # A link could lead to any file of the user's, which would be emptied.
+            self._file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), "a+")
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise UsageError(
+                f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
+            ) from error
+        try:
+            # On NFS Linux makes it a lock of the server, so that it holds between machines, unless
+            # the mount says `nolock` or `local_lock=flock`.
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.holds = True
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                self._file.seek(0)
+                holder = " ".join(self._file.read(200).split()) or "another process"
+                self._file.close()
+                raise UsageError(
+                    f"--checkpoint-dir {folder} is in use by another run ({holder}): give this one "
+                    f"another folder, or wait until that one has ended"
+                ) from error
+            self.holds = False
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Lets go of the folder. Idempotent."""
+        self._file.close()
+
 
 FORMAT = "ddp_from_scratch checkpoint"
 VERSION = 1

@@ -13,7 +13,7 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training.settings import (
     COMPRESSIONS,
     DATASETS,
-    MAX_FAILURES,
+    MAX_RESTARTS,
     MODELS,
     POWERSGD_RANK,
     PRECISIONS,
@@ -117,14 +117,14 @@ def _processes(parser: Parser) -> None:
         metavar="P",
     )
     add(
-        "--go-on",
-        "when a rank or a machine is lost go on with the others, and start other ranks in their "
-        "place; with gloo, without a launcher",
+        "--elastic",
+        "survive lost ranks and machines: continue with the others and restart theirs; with gloo, "
+        "without a launcher",
         **_SWITCH,
     )
     add(
-        "--max-failures",
-        f"lost ranks that are replaced with --go-on (default: {MAX_FAILURES})",
+        "--max-restarts",
+        f"lost ranks that --elastic replaces (default: {MAX_RESTARTS})",
         **_COUNT,
     )
     add("--timeout", "seconds to wait for other ranks", **_SECONDS)

@@ -14,27 +14,33 @@ from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.checks.straggler_report import StragglerReport
-from ddp_from_scratch.elasticity.handing_on import hand_on
+from ddp_from_scratch.elasticity.closing import hand_on
 from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
-from ddp_from_scratch.optim.sgd import SGD
+from ddp_from_scratch.optim.flat_optimizer import SGD
 from ddp_from_scratch.reducer.reducer import Reducer
-from ddp_from_scratch.shards.generators import seed_generators
+from ddp_from_scratch.shards.tree_reduction import seed_generators
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.check_sync import check_sync
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from ddp_from_scratch.training import bucket_choice, checkpoint, straggler_log, timeline_report
+from ddp_from_scratch.training import bucket_choice, checkpoint
 from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import StopSignal, together
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy
-from ddp_from_scratch.training.loss_watch import LossWatch, place_of
-from ddp_from_scratch.training.metrics import MetricsWriter
+from ddp_from_scratch.training.loaders import RankData
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, require_alike
-from ddp_from_scratch.training.rank_data import RankData
-from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.report import (
+    LossWatch,
+    MetricsWriter,
+    Report,
+    begin_timeline,
+    close_timeline,
+    place_of,
+    straggler_values,
+)
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.waiting import wait
@@ -61,7 +67,7 @@ class Trainer:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
         group = prepare_process(settings, world, _ASKED)
-        # For CPU tensors. None is the default group, which --go-on replaces by others.
+        # For CPU tensors. None is the default group, which --elastic replaces by others.
         self.group = group if world.backend == "nccl" else None
         self.images = open_dataset(settings.dataset, settings, world, self.group)
         # Held until `run` ends: another run would remove this one's checkpoints.
@@ -73,7 +79,7 @@ class Trainer:
             self.data = RankData(self.images, settings, world)
             # 2. Model
             self.model = self._build_model()
-            # With --go-on this process is alone until 3.
+            # With --elastic this process is alone until 3.
             self.membership = Membership(world, settings.shards or 1, settings.timeout)
             if not self.membership.goes_on:
                 self._open_outputs()
@@ -82,7 +88,7 @@ class Trainer:
         # 4. Engine
         self._make_engine(state)
         # Of this epoch, as `_count`: this rank's, and only sums over ranks leave this process; with
-        # --go-on those of all ranks, since a lost rank's cannot be asked for.
+        # --elastic those of all ranks, since a lost rank's cannot be asked for.
         self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
         self.losses = LossWatch(world.rank, world.device)
         self.reported_loss = False
@@ -95,7 +101,7 @@ class Trainer:
             # Last: it sets PowerSGD's state to the restored scaler's scale.
             self.compression.restore(compressed, self.scaler, self.report)
         if settings.shards is not None:
-            self.reducer.seek(self.global_step, settings.seed)
+            self.reducer.set_step(self.global_step, settings.seed)
         self.membership.note_state()
 
     def _begin(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
@@ -169,7 +175,7 @@ class Trainer:
         )
         if settings.stragglers is not None:
             self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
-        self.timeline = timeline_report.of_run(settings, self.reducer)
+        self.timeline = begin_timeline(settings, self.reducer)
         # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
         # overflow on all, and all skip the same step.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
@@ -193,7 +199,7 @@ class Trainer:
                     if self.membership.goes_on:
                         # What they have under way would hold the lost group's connections.
                         stop.drop()
-                        self.reducer.drop_step()
+                        self.reducer.abort_step()
                     self._lose(error)
                 self._go_on(left)
         if not number:
@@ -212,11 +218,11 @@ class Trainer:
             stop.ask(self.losses.settled())
             self._answer(stop)
             if number:
-                timeline_report.close(self.timeline, self.report)
+                close_timeline(self.timeline, self.report)
                 self._report_stop(number)
                 return number, math.nan
             test_accuracy = self._end_epoch()
-        timeline_report.close(self.timeline, self.report)
+        close_timeline(self.timeline, self.report)
         if test_accuracy is None:  # resumed after the last epoch
             test_accuracy = self._evaluate()
         return 0, test_accuracy
@@ -318,8 +324,8 @@ class Trainer:
         # All ranks are here in the same step, so one alone says it.
         error = UsageError if self.world.rank == 0 else PeerError
         raise error(
-            f"the loss is not finite {place}: a smaller --lr may help; --resume auto goes on from "
-            f"the last checkpoint, --no-stop-on-nan goes on all the same"
+            f"the loss is not finite {place}: a smaller --lr may help; --resume auto continues "
+            f"from the last checkpoint, --no-stop-on-nan ignores it"
         )
 
     def _end_epoch(self) -> float:
@@ -385,7 +391,7 @@ class Trainer:
                 self._lose(error)
         if state is not None:
             self._restore(state)
-        self.reducer.seek(self.global_step, self.settings.seed)
+        self.reducer.set_step(self.global_step, self.settings.seed)
         self.regrouped = left, time.monotonic()
 
     def _meet(self) -> checkpoint.State | None:
@@ -487,14 +493,14 @@ class Trainer:
         self.report.line(str(found))
         batch = self.data.global_batch_size
         # Called in the last backward pass of a step, which is not counted yet.
-        self.metrics.log(self.global_step + 1, **straggler_log.values(found, self.reducer, batch))
+        self.metrics.log(self.global_step + 1, **straggler_values(found, self.reducer, batch))
 
     def _report_regrouping(self, left: float, met: float) -> None:
         """Reports a new group behind its first step."""
         self.regrouped = None
         ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
         self.report.line(
-            f"going on with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: another "
+            f"continuing with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: another "
             f"group after {1e3 * grouped:.0f} ms, the step after {1e3 * repeated:.0f} ms"
         )
         self.metrics.log(
@@ -505,7 +511,7 @@ class Trainer:
         self._save()
         saved = "nothing was saved (no --checkpoint-dir)"
         if self.saved_as is not None:
-            saved = f"saved {self.saved_as}: --resume auto goes on"
+            saved = f"saved {self.saved_as}: --resume auto continues"
         steps = self.data.steps_per_epoch
         self.report.result(f"stopped in epoch {self.epoch + 1}, step {self.step}/{steps}; {saved}")
         self.metrics.close()

@@ -25,7 +25,7 @@ from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
 from ddp_from_scratch.training.cli import parse
-from ddp_from_scratch.training.settings import MAX_FAILURES, Settings, option_of
+from ddp_from_scratch.training.settings import MAX_RESTARTS, Settings, option_of
 
 _TRAINER = "ddp_from_scratch.training.loop"
 
@@ -43,7 +43,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     settings, options = parse(arguments, str(__doc__), program)
     with needs_extra("train"):
         import tqdm  # noqa: F401  # before any rank is started, which would report it each
-    if settings.go_on and settings.shards is None:
+    if settings.elastic and settings.shards is None:
         # The same in each rank, which reads the same command line.
         settings = replace(settings, shards=_power_of_two(sum(_counts(settings, options))))
     # A job's interactive shell, as `srun --pty bash` gives it, is a step with a single task.
@@ -60,9 +60,9 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
 
 
 def _refuse_starting(settings: Settings, options: argparse.Namespace) -> None:
-    if settings.go_on:
+    if settings.elastic:
         raise UsageError(
-            f"--go-on is for starting without a launcher: {environment.launcher()} ends or "
+            f"--elastic is for starting without a launcher: {environment.launcher()} ends or "
             f"restarts all ranks when one fails"
         )
     for name in ("nproc", "node_rank", "master_addr", "master_port"):
@@ -86,7 +86,7 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
             raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
     elif options.master_addr is not None or options.master_port is not None:
         raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
-    if settings.go_on and settings.shards is not None and settings.shards < sum(counts):
+    if settings.elastic and settings.shards is not None and settings.shards < sum(counts):
         raise UsageError(
             f"--shards must be at least as many as ranks, got {settings.shards} of {sum(counts)}"
         )
@@ -95,9 +95,9 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
         return None
     if backend == "mpi":
         return start_mpirun(counts[0], command)
-    allowed = settings.max_failures if settings.max_failures is not None else MAX_FAILURES
+    allowed = settings.max_restarts if settings.max_restarts is not None else MAX_RESTARTS
     asked = {}
-    if settings.go_on and len(counts) > 1:
+    if settings.elastic and len(counts) > 1:
         from ddp_from_scratch.training.process_setup import versions
 
         asked = versions() | settings.to_compare()
@@ -110,7 +110,7 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
         settings.timeout,
         # Imported once, before ranks are forked from the process that has it.
         preload=[_TRAINER],
-        max_failures=allowed if settings.go_on else None,
+        max_restarts=allowed if settings.elastic else None,
         asked=asked,
     )
 

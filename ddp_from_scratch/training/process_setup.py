@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_from_scratch
-from ddp_from_scratch.shards.generators import seed_generators
+from ddp_from_scratch.shards.tree_reduction import seed_generators
 from ddp_from_scratch.training.coordination import require_same, together
 from ddp_from_scratch.training.datasets import load_dataset
 from ddp_from_scratch.training.image_data import ImageData

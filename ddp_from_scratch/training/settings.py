@@ -17,7 +17,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
 POWERSGD_RANK = 2
 TIMELINE_STEPS = 5
-MAX_FAILURES = 3
+MAX_RESTARTS = 3
 _MOST = 10**9
 _LARGEST = 1e30  # float32 ends at 3e38
 # Settings that may differ between ranks: they concern a rank's machine, or the output of rank 0.
@@ -68,8 +68,8 @@ class Settings:
     stop_on_nan: bool = True
     workers: int = 0
     threads: int = 1
-    go_on: bool = False
-    max_failures: int | None = None
+    elastic: bool = False
+    max_restarts: int | None = None
     timeout: float = 600.0
     stall_after: float = 60.0
     checkpoint_dir: Path | None = None
@@ -90,7 +90,7 @@ class Settings:
         self._require("workers", f"0 to {MOST_HERE:,}", lambda value: 0 <= value <= MOST_HERE)
         self._require("check_sync", "0 or more", lambda value: value >= 0)
         self._require("seed", "0 to 2**62 - 1", lambda value: 0 <= value < 2**62)
-        self._require("max_failures", "0 or more", lambda value: value >= 0)
+        self._require("max_restarts", "0 or more", lambda value: value >= 0)
         self._require("powersgd_rank", "1 or more", lambda value: value >= 1)
         self._require("stragglers", f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST)
         self._require("timeline_steps", f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST)
@@ -128,22 +128,22 @@ class Settings:
             raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
         if self.timeline_steps is not None and self.timeline is None:
             raise UsageError("--timeline-steps is for --timeline, which is not given")
-        if self.go_on:
-            self._check_go_on()
-        elif self.max_failures is not None:
-            raise UsageError("--max-failures is for --go-on, which is not given")
+        if self.elastic:
+            self._check_elastic()
+        elif self.max_restarts is not None:
+            raise UsageError("--max-restarts is for --elastic, which is not given")
         if self.resume == "auto" and self.checkpoint_dir is None:
             raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
 
-    def _check_go_on(self) -> None:
+    def _check_elastic(self) -> None:
         if self.backend != "gloo":
             raise UsageError(
-                f"--go-on is for gloo, and the backend is {self.backend}: leave one of them out"
+                f"--elastic is for gloo, and the backend is {self.backend}: leave one of them out"
             )
         # What each rank has recorded by itself is lost with it.
         for name in ("timeline", "stragglers"):
             if getattr(self, name) is not None:
-                raise UsageError(f"{option_of(name)} cannot be had with --go-on: leave one out")
+                raise UsageError(f"{option_of(name)} cannot be used with --elastic: leave one out")
 
     def _require(self, name: str, expected: str, holds: Callable[[Any], bool]) -> None:
         value = getattr(self, name)
@@ -208,7 +208,7 @@ class Settings:
         # None of these changes a bit of a step.
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
         indifferent |= {"log_dir", "check_sync", "stall_after", "stop_on_nan", "quiet"}
-        indifferent |= {"timeline", "timeline_steps", "stragglers", "go_on", "max_failures"}
+        indifferent |= {"timeline", "timeline_steps", "stragglers", "elastic", "max_restarts"}
         # With `scale_lr` the length of the run decides that of the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")

@@ -264,6 +264,10 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             timeout=timeout,
             device_id=device if gpu.is_gpu(device) else None,
         )
+        if backend == "gloo":
+            # A rank may be connected, and end, while others still connect. gloo would log an error
+            # on each of those, and hide the one line that says why the first has ended.
+            dist.barrier()
     except dist.DistNetworkError as error:
         raise UsageError(
             f"cannot reach MASTER_ADDR:MASTER_PORT {os.environ.get('MASTER_ADDR')}:"

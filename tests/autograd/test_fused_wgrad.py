@@ -92,16 +92,13 @@ LAYERS = {
     "one row": (Net, rows(1, 24)),
     "rows": (Net, rows(9, 24)),
     "three dimensions": (Net, rows(3, 5, 24)),
-    "no batch": (Net, rows(24)),
     "no rows": (Net, rows(0, 24)),
-    "one token": (TABLE, look_up(3)),
     "short integers": (TABLE, look_up(1, 1, 2, dtype=torch.int32)),
     "no tokens": (TABLE, look_up()),
     "repeated": (TABLE, REPEATED),
     "padding": (partial(TABLE, 5), REPEATED),
     "padding from the end": (partial(TABLE, -1), look_up(shape=(40, 50))),
     "a large table": (partial(nn.Embedding, 30000, 7), look_up(shape=(700,))),
-    "one column": (partial(nn.Embedding, 1000, 1), look_up(shape=(7, 100))),
 }
 
 
@@ -116,10 +113,9 @@ def test_gradients_have_torchs_bits_and_arrive_in_their_windows(name, dtype):
 X = torch.linspace(-1, 1, 5 * 24).view(5, 24)
 
 
-def hooked(make):
-    model = make()
-    weight = model.first.weight if make is Net else model.weight
-    weight.register_hook(lambda gradient: None)
+def hooked():
+    model = Net()
+    model.first.weight.register_hook(lambda gradient: None)
     return model
 
 
@@ -145,8 +141,7 @@ OTHERS = {
     "scaled": (partial(TABLE, scale_grad_by_freq=True), REPEATED),
     "shortened": (partial(TABLE, max_norm=0.5), REPEATED),
     "parametrized": (lambda: parametrizations.weight_norm(TABLE()), REPEATED),
-    "hooked table": (partial(hooked, TABLE), REPEATED),
-    "hooked": (partial(hooked, Net), rows(5, 24)),
+    "hooked": (hooked, rows(5, 24)),
     "autocast": (Net, in_autocast),
     "complex": (partial(nn.Linear, 24, 24, dtype=torch.complex64), complex_numbers),
     "accumulated": (Net, accumulated),
@@ -192,29 +187,18 @@ def test_torch_autograd_grad_gets_tensors_of_its_own():
     kept = mine.clone()
     model(3 * X).sum().backward()
     assert torch.equal(mine, kept)
-    # And with respect to the inputs alone no window is touched.
-    before = model.first.weight.grad.clone()
-    x = X.clone().requires_grad_()
-    torch.autograd.grad(model(x).sum(), [x])
-    assert torch.equal(model.first.weight.grad, before)
 
 
 def test_other_and_small_layers_keep_their_forward(monkeypatch):
     class OwnLinear(nn.Linear):
         pass
 
-    model = nn.Sequential(OwnLinear(3, 3), parametrizations.weight_norm(nn.Linear(3, 3)))
-    model.append(nn.Linear(3, 3))
-    own = model[2].forward = lambda x: x @ model[2].weight.T + model[2].bias
-    ddp.Reducer(model, fuse_wgrad=True)
-    assert ["forward" in vars(layer) for layer in model] == [False, False, True]
-    assert model[2].forward is own
-    model(torch.ones(2, 3)).sum().backward()
     monkeypatch.setattr(fused_wgrad, "_WORTH", 2**16)
-    sizes = [nn.Linear(255, 257), nn.Linear(257, 256)]
-    model = nn.Sequential(*sizes, nn.Embedding(255, 1024), nn.Embedding(256, 1024))
+    large = [nn.Linear(257, 256), nn.Embedding(256, 1024)]
+    others = [nn.Linear(255, 257), nn.Embedding(255, 1024), OwnLinear(257, 256)]
+    model = nn.Sequential(*large, *others, parametrizations.weight_norm(nn.Linear(257, 256)))
     ddp.Reducer(model, fuse_wgrad=True)
-    assert ["forward" in vars(layer) for layer in model] == [False, True, False, True]
+    assert ["forward" in vars(layer) for layer in model] == [True] * 2 + [False] * 4
 
 
 def test_copies_have_torchs_forward_and_remove_gives_it_back():

@@ -1,11 +1,8 @@
-"""harness/costs.py, cost_model.py: formulas at sizes one can work out by hand, and the fit."""
-
-import json
+"""harness/costs.py: formulas at sizes one can work out by hand, and the fit."""
 
 import numpy as np
 import pytest
 
-from benchmarks import cost_model
 from benchmarks.harness import costs
 from benchmarks.harness.costs import Link, Shape, Terms, fit, ring
 
@@ -19,10 +16,9 @@ def test_algorithms_by_hand():
     # The third rank gives all it has to another first, and gets all of it last.
     assert costs.halving_doubling(3, 8) == Terms(2 + 2, 8 + 16, 4 + 8)
     # Two rounds up, two down, all of it each time.
-    assert costs.tree(3, 8) == costs.tree(4, 8) == Terms(4, 32, 16)
+    assert costs.tree(4, 8) == Terms(4, 32, 16)
     # Two meetings of one round; in and out; its half of both.
     assert costs.shared_memory(2, 8) == Terms(2, 16, 4)
-    assert costs.shared_memory(4, 3 * 2**20) == Terms(2 * 3 * 2, 6 * 2**20, 3 / 4 * 3 * 2**20)
     for algorithm in (ring, costs.halving_doubling, costs.tree, costs.shared_memory):
         assert algorithm(1, 1000) == Terms(0, 0, 0)
     # Two hosts of two ranks, 8 bytes. In a host: 2 messages, 8 bytes. Across: 2 messages of a
@@ -40,9 +36,6 @@ def test_fit():
     # Errors are relative: 1 byte a second for most, although the large one says 2.
     (beta,) = fit([[1], [2], [4], [1000]], [1.0, 2.0, 4.0, 2000.0])
     assert beta == pytest.approx((3 + 0.5) / (3 + 0.25))
-    for rows, seconds in (([[1, 2]], [1.0]), ([[1], [2]], [0.0, 1.0])):
-        with pytest.raises(ValueError, match="the fit needs"):
-            fit(rows, seconds)
 
 
 LINK, COMPUTE = Link(1e-4, 1e-9, 1e-10), np.array((2e-11, 3e-9, 5e-5))
@@ -86,26 +79,3 @@ def test_the_model_recovers_a_machine_that_is_as_it_says_and_tells_its_errors():
     assert model.errors["all-reduce, held-out sizes"].worst == pytest.approx(0.75)
     for kind in kinds[2:]:
         assert model.errors[kind].median == pytest.approx(0.5)
-
-
-def test_the_command_reads_what_scaling_has_written(tmp_path):
-    for ranks in (1, 2, 4):
-        run = simulated(ranks)
-        cases = [
-            {"layers": s.layers, "width": s.width, "batch": s.batch}
-            | {"alone": [1e3 * run.alone[s]], "averaged": [1e3 * run.averaged.get(s, 1.0)]}
-            for s in SHAPES
-        ]
-        timed = {
-            kind: {n: [s] for n, s in getattr(run, kind).items()} for kind in ("all_reduce", "add")
-        }
-        samples = {"ranks": ranks, "cores": 2, "cases": cases, **timed}
-        (tmp_path / f"scaling-gloo-{ranks}.json").write_text(json.dumps({"samples": samples}))
-    runs = {"gloo": cost_model.read("gloo", tmp_path)}
-    assert [run.ranks for run in runs["gloo"]] == [1, 2, 4]
-    cost_model.report(runs, cost_model.parse(["--per-host", "4", "--results", str(tmp_path)]))
-    content = json.loads((tmp_path / "cost_model.json").read_text())["samples"]
-    assert [p["ranks"] for p in content["predictions"]] == [2**k for k in range(3, 13)]
-    (one,) = cost_model.predict(0.3, 1e6, Link(0, 0, 0), Link(0, 5e-8, 0), per_host=1, ranks=[2])
-    efficiencies = [one.efficiency("ring", hidden=hidden) for hidden in (False, True)]
-    assert efficiencies == pytest.approx([0.3 / 0.35, 1.0])

@@ -3,14 +3,12 @@
 Rank r's gradients are made of r + 1, so that averages are known. More: tests/reducer/test_table.py.
 """
 
-import pytest
 import torch
 from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
 from tests.support.on_ranks import on
-from tests.support.terms import recorded
 
 
 def table(dtype=torch.float32):
@@ -34,19 +32,6 @@ def test_what_modules_declare():
     model = nn.ModuleList([shared, nn.Embedding(3, 2), nn.EmbeddingBag(3, 2, sparse=True)])
     assert sparse_parameters(model) == {id(shared.weight), id(model[2].weight)}
     assert sparse_parameters(shared) == {id(shared.weight)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-@on("gloo-2")
-def test_average_is_exact(world, dtype):
-    """Both ranks have row 1, twice; rank r has row r + 3 alone; rank 0 has more rows than 1."""
-    model = table(dtype)
-    ddp.Reducer(model, gradient_as_bucket_view=dtype == torch.float32)
-    rows = torch.tensor([1, 1, world.rank + 3] + ([7, 8] if world.rank == 0 else []))
-    for _ in range(3):
-        model.zero_grad()
-        (model(rows).sum() * (world.rank + 1)).backward()
-        assert_rows(model.weight.grad, {1: 3.0, 3: 0.5, 4: 1.0, 7: 0.5, 8: 0.5})
 
 
 @on("gloo-2")
@@ -74,22 +59,6 @@ def test_flat_buckets_come_first_and_hooks_see_no_others(world):
 
 
 @on("gloo-2")
-def test_ranks_without_a_row(world):
-    """Weights of 0, and a batch without a single row."""
-    model = table()
-    reducer = ddp.Reducer(model)
-    reducer.weight(world.rank)
-    for rows, expected in (
-        ([3 + world.rank], {4: 1.0}),
-        ([2] if world.rank else [], {2: 0.5}),
-        ([], {}),
-    ):
-        model.zero_grad()
-        model(torch.tensor(rows, dtype=torch.int64)).sum().backward()
-        assert_rows(model.weight.grad, expected)
-
-
-@on("gloo-2")
 def test_dense_on_all_ranks_is_averaged_as_dense(world):
     """The table's weight is also that of the last layer, which makes its gradient dense."""
     model = table()
@@ -100,14 +69,3 @@ def test_dense_on_all_ranks_is_averaged_as_dense(world):
         (loss * (world.rank + 1)).backward()
         assert model.weight.grad.layout == torch.strided
         assert model.weight.grad[:2].tolist() == [[1.5, 1.5], [3.0, 3.0]]
-
-
-@on("gloo-2")
-def test_number_of_collectives(world):
-    """A dense bucket costs one collective, a sparse gradient three: kinds, rows, values."""
-    model = nn.ModuleDict({"table": table(), "layer": nn.Linear(2, 1)})
-    ddp.Reducer(model)
-    for _ in range(2):  # once in a Reducer's life ranks tell each other more
-        with recorded("all_reduce") as sums, recorded("all_gather") as gathered:
-            model["layer"](model["table"](torch.tensor([world.rank]))).sum().backward()
-    assert (len(sums), len(gathered)) == (1, 3)

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.buckets.bucket_list import make_buckets
-from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
 from ddp_from_scratch.checks import stall_watch
 from ddp_from_scratch.checks.stall_watch import Progress
 from tests.support.on_ranks import on
@@ -55,10 +53,6 @@ def until(condition):
         time.sleep(0.01)
 
 
-def until_reported(step):
-    until(lambda: store().check([f"report {step}"]))
-
-
 def until_written(step):
     """Until a watched rank has the report as text, for which it asks how other ranks are."""
     until(lambda: store().check([f"written {step}"]))
@@ -72,12 +66,10 @@ class Clock:
     """In place of time: it stands still until some rank moves all ranks' on by `move`."""
 
     def __init__(self):
-        self.looks, self.going = threading.Semaphore(0), threading.Event()
-        self.going.set()
+        self.looks = threading.Semaphore(0)
 
     def monotonic(self):
         self.looks.release()
-        self.going.wait()
         return 1000.0 * store().check(["moved"])
 
     def move(self):
@@ -161,7 +153,7 @@ def test_a_rank_that_lags_is_named_with_what_it_lacks(ranks, backend, where):
         f"  rank 0: {ALL_ARRIVED}",
         f"  rank 1: {ALL_ARRIVED}",
         f"  rank 2: {missing}",
-        "The step goes on waiting until the process group's timeout ends the run.",
+        "The step keeps waiting until the process group's timeout ends the run.",
     ]
 
 
@@ -182,70 +174,12 @@ def test_a_rank_that_does_not_wait_says_nothing(world):
     assert told.getvalue() == ""
 
 
-def unwatched_rank(world):
-    model = Layers()
-    name = dist.group.WORLD.group_name
-    if world.rank != 0:
-        stall_watch._made[name] += 1
-        Reducer(model, bucket_cap_mb=0)
-        assert not watchers()
-        if world.rank == 1:
-            until(lambda: store().check(["0"]))
-            store().set("moved", "")
-            until_written(0)
-        model().backward()
-        return ""
-    with watched(model) as (_, _, told):
-        model().backward()
-    return told.getvalue()
-
-
-def test_a_rank_that_does_not_watch_is_told(ranks):
-    told = ranks("gloo", 3)(unwatched_rank)[0]
-    assert "  rank 1: nothing is known of it: it has gone on, ended, or does not watch\n" in told
-
-
-def stopped_rank(world):
-    """Rank 1 is stopped until it has been reported."""
-    model = Layers()
-    with watched(model) as (_, clock, told):
-        pids = [None] * world.world_size
-        dist.all_gather_object(pids, os.getpid())
-        model().backward()
-        if world.rank == 0:
-
-            def wake():
-                until(lambda: stall_watch._state(pids[1])[0] == "T")
-                clock.move()
-                until_written(1)
-                os.kill(pids[1], signal.SIGCONT)
-
-            waker = threading.Thread(target=wake)
-            waker.start()
-        elif world.rank == 1:
-            until(lambda: store().check(["process 1"]))
-            clock.going.clear()
-            clock.looked(1)  # now the watcher has no part of the store locked
-            os.kill(os.getpid(), signal.SIGSTOP)
-            clock.going.set()
-        model().backward()
-        if world.rank == 0:
-            waker.join()
-    return told.getvalue()
-
-
-@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
-def test_a_stopped_rank_is_named(ranks, backend):
-    told = "".join(ranks(backend, 3)(stopped_rank))
-    (line,) = [line for line in told.splitlines() if line.startswith("  rank 1: ")]
-    assert line.endswith("its process is stopped (SIGSTOP)"), told
-    assert told.count("stopped") == 1
-
-
-def test_an_ended_process_is_told_from_one_that_runs():
+def test_what_has_become_of_a_process_is_told():
     store = dist.HashStore()
-    ended = subprocess.Popen(["true"])
+    ended, stopped = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
     ended.wait()
+    stopped.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
     own = stall_watch._state(os.getpid())[1]
     assert own
     machine = stall_watch._machine()
@@ -254,13 +188,16 @@ def test_an_ended_process_is_told_from_one_that_runs():
         (machine, ended.pid, own),
         # Another process has the number now.
         (machine, os.getpid(), own - 1),
+        (machine, stopped.pid, stall_watch._state(stopped.pid)[1]),
         ("other", 1, own),
     ]
     for rank, process in enumerate(published):
         store.set(f"process {rank}", json.dumps(process))
-    found = [stall_watch._process_in_words(store, rank) for rank in range(5)]
+    found = [stall_watch._process_in_words(store, rank) for rank in range(6)]
+    stopped.kill()
+    stopped.wait()
     runs, over = "its process runs: it has gone on", "its process has ended"
-    assert found == [runs, over, over, None, None]
+    assert found == [runs, over, over, "its process is stopped (SIGSTOP)", None, None]
 
 
 @on("gloo-2")
@@ -274,39 +211,6 @@ def test_the_watch_ends_with_the_reducer(world):
     gc.collect()
     assert gone() is None
     assert not thread.is_alive(), "it did not wait for its next turn"
-
-
-# Arithmetic -------------------------------------------------------------------------------------
-
-
-def test_progress_in_words():
-    names = [f"p{k}" for k in range(14)]
-    parameters = [nn.Parameter(torch.ones(1)) for _ in names]
-    buckets = make_buckets(parameters, range(14), [4, 1000], False)  # p0 alone, the others together
-    assert Progress.of(5, 0, buckets, names) == Progress(
-        5, None, "0 of 14 gradients have arrived, bucket 0 waits for p0"
-    )
-    for p in parameters:
-        p.grad = torch.ones(1)
-    under_way = torch.futures.Future()
-    buckets[0].mark_ready(0)
-    buckets[0].launch(LaunchArgs(lambda state, bucket: under_way, None))
-    buckets[1].mark_ready(13)
-    told = "2 of 14 gradients have arrived, bucket 1 waits for p1, p2, p3, p4, p5, p6, p7, p8, p9, "
-    told += "p10 and 2 more"
-    assert Progress.of(5, 1, buckets, names) == Progress(5, "bucket 0 of 2 (p0)", told)
-    under_way.set_result(torch.ones(1))
-    assert Progress.of(5, 1, buckets, names).bucket is None, "waits for this rank alone"
-    for k in range(1, 13):
-        buckets[1].mark_ready(k)
-    late = torch.futures.Future()
-    buckets[1].launch(LaunchArgs(lambda state, bucket: late, None))
-    now = Progress.of(5, 2, buckets, names)
-    assert now == Progress(
-        5, "bucket 1 of 2 (p1, p2, p3 and 10 more)", "14 of 14 gradients have arrived"
-    )
-    late.set_result(torch.ones(13))
-    assert Progress.of(5, 2, buckets, names).bucket == "the end of the backward pass"
 
 
 def test_a_gpu_that_waits_behind_the_host():

@@ -9,15 +9,11 @@ import ddp_from_scratch
 from ddp_from_scratch.training.cli import make_parser
 from tests.support.pages import PAGES, TUTORIAL_PAGES, anchors, excerpts, links, name_of, prose
 from tests.support.ranks import ROOT
-from tests.test_api import ROOMS
 
 PACKAGE = Path(ddp_from_scratch.__file__).parent
-README, CONTRIBUTING, MAKEFILE, HOW_IT_WORKS, REFERENCE = (
+README, MAKEFILE, HOW_IT_WORKS, REFERENCE = (
     (ROOT / name).read_text()
-    for name in (
-        *("README.md", "CONTRIBUTING.md", "Makefile", "docs/how-it-works.md"),
-        "docs/reference.md",
-    )
+    for name in ("README.md", "Makefile", "docs/how-it-works.md", "docs/reference.md")
 )
 TEXT = {name_of(page): page.read_text() for page in PAGES}
 GIVEN = {"example.py"}  # a file that the reader makes
@@ -166,32 +162,3 @@ def test_the_way_of_a_gradient_is_where_the_map_says():
     assert len(named) >= 2
     for name, file in named:
         assert re.search(rf"(def|class) {name}\b", (PACKAGE / file).read_text()), name
-
-
-# Contributing -----------------------------------------------------------------------------------
-
-
-def test_constants_named_for_contributors_are_there():
-    source = source_of(PACKAGE, ROOT / "benchmarks", ROOT / "tests" / "support")
-    named = set(re.findall(r"`(_?[A-Z]{2,}(?:_[A-Z]+)+|[A-Z]{6,})`", CONTRIBUTING))
-    assert named
-    assert {name for name in named if not re.search(rf"^{name}\b", source, re.MULTILINE)} == set()
-
-
-def test_rooms_are_listed_from_the_bottom_up():
-    listed = section(CONTRIBUTING, "Rooms").split("From the bottom:")[1].split("`run.py`")[0]
-    floors = [set(re.findall(r"`(\w+)`", floor)) for floor in listed.split("·")]
-    assert set().union(*floors) == set(ROOMS)
-    below = set()
-    for floor in floors:
-        assert set().union(*(ROOMS[room] for room in floor)) <= below
-        below |= floor
-
-
-def test_pre_commit_runs_the_commands_of_make_lint():
-    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)[1]
-    config = (ROOT / ".pre-commit-config.yaml").read_text()
-    commands = [line.strip().removeprefix("@") for line in recipe.splitlines()]
-    assert re.findall(r"entry: (.*)", config) == commands
-    hooks = config.count("- id:")
-    assert config.count("language: system") == config.count("pass_filenames: false") == hooks

@@ -35,6 +35,7 @@ def spoiled_captures(world):
         reducer = ddp.Reducer(module, stall_after=0.3)
         for _ in range(2):
             step(module)
+        torch.accelerator.synchronize()
         GUARD.capture(True)
         for _ in range(6):  # longer than a report takes
             assert looks.acquire(timeout=30)
@@ -69,6 +70,67 @@ def in_a_group_of_another_name(world):
 
 def test_nccl_by_another_name(sim):
     sim(in_a_group_of_another_name)
+
+
+def beside_gloo(world):
+    """Of a model on the GPU, and one whose first layer is on the CPU."""
+    from tests.support.simgpu import device, trace
+
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl-part")
+    module = normed()
+    torch.manual_seed(world.rank)
+    device.clear()
+    reducer = ddp.Reducer(module, process_group=group, find_unused_parameters=True)
+    for number in range(3):
+        step(module, number)
+    found = trace.faults()
+    reducer.remove()
+    torch.manual_seed(0)
+    both = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8).to("cuda")])
+    torch.manual_seed(world.rank)
+    reducer = ddp.Reducer(both, process_group=group)
+    for _ in range(3):
+        both[1](both[0](torch.randn(4, 8)).to("cuda")).square().mean().backward()
+    reducer.remove()
+    averaged = [*module.parameters(), *both.parameters()]
+    sums = [parameter.grad.sum().item() for parameter in averaged]
+    dist.destroy_process_group(group)
+    return found, sums
+
+
+def test_a_group_with_gloo_for_the_cpu(sim):
+    (faults, sums), other = sim(beside_gloo)
+    assert (faults, sums) == ([], other[1])
+
+
+def saved(world):
+    module = normed()
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, map_location="cpu")
+    return all(
+        torch.equal(loaded[name], tensor.cpu()) for name, tensor in module.state_dict().items()
+    )
+
+
+def test_a_model_can_be_saved(nccl2):
+    assert nccl2(saved) == [True] * 2
+
+
+def late_loss(world):
+    from ddp_from_scratch.training.report import LossWatch, as_number
+
+    watch = LossWatch(world.rank, world.device)
+    nan, good = (torch.tensor(loss).to("cuda") for loss in (float("nan"), 1.0))
+    watch.see(nan, 5)
+    early = watch.known()
+    watch.see(good, 6)
+    return early, watch.known() == watch.settled() == as_number(5, world.rank)
+
+
+def test_a_loss_that_is_not_finite_is_known_when_the_copy_has_arrived(nccl2):
+    assert nccl2(late_loss) == [(0, True)] * 2
 
 
 def in_lock_step_aside(world):
@@ -116,14 +178,14 @@ def test_join_does_not_wait_for_the_gpu_while_there_is_data(sim):
 
 
 def kernels_of_a_checksum(world):
-    from ddp_from_scratch.sync.checksum import checksums
+    from ddp_from_scratch.sync.check_sync import checksums
     from tests.support.simgpu import device
 
     tensor = torch.arange(20 * 2**16 + 5)
     on_gpu = tensor.to("cuda")
     device.clear()
     assert checksums([on_gpu]) == checksums([tensor])
-    return sum(o.place.startswith("sync/checksum.py") for o in device.OPERATIONS)
+    return sum(o.place.startswith("sync/check_sync.py") for o in device.OPERATIONS)
 
 
 def test_a_checksum_takes_a_handful_of_kernels(nccl2):

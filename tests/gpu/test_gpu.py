@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.profiling.timeline import Timeline
-from tests.checks.test_stall_watch import AFTER_S, Layers, until_reported
+from tests.checks.test_stall_watch import AFTER_S, Layers, store, until
 from tests.support.on_ranks import on
 from tests.support.optimizer_pair import torchs
 from tests.support.ranks import ROOT, on_gpu
@@ -546,7 +546,7 @@ def test_a_rank_that_lags_is_reported(world):
     torch.cuda.synchronize()
     with contextlib.redirect_stderr(io.StringIO()) as told:
         if world.rank == 1:
-            until_reported(1)
+            until(lambda: store().check(["report 1"]))
         model().backward()
         torch.cuda.synchronize()
     assert model.a.grad.tolist() == [4, 4]

@@ -39,6 +39,17 @@ class Branches(nn.Module):
         return self.second(x) if used else x
 
 
+class Rows(nn.Module):
+    """The first layer's gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Embedding(32, 32, sparse=True), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.second(self.first(x.argmax(1)))
+
+
 def sgd(module, reducer):
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
@@ -88,6 +99,7 @@ PROGRAMS = {
     "no overlap": {"overlap": False},
     "static": {"static_graph": True},
     "unused": {"make": Branches, "find_unused_parameters": True},
+    "sparse": {"make": Rows},
     "stall watch": {"stall_after": 60.0},
     "stragglers": {"straggler_every": 2},
     "check sync": {"check_every": 2},
@@ -149,7 +161,7 @@ def train(world, name):
     return [p.detach().cpu().tolist() for p in module.parameters()], found
 
 
-FIRST = ("views", "unused", "future made by hand", "buffers", "side stream, PowerSGD")
+FIRST = ("views", "unused", "sparse", "future made by hand", "buffers", "side stream, PowerSGD")
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])
@@ -246,6 +258,7 @@ MISTAKES = {
     "a hook's kernels are not awaited": (hook_is_not_awaited, "future made by hand"),
     "a hook's stream is not awaited": (only_the_future_is_awaited, "future made by hand"),
     "an event before the launch": (event_is_recorded_before_the_launch, "future made by hand"),
+    "no wait for rows": (no_wait_in("buckets/sparse_bucket.py"), "sparse"),
     "no wait for P": (no_wait_in("comm_hooks/power_sgd.py"), "PowerSGD"),
     "no wait for buffers": (no_wait_in("sync/buffer_sync.py"), "buffers"),
     "no wait for statistics": (no_wait_in("sync/sync_batch_norm.py"), "sync batch norm"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_from_scratch import gpu, marks
-from tests.support import gpu_report
+from tests.gpu import report
 
 
 class FakeEvent:
@@ -46,6 +46,7 @@ def test_phases_of_a_step_are_exact_however_long_the_run(monkeypatch, hours):
     assert found == pytest.approx(phases, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_preload_that_asked_for_gpus_makes_forks_unsafe():
     # As torch.cuda.is_available() does where NVML is missing.
     program = (
@@ -63,7 +64,7 @@ def test_a_run_on_a_gpu_says_what_it_has_shown(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
     told = SimpleNamespace(nodeid="test_gpu.py::test_a", longreprtext="AssertionError")
-    first, *rest = gpu_report.lines({"passed": [told] * 2, "error": [told]}, ["H100"])
+    first, *rest = report.lines({"passed": [told] * 2, "error": [told]}, ["H100"])
     assert first == (
         "nccl: 2 tests passed and 1 failed on 1 x H100 (two ranks shared it: no NVLink was tried), "
         f"torch {torch.__version__}, NCCL 2.30.1, TORCH_DIST_USE_NCCL2 1"
@@ -72,4 +73,4 @@ def test_a_run_on_a_gpu_says_what_it_has_shown(monkeypatch):
         "failed test_gpu.py::test_a\nAssertionError",
         *["passed test_gpu.py::test_a"] * 2,
     ]
-    assert gpu_report.lines({}, []) == ["nothing is shown about nccl: this machine has no GPU"]
+    assert report.lines({}, []) == ["nothing is shown about nccl: this machine has no GPU"]

@@ -151,9 +151,6 @@ class Job:
     def stops(self, rank):
         self.ranks[int(rank)].is_stopped = True
 
-    def continues(self, rank):
-        self.ranks[int(rank)].is_stopped = False
-
     def gets(self, name):
         """The supervisor's own process gets a signal."""
         signal.raise_signal(number_of(name))
@@ -227,9 +224,6 @@ class Job:
 
     def silence(self, silent):
         self.link.silent_since = {"begins": self.clock.now, "ends": float("inf")}[silent]
-
-    def machine_0_is_gone(self):
-        self.link.is_closed = True
 
     def reported(self, name):
         """Holds which signal machine 0 is told of."""

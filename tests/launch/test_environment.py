@@ -61,12 +61,8 @@ def test_placement():
 
 def test_reports_errors_is_true_on_the_first_rank_of_a_machine():
     assert environment.reports_errors({})
-    for first, environ in {
-        "LOCAL_RANK": TORCHRUN,
-        "OMPI_COMM_WORLD_LOCAL_RANK": OPEN_MPI,
-        "MPI_LOCALRANKID": MPICH,
-        "SLURM_LOCALID": SRUN,
-    }.items():
+    names = ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"]
+    for first, environ in zip(names, (TORCHRUN, OPEN_MPI, MPICH, SRUN), strict=True):
         assert not environment.reports_errors(environ)
         assert environment.reports_errors(environ | {first: "0"})
 
@@ -75,15 +71,10 @@ def test_reports_errors_is_true_on_the_first_rank_of_a_machine():
     ("environ", "told"),
     [
         (variables("RANK=0 WORLD_SIZE=2"), "LOCAL_RANK=None"),
-        (TORCHRUN | {"RANK": "first"}, "RANK='first'"),
         (TORCHRUN | {"RANK": "-1"}, "RANK='-1'"),
         (TORCHRUN | {"WORLD_SIZE": "²"}, "WORLD_SIZE='²'"),
-        (TORCHRUN | {"GROUP_RANK": "x"}, "GROUP_RANK='x'"),
         (TORCHRUN | {"RANK": "6"}, "rank 6 of 6"),
-        (SRUN | {"SLURM_PROCID": "5"}, "rank 5 of 5"),
-        (SRUN | {"SLURM_LOCALID": ""}, "SLURM_LOCALID=''"),
         ({k: v for k, v in SRUN.items() if k != "SLURM_STEP_NUM_TASKS"}, "SLURM_STEP_NUM_TASKS"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5"}, "SLURM_NODEID=1"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "some"}, "'some'"),
     ],
 )
@@ -142,9 +133,3 @@ def test_mpirun_beside_this_python_comes_before_any_other(tmp_path, monkeypatch)
         (folder / "mpirun").touch(mode=0o755)
         command, _ = environment.mpirun_command(3, ["python", "x.py"])
         assert command == [str(folder / "mpirun"), "-n", "3", "python", "x.py"]
-    for user, as_root in ((0, True), (1000, False)):
-        monkeypatch.setattr("os.getuid", lambda user=user: user)
-        _, variables = environment.mpirun_command(2, ["python"])
-        assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in variables) is as_root
-        assert variables["OMPI_MCA_btl"] == "self,vader"  # no port
-        assert variables["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"

@@ -75,6 +75,7 @@ def test_a_rank_finds_what_a_new_python_would_and_ends_as_it(tmp_path, capfd, mo
         server.kill()
 
 
+@pytest.mark.slow
 def test_a_server_with_threads_executes_its_ranks(tmp_path, monkeypatch):
     text = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     (tmp_path / "with_threads.py").write_text(text)
@@ -89,12 +90,13 @@ KILL += "os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
 TOLD = "the fork server, from which all ranks here were started, was killed by SIGKILL\n"
 
 
-@pytest.mark.parametrize("max_failures", [slow(None), 3])
-def test_a_killed_fork_server_ends_the_job_and_a_line_says_so(max_failures, capfd):
-    code = start_ranks([sys.executable, "-c", KILL], [2], max_failures=max_failures, preload=())
+@pytest.mark.parametrize("max_restarts", [slow(None), 3])
+def test_a_killed_fork_server_ends_the_job_and_a_line_says_so(max_restarts, capfd):
+    code = start_ranks([sys.executable, "-c", KILL], [2], max_restarts=max_restarts, preload=())
     assert (code, capfd.readouterr().err) == (137, TOLD)
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_cannot_import_is_one_error(capfd):
     assert start_ranks([sys.executable, "-c", KILL], [2], preload=["no_such"]) == 1
     err = capfd.readouterr().err
@@ -112,6 +114,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_ranks_draw_numbers_of_their_own_and_end_with_their_server(tmp_path):
     server = ForkServer(["numpy"])
     files = [tmp_path / rank for rank in "01"]

@@ -90,22 +90,6 @@ def test_a_machine_0_that_does_not_know_it_is_refused(pair):
         prove(pair[0])
 
 
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        (b"HTTP/1.1 400 Bad Request\r\nServer: x\r\n\r\n", r"it said 'HTTP/1.1 400 Bad Request'"),
-        (b"\xff\xfe binary", r"it said '\\\\xff\\\\xfe binary'"),
-        (b"", r"it hung up"),
-    ],
-)
-def test_what_answers_in_its_place_is_told(pair, said, told):
-    one, other = pair
-    other.sendall(said)
-    other.shutdown(socket.SHUT_WR)
-    with pytest.raises(StrangerError, match=told):
-        prove(one)
-
-
 def test_an_error_that_passes_leaves_the_gate_open(pair):
     inside, store = pair
     store.settimeout(5.0)

@@ -1,15 +1,14 @@
 """Supervisors of several machines meet: whom machine 0 lets in, and what each says where not."""
 
-import json
 import socket
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.launch import multi_node, other_machines
+from ddp_from_scratch.launch import multi_node
 from ddp_from_scratch.launch.multi_node import Machines, Meeting
 
 HERE = "127.0.0.1"
@@ -61,10 +60,10 @@ def test_machines_that_do_not_fit(machine, port):
 def test_machines_that_go_on_and_others_do_not_meet(there, here, port):
     first = Meeting(0, HERE, port, 30.0, goes_on=there == "given")
     assert refusal(Meeting, 1, HERE, port, 30.0, goes_on=here == "given") == (
-        f"--go-on was {here} here and {there} on machine 0: it must be the same on all"
+        f"--elastic was {here} here and {there} on machine 0: it must be the same on all"
     )
     told = first.store.get("failure").decode()
-    assert told == f"machine 1: --go-on was {here} there and {there} on machine 0"
+    assert told == f"machine 1: --elastic was {here} there and {there} on machine 0"
     first.close()
 
 
@@ -74,39 +73,12 @@ def test_what_one_says_the_others_hear_and_the_end_of_machine_0(machine):
     second.tell_failure("rank 1 ended with exit code 3")
     heard = first.store.get("failure").decode()
     assert heard == "machine 1: rank 1 ended with exit code 3"
-    kept, first.store = first.store, Store(last=0)
+    kept = first.store
+    gone = dict.fromkeys(("add.side_effect", "check.side_effect", "set.side_effect"), RuntimeError)
+    first.store = Mock(**gone)
     first.tell_failure("")
     assert (first.failure(), first.may_leave()) == ("machine 0 no longer answers", False)
     first.store = kept  # lives until both are closed
-
-
-class Store:
-    """A store that goes when it has been asked so many times."""
-
-    def __init__(self, last):
-        self.said, self.checks = {}, last
-
-    def add(self, key, number):
-        return number
-
-    def set(self, key, text):
-        self.said[key] = text
-
-    def check(self, keys):
-        if not self.checks:
-            raise RuntimeError("Connection reset by peer")
-        self.checks -= 1
-        return False
-
-
-def test_a_machine_that_waits_ends_with_machine_0(monkeypatch, capfd):
-    clock = SimpleNamespace(monotonic=iter(range(100)).__next__, sleep=lambda seconds: None)
-    monkeypatch.setattr(other_machines, "time", clock)
-    store, asked = Store(last=2), {"--lr": "0.1"}
-    told = refusal(other_machines.arrive, store, 1, [1, 1], asked)
-    assert told == "the job ended before machine 0 let this machine in"
-    assert json.loads(store.said["arrival 1"]) == {"node": 1, "counts": [1, 1], "asked": asked}
-    assert capfd.readouterr().err == "waiting until machine 0 lets this machine in\n"
 
 
 def listening_at(port):

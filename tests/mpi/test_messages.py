@@ -1,14 +1,8 @@
 """Messages between two ranks on the mpi backend; rings of them are in the random operations."""
 
-import signal
-from datetime import timedelta
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
-
-from ddp_from_scratch.mpi.p2p import P2PWork
 
 
 def messages(world):
@@ -64,25 +58,9 @@ def that_do_not_fit(world):
     assert received.eq(1).all()
 
 
-def seen_by_a_signals_handler(world):
-    """Which does not wait for what it interrupts: MPI's request, while somebody looks at it."""
-    request = SimpleNamespace(Test=lambda status: signal.raise_signal(signal.SIGALRM) or True)
-    seen = []
-    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(message.is_completed()))
-    try:
-        message = P2PWork("recv", timedelta(seconds=5), request, torch.empty(1))
-        assert message.wait()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert seen == [False]
-
-
 @pytest.mark.parametrize(
     ("called", "size"),
-    [
-        *((messages, 3), (while_their_sender_sleeps, 2), (that_do_not_fit, 2)),
-        (seen_by_a_signals_handler, 2),
-    ],
+    [(messages, 3), (while_their_sender_sleeps, 2), (that_do_not_fit, 2)],
 )
 def test_messages(ranks, called, size):
     ranks("mpi", size)(called)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.node import fingerprint
-from ddp_from_scratch.node.dissemination import rounds_of
+from ddp_from_scratch.node.barrier_memory import rounds_of
 from ddp_from_scratch.node.reduction import Reduction
 from ddp_from_scratch.node.staging import share_of
 
@@ -69,13 +69,6 @@ def test_an_average_over_three_divides_the_sum_which_rounds_once():
     assert average.fold([values, 2 * values, 4 * values], values.clone()).equal(7 * values / 3)
 
 
-def test_the_sum_of_an_average_is_undivided():
-    average = Reduction.of(AVG, torch.float32, 4)
-    tensors = [torch.tensor([float(rank)]) for rank in range(4)]
-    assert average.undivided.fold(tensors, torch.empty(1)).item() == 6.0
-    assert average.fold(tensors, torch.empty(1)).item() == 1.5
-
-
 names = st.text(st.characters(exclude_characters="\n\0", exclude_categories=["Cs"]), max_size=300)
 
 
@@ -93,10 +86,3 @@ def test_a_fingerprint_fits_its_memory_and_gives_the_operation_back(operation, p
     assert len(padded) == fingerprint.NBYTES
     assert fingerprint.operation_in(padded)[:150] == operation[:150]
     assert fingerprint.split(padded * 3) == [padded] * 3
-
-
-def test_a_difference_names_ranks_by_operation_and_other_machines_once():
-    here = [(0, "broadcast"), (1, "barrier"), (2, "barrier")]
-    assert fingerprint.describe_difference(here, ["barrier", "reduce", "reduce"]) == (
-        "rank 0 broadcast; ranks 1, 2 barrier; another machine's ranks reduce"
-    )

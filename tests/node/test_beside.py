@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import NodeSharedSGD, Reducer, comm_hooks
-from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState
+from ddp_from_scratch import NodeSharedSGD, Reducer
 from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from tests.support.machines import group_over
@@ -83,36 +82,6 @@ def in_part_of_the_ranks(world):
 )
 def test_groups_beside(ranks, size, called):
     ranks("gloo", size)(called)
-
-
-def by_its_own_group(state, bucket):
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-
-
-def transports(world):
-    with groups_of(None) as (own,):
-        found = []
-        for shared_memory in (False, True):
-            reducer = Reducer(torch.nn.Linear(2, 2), shared_memory=shared_memory)
-            found.append("by shared memory" in repr(reducer))
-            shared_memory or reducer.remove()
-        # A hook of the user's own; for this Reducer's group, twice, and for another; PowerSGD's.
-        for hook, states in (
-            (by_its_own_group, [None]),
-            (comm_hooks.bf16_compress_hook, [None, dist.group.WORLD, own]),
-            (comm_hooks.power_sgd.power_sgd_hook, map(PowerSGDState, [1, 1], [0, 0], [None, own])),
-        ):
-            for state in states:
-                reducer.register_comm_hook(state, hook)
-                found.append("by shared memory" in repr(reducer))
-        reducer.remove()
-    return found
-
-
-def test_repr_names_the_transport_that_a_hook_takes(ranks):
-    expected = [False, True, False, True, True, False, True, False]
-    assert ranks("gloo", 2)(transports) == [expected] * 2
-    assert ranks("mpi", 2)(transports) == [[True] * 8] * 2
 
 
 def reopened(world, folder, port):

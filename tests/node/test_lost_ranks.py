@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -16,10 +15,9 @@ import torch.distributed as dist
 from ddp_from_scratch import waiting
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import shared_memory_beside
-from ddp_from_scratch.node.backend import abandon_beside
+from ddp_from_scratch.node.process_group import abandon_beside
 from ddp_from_scratch.node.store_communicator import StoreCommunicator
-from tests.support.failing_run import Run
-from tests.support.machines import Total, group_over
+from tests.support.machines import Total
 from tests.support.on_ranks import on
 
 
@@ -58,16 +56,6 @@ def late(world):
             store.set("rank 0 has failed", "")
 
 
-def in_the_setup(world):
-    pids, patience = processes(), timedelta(minutes=30)
-    store = dist.PrefixStore("setup", dist.distributed_c10d._get_default_store())
-    together = StoreCommunicator(store, world.rank, [0, 1, 2], patience).split_by_machine()
-    dist.barrier()
-    if world.rank == 1:
-        os.kill(pids[1], signal.SIGKILL)
-    together.allgather(None)
-
-
 def told(world, program):
     with pytest.raises(RuntimeError) as error:
         program(world)
@@ -79,36 +67,12 @@ def told(world, program):
     [
         (5, asleep, 0, "ended without coming to it"),
         (3, late, 2, "all_reduce number 2 on .* failed: rank 2 ended without coming"),
-        (3, in_the_setup, 1, "ended without coming to it|another rank"),
     ],
 )
 def test_a_killed_rank_is_noticed_long_before_the_timeout(ranks, size, program, victim, expected):
     found = ranks("node", size, fresh=True)(told, program, dies=victim)
     assert found.pop(victim) is None
     assert all(re.search(expected, text) for text in found), found
-
-
-FAILED = """
-import signal, sys
-import torch, torch.distributed as dist
-from ddp_from_scratch.node import shared_memory_beside
-rank, met = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + met, rank=rank, world_size=2)
-group = shared_memory_beside(dist.group.WORLD)
-print("met", flush=True)
-if rank == 0:
-    signal.pause()
-dist.all_reduce(torch.ones(3), group=group, async_op=True)
-raise ValueError
-"""
-
-
-def test_a_rank_that_fails_ends_though_another_does_not_come(tmp_path):
-    zero, one = (Run(sys.executable, "-c", FAILED, r, str(tmp_path / "met")) for r in "01")
-    with zero, one:
-        zero.wait_for("met")
-        assert one.wait(30.0) == 1, one.text
-        assert "ValueError" in one.err
 
 
 @on("gloo-2")
@@ -222,12 +186,3 @@ def lost(world, folder):
 def test_a_wait_hears_of_a_lost_rank(ranks, tmp_path):
     text, _ = ranks("gloo", 2)(lost, str(tmp_path))
     assert "a rank of the group was lost" in text
-
-
-@pytest.mark.slow
-@on("gloo-3")
-def test_between_machines_messages_are_sent(world, tmp_path):
-    with a_job_that_goes_on(tmp_path):
-        group = group_over(world, [2, 1])
-        assert shared_memory_beside(group) is group
-        dist.destroy_process_group(group)

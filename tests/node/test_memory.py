@@ -1,12 +1,9 @@
 """Memory that ranks share: where it lies, how it is given back, and what happens without it."""
 
-import contextlib
 import errno
 import gc
 import mmap
 import os
-import resource
-import sys
 import warnings
 
 import pytest
@@ -15,8 +12,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import Reducer, mpi
 from ddp_from_scratch.errors import NoSharedMemory
-from ddp_from_scratch.node import shared_memory, shared_memory_beside
-from tests.support.failing_run import Run
+from ddp_from_scratch.node import shared_memory
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
@@ -151,24 +147,6 @@ def test_without_room_for_a_barrier_all_ranks_send_messages(ranks, backend, wher
     ranks(backend, 2)(with_little_room, where)
 
 
-def with_small_files(world):
-    """Memory of ranks counts as a file."""
-    group, limits = dist.new_group(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, limits[1]))
-    told = pytest.warns(UserWarning, match="File too large")
-    try:
-        with told if world.rank == 0 else contextlib.nullcontext():
-            assert shared_memory_beside(group) is group
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        dist.destroy_process_group(group)
-
-
-def test_a_limit_of_file_sizes_is_named(ranks):
-    # Of their own: the file through which ranks meet grows with every group.
-    ranks("gloo", 2, fresh=True)(with_small_files)
-
-
 @on("mpi-2")
 def test_more_memory_than_there_is_is_refused(world):
     with pytest.raises(RuntimeError, match=r"cannot share .* bytes: this machine has less memory"):
@@ -176,19 +154,3 @@ def test_more_memory_than_there_is_is_refused(world):
     for nbytes in (2**60, 2**64):
         with pytest.raises(NoSharedMemory, match=f"this rank cannot have {nbytes} bytes"):
             shared_memory.SharedMemory(mpi.runtime.MPI.COMM_SELF, nbytes)
-
-
-ELSEWHERE = """
-import ctypes, mmap, sys
-import torch
-del mmap.MADV_HUGEPAGE
-sys.platform, ctypes.CDLL, ctypes.PyDLL = "win32", None, None
-from ddp_from_scratch import Reducer
-from ddp_from_scratch.node import semaphore
-assert not semaphore.AVAILABLE
-"""
-
-
-def test_a_reducer_is_imported_where_there_is_no_shared_memory():
-    with Run(sys.executable, "-c", ELSEWHERE) as run:
-        assert run.wait() == 0, run.text

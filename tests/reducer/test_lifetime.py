@@ -9,13 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.reducer import launch_order
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, assert_grads, grads_of, mean, own, recorded
-from tests.support.tiers import slow
 
 each_view = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
 
@@ -29,15 +26,12 @@ def test_no_sync_restores_itself_after_an_exception_and_nests(world):
     model(own(world)).backward()
     assert_grads(model, mean(world))
 
-    model.zero_grad()
-    with reducer.no_sync(), recorded("all_reduce") as sent:
+    with reducer.no_sync():
         with reducer.no_sync():
             pass
+        model.zero_grad()
         model(own(world)).backward()
         assert_grads(model, own(world))
-    assert sent == []
-    model(own(world)).backward()
-    assert_grads(model, 2 * mean(world))
 
 
 def broken_off(world, where, again, overlap, view):
@@ -68,10 +62,8 @@ def broken_off(world, where, again, overlap, view):
 
 @pytest.mark.parametrize("where", ["p3", "p1", "p0"])
 @pytest.mark.parametrize("again", ["new graph", "same graph", "after accumulating"])
-@pytest.mark.parametrize(("overlap", "view"), [(True, True), slow(True, False), (False, False)])
-def test_backward_broken_off_is_followed_by_a_right_one_or_an_error(
-    ranks, where, again, overlap, view
-):
+@pytest.mark.parametrize(("overlap", "view"), [(True, True), (False, False)])
+def test_a_pass_broken_off_is_followed_by_a_right_one_or_error(ranks, where, again, overlap, view):
     one, other = ranks("gloo", 2)(broken_off, where, again, overlap, view)
     assert one == other
     # Nothing had been counted in yet.
@@ -135,21 +127,14 @@ def test_a_forward_on_one_rank_alone_does_not_hang(world):
 @on("gloo-2")
 def test_a_deep_copy_of_the_module_is_plain(world):
     """As of a teacher or of averaged weights: frozen, and run with gradients enabled."""
-    group = dist.new_group()
     model = Terms(1, 2)
-    Reducer(model, group)
-    model(own(world)).backward()
+    Reducer(model, dist.new_group())
     other = copy.deepcopy(model).requires_grad_(False)
     other(1.0)
-    other.requires_grad_(True).zero_grad()
+    other.requires_grad_(True)
     other(own(world), (0,)).backward()
     other(own(world), (1,)).backward()
     assert_grads(other, own(world))
-
-    model.zero_grad()
-    model(own(world)).backward()
-    assert_grads(model, mean(world))
-    dist.destroy_process_group(group)
 
 
 @on("gloo-2")
@@ -163,66 +148,11 @@ def test_a_forgotten_module_is_freed(world):
     assert [reference() for reference in alive] == [None] * 3
 
 
-@on("gloo-1")
-def test_reducers_that_are_collected_while_all_are_listed(world):
-    """Until Python 3.11 the garbage collector may run wherever memory is allocated."""
-    threshold = gc.get_threshold()
-    for allocations in range(1, 9):
-        gc.disable()
-        for _ in range(30):
-            Reducer(nn.Linear(1, 1))  # a cycle with its module
-        gc.set_threshold(gc.get_count()[0] + allocations)
-        gc.enable()
-        try:
-            assert all(isinstance(found, Reducer) for found in launch_order.living())
-        finally:
-            gc.set_threshold(*threshold)
-
-
 @contextmanager
 def group_of_one():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def group():
-    with group_of_one():
-        yield
-
-
-def test_a_reducer_that_goes_while_an_optimizer_steps_disturbs_nobody(group):
-    model = nn.Linear(2, 2)
-    reducer = weakref.ref(Reducer(model))
-    models, other = [model], nn.Parameter(torch.ones(1))
-    del model
-    other.grad = torch.ones(1)
-
-    def forget(*_: object) -> None:
-        models.clear()
-        gc.collect()
-
-    handles = [register_optimizer_step_pre_hook(hook) for hook in (forget, lambda *_: None)]
-    try:
-        torch.optim.SGD([other], lr=1.0).step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert reducer() is None
-    assert other.item() == 0.0
-
-
-def test_the_nodes_that_accumulate_gradients_are_those_of_the_time_of_construction(group):
-    """On a GPU a node runs on the stream of the time when it was made."""
-    model = nn.Linear(2, 2)
-    reducer = Reducer(model)
-    for p in model.parameters():
-        torch.autograd.graph.get_gradient_edge(p).node.metadata["made"] = "early"
-    gc.collect()
-    for p in model.parameters():
-        assert torch.autograd.graph.get_gradient_edge(p).node.metadata == {"made": "early"}
-    assert len(reducer.buckets) == 1
 
 
 def test_the_division_is_by_the_ranks_of_the_group_that_is_open(monkeypatch):

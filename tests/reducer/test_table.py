@@ -159,7 +159,7 @@ PROGRAMS = {
     ),
     "join, unused": program(Join((1, 3)), OTHERS, Backward(), Step(), Zero(), **UNUSED),
     "buffers": program(*STEP, Evaluate(0), *LOCAL, *STEP, buffers=True, broadcast_buffers=True),
-    "batch norm": program(*STEP, Evaluate(1), *LOCAL, *STEP, batch_norm=True),
+    "batch norm": program(*STEP, Evaluate(1), *LOCAL, Weigh((2, 2)), *STEP, batch_norm=True),
     "moved": program(*STEP, ALL, Backward(), Move(), Step(), *LOCAL, Move(), *STEP, Zero(), *STEP),
     **{
         f"moved, {how}": program(
@@ -173,15 +173,25 @@ PROGRAMS = {
     ),
     "another Reducer": program(*STEP, *LOCAL, Again(), ALL, Backward(), Step(), Zero(), *STEP),
     "transformed on a rank": program(Transform(0), *STEP, Transform(1), *STEP),
+    "transformed, unused": program(
+        *(Transform(0), OTHERS, Backward(), Step(), Zero(), Transform(1), OTHERS, Backward()),
+        **UNUSED,
+    ),
     "written in forward": program(*STEP, *STEP, writes="alike"),
     # That all ranks raise the same error, and train on with a new Reducer.
     "error: written in forward": program(*STEP, writes="own"),
     "error: a parameter forgotten": program(*STEP, all_use(0), Backward(), ALL),
     "error: a step with one forgotten": program(*STEP, all_use(1), Backward(), Step()),
+    "error: weighed, batch norm": program(*STEP, Weigh((1, 3)), *STEP, batch_norm=True),
     "error: frozen later": program(*STEP, Freeze(1), ALL),
     "error: thawed later": program(*STEP, Freeze(1, False), ALL, parameters=FROZEN),
     "error: not static": program(
         *(all_use(0, 1), Backward(), Step(), Zero(), all_use(0, 2), Backward()), **STATIC
+    ),
+    "error: not static under no_sync": program(
+        *(all_use(0), Backward(), Step(), Zero(), all_use(2, no_sync=True), Backward(no_sync=True)),
+        *(all_use(0), Backward()),
+        **STATIC,
     ),
     "error: not static on each rank otherwise": program(
         *(all_use(0), Backward(), Zero(), Forward(((0, 1), (2,))), Backward()), **STATIC

@@ -143,19 +143,12 @@ def kill(trainer: Any, step: Callable[..., None], batches: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_once(trainer: Any, step: Callable[..., None], batches: Any) -> None:
-    """Not in a run that torchrun has started again."""
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.epoch == 1:
-        kill(trainer, step, batches)
-    step(batches)
-
-
 def hang(trainer: Any, step: Callable[..., None], batches: Any) -> None:
     """Longer than any timeout."""
     time.sleep(1000)
 
 
-_ALL = (raise_before_backward, raise_in_backward, kill, kill_once, hang)
+_ALL = (raise_before_backward, raise_in_backward, kill, hang)
 FAILURES = {f.__name__: f for f in _ALL}
 
 

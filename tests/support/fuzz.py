@@ -321,8 +321,8 @@ def _block(use: Any, regular: bool, count: int, world_size: int) -> Any:
 
 
 def gpu_cases(world_size: int) -> Any:
-    """Without what is refused on a GPU."""
-    only_on_cpu = {"fuse_wgrad": False, "node_shared": False}
+    """Without what is refused on a GPU, and without ranks that do not meet: a launch waits here."""
+    only_on_cpu = dict.fromkeys(("fuse_wgrad", "node_shared", "divided"), False)
     return cases(world_size).map(lambda case: replace(case, **only_on_cpu))
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.mpi.communicator import MPICommunicator
+from ddp_from_scratch.mpi.transport import MPICommunicator
 from ddp_from_scratch.node.all_reduce import STAGED_FROM
 from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
 from ddp_from_scratch.node.reduction import CHUNK

@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,6 +54,13 @@ def _state() -> dict[str, Any]:
         "dist.get_debug_level()": dist.get_debug_level(),
         "os.getcwd()": os.getcwd(),
         "os.environ": {k: v for k, v in os.environ.items() if not k.startswith(_IGNORED)},
+        "what a test has put into the library": sorted(
+            f"{name}.{key}"
+            for name, module in [*sys.modules.items()]
+            if name.startswith("ddp_from_scratch")
+            for key, value in [*vars(module).items()]
+            if str(getattr(value, "__module__", "")).startswith("tests.")
+        ),
         "signal handlers": {s.name: signal.getsignal(s) for s in _SIGNALS},
         "open process groups": sorted(dist.distributed_c10d._world.pg_names.values()),
         "Python threads": sorted(

@@ -4,15 +4,10 @@
 
 Kinds, shapes, dtypes, reductions, roots, groups and the number of operations under way at once are
 drawn from one seed, the same on all ranks; each rank computes with numpy what it must receive.
-Every few hundred operations one of the groups, which overlap, makes way for another. Prints each
-rank's allocated memory when a tenth is done, in the middle and at the end. Exit code 1 on a wrong
-result, or when what is allocated grew by more than --growth-mb from the middle to the end (it takes
-some thousand operations until it stays the same).
+Every few hundred operations one of the groups, which overlap, makes way for another.
 """
 
 import argparse
-import ctypes
-import gc
 import random
 import sys
 from collections.abc import Callable
@@ -261,10 +256,8 @@ KINDS = {
 }
 
 
-def soak(
-    operations: int, seed: int, kinds: list[str] | None = None
-) -> tuple[list[str], list[float], int]:
-    """What was wrong on this rank, its memory at three times, how many results it checked.
+def soak(operations: int, seed: int, kinds: list[str] | None = None) -> tuple[list[str], int]:
+    """What was wrong on this rank, and how many results it checked.
 
     Operations of one group run in order and every rank goes through the same plan, so whatever a
     rank waits for, the others will come to.
@@ -272,7 +265,6 @@ def soak(
     rank, world_size, choose = dist.get_rank(), dist.get_world_size(), random.Random(seed)
     pending: list[tuple[str, Started]] = []
     wrong: list[str] = []
-    memory: list[float] = []
     checked = 0
 
     def new_group() -> Group:
@@ -307,48 +299,27 @@ def soak(
             started = start(plan, ranks.index(rank), plan.group.handle, root)
             pending.append((str(plan), started))
         check_until(plan.depth, plan.choose.randrange)
-        if number in (operations // 10, operations // 2, operations - 1):
-            check_until(0)
-            memory.append(allocated())
+    check_until(0)
     for group in groups[1:]:
         close(group)
-    return wrong, memory, checked
-
-
-class _Mallinfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`; in bytes, over all heaps. Mapped is hblkhd, used is uordblks."""
-
-    _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
-    mapped, used = property(lambda self: self.field4), property(lambda self: self.field7)
-
-
-def allocated() -> float:
-    """By this process, in MB; 0 where the C library cannot tell."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return 0.0
-    gc.collect()
-    libc.malloc_trim(0)
-    libc.mallinfo2.restype = _Mallinfo
-    found = libc.mallinfo2()
-    return float(found.mapped + found.used) / 1e6
+    return wrong, checked
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--operations", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--growth-mb", type=float, default=4.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with ddp.process_group("mpi") as world:
         everyone: list[Any] = [None] * world.world_size
         dist.all_gather_object(everyone, soak(options.operations, options.seed))
     if world.rank == 0:
-        for rank, (wrong, memory, checked) in enumerate(everyone):
-            print(f"rank {rank}: {checked} results checked, {len(wrong)} wrong; MB", *memory)
-            print(*wrong[:20], sep="\n")
-    return int(any(wrong or end - mid > options.growth_mb for wrong, (_, mid, end), _ in everyone))
+        for rank, (wrong, checked) in enumerate(everyone):
+            print(
+                f"rank {rank}: {checked} results checked, {len(wrong)} wrong", *wrong[:20], sep="\n"
+            )
+    return int(any(wrong for wrong, _ in everyone))
 
 
 if __name__ == "__main__":

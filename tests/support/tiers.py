@@ -19,14 +19,13 @@ def slow(*values: object) -> Any:
 def spread(first: Iterable[Any], second: Iterable[Any], third: Sequence[Any]) -> list[Any]:
     """Cases of three choices: every pair of the first two, with the third in turn.
 
-    A third of the pairs is in the first tier. The second has all others, and these once more with
-    another third.
+    A third of the pairs is in the first tier, and the second has all others.
     """
     cases: list[Any] = []
     for (i, one), (j, two) in product(enumerate(first), list(enumerate(second))):
         turn, rest = divmod(i + j, 3)
-        case, other = ((one, two, third[(turn + k) % len(third)]) for k in (0, 1))
-        cases += [slow(*case)] if rest else [case, slow(*other)]
+        case = one, two, third[turn % len(third)]
+        cases.append(slow(*case) if rest else case)
     return cases
 
 

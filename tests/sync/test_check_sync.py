@@ -1,8 +1,6 @@
 """Checksums; ranks that hold the same bits, and ranks that do not."""
 
-import gc
 import math
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,7 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer, check_sync
-from ddp_from_scratch.sync.checksum import checksums
+from ddp_from_scratch.sync.check_sync import checksums
 from tests.support.terms import recorded
 from tests.support.tiers import slow
 
@@ -55,11 +53,11 @@ def test_one_bit_anywhere_changes_the_checksum():
 
 def model(fill=0.5):
     layers = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(1, 2, 2), nn.Linear(2, 2).bfloat16())
+    for parameter in layers.parameters():
+        nn.init.constant_(parameter, fill)
+    # A NaN is unequal to itself, and has equal bits.
     for name, value in {"empty": torch.zeros(0, 2), "nan": torch.tensor(math.nan)}.items():
         layers.register_parameter(name, nn.Parameter(value))
-    for parameter in layers.parameters():
-        if not parameter.isnan().any():  # a NaN is unequal to itself, and has equal bits
-            nn.init.constant_(parameter, fill)
     layers.register_parameter("zero", nn.Parameter(torch.tensor(0.0)))
     return layers
 
@@ -85,18 +83,16 @@ def step_and_parameter(here):
 OF = " in the state of the optimizer for parameter"
 SHARD = "shard in the state of optimizer 2 for parameter 0.bias"
 ONE, TWO = ("[1] differ from rank 0 by up to ", "[2] differ from rank 0 by up to ")
-REST, ALONE = "[1, 2] differ from rank 0", "[1] differ from rank 0: missing there, "
+ALONE = "[1] differ from rank 0: missing there, "
 # The rank that differs, in what, how the error names it, and who differs from whom by how much.
 DIFFERENCES = [
+    (0, one_ulp("0.bias"), "parameter 0.bias", "[1, 2] differ from rank 0 by up to 5.96e-08"),
     (2, one_ulp("0.weight"), "parameter 0.weight", TWO + "5.96e-08"),
     (2, one_ulp("2.weight"), "parameter 2.weight", TWO + "0.00391"),
-    (0, one_ulp("0.bias"), "parameter 0.bias", REST + " by up to 5.96e-08"),
     # Equal, but what is computed from it differs.
     (1, lambda here: here.layers.zero.neg_(), "parameter zero", ONE + "0"),
-    (0, extra, "parameter extra", REST + ": torch.float32 () there, missing on rank 1"),
     (1, extra, "parameter extra", ALONE + "torch.float32 () on rank 1"),
     (1, lambda here: here.bias["moment"][1:].add_(0.25), f"moment{OF} 1.bias", ONE + "0.25"),
-    (2, lambda here: here.bias["step"].add_(3), f"step{OF} 1.bias", TWO + "3"),
     (2, step_and_parameter, "parameter 2.bias", TWO + "6.5"),
     (1, lambda here: here.weight["deep"].update(n=4), f"deep.n{OF} 0.weight", ONE + "3"),
     (1, lambda here: here.weight["list"][0].imag.add_(2), f"list.0{OF} 0.weight", ONE + "2"),
@@ -167,17 +163,13 @@ def training(every, kind=torch.optim.SGD, **options):
     return ours, reducer, optimizer, step
 
 
-def gathers(step):
-    """How many all_gathers a step issues."""
-    with recorded("all_gather") as called:
-        step()
-    return len(called)
-
-
 def of_a_parameter(world):
     """After the error the next step averages."""
     ours, _, _, step = training(2)
-    assert [gathers(step) for _ in range(5)] == [0, 1, 0, 1, 0]
+    for gathers in (0, 1, 0, 1, 0):
+        with recorded("all_gather") as called:
+            step()
+        assert len(called) == gathers
     if world.rank == 1:
         with torch.no_grad():
             ours[1].weight[0, 2] += 2
@@ -199,17 +191,6 @@ def of_a_state(world):
             step()
 
 
-def not_by_what_one_rank_does_alone(world):
-    ours, reducer, _, step = training(1)
-    step()
-    if world.rank == 0:  # an evaluation, and a backward pass of its own: nobody waits
-        with torch.no_grad():
-            assert gathers(lambda: ours(torch.ones(1, 2))) == 0
-        with reducer.no_sync():
-            assert gathers(lambda: ours(torch.ones(1, 2)).sum().backward()) == 0
-    step()
-
-
 def not_by_ranks_without_data(world):
     """They hold parameters of earlier steps until the end."""
     ours, reducer, _, step = training(2)
@@ -220,23 +201,11 @@ def not_by_ranks_without_data(world):
     check_sync(ours)
 
 
-def and_keeps_no_optimizer_alive(world):
-    _, _, optimizer, step = training(1)
-    step()
-    gone = weakref.ref(optimizer)
-    del optimizer, step
-    gc.collect()
-    assert gone() is None
-    with pytest.raises(ValueError, match="check_every must be 1 or more, got 0"):
-        Reducer(nn.Linear(1, 1), check_every=0)
-
-
 @pytest.mark.parametrize(
     ("backend", "drift"),
     [
         *(("gloo", of_a_parameter), ("gloo", of_a_state), slow("mpi", of_a_state)),
-        *(("gloo", not_by_ranks_without_data), ("gloo", not_by_what_one_rank_does_alone)),
-        ("gloo", and_keeps_no_optimizer_alive),
+        ("gloo", not_by_ranks_without_data),
     ],
 )
 def test_a_reducer_finds_drift(ranks, backend, drift):

@@ -1,10 +1,9 @@
 """Synchronised batch norm beside torch's batch norm of the whole batch in one process."""
 
 import copy
-import io
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,8 @@ from ddp_from_scratch import (
     DistributedDataParallel,
     Reducer,
     SyncBatchNorm,
-    broadcast_parameters,
     convert_sync_batchnorm,
-    join,
 )
-from ddp_from_scratch.checks.module_snapshot import ModuleSnapshot
 from ddp_from_scratch.sync import sync_batch_norm
 from tests.support.fuzz import check
 from tests.support.fuzz_case import Backward, Case, Forward, Parameter, Step, Zero
@@ -66,13 +62,12 @@ def as_one_process(world, shape, sizes, options, channels_last):
         nn.init.normal_(parameter)
     ours = SyncBatchNorm(CHANNELS, **options, dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict())
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for _ in range(3):
         whole = 3 + 2 * torch.randn(sum(sizes), CHANNELS, *shape, dtype=torch.float64)
         factor = torch.randn_like(whole)
         mine = whole.split(sizes)[world.rank].clone()
         if channels_last:
-            mine = mine.contiguous(memory_format=formats[mine.dim()])
+            mine = mine.contiguous(memory_format=torch.channels_last)
         mine.requires_grad_()
         whole.requires_grad_()
         ours.zero_grad()
@@ -101,16 +96,13 @@ def as_one_process(world, shape, sizes, options, channels_last):
 
 UNEQUAL = [1, 5, 2]
 LAYERS: dict[str, tuple[Any, ...]] = {
-    "1d": ((), [4, 4, 4], {}, False),
     "1d of sequences, one empty": ((5,), [3, 0, 2], {}, False),
     "2d, first empty": ((4, 3), [0, 2, 1], {}, False),
-    "3d": ((2, 3, 2), UNEQUAL, {}, False),
     "no affine": ((4, 3), UNEQUAL, {"affine": False}, False),
     "no statistics": ((4, 3), UNEQUAL, {"track_running_stats": False}, False),
     "cumulative": ((4, 3), UNEQUAL, {"momentum": None}, False),
     "eps and momentum": ((4, 3), UNEQUAL, {"eps": 0.1, "momentum": 0.4}, False),
     "channels last": ((4, 3), UNEQUAL, {}, True),
-    "channels last, 3d": ((2, 3, 2), UNEQUAL, {}, True),
 }
 
 
@@ -176,10 +168,8 @@ def group_of_some_ranks(world):
     layer(torch.tensor([[float(world.rank)], [float(world.rank + 1)]]))
     others = range(1, world.world_size) if world.rank else [0]
     assert layer.running_mean.item() == sum(others) / len(others) + 0.5
-    stranger = SyncBatchNorm(1, process_group=groups[int(world.rank == 0)])
     with pytest.raises(ValueError, match="not a member"):
-        stranger(torch.zeros(2, 1))
-    stranger.eval()(torch.zeros(2, 1))
+        SyncBatchNorm(1, process_group=groups[int(world.rank == 0)])(torch.zeros(2, 1))
 
 
 # Training ---------------------------------------------------------------------------------------
@@ -224,45 +214,17 @@ def layers_that_learn_on_one_rank_alone(world):
         assert (branch.weight.grad - plain.weight.grad / n).abs().max() < 1e-12
 
 
-def unequal_weights_are_refused(world):
-    """And right with weighted losses; equal weights are right."""
-    n = world.world_size
-    sizes = range(2, 2 + n)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    broadcast_parameters(model)
-    whole = copy.deepcopy(model)
-    reducer = Reducer(convert_sync_batchnorm(model))
-    x = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(0)).double()
-    mine = x.split(list(sizes))[world.rank]
-    with pytest.raises(RuntimeError, match="weights of ranks differ"):
-        reducer.weight(len(mine))
-    for equal in (5, 0.1):
-        reducer.weight(equal)
-    loss = model(mine).square().mean() * len(mine) * n / sum(sizes)
-    loss.backward()
-    whole(x).square().mean().backward()
-    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-        assert (p.grad - q.grad).abs().max() < 1e-12
-    model.eval()
-    reducer.weight(len(mine))  # moments are not taken over ranks
-    reducer.remove()
-
-
 def a_rank_out_of_data_is_told(world):
-    for wrapped in (False, True):
-        model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-        called = DistributedDataParallel(model) if wrapped else model
-        reducer = called.reducer if wrapped else Reducer(model)
+    model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    wrapped = DistributedDataParallel(model)
 
-        def train(called=called, reducer=reducer, wrapped=wrapped):
-            with called.join() if wrapped else join(reducer):
-                for _ in range(2 + world.rank):
-                    with nullcontext() if wrapped else reducer.no_sync():
-                        called(torch.randn(2, 3)).sum().backward()
+    def train():
+        with wrapped.join():
+            for _ in range(2 + world.rank):
+                wrapped(torch.randn(2, 3)).sum().backward()
 
-        with pytest.raises(RuntimeError, match="a rank has run out of data"):
-            train()
-        reducer.remove()
+    with pytest.raises(RuntimeError, match="a rank has run out of data"):
+        train()
 
 
 @pytest.mark.parametrize(
@@ -270,8 +232,7 @@ def a_rank_out_of_data_is_told(world):
     [
         *(floats_of_16_bits, no_batch_anywhere_and_one_value, group_of_some_ranks),
         no_gradient_of_the_input_and_no_second_one,
-        *(layers_that_learn_on_one_rank_alone, unequal_weights_are_refused),
-        a_rank_out_of_data_is_told,
+        *(layers_that_learn_on_one_rank_alone, a_rank_out_of_data_is_told),
     ],
 )
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
@@ -287,8 +248,7 @@ def test_every_batch_norm_is_converted_in_place():
     inner = nn.Sequential(nn.Linear(3, 3), shared, nn.BatchNorm2d(3, affine=False))
     other = nn.Sequential(nn.BatchNorm3d(3, momentum=None), nn.SyncBatchNorm(3)).eval()
     model = nn.ModuleList([shared, inner, other, untouched])
-    parameters, state = list(map(id, model.parameters())), model.state_dict()
-    modes = [module.training for module in model.modules()]
+    parameters, modes = list(map(id, model.parameters())), [m.training for m in model.modules()]
     assert convert_sync_batchnorm(model) is model
     found = [name for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)]
     assert found == ["0", "1.2", "2.0", "2.1"]
@@ -296,35 +256,12 @@ def test_every_batch_norm_is_converted_in_place():
     assert other[0].momentum is None
     assert list(map(id, model.parameters())) == parameters
     assert [module.training for module in model.modules()] == modes
-    assert model.state_dict().keys() == state.keys()
-    assert model.state_dict()._metadata == state._metadata
-    # One by itself is replaced.
-    layer = nn.BatchNorm2d(4, eps=0.5)
-    told: list[int] = []
-    layer.register_forward_hook(lambda *_: told.append(1))
-    converted = convert_sync_batchnorm(layer)
-    assert (type(converted), converted.num_features, converted.eps) == (SyncBatchNorm, 4, 0.5)
-    converted(torch.randn(2, 4, 3, 3))
-    assert told == [1]
-    lazy = nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d())
+    lazy = nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(eps=0.5))
     with pytest.raises(ValueError, match="1 is lazy and has no shape yet"):
         convert_sync_batchnorm(lazy)
     lazy(torch.randn(3, 2))
-    assert isinstance(convert_sync_batchnorm(lazy)[1], SyncBatchNorm)
-
-
-def test_what_is_there_for_one_call_is_no_new_layer():
-    """Its number may be that of a parameter which replaces another later."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    snapshot = ModuleSnapshot(model)
-    seen, weight = snapshot.communicating, model[0].weight
-    model[0]._parameters["weight"] = weight.detach() * 2  # as torch.func.functional_call does
-    assert snapshot.difference(model) is None
-    assert snapshot.communicating is seen
-    model[0]._parameters["weight"] = weight
-    convert_sync_batchnorm(model)
-    assert snapshot.difference(model) is None
-    assert [type(layer) for layer in snapshot.communicating] == [SyncBatchNorm]
+    converted = convert_sync_batchnorm(lazy[1])  # one by itself is replaced
+    assert (type(converted), converted.num_features, converted.eps) == (SyncBatchNorm, 2, 0.5)
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
@@ -332,40 +269,8 @@ def test_state_and_results_without_a_group_are_torchs(options):
     ours, theirs = SyncBatchNorm(3, **options), nn.BatchNorm2d(3, **options)
     for x in torch.randn(3, 4, 3, 2, 2):
         assert torch.equal(ours(x), theirs(x))
-    file = io.BytesIO()
     theirs(torch.randn(4, 3, 2, 2))
-    torch.save(theirs.state_dict(), file)
-    file.seek(0)
-    ours.load_state_dict(torch.load(file, weights_only=True))
+    ours.load_state_dict(theirs.state_dict())
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     ours = pickle.loads(pickle.dumps(ours))
     assert torch.equal(ours.eval()(x), theirs.eval()(x))
-    theirs.load_state_dict(ours.state_dict())
-    state = nn.BatchNorm2d(3).state_dict()
-    del state["num_batches_tracked"]  # as before there was a count
-    state._metadata[""]["version"] = 1
-    SyncBatchNorm(3).load_state_dict(state)
-
-
-@pytest.mark.parametrize("shape", [(3,), (4, 0, 2), (1, 3), (2, 5, 2)], ids=str)
-def test_errors_are_those_of_torch(shape):
-    x = torch.zeros(shape)
-    with pytest.raises((ValueError, RuntimeError)) as theirs:
-        (nn.SyncBatchNorm if 0 in shape or len(shape) == 1 else nn.BatchNorm1d)(3)(x)
-    with pytest.raises(type(theirs.value)) as ours:
-        SyncBatchNorm(3)(x)
-    assert str(ours.value) == str(theirs.value)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_arithmetic_on_a_gpu_is_torchs(dtype):
-    """Two ranks' halves, merged in this process."""
-    torch.manual_seed(0)
-    x = torch.randn(8, CHANNELS, 5, 5, device="cuda", dtype=dtype)
-    packed = [sync_batch_norm._pack_moments(part) for part in x.split([3, 5])]
-    moments = sync_batch_norm._merge_moments(torch.stack(packed), CHANNELS)
-    ours = sync_batch_norm._Normalize.apply(x, None, None, None, moments, 1e-5, None)
-    theirs = nn.functional.batch_norm(x, None, None, training=True)
-    torch.testing.assert_close(ours, theirs)

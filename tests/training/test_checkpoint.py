@@ -1,6 +1,5 @@
 """One file that a run continues from, and what happens when it is not whole."""
 
-import fcntl
 import os
 import random
 
@@ -11,7 +10,6 @@ from torch import nn
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training import checkpoint
-from ddp_from_scratch.training.folder_lock import FolderLock
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.resume import find_checkpoint
 from ddp_from_scratch.training.settings import Settings
@@ -202,16 +200,6 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
     assert left.exists()
     lock.close()
     checkpoint.prepare_folder(tmp_path, resume="auto").close()
-
-
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
-    def without(file, operation):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", without)
-    lock = FolderLock(tmp_path)
-    assert not lock.holds
-    lock.close()
 
 
 def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch):

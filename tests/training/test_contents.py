@@ -35,42 +35,21 @@ def check(content):
     check_fit(content, MODEL)
 
 
-EXPANDED = torch.zeros(1, dtype=torch.float64).expand(10**15)
-
-
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
-        ("optimizer", ..., "it has no optimizer"),
-        ("epoch", -1, "epoch must be 0 or more, got -1"),
         ("epoch", 11, "epochs must be 11 or more, got 10"),
-        ("images", True, "images must be 0 or more, got True"),
-        ("images", 2**80, "images must be 0 or more, got 1208925819614629174706176"),
-        ("settings", [1], "settings is not a table, but a list"),
         ("settings/dataset", 3, "dataset of settings must be str, got 3"),
-        ("settings/seed", torch.ones(2), "seed of settings must be int, got one of (2,) and torch"),
-        ("model_spec/image_size", "8", "image_size of model_spec must be 1 or more, got '8'"),
         ("model_spec/depth", 8, "model_spec has more"),
-        ("totals", EXPANDED, "totals must be a tensor of (3,) and torch.float64, got one of"),
-        ("scaler/scale", ..., "scaler has no scale"),
         ("scaler/scale", float("nan"), "scale of scaler must be 0 or more, got nan"),
         ("buckets/bucket_cap_mb", "big", "bucket_cap_mb is not a size"),
-        ("rng", [], "rng does not hold the generators of each rank"),
-        ("rng/0/torch", torch.zeros(3), "rng of rank 0 cannot be used"),
         ("rng/0/python", (3, (1, 2), None), "rng of rank 0 cannot be used"),
-        ("rng/0/numpy/1", torch.zeros(2), "numpy of rng of rank 0 must be a tensor"),
-        ("rng/0/cuda", torch.zeros(3), "cuda of rng of rank 0 must be a tensor"),
         # What does not fit the model.
         ("model/bias", ..., "the model has no bias"),
-        ("model/bias", torch.zeros(3).half(), "got one of (3,) and torch.float16"),
         ("model/more", torch.zeros(4), "the model has no 'more'"),
         ("model/weight", torch.zeros(1).expand(3, 4), "weight of the model must be"),
-        ("optimizer", {}, "optimizer has no state"),
-        ("optimizer/state/2", {}, "the optimizer has a state for parameter 2"),
         ("optimizer/state/1", {"momentum_buffer": torch.zeros(4)}, "state of parameter 1 must be"),
         ("ready_order", ["bias"], "ready_order does not name each parameter once"),
-        ("compression/errors", [{}, {}], "compression is not that of each rank"),
-        ("compression/errors/0/weight", torch.zeros(2), "weight of compression must be"),
         ("compression/qs/weight", torch.zeros(5, 1), "compression of weight has another shape"),
     ],
 )
@@ -82,6 +61,8 @@ def test_wrong_contents(path, value, told):
 
 
 def test_a_checkpoint_with_wrong_contents_is_passed_over(tmp_path):
+    older = {name: v for name, v in state(1)["settings"].items() if name != "stragglers"}
+    check_contents(state(1) | {"settings": older | {"later": [1, 2]}})  # of another version
     good = checkpoint.save(tmp_path, state(1))
     bad = checkpoint.save(tmp_path, state(1) | {"epoch": -1})
     with pytest.raises(UsageError, match=f"{bad} is no checkpoint that a run has written: epoch"):
@@ -127,12 +108,6 @@ def test_whatever_stands_there_is_right_or_refused():
     assert loads == []
     assert len(refusals) > 400
     assert not [text for text in refusals if "\n" in text]
-
-
-def test_an_older_or_newer_version_s_settings_load():
-    good = state(1)
-    settings = {name: v for name, v in good["settings"].items() if name != "stragglers"}
-    check_contents(good | {"settings": settings | {"later": [1, 2]}})
 
 
 @pytest.mark.usefixtures("alone")

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import io
 import pickle
-import runpy
 import struct
 from pathlib import Path
 from urllib.error import URLError
@@ -14,9 +13,7 @@ import pytest
 import torch
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.training import datasets
-from ddp_from_scratch.training.datasets import DATASETS, load_dataset
-from tests.support.ranks import ROOT
+from ddp_from_scratch.training.datasets import load_dataset
 
 _theirs = pytest.importorskip("torchvision.datasets")
 CIFAR10, MNIST = _theirs.CIFAR10, _theirs.MNIST
@@ -29,21 +26,15 @@ def write_idx(path, values):
     path.write_bytes(header + values.astype(np.uint8).tobytes())
 
 
-def write_mnist(raw, test=2):
+def write_mnist(raw):
     """Three images to train on; image i is filled with 10 times i, its label."""
     raw.mkdir(parents=True)
-    for part, count in (("train", 3), ("t10k", test)):
+    for part, count in (("train", 3), ("t10k", 2)):
         labels = np.arange(count)
         images = np.broadcast_to(10 * labels[:, None, None], (count, 28, 28))
         write_idx(raw / f"{part}-images-idx3-ubyte", images)
         write_idx(raw / f"{part}-labels-idx1-ubyte", labels)
     return raw
-
-
-@pytest.fixture
-def mnist(tmp_path):
-    """The folder of an MNIST, in `tmp_path`."""
-    return write_mnist(tmp_path / "MNIST" / "raw")
 
 
 def refusal(name, data_dir, download=False):
@@ -71,20 +62,8 @@ def test_digits_come_with_the_package_and_normalised(tmp_path):
     train = images(data.train)
     assert abs(train.mean().item()) < 1e-3
     assert abs(train.std().item() - 1) < 1e-3
-    for part, least, most in ((data.train, 139, 147), (data.test, 35, 37)):
-        counts = torch.bincount(torch.tensor([part[i][1] for i in range(len(part))]))
-        assert least <= counts.min() <= counts.max() <= most
-
-
-def test_digits_are_scikit_learns_as_the_tool_writes_them(monkeypatch, tmp_path):
-    pytest.importorskip("sklearn")
-    main = runpy.run_path(str(ROOT / "tools" / "make_digits.py"))["main"]
-    shipped = main.__globals__["DIGITS_DIR"]
-    monkeypatch.setitem(main.__globals__, "DIGITS_DIR", tmp_path)
-    main()
-    written = sorted(tmp_path.iterdir())
-    assert len(written) == 4
-    assert [p for p in written if p.read_bytes() != (shipped / p.name).read_bytes()] == []
+    counts = torch.bincount(torch.tensor([data.test[i][1] for i in range(360)]))
+    assert 35 <= counts.min() <= counts.max() <= 37
 
 
 def test_fake_is_the_same_noise_every_time(tmp_path):
@@ -100,28 +79,19 @@ def test_fake_is_the_same_noise_every_time(tmp_path):
         assert label == again[5][1]
     assert torch.equal(before, torch.get_rng_state())
     assert {first.train[i][1] for i in range(200)} == set(range(10))
-    train = images(first.train)
-    assert abs(train.mean().item()) < 1e-2
-    assert abs(train.std().item() - 1) < 1e-2
-    together = torch.cat([train, images(first.test)]).flatten(1)
-    assert len(together.unique(dim=0)) == len(together)
 
 
 # torchvision's ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "folder", "mean", "std"),
-    [("mnist", "MNIST", 0.1307, 0.3081), ("fashion-mnist", "FashionMNIST", 0.2860, 0.3530)],
-)
-def test_mnist_files(name, folder, mean, std, tmp_path):
-    write_mnist(tmp_path / folder / "raw")
-    data = load_dataset(name, tmp_path, download=False)
+def test_mnist_files(tmp_path):
+    write_mnist(tmp_path / "FashionMNIST" / "raw")
+    data = load_dataset("fashion-mnist", tmp_path, download=False)
     assert (len(data.train), len(data.test)) == (3, 2)
     assert (data.num_classes, data.channels, data.image_size) == (10, 1, 28)
     image, label = data.train[2]
     assert label == 2
-    torch.testing.assert_close(image, torch.full((1, 28, 28), (20 / 255 - mean) / std))
+    torch.testing.assert_close(image, torch.full((1, 28, 28), (20 / 255 - 0.2860) / 0.3530))
 
 
 def test_cifar10_files(tmp_path, monkeypatch):
@@ -152,27 +122,12 @@ def test_cifar10_files(tmp_path, monkeypatch):
 
 
 def test_missing_files_say_what_to_do(tmp_path):
-    for name in ("mnist", "fashion-mnist", "cifar10"):
+    for name in ("mnist", "cifar10"):
         told = refusal(name, tmp_path)
         assert f"{name} not found in {tmp_path}: there is no " in told
         assert "pass --download to fetch it, or --data-dir" in told
     assert list(tmp_path.iterdir()) == []
-    told = refusal("mnist", Path("/proc/x"), download=True)
-    assert told.startswith("cannot download mnist to /proc/x: No such file or directory; check")
-
-
-def test_other_names_and_files_that_are_not_there(mnist, tmp_path, monkeypatch):
-    told = refusal("imagenet", NOWHERE)
-    assert told == f"unknown dataset 'imagenet': expected one of {', '.join(DATASETS)}"
-    path = mnist / "t10k-labels-idx1-ubyte"
-    path.unlink()
-    for _ in range(2):  # and where a folder has its name
-        assert f"there is no {path};" in refusal("mnist", tmp_path)
-        path.mkdir(exist_ok=True)
-    monkeypatch.setattr(datasets, "DIGITS_DIR", tmp_path)
-    told = refusal("digits", NOWHERE, download=True)
-    assert told.startswith(f"digits not found in {tmp_path}: ")
-    assert told.endswith("install ddp_from_scratch again")
+    assert "unknown dataset 'imagenet': expected one of " in refusal("imagenet", tmp_path)
 
 
 def cut(path, length):
@@ -182,20 +137,16 @@ def cut(path, length):
 # A file of three training images or labels, what is in its place, and what the error says of it.
 DAMAGE = {
     "images cut short": ("images-idx3", lambda raw: raw[:1000], "3, 28, 28"),
-    "half a header": ("images-idx3", lambda raw: raw[:6], "("),
     "not IDX": ("images-idx3", b"<html>not found</html>", "AssertionError"),
-    "absurd dimensions": ("images-idx3", bytes([0, 0, 8, 3]) + b"\xff" * 12 + b"\0", "("),
-    "floats": ("labels-idx1", bytes([0, 0, 13, 1, 0, 0, 0, 3]) + bytes(12), "float32"),
-    "labels in the place of images": ("images-idx3", np.arange(3), "3 dimension"),
-    "fewer labels": ("labels-idx1", np.arange(2), "3 images but 2 labels"),
     "label 10": ("labels-idx1", np.array([0, 10, 1]), "expected labels 0 to 9, got 0 to 10"),
     "smaller": ("images-idx3", np.zeros((3, 8, 8)), "expected images of (28, 28), got (8, 8)"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_corrupt_mnist_file(damage, mnist, tmp_path):
+def test_a_corrupt_mnist_file(damage, tmp_path):
     name, content, says = DAMAGE[damage]
+    mnist = write_mnist(tmp_path / "MNIST" / "raw")
     path = mnist / f"train-{name}-ubyte"
     if isinstance(content, np.ndarray):
         write_idx(path, content)
@@ -205,20 +156,6 @@ def test_a_corrupt_mnist_file(damage, mnist, tmp_path):
     assert told.startswith("mnist's training images are truncated or corrupt (")
     assert says in told
     assert told.endswith(f" in {mnist}; delete it and pass --download to fetch it again")
-
-
-def test_no_images_and_files_that_cannot_be_read(tmp_path, monkeypatch):
-    write_mnist(tmp_path / "MNIST" / "raw", test=0)
-    assert "mnist's test images are truncated or corrupt" in refusal("mnist", tmp_path)
-
-    def refuse(self):
-        # Root, as whom the tests may run, can read any file.
-        raise PermissionError(13, "Permission denied", "train-images-idx3-ubyte")
-
-    monkeypatch.setattr(MNIST, "_load_data", refuse)
-    told = refusal("mnist", tmp_path)
-    assert told.startswith("cannot read mnist: train-images-idx3-ubyte: ")
-    assert told.endswith("check its permissions")
 
 
 # Download -----------------------------------------------------------------------------------------
@@ -254,19 +191,14 @@ def site(tmp_path_factory, monkeypatch):
 
 def test_download(site, tmp_path):
     data_dir = tmp_path / "not" / "yet"
-    assert len(load_dataset("mnist", data_dir, download=True).train) == 3
     raw = data_dir / "MNIST" / "raw"
-    for path in (site / "plain").iterdir():
-        assert (raw / path.name).read_bytes() == path.read_bytes()
+    assert len(load_dataset("mnist", data_dir, download=True).train) == 3
     # Nothing but the files stays. Of them only those that are missing are fetched again.
     assert (len(list(raw.iterdir())), list(data_dir.iterdir())) == (4, [data_dir / "MNIST"])
     write_idx(raw / "train-labels-idx1-ubyte", np.array([7, 8, 9]))
     (raw / "t10k-labels-idx1-ubyte").unlink()
     data = load_dataset("mnist", data_dir, download=True)
     assert [data.train[i][1] for i in range(3)] == [7, 8, 9]
-    for path in site.glob("*.gz"):
-        path.unlink()
-    load_dataset("mnist", data_dir, download=True)
 
 
 def test_a_failed_download_leaves_nothing(site, tmp_path):

@@ -6,21 +6,12 @@ import pytest
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.training import checkpoint, loop
-from ddp_from_scratch.training.loss_watch import as_number, from_number
 from ddp_from_scratch.training.settings import Settings
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
 STEPS = 22  # of an epoch: 1,437 images on 2 ranks in batches of 32
-STOPS = "a smaller --lr may help; --resume auto goes on from the last checkpoint, --no-stop-on-nan"
-
-
-def test_the_largest_number_is_the_earliest_step_and_its_lowest_rank():
-    events = [(step, rank) for step in (0, 1, 7, 10**9) for rank in (0, 1, 2, 10**6 - 1)]
-    numbers = [as_number(*event) for event in events]
-    assert [from_number(number) for number in numbers] == events
-    assert numbers == sorted(numbers, reverse=True)
-    assert 0 < numbers[-1] < numbers[0] < 2**63
+STOPS = "a smaller --lr may help; --resume auto continues from the last checkpoint"
 
 
 def trained(world, folder, step, loss, changes):
@@ -70,7 +61,7 @@ def test_it_ends_all_ranks_or_is_said_once(ranks, tmp_path, backend, step, loss,
     else:
         assert zero == one
         assert said == []
-        assert ended == f"{place}: {STOPS} goes on all the same"
+        assert ended == f"{place}: {STOPS}, --no-stop-on-nan ignores it"
 
 
 @on("gloo-2")

@@ -1,15 +1,12 @@
-"""What a run writes where: metrics, read back, and the bar."""
+"""What a run writes where: metrics, read back."""
 
-import io
 import json
-import sys
 from contextlib import closing
 
 import pytest
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.training.metrics import METRICS_FILE, MetricsWriter
-from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.report import METRICS_FILE, MetricsWriter
 
 
 def lines(folder):
@@ -23,8 +20,6 @@ def test_a_line_each_at_once_and_the_events_of_tensorboard(tmp_path):
         # Before it is closed: a killed run keeps what it wrote.
         assert lines(folder) == [{"step": 1, "loss": 0.5, "accuracy": 0.25}]
         metrics.log(2, loss=0.125)
-    metrics.close()
-    metrics.log(3, loss=0.125)  # closed: nothing
     assert lines(folder)[1:] == [{"step": 2, "loss": 0.125}]
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder))
@@ -44,7 +39,7 @@ def test_a_resumed_run_appends_and_an_unfinished_line_spoils_no_other(tmp_path):
     )
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+def test_what_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "folder" / METRICS_FILE).mkdir(parents=True)
     for place in ("file", "file/below", "folder"):
@@ -60,29 +55,3 @@ def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         writer.log(1, loss=0.5)
     with pytest.raises(OSError, match="No space left"):
         writer.close()
-
-    for module in ("torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError, match=r'pip install "ddp_from_scratch\[train\]"'):
-        MetricsWriter(tmp_path / "other")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_bar_is_for_a_terminal(monkeypatch):
-    def written(stderr, speaks=True, quiet=False):
-        monkeypatch.setattr("sys.stderr", stderr)
-        report = Report(speaks=speaks, quiet=quiet)
-        assert list(report.progress(range(3), "epoch 1/1")) == [0, 1, 2]
-        return stderr.getvalue()
-
-    assert "epoch 1/1: " in written(Terminal())
-    assert written(Terminal(), quiet=True) == ""
-    assert written(Terminal(), speaks=False) == ""
-    # mpirun was started on a terminal, with standard error redirected: only the output is there.
-    monkeypatch.setenv("DDP_TERMINAL_1", "/dev/null")
-    monkeypatch.setenv("DDP_TERMINAL", "1")
-    assert written(io.StringIO()) == ""

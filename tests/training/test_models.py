@@ -20,7 +20,7 @@ def check(model, channels, size):
 
 
 @pytest.mark.parametrize("name", ["cnn", "mlp"])
-@pytest.mark.parametrize(("channels", "size"), [(1, 8), (1, 28), (3, 32), (3, 75), (1, 224)])
+@pytest.mark.parametrize(("channels", "size"), [(1, 8), (3, 75), (1, 224)])
 def test_our_own(name, channels, size):
     model = make_model(name, channels=channels, image_size=size, num_classes=10)
     check(model, channels, size)
@@ -32,13 +32,8 @@ def test_our_own(name, channels, size):
     ("name", "size", "enlarged_to"),
     [
         ("alexnet", 8, 64),
-        slow("densenet121", 8, 32),
-        ("efficientnet_b0", 8, None),
-        ("googlenet", 8, 32),
         slow("inception_v3", 32, 96),
-        slow("maxvit_t", 32, 224),
         ("resnet18", 8, None),
-        ("shufflenet_v2_x0_5", 8, None),
         ("squeezenet1_1", 8, 32),
         ("swin_t", 8, None),
         ("vit_b_32", 8, 32),
@@ -77,10 +72,7 @@ def test_weights_are_torchvisions_own_and_trying_it_changes_nothing():
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [
-        *(("resnet5", "resnet50"), ("ResNet18", "resnet18"), ("cmn", "cnn"), ("zzz", None)),
-        ("fcn_resnet50", "resnet50"),
-    ],
+    [("resnet5", "resnet50"), ("ResNet18", "resnet18"), ("cmn", "cnn"), ("zzz", None)],
 )
 def test_an_unknown_name_suggests_another(name, meant):
     with pytest.raises(UsageError) as error:
@@ -89,10 +81,3 @@ def test_an_unknown_name_suggests_another(name, meant):
     assert told == f"unknown model {name!r}: expected {models.MODELS}"
     assert meant in more if meant else more == ""
     assert "\n" not in told + more
-
-
-def test_a_model_that_takes_no_such_images():
-    # Larger than every size on the list, and not divisible as maxvit wants it.
-    with pytest.raises(UsageError, match="maxvit_t takes no images of 300x300") as error:
-        make_model("maxvit_t", channels=3, image_size=300, num_classes=10)
-    assert "\n" not in str(error.value)

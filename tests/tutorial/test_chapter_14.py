@@ -12,7 +12,6 @@ import pytest
 from tests.support.pages import TUTORIAL_PAGES
 from tests.support.ranks import MPIRUN, ROOT
 from tests.tutorial.test_programs import form
-from tutorial.ranks import LOOPBACK
 
 CHAPTER = TUTORIAL_PAGES[14].parent
 PAGE = TUTORIAL_PAGES[14].read_text()
@@ -54,17 +53,6 @@ def test_its_output_is_what_the_page_shows(launcher, tmp_path):
     assert (tmp_path / "under_mpi.png").stat().st_size > 1000
 
 
-def test_one_line_where_the_port_is_taken(monkeypatch):
-    with socket.create_server(("localhost", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": LOOPBACK}
-        for variable, value in place.items():
-            monkeypatch.setenv(variable, value)
-        told = f"^rank 0: cannot use port {port} of localhost; set MASTER_PORT to another$"
-        with pytest.raises(SystemExit, match=told):
-            PROGRAM["join"]("srun", 0, 2)
-
-
 MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
 
 
@@ -80,14 +68,3 @@ MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORL
 )
 def test_find_place(names, expected):
     assert PROGRAM["find_place"](names) == expected
-
-
-def test_the_pages_name_the_variables_that_are_read_and_the_program():
-    slurm = (CHAPTER / "under_slurm.md").read_text()
-    for launcher, names in PROGRAM["VARIABLES"].items():
-        assert launcher in PAGE
-        assert [name for name in names if f"`{name}`" not in PAGE] == []
-        assert launcher != "srun" or [name for name in names if f"`{name}`" not in slurm] == []
-    (script,) = re.findall(r"```bash\n(.*?)```", slurm, re.DOTALL)
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=20)
-    assert script.splitlines()[-1] == "srun python -m tutorial.14_under_mpi.under_mpi"

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import UsageError, World, start_ranks
-from ddp_from_scratch.launch import interfaces, multi_node
+from ddp_from_scratch.launch import interfaces
 from ddp_from_scratch.launch.environment import ALONE, Placement
-from ddp_from_scratch.launch.gate import StrangerError
 from ddp_from_scratch.world import rendezvous
 from tests.support.tiers import slow
 
@@ -121,7 +120,7 @@ def test_srun_on_one_machine_meets_in_a_private_file(environ, tmp_path):
     assert store.path == str(folder / "slurm-12-3-0-40001")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
-    for mode in (0o720, 0o702, 0o755):  # somebody else could have put a file there, or read one
+    for mode in (0o720, 0o755):  # somebody else could have put a file there, or read one
         folder.chmod(mode)
         with pytest.raises(UsageError, match="open to others: remove it"):
             rendezvous.meet(LIMIT)
@@ -130,11 +129,10 @@ def test_srun_on_one_machine_meets_in_a_private_file(environ, tmp_path):
     # Its name is known to all who may write to /tmp.
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
-    for put in (lambda: folder.symlink_to(elsewhere), lambda: folder.write_text("a file")):
-        put()
-        with pytest.raises(UsageError, match=f"{folder} is a link, belongs to somebody else, or"):
-            rendezvous.meet(LIMIT)
-        folder.unlink()
+    folder.symlink_to(elsewhere)
+    with pytest.raises(UsageError, match=f"{folder} is a link, belongs to somebody else, or"):
+        rendezvous.meet(LIMIT)
+    folder.unlink()
     assert not list(elsewhere.iterdir())
 
     tmp_path.chmod(0o777)  # and not sticky: anybody could put another one in its place
@@ -173,10 +171,9 @@ def test_the_interface_is_loopback_or_the_way_to_the_master(environ):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
     del os.environ["GLOO_SOCKET_IFNAME"]
-    for wrong in ("no.such.host.invalid", "::1"):
-        environ(MASTER_ADDR=wrong)
-        interfaces.choose_interface(SEVERAL)
-        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    environ(MASTER_ADDR="no.such.host.invalid")
+    interfaces.choose_interface(SEVERAL)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
     del os.environ["NCCL_SOCKET_IFNAME"]
     environ(MASTER_ADDR="127.0.0.1")
     interfaces.choose_interface(SEVERAL)
@@ -191,17 +188,12 @@ def test_the_interface_is_loopback_or_the_way_to_the_master(environ):
     ("variables", "told"),
     [
         (TORCHRUN, "torchrun started 2 processes but MPI sees 1: start it with mpirun"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "torchrun started 2 processes but MPI sees 1: start it"),
-        (TORCHRUN | {"DDP_STARTED_HERE": "1"}, "start_ranks started 2 processes but MPI sees 1"),
         # torchrun as mpirun's only process: each of its own is rank 0 of 1.
         (
             TORCHRUN | {"PMI_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"},
             "torchrun started 2 processes but MPI sees 1",
         ),
         (SRUN, "srun started 2 processes but MPI sees 1: add --mpi=pmix"),
-        ({"PMI_SIZE": "4"}, "mpirun started 4 processes but MPI sees 1: use the mpirun of the MPI"),
-        ({}, None),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
         (TORCHRUN | {"PMI_SIZE": "1"}, None),  # mpirun's, and variables that a shell has left
     ],
 )
@@ -215,23 +207,9 @@ def test_a_group_of_a_launcher_that_mpi_does_not_see(variables, told, environ):
         assert dist.get_world_size() == 1
         dist.destroy_process_group()
         return
-    with pytest.raises(UsageError, match=told):
-        mpi.check_launcher()
     for backend in {"gloo", mpi.BACKEND}:
         with pytest.raises(UsageError, match=told):
             dist.init_process_group(backend, init_method="mpi://")
-    if mpi.BACKEND == "mpi":
-        with pytest.raises(UsageError, match=told):
-            dist.init_process_group("mpi")
-
-
-def test_a_wrong_master_address_is_one_line_at_once():
-    for address, more in (("192.0.2.1", ""), ("no.such.host.invalid", ", an unknown name")):
-        with pytest.raises(UsageError) as error:
-            start_ranks(["true"], [1, 1], 0, address)
-        assert str(error.value) == (
-            f"--master-addr must be an address of machine 0, which this is, got {address}{more}"
-        )
 
 
 def test_a_name_that_is_loopback_on_machine_0_alone_is_refused(monkeypatch):
@@ -247,18 +225,3 @@ def test_a_name_that_is_loopback_on_machine_0_alone_is_refused(monkeypatch):
         }.items():
             with pytest.raises(UsageError, match=told):
                 start_ranks(["true"], [1, 1], 0, name, port)
-
-
-def test_an_address_that_is_silent_does_not_take_the_time_of_the_next(monkeypatch):
-    limits = []
-
-    def connect(address: object, timeout: float) -> socket.socket:
-        limits.append(timeout)
-        if len(limits) == 1:
-            raise TimeoutError("timed out")
-        raise StrangerError("enough")
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    with pytest.raises(UsageError, match="enough"):
-        multi_node._await_answer("host", 1, b"secret", 600.0)
-    assert limits == [multi_node._ATTEMPT_S] * 2

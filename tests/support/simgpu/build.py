@@ -1,9 +1,10 @@
-"""Builds the device guard, once for each torch and text."""
+"""Builds the device guard, once for each torch, Python and text."""
 
 import hashlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ def missing() -> str:
 def guard() -> ModuleType:
     """The extension, from the cache if it has been built before."""
     source = Path(__file__).with_name("guard.cpp")
-    text = source.read_bytes() + torch.__version__.encode()
+    text = source.read_bytes() + f"{torch.__version__} {sys.implementation.cache_tag}".encode()
     name = f"simgpu_{hashlib.sha256(text).hexdigest()[:16]}"
     library = Path(tempfile.gettempdir()) / f"{name}.so"
     if not library.exists():

@@ -48,17 +48,15 @@ class SimTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, on_host: torch.Tensor, index: int) -> "SimTensor":
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            on_host.size(),
-            strides=on_host.stride(),
-            storage_offset=on_host.storage_offset(),
-            dtype=on_host.dtype,
-            device=torch.device("cuda", index),
-        )
+        where = {"dtype": on_host.dtype, "device": torch.device("cuda", index)}
+        if on_host.is_sparse:
+            made = torch.Tensor._make_wrapper_subclass(cls, on_host.size(), **where)
+        else:
+            where |= {"strides": on_host.stride(), "storage_offset": on_host.storage_offset()}
+            made = torch.Tensor._make_wrapper_subclass(cls, on_host.size(), **where)
+            storage = on_host.untyped_storage()
+            GUARD.own(made, storage.data_ptr(), storage.nbytes())
         made.on_host = on_host
-        storage = on_host.untyped_storage()
-        GUARD.own(made, storage.data_ptr(), storage.nbytes())
         return made
 
     @classmethod
@@ -80,6 +78,25 @@ class SimTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         memo[id(self)] = copy = self.detach().clone().requires_grad_(self.requires_grad)
         return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saves the numbers, as what `map_location="cpu"` makes of a GPU's."""
+        _host_waits("save", self.device.index)
+        return self.on_host.__reduce_ex__(protocol)
+
+    # torch's C++ code takes a sparse one for a dense one.
+    @property
+    def is_sparse(self) -> bool:
+        return self.on_host.is_sparse
+
+    @property
+    def layout(self) -> torch.layout:
+        return self.on_host.layout
+
+    def coalesce(self) -> torch.Tensor:
+        if self.is_coalesced():
+            return self
+        return _run(torch.ops.aten._coalesce.default, (self,), {})
 
     @property
     def data(self) -> torch.Tensor:
@@ -135,8 +152,9 @@ def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bare_args, bare_kwargs = tree_map(
         lambda x: x.on_host if isinstance(x, SimTensor) else x, (args, kwargs)
     )
-    out = op(*bare_args, **bare_kwargs)
     copies_to_host = name == "aten::copy_" and not isinstance(args[0], SimTensor)
+    before = args[0].clone() if copies_to_host else None
+    out = op(*bare_args, **bare_kwargs)
     stays_on_host = to_host or copies_to_host or name in _READS
 
     def as_given(x: Any) -> Any:
@@ -150,13 +168,14 @@ def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     made = tree_map(as_given, out)
     _log(op, bare_args, bare_kwargs, out, wrappers, index)
-    if copies_to_host:
-        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        if not non_blocking:
-            _host_waits("copy to the host", index)
-        return args[0]
+    non_blocking = kwargs.get("non_blocking") or (copies_to_host and True in args[2:])
+    if stays_on_host and non_blocking:
+        # The host sees the old bytes until it waits, or asks an event.
+        GUARD.arrives_later(out, out.clone())
+        out.copy_(torch.zeros_like(out) if before is None else before)
+    elif stays_on_host:
+        _host_waits("copy to the host" if copies_to_host else name, index)
     if stays_on_host:
-        _host_waits(name, index)
         return made
     return return_and_correct_aliasing(op, args, kwargs, made)
 

@@ -54,6 +54,16 @@ void refuse_in_capture() {
   }
 }
 
+// Copies to the host that it has not waited for, with what they bring.
+std::vector<std::pair<at::Tensor, at::Tensor>> under_way;
+
+void arrive() {
+  std::vector<std::pair<at::Tensor, at::Tensor>> now;  // freed after the lock is
+  std::lock_guard<std::mutex> lock(mutex);
+  now.swap(under_way);
+  for (auto& [to, from] : now) std::memcpy(to.data_ptr(), from.data_ptr(), from.nbytes());
+}
+
 thread_local c10::DeviceIndex device = 0;
 thread_local int64_t current[kDevices] = {0, kPerDevice};
 
@@ -107,18 +117,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void*) const override {
     refuse_in_capture();
+    arrive();
     return true;
   }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   bool queryStream(const c10::Stream&) const override { return true; }
   bool isStreamCapturing(const c10::Stream&) const override { return capturing; }
   void synchronizeStream(const c10::Stream& stream) const override {
+    arrive();
     log(kHostWaitsForStream, 0, stream.id());
   }
   void synchronizeEvent(void* event) const override {
+    arrive();
     log(kHostWaitsForEvent, reinterpret_cast<int64_t>(event), 0);
   }
-  void synchronizeDevice(const c10::DeviceIndex) const override { log(kHostWaitsForStream, 0, -1); }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    arrive();
+    log(kHostWaitsForStream, 0, -1);
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     log(kKeep, reinterpret_cast<int64_t>(data.get()), stream.id());
   }
@@ -208,7 +224,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("record", &record_event);
   m.def("wait", [](int64_t event, int64_t stream) { log(kWait, event, stream); });
   m.def("operation", [](int64_t number, int64_t stream) { log(kOperation, number, stream); });
-  m.def("host_waits", [](int64_t stream) { log(kHostWaitsForStream, 0, stream); });
+  m.def("host_waits", [](int64_t stream) {
+    arrive();
+    log(kHostWaitsForStream, 0, stream);
+  });
+  m.def("arrives_later", [](const at::Tensor& to, const at::Tensor& bytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    under_way.emplace_back(to, bytes);
+  });
   m.def("keep", [](int64_t address, int64_t stream) { log(kKeep, address, stream); });
   m.def("own", [](const at::Tensor& tensor, int64_t address, size_t bytes) {
     auto* data = reinterpret_cast<void*>(address);

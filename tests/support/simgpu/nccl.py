@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from tests.support.simgpu import device
 from tests.support.simgpu.device import GUARD, OPERATIONS, Operation, SimTensor
@@ -20,9 +21,9 @@ class SimWork(dist._Work):
     stream after the collective.
     """
 
-    def __init__(self, group: "SimNCCL", tensors: list[torch.Tensor]) -> None:
+    def __init__(self, group: "SimNCCL", reads: list[Any], writes: list[Any]) -> None:
         super().__init__()
-        self._group, self._tensors = group, tensors
+        self._group, self._reads, self._writes = group, reads, writes
         self._end = GUARD.record(group.stream)
         self._future: torch.futures.Future[Any] | None = None
         if group.kind == "legacy":
@@ -31,7 +32,7 @@ class SimWork(dist._Work):
 
     def _complete(self) -> None:
         self._future = torch.futures.Future(devices=[torch.device("cuda", self._group.index)])
-        self._future.set_result(list(self._tensors))
+        self._future.set_result(list(self._writes))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         GUARD.wait(self._end, GUARD.current(self._group.index))
@@ -106,7 +107,7 @@ class SimNCCL(dist.ProcessGroup):
             for tensors in (reads, writes)
         )
         OPERATIONS.append(Operation(f"nccl::{name}", read, written, device.place()))
-        work = SimWork(self, writes)
+        work = SimWork(self, reads, writes)
         self.in_flight.add(work)
         return work
 
@@ -164,6 +165,30 @@ class SimNCCL(dist.ProcessGroup):
         return self._run("barrier", self._gloo.barrier, [], [])
 
 
+class SimPart(getattr(c10d, "Backend", object)):  # type: ignore[misc]
+    """The same for the GPUs of a group that has another backend for the CPU."""
+
+    # Asked of itself where a backend in Python does not answer.
+    supports_coalescing = supports_splitting = supports_shrinking = False
+    supports_reconfigure = supports_window = False
+    options: Any = None
+
+    def __init__(self, group: SimNCCL) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group, self.options = group, group.options
+
+    def getBackendName(self) -> str:
+        return "nccl"
+
+
+def _of_group(name: str) -> Any:
+    return lambda part, *given: getattr(part._group, name)(*given)
+
+
+for _name in ("allreduce", "broadcast", "allgather", "all_gather_single", "barrier"):
+    setattr(SimPart, _name, _of_group(_name))  # torch looks for a method in the class
+
+
 def install(kind: str, name: str = "nccl") -> None:
     """Makes the backend `name` open such groups, which wait as those of torch's class `kind` do."""
 
@@ -173,3 +198,6 @@ def install(kind: str, name: str = "nccl") -> None:
     # Records nothing: torch 2.15 asks for a name that only groups made in C++ have.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     dist.Backend.register_backend(name, create, devices=["cuda"])
+    dist.Backend.register_backend(
+        f"{name}-part", lambda *args: SimPart(create(*args)), devices=["cuda"]
+    )
