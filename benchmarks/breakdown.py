@@ -55,13 +55,13 @@ from ddp_from_scratch.bench.timing import WARM_UP, check_equal, interleave, roun
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.ways import check_memory, start
 from ddp_from_scratch.bench.workloads import WORKLOADS
-from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.buckets.packing import Packing
+from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.node.reduction import Reduction
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.optim.flat_params import FlatParams
+from ddp_from_scratch.options.views import ViewBucket
 
 MODELS = ("mlp", "resnet18")
 DURATION = Duration(usual=10.0, full=30.0)
@@ -140,9 +140,9 @@ class StepClock:
             (torch.optim.SGD, "step", "optimizer"),
             (SGD, "step", "optimizer"),
             (FlatParams, "update", "optimizer"),
-            (Packing, "pack_one", "packing"),
-            (Packing, "pack", "packing"),
-            (Packing, "unpack", "packing"),
+            (ViewBucket, "pack_one", "packing"),
+            (Bucket, "pack", "packing"),
+            (Bucket, "unpack", "packing"),
             (Bucket, "wait", "waiting"),
             (Reduction, "fold", "averaging"),
             # NodeSharedSGD, which alone calls these, meets the other ranks there.

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp_from_scratch import comm_hooks
-    from ddp_from_scratch.comm_hooks import power_sgd
     from ddp_from_scratch.elasticity.run import elastic
     from ddp_from_scratch.errors import UsageError
     from ddp_from_scratch.launch.supervisor import start_ranks
     from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
     from ddp_from_scratch.optim.node_shared import NodeSharedAdam, NodeSharedAdamW, NodeSharedSGD
+    from ddp_from_scratch.options import power_sgd
+    from ddp_from_scratch.options.join import JoinableReducer, join
     from ddp_from_scratch.profiling.timeline import timeline
-    from ddp_from_scratch.reducer.join import JoinableReducer, join
-    from ddp_from_scratch.reducer.reducer import Reducer
+    from ddp_from_scratch.reducer import Reducer
     from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
     from ddp_from_scratch.sync.check_sync import check_sync
     from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
@@ -66,11 +66,11 @@ _MODULES = {
     "Adam": "optim.flat_optimizer",
     "AdamW": "optim.flat_optimizer",
     "DistributedDataParallel": "torch_ddp.distributed_data_parallel",
-    "JoinableReducer": "reducer.join",
+    "JoinableReducer": "options.join",
     "NodeSharedAdam": "optim.node_shared",
     "NodeSharedAdamW": "optim.node_shared",
     "NodeSharedSGD": "optim.node_shared",
-    "Reducer": "reducer.reducer",
+    "Reducer": "reducer",
     "SyncBatchNorm": "sync.sync_batch_norm",
     "UsageError": "errors",
     "World": "world.process_group",
@@ -80,8 +80,8 @@ _MODULES = {
     "comm_hooks": "comm_hooks",
     "convert_sync_batchnorm": "sync.sync_batch_norm",
     "elastic": "elasticity.run",
-    "join": "reducer.join",
-    "power_sgd": "comm_hooks",
+    "join": "options.join",
+    "power_sgd": "options.power_sgd",
     "process_group": "world.process_group",
     "start_ranks": "launch.supervisor",
     "timeline": "profiling.timeline",
@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path = _MODULES[name]
     module = import_module(f"{__name__}.{path}")
-    value = module if path == name else getattr(module, name)
+    value = module if name in ("comm_hooks", "power_sgd") else getattr(module, name)
     globals()[name] = value  # the next access does not come here
     return value
 

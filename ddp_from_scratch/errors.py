@@ -1,7 +1,10 @@
 """Exceptions for a mistake of the user, a mistake on another rank, and failed communication."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+# What to do about a Reducer that no longer fits its module.
+AGAIN = "call remove() on the Reducer and make a new one, on every rank"
 
 
 class UsageError(ValueError):
@@ -28,6 +31,12 @@ def one_line(error: BaseException) -> str:
     """The error's text on one line, without the number and file of a system's error."""
     text = error.strerror if isinstance(error, OSError) else None
     return " ".join((text or str(error)).split()) or type(error).__name__
+
+
+def shortened(names: Sequence[str], most: int = 10) -> str:
+    """Joins at most so many names, and says how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @contextmanager

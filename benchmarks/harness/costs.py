@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from ddp_from_scratch.buckets.layout import Gradient, assign_buckets, bucket_caps
+from ddp_from_scratch.core.layout import assign, bucket_caps
 
 
 @dataclass(frozen=True)
@@ -190,12 +190,12 @@ class Shape:
     def buckets(self) -> list[int]:
         """Bytes of each bucket of a Reducer with its default caps."""
         gradients = [
-            Gradient(numel, 4 * numel, "float32")
+            (4 * numel, "float32")
             for _ in range(self.layers)
             for numel in (self.width, self.width**2)
         ]
-        layouts = assign_buckets(gradients, range(len(gradients)), bucket_caps(None))
-        return [4 * layout.numel for layout in layouts]
+        layouts = assign(gradients, range(len(gradients)), bucket_caps(None))
+        return [sum(gradients[index][0] for index in members) for members in layouts]
 
 
 @dataclass(frozen=True)

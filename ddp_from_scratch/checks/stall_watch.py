@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
-from ddp_from_scratch.buckets.observer import Observer
-from ddp_from_scratch.checks.gradient_checks import shortened
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.errors import shortened
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 # Number of looks at a wait before it is reported.
@@ -39,7 +39,7 @@ class Progress:
 
     @classmethod
     def of(
-        cls, step: int, launched: int, buckets: Sequence[GradientBucket], names: Sequence[str]
+        cls, step: int, launched: int, buckets: Sequence[Bucket], names: Sequence[str]
     ) -> "Progress":
         """Reads the position from the buckets, in any thread.
 
@@ -62,7 +62,7 @@ class Progress:
         return cls(step, waits, text)
 
 
-class StallWatch(Observer):
+class StallWatch(Extension):
     """A thread that looks at a Reducer from time to time, and reports a step that does not move on.
 
     It wakes three times in `after` seconds. A step that has moved on costs nothing more; on a GPU,
@@ -105,7 +105,7 @@ class StallWatch(Observer):
         # Not __del__: this runs at Python's exit, too.
         weakref.finalize(self, watcher.end)
 
-    def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
+    def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         """Notes the bucket as under way on a GPU, which the host does not wait for."""
         device = bucket.parameters()[0].device
         if gpu.is_gpu(device) and not gpu.is_capturing():
@@ -272,6 +272,6 @@ def _machine() -> str:
         return ""
 
 
-def _name(bucket: GradientBucket, buckets: Sequence[GradientBucket], names: Sequence[str]) -> str:
-    inside = [names[index] for index in bucket.layout.members]
+def _name(bucket: Bucket, buckets: Sequence[Bucket], names: Sequence[str]) -> str:
+    inside = [names[index] for index in bucket.members]
     return f"bucket {bucket.index()} of {len(buckets)} ({shortened(inside, 3)})"

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.autograd.graph_walk import find_tensors
-from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
-from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.checks.straggler_report import PHASES, WORK, StragglerReport, compare
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.marks import marks_for
+from ddp_from_scratch.options.unused import find_tensors
 
 
-class StragglerWatch(Observer):
+class StragglerWatch(Extension):
     """Compares the ranks' steps in every so many averages, and reports which of them is late.
 
     Each rank takes the time of the phases of its own steps. They are gathered after `every` steps,
@@ -91,7 +91,7 @@ class StragglerWatch(Observer):
         if self._phases and self._phases[-1][0] == "backward":
             self._enter("data")
 
-    def on_launch(self, bucket: GradientBucket) -> None:
+    def on_launch(self, bucket: Bucket) -> None:
         """Takes back that backward is over, if it launches at its end."""
         if self._phases and self._phases[-1][0] in ("data", "optimizer"):
             self._phases[-1] = ("backward", self._phases[-1][1])
@@ -104,12 +104,12 @@ class StragglerWatch(Observer):
         """Goes on with backward."""
         self._enter("backward")
 
-    def on_wait(self, bucket: GradientBucket) -> None:
+    def on_wait(self, bucket: Bucket) -> None:
         """Takes a wait during backward, as with PowerSGD, out of it."""
         if not self._launched:
             self._enter("waiting")
 
-    def on_waited(self, bucket: GradientBucket) -> None:
+    def on_waited(self, bucket: Bucket) -> None:
         """Goes on with backward, if it is not over."""
         if not self._launched:
             self._enter("backward")

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 # What most programs of ranks import, beside torch.
 MAX_RESTARTS = 50_000
-_PRELOAD = ("ddp_from_scratch.world.process_group", "ddp_from_scratch.reducer.reducer", OPTIMIZERS)
+_PRELOAD = ("ddp_from_scratch.world.process_group", "ddp_from_scratch.reducer", OPTIMIZERS)
 
 
 def start_ranks(

@@ -17,13 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import increment_version
 
-from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
-from ddp_from_scratch.buckets.memory import in_huge_pages
-from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.memory import in_huge_pages
 from ddp_from_scratch.optim.flat_params import FlatParams, make_flat_params, overlapping
 from ddp_from_scratch.optim.update_rules import ADAM_RULE, SGD_RULE, UpdateRule
-from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.reducer import Reducer
 
 
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,7 +179,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             return
         # Also parameters in no bucket: one of these may share its memory with one that would move.
         shared = overlapping([p for group in self.param_groups for p in group["params"]])
-        self._runs: dict[GradientBucket, list[FlatParams]] = {
+        self._runs: dict[Bucket, list[FlatParams]] = {
             b: make_flat_params(
                 b, self._groups_of(b), shared, self._rule, self._allocate, self._cuts_gradients
             )
@@ -211,7 +210,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     # 2. step each run ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step_bucket(self, bucket: GradientBucket) -> None:
+    def _step_bucket(self, bucket: Bucket) -> None:
         for run in self._runs[bucket]:
             group = self.param_groups[run.group]
             members = run.in_place()
@@ -231,36 +230,36 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._rule.step(parameter, parameter.grad, state, group)
 
 
-class _BackwardAndStep(Observer):
+class _BackwardAndStep(Extension):
     """The closure of `backward_and_step`: steps each bucket in the course of `backward()`."""
 
     def __init__(
         self,
         loss: torch.Tensor,
         reducer: Reducer,
-        flat_buckets: Container[GradientBucket],
-        step: Callable[[GradientBucket], None],
+        flat_buckets: Container[Bucket],
+        step: Callable[[Bucket], None],
     ) -> None:
         self._loss, self._reducer, self._step = loss, reducer, step
         self._flat_buckets = flat_buckets
         self._stepped = 0
 
     def __call__(self) -> torch.Tensor:
-        self._reducer.add_observer(self)
+        self._reducer.add_extension(self)
         try:
             self._loss.backward()
         finally:
             # Also after an error: a later backward() must not step.
-            self._reducer.remove_observer(self)
+            self._reducer.remove_extension(self)
         if not self._stepped:
-            self._reducer.checks.check_complete()
+            self._reducer.check_complete()
             raise RuntimeError(
                 "nothing was averaged, so nothing was stepped: backward_and_step() is inside "
                 "no_sync(), or the loss depends on none of the Reducer's parameters"
             )
         return self._loss
 
-    def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
+    def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         """Steps the runs of the bucket. All other parameters are stepped later, one by one."""
         if takes_part and bucket in self._flat_buckets:
             self._step(bucket)

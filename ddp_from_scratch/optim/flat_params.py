@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ddp_from_scratch.buckets.bucket import Bucket
+from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule
 
 Allocate: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
@@ -63,7 +63,7 @@ class FlatParams:
         self.group, self._rule, self._allocate = group, rule, allocate
         self.parameters = [bucket.parameters()[i] for i in members]
         self.gradients = [bucket.views[i] for i in members]
-        begin = bucket.layout.offsets[members.start]
+        begin = bucket.offsets[members.start]
         # The element of the gradient at which each member begins, and the end of the last one.
         self._offsets = [0, *accumulate(parameter.numel() for parameter in self.parameters)]
         self.gradient = bucket.buffer()[begin : begin + self._offsets[-1]]
@@ -237,7 +237,7 @@ def make_flat_params(
         group if can_move(parameter, view) and id(parameter) not in shared else None
         for group, parameter, view in zip(groups, bucket.parameters(), bucket.views, strict=True)
     ]
-    offsets, itemsize = bucket.layout.offsets, bucket.buffer().itemsize
+    offsets, itemsize = bucket.offsets, bucket.buffer().itemsize
     cuts: list[int] = []
     for i in range(len(movable)):
         odd = bool(cuts) and (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE != 0

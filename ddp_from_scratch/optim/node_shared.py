@@ -22,14 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
-from ddp_from_scratch.buckets.memory import lies_at
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.memory import lies_at
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW, FlatOptimizer
 from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
 from ddp_from_scratch.optim.update_rules import UpdateRule
-from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import check_sync
 
 
@@ -93,7 +92,7 @@ class NodeSharedOptimizer(FlatOptimizer):
         self._check_groups()
         self._arrange()
         # The ranks read each other's local gradients in shared memory, so buckets send nothing.
-        with self._reducer.comm.keeping_local():
+        with self._reducer.keeping_local():
             super().backward_and_step(loss)
         for runs in self._runs.values():
             for run in runs:
@@ -134,7 +133,7 @@ class NodeSharedOptimizer(FlatOptimizer):
         return self._group.empty_for_all(numel, like.dtype)
 
     @torch.no_grad()
-    def _step_bucket(self, bucket: GradientBucket) -> None:
+    def _step_bucket(self, bucket: Bucket) -> None:
         if self._reducer is not None and self._reducer.joining:
             raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
         for run in self._runs[bucket]:
@@ -196,8 +195,8 @@ class NodeSharedAdamW(NodeSharedOptimizer, AdamW):
 
 def _shared_memory_group(reducer: Reducer, name: str) -> SharedMemoryGroup:
     """Returns the group in whose memory the reducer's buckets lie."""
-    reducer.comm.check_free(name)
-    group = reducer.comm.group()
+    reducer.check_free(name)
+    group = reducer.group()
     if not isinstance(group, SharedMemoryGroup):
         raise ValueError(
             f"{name} needs ranks that share memory: a process group of the mpi backend, or of gloo "

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ddp_from_scratch.buckets.memory import dense_strides
+from ddp_from_scratch.core.memory import dense_strides
 
 # Bytes. A multiple of the vectors of every CPU that torch has kernels for.
 CACHE_LINE = 64

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddp_from_scratch.autograd.graph_walk import find_tensors
-from ddp_from_scratch.autograd.hooks import Handle, ModuleHook
-from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
-from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.hooks import Handle, ModuleHook
 from ddp_from_scratch.marks import Marks
-from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.options.unused import find_tensors
+from ddp_from_scratch.reducer import Reducer
 
 Mark = Any  # see `Marks`
 
@@ -91,7 +91,7 @@ def _hook_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -
     return handle
 
 
-class Recorder(Observer):
+class Recorder(Extension):
     """Takes a mark at each event of the steps after the first `skip` averages.
 
     An observer and hooks of its own: a Reducer without a recorder runs none of this.
@@ -130,11 +130,11 @@ class Recorder(Observer):
         ]
         # torch's own list of hooks outlives the model.
         weakref.finalize(self, self._handles[-1].remove)
-        reducer.add_observer(self)
+        reducer.add_extension(self)
 
     def remove(self) -> None:
         """Stops recording."""
-        self._reducer.remove_observer(self)
+        self._reducer.remove_extension(self)
         for handle in self._handles:
             handle.remove()
 
@@ -187,17 +187,17 @@ class Recorder(Observer):
 
     # Of the Reducer -----------------------------------------------------------------------------
 
-    def _of(self, bucket: GradientBucket) -> BucketMarks | None:
+    def _of(self, bucket: Bucket) -> BucketMarks | None:
         if (step := self._begin()) is None:
             return None
         return step.buckets.setdefault(bucket.index(), BucketMarks(bucket.index()))
 
-    def on_launch(self, bucket: GradientBucket) -> None:
+    def on_launch(self, bucket: Bucket) -> None:
         """Marks that packing begins."""
         if (found := self._of(bucket)) is not None:
             found.pack = self._take()
 
-    def on_launched(self, bucket: GradientBucket) -> None:
+    def on_launched(self, bucket: Bucket) -> None:
         """Marks the launch, and later the moment when the average is there."""
         if (found := self._of(bucket)) is not None:
             found.launched = self._take()
@@ -209,20 +209,20 @@ class Recorder(Observer):
         if (step := self._begin()) is not None:
             step.backward_end = self._take()
 
-    def on_wait(self, bucket: GradientBucket) -> None:
+    def on_wait(self, bucket: Bucket) -> None:
         """Marks that the main thread begins to wait."""
         # The first of two: that of a hook that has one bucket under way at a time.
         if (found := self._of(bucket)) is not None and found.wait is None:
             found.wait = self._take()
 
-    def on_waited(self, bucket: GradientBucket) -> None:
+    def on_waited(self, bucket: Bucket) -> None:
         """Marks that it need not wait any longer."""
         if (found := self._of(bucket)) is not None:
             found.unpack = self._take()
             if found.waited is None:
                 found.waited = found.unpack
 
-    def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
+    def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         """Marks that the averages are in `.grad`."""
         if (found := self._of(bucket)) is not None:
             found.unpacked = self._take()

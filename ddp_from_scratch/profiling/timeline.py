@@ -24,7 +24,7 @@ from ddp_from_scratch.profiling.record import (
 )
 from ddp_from_scratch.profiling.recorder import Recorder
 from ddp_from_scratch.profiling.text import as_text
-from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.reducer import Reducer
 
 # Averages before the first recorded step: the first lays the buckets out anew, and allocates.
 SKIP = 3

@@ -16,12 +16,12 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_from_scratch.buckets.bucket_list import BucketList
-from ddp_from_scratch.buckets.gradient_bucket import GradientBucket
-from ddp_from_scratch.buckets.observer import Observer
-from ddp_from_scratch.checks.gradient_checks import shortened
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.errors import shortened
+from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.shards.lock_step import (
     DIFFERENT_LAYERS,
     View,
@@ -48,15 +48,12 @@ class Averaging(Protocol):
         ...
 
 
-class Shards(Observer):
+class Shards(Extension):
     """The shards of this rank, and the step that they are in.
 
     Args:
         count: V, the shards of a step on all ranks together.
-        buckets: those of all parameters that are averaged.
-        norms: returns the layers that take their moments over several ranks.
         buffers: returns the module's buffers, by name.
-        process_group: the ranks that share the shards; None means all that there are at each step.
         windows: see `TreeReduction`.
 
     Attributes:
@@ -67,25 +64,18 @@ class Shards(Observer):
         inside: the shard that runs now; None between shards.
 
     Raises:
-        ValueError: a count or a module that cannot be; the text says why.
+        ValueError: a count that cannot be.
     """
 
     def __init__(
         self,
         count: int,
-        buckets: BucketList,
-        norms: Callable[[], list[_BatchNorm]],
         buffers: Callable[[], Mapping[str, torch.Tensor]],
-        process_group: dist.ProcessGroup | None,
         windows: bool,
     ) -> None:
         if count < 1 or count & (count - 1):
             raise ValueError(f"shards must be a power of two, got {count}")
-        if len(buckets.flat) < len(buckets.all):
-            raise ValueError("sparse gradients cannot be summed over shards: use sparse=False")
-        self.count, self._buckets, self._buffers = count, buckets, buffers
-        self._norms, self._windows = norms, windows
-        self._process_group = process_group
+        self.count, self._buffers, self._windows = count, buffers, windows
         self.step, self._seed = 0, 0
         self.reduction = TreeReduction(count, windows)
         # Shards of this step: those that have not ended, and those that have not begun, in order.
@@ -96,12 +86,23 @@ class Shards(Observer):
         self.in_lock_step = False
         # The buffers when the step began, and its number; until the optimizer steps.
         self._before: tuple[dict[str, torch.Tensor], int] | None = None
+
+    def attach(self, reducer: CoreReducer) -> None:
+        """Sums along the tree from now on.
+
+        Raises:
+            ValueError: a module that cannot be; the text says why.
+        """
+        if len(reducer.flat_buckets) < len(reducer.all_buckets):
+            raise ValueError("sparse gradients cannot be summed over shards: use sparse=False")
+        self._reducer, self._process_group = reducer, reducer.process_group
         self._check()
+        reducer.set_hook(self.reduction.average, reducer.process_group)
 
     def _check(self) -> None:
         self.range()
         ours = self._process_group or dist.group.WORLD
-        for layer in self._norms():
+        for layer in sync_batch_norms(self._reducer.module):
             if not isinstance(layer, SyncBatchNorm):
                 raise ValueError(
                     "torch.nn.SyncBatchNorm cannot be used with shards=V: convert the module with "
@@ -137,7 +138,7 @@ class Shards(Observer):
     def run(self, index: int, owner: Averaging) -> Iterator[None]:
         """Runs a shard inside. An exception drops the step, and goes on."""
         try:
-            if self._norms():
+            if sync_batch_norms(self._reducer.module):
                 raise RuntimeError(
                     "the module has synchronised batch norm, which takes all shards at once: use "
                     "reducer.run_shards(function) and not `with reducer.shard(i)`"
@@ -160,7 +161,7 @@ class Shards(Observer):
             raise RuntimeError(f"run_shards was called inside shard {self.inside}")
         order = self.range()
         try:
-            if not self._norms():
+            if not sync_batch_norms(self._reducer.module):
                 for index in order:
                     run(index)
                 return
@@ -188,7 +189,7 @@ class Shards(Observer):
             self.reduction.add(index, self._take_gradients())
             self._due.remove(index)
         elif self._due:
-            missing = shortened(self._buckets.missing())
+            missing = shortened(self._reducer.missing())
             raise RuntimeError(
                 f"shard {index} ended without gradients of {missing}: one backward pass "
                 f"of it must be outside of no_sync(), and parameters that it does not use need "
@@ -219,7 +220,7 @@ class Shards(Observer):
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
         found = {}
-        for index, parameter in enumerate(self._buckets.parameters):
+        for index, parameter in enumerate(self._reducer.parameters):
             if parameter.grad is not None:
                 found[index] = parameter.grad
                 parameter.grad = None
@@ -232,9 +233,13 @@ class Shards(Observer):
             for name, buffer in self._buffers().items():
                 buffer.copy_(self._before[0][name])
 
-    # As an observer -----------------------------------------------------------------------------
+    # As an extension ----------------------------------------------------------------------------
 
-    def on_launch(self, bucket: GradientBucket) -> None:
+    def may_launch(self) -> bool:
+        """False in lock step: other shards of this rank are in backward, too."""
+        return not self.in_lock_step
+
+    def on_launch(self, bucket: Bucket) -> None:
         """Raises outside of this rank's last shard, where gradients would be lost."""
         if self._due != [self.inside]:
             raise RuntimeError(

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.comm_hooks.default_hooks import Future, Later
+from ddp_from_scratch.core.bucket import Bucket, Future
+from ddp_from_scratch.core.comm_hooks import Later
 from ddp_from_scratch.group import all_gather_single, check_group, of_member
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.shards.tree import Block, PartialSums, aligned_blocks, shard_range
@@ -160,7 +160,7 @@ class TreeReduction:
         return [block for block, _ in sums]
 
     # Of messages one collective is started here, the other in `wait`. All ranks launch buckets in
-    # order of their index, and `Reducer._finish` waits for them in that order after the last launch
+    # order of their index, and `Reducer.finish` waits for them in that order after the last launch
     # (the buffers' broadcast and the agreement on used parameters lie between). So every rank
     # issues the same collectives in the same order.
     average.one_collective = True  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ class TreeReduction:
         `last` is the rank's lowest shard, which runs last: the first row, which holds it, is the
         bucket itself.
         """
-        members, sums = bucket.layout.members, PartialSums(add_gradients)
+        members, sums = bucket.members, PartialSums(add_gradients)
         for block, gradients in self._sums:
             # Out of the counter: memory is free as soon as the bucket is launched.
             taken = {index: gradients.pop(index) for index in members if index in gradients}

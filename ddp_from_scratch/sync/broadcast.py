@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.buckets.layout import Gradient, assign_buckets
-from ddp_from_scratch.buckets.memory import split_like
-from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
+from ddp_from_scratch.core.layout import assign
+from ddp_from_scratch.core.memory import sparse_parameters, split_like
 from ddp_from_scratch.group import check_group, on_gpu_of
 
 # Approximate size of a message. Large enough for the network; small enough that a rank passes one
@@ -232,7 +231,7 @@ def _pass_on(
 
 def messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Yields the tensors of each message: one dtype and device, about `_MESSAGE_BYTES` together."""
-    sizes = [Gradient(t.numel(), t.nbytes, (t.dtype, t.device)) for t in tensors]
-    for layout in assign_buckets(sizes, range(len(tensors)), [_MESSAGE_BYTES]):
-        if layout.numel:
-            yield [tensors[index] for index in layout.members]
+    sizes = [(t.nbytes, (t.dtype, t.device)) for t in tensors]
+    for members in assign(sizes, range(len(tensors)), [_MESSAGE_BYTES]):
+        if any(tensors[index].numel() for index in members):
+            yield [tensors[index] for index in members]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.group import check_group, on_gpu_of, takes_cpu_tensors
 
 # The elements of a row.
@@ -125,7 +125,7 @@ def check_sync(
         return _compare(_Held(module, optimizers, ignore), process_group, "")
 
 
-class DriftCheck(Observer):
+class DriftCheck(Extension):
     """Runs `check_sync` in every so many averages of a Reducer.
 
     It runs at the end of a synchronised backward pass, so it compares the result of the step

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.buckets.bucket_list import make_buckets
-from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
-from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
-from ddp_from_scratch.comm_hooks import default_hooks
+from ddp_from_scratch.core import comm_hooks
+from ddp_from_scratch.core.layout import assign
+from ddp_from_scratch.core.memory import sparse_parameters
 from ddp_from_scratch.group import check_group
+from ddp_from_scratch.options.views import ViewBucket
 
 NOT_LAZY = (
     "lazy_bucket_allocation=True is not supported: it frees buckets after each backward pass, and "
@@ -173,18 +173,22 @@ class DelayedReduction:
     ) -> None:
         self.process_group = process_group
         # A cap that nothing reaches: all gradients are launched at the same moment anyway.
-        self._buckets = make_buckets(parameters, range(len(parameters)), [2**62], True)
+        kinds = [(p.nbytes, (p.dtype, p.device)) for p in parameters]
+        plan = assign(kinds, range(len(parameters)), [2**62])
+        self._buckets = [ViewBucket(members, [parameters[m] for m in members]) for members in plan]
         self.hook = trigger.register_hook(self._launch)
 
     def _launch(self, gradient: torch.Tensor) -> None:
         for bucket in self._buckets:
-            for index in bucket.layout.members:
+            for index in bucket.members:
                 # No hook counts these gradients. A member marked unused contributes its `.grad`.
                 bucket.mark_unused(index)
-            bucket.launch(LaunchArgs(default_hooks.average, self.process_group))
+            bucket.pack(1.0)
+            bucket.launch(comm_hooks.average, self.process_group)
         # Waiting here would hold up the rest of backward.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         for bucket in self._buckets:
-            bucket.finish()
+            bucket.wait()
+            bucket.unpack()

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp_from_scratch.buckets.gradient_bucket import CommHook
-from ddp_from_scratch.buckets.layout import Caps
-from ddp_from_scratch.reducer.join import JoinableReducer
+from ddp_from_scratch.core.bucket import CommHook
+from ddp_from_scratch.core.layout import Caps
+from ddp_from_scratch.options.buffers import BufferHook, BufferSync
+from ddp_from_scratch.options.join import JoinableReducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
-from ddp_from_scratch.sync.buffer_sync import BufferHook, BufferSync
 from ddp_from_scratch.torch_ddp import arguments
 from ddp_from_scratch.torch_ddp import mixed_precision as precision
 from ddp_from_scratch.torch_ddp.arguments import DelayedReduction, moved
@@ -197,7 +197,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
                 # Raises before `notify`, in which this rank might wait for others for ever.
-                self.reducer.checks.before_forward()
+                self.reducer.check_forward()
             self._joinable.notify()
         # Inside join(), `notify` has called the hook already.
         if trains and not self._join_config.enable:

@@ -7,8 +7,8 @@ import torch
 from torch.func import functional_call
 
 from ddp_from_scratch import comm_hooks
-from ddp_from_scratch.buckets.gradient_bucket import CommHook
-from ddp_from_scratch.buckets.sparse_bucket import sparse_parameters
+from ddp_from_scratch.core.bucket import CommHook
+from ddp_from_scratch.core.memory import sparse_parameters
 from ddp_from_scratch.torch_ddp.arguments import moved
 
 _COMPRESSED = {

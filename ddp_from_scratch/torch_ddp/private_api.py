@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import comm_hooks
-from ddp_from_scratch.buckets.gradient_bucket import CommHook
-from ddp_from_scratch.comm_hooks.default_hooks import average
+from ddp_from_scratch.core.bucket import CommHook
+from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.group import check_group
-from ddp_from_scratch.reducer.reducer import Reducer
-from ddp_from_scratch.sync.buffer_sync import BufferHook
+from ddp_from_scratch.options.buffers import BufferHook
+from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.torch_ddp.arguments import DelayedReduction
 
 _BUILTIN = {
@@ -36,8 +36,9 @@ class WrappedReducer(Reducer):
 class CopiedReducer(WrappedReducer):
     """The Reducer of a copy, which one rank may make alone."""
 
-    def _memory_of(self) -> None:
-        """Returns None: sharing memory takes all ranks. They meet when the copy first averages."""
+    def _meets(self) -> bool:
+        """Returns False: sharing memory takes all ranks. They meet when the copy first averages."""
+        return False
 
 
 class TorchInternals:
@@ -103,7 +104,7 @@ class TorchInternals:
         """
         if dist.get_rank(new_process_group) < 0:
             return
-        self.reducer.checks.check_complete()
+        self.reducer.check_complete()
         old, self.process_group = self._group, new_process_group
         if self.delayed is not None:
             self.delayed.process_group = new_process_group
@@ -189,7 +190,7 @@ def wrapper_data(wrapper: Any, reducer: Reducer, builtin_hook: str | None) -> di
         "join_uneven_inputs": wrapper.joined_before(),
         "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
     }
-    if reducer.comm.hook is not average:
+    if reducer.comm_hook is not average:
         # torch's name of a built-in hook, in place of the name of its function here.
         data["comm_hook"] = builtin_hook or stats.comm_hook
     return data

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ddp_from_scratch.buckets.layout import AUTO
-from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.core.layout import AUTO
+from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.training.checkpoint import State
 from ddp_from_scratch.training.settings import Settings
 

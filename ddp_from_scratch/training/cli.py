@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_from_scratch.buckets.layout import AUTO
+from ddp_from_scratch.core.layout import AUTO
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training.settings import (
     COMPRESSIONS,

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import comm_hooks
-from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState, power_sgd_hook
-from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
+from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 

@@ -20,7 +20,7 @@ from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.optim.flat_optimizer import SGD
-from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.shards.tree_reduction import seed_generators
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.check_sync import check_sync

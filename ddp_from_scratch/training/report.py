@@ -18,7 +18,7 @@ from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.launch import output
 from ddp_from_scratch.profiling.text import as_text
 from ddp_from_scratch.profiling.timeline import TOO_FEW, Timeline
-from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
 
 if TYPE_CHECKING:

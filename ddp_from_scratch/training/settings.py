@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.buckets.layout import AUTO
+from ddp_from_scratch.core.layout import AUTO
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.environment import MOST_HERE
 from ddp_from_scratch.world.backends import MAX_TIMEOUT

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.autograd import fused_wgrad
-from ddp_from_scratch.buckets.memory import lies_at
+from ddp_from_scratch.core.memory import lies_at
+from ddp_from_scratch.options import fused_wgrad
 from tests.support.terms import as_large
 
 pytestmark = pytest.mark.usefixtures("alone")

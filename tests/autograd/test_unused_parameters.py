@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.autograd.graph_walk import reached
+from ddp_from_scratch.options.unused import reached
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, grads_of, mean, own, recorded
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
-from ddp_from_scratch.buckets.layout import Gradient, assign_buckets
-from ddp_from_scratch.buckets.memory import lies_at
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.memory import lies_at
+from ddp_from_scratch.options.views import ViewBucket
 
 
 def doubled(state: object, bucket: Bucket) -> torch.futures.Future:
@@ -21,9 +20,14 @@ def doubled(state: object, bucket: Bucket) -> torch.futures.Future:
 
 
 def make(*parameters: nn.Parameter, as_view: bool = True) -> Bucket:
-    sizes = [Gradient(p.numel(), p.nbytes, p.dtype) for p in parameters]
-    (layout,) = assign_buckets(sizes, range(len(parameters)), [2**62])
-    return Bucket(layout, parameters, as_view)
+    return (ViewBucket if as_view else Bucket)(range(len(parameters)), parameters)
+
+
+def average(bucket: Bucket, hook, state=None) -> None:
+    bucket.pack(1.0)
+    bucket.launch(hook, state)
+    bucket.wait()
+    bucket.unpack()
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -60,24 +64,22 @@ def test_views_lie_in_the_buffer_with_the_strides_of_a_dense_parameter(name):
 @pytest.mark.parametrize("small", [0, 2**15], ids=["large", "small"])
 def test_gradients_are_copied_once_alone_or_together_and_never_again(monkeypatch, small):
     """Alone as each arrives, or small ones together; no more once `.grad` lies in the bucket."""
-    monkeypatch.setattr("ddp_from_scratch.buckets.packing._SMALL", small)
+    monkeypatch.setattr("ddp_from_scratch.core.bucket._SMALL", small)
     p = parameter(2)
     bucket = make(p)
     p.backward(torch.tensor([2.0, 3.0]))
+    assert bucket.packs_early is not bool(small)
     if not small:
-        bucket.early.pack_one(0, 0.5)
-    assert bucket.mark_ready(0)
+        bucket.pack_one(0, 0.5)
     assert p.grad.tolist() == [2, 3] if small else p.grad is None
     assert small or bucket.buffer().tolist() == [1, 1.5]
-    bucket.launch(LaunchArgs(doubled, None))
-    bucket.finish()
+    average(bucket, doubled)
     assert p.grad.tolist() == ([4, 6] if small else [2, 3])
     monkeypatch.setattr(torch, "_foreach_copy_", None)
     p.grad.zero_()
     p.backward(torch.tensor([1.0, 5.0]))
     assert lies_at(p.grad, bucket.views[0])  # autograd accumulated in place
-    bucket.launch(LaunchArgs(doubled, None))
-    bucket.finish()
+    average(bucket, doubled)
     assert p.grad.tolist() == [2, 10]
 
 
@@ -101,8 +103,7 @@ def test_a_hook_sees_gradients_and_parameters_and_may_replace_the_buffer(as_view
         weight.grad = bias.grad = None
         weight.backward(torch.arange(4.0).view(2, 2))
         bias.backward(torch.arange(10.0, 13.0))
-        bucket.launch(LaunchArgs(hook, "state"))
-        bucket.finish()
+        average(bucket, hook, "state")
         assert bias.grad.tolist() == [14, 14, 14]
         assert bias.grad.dtype == torch.float32
     assert seen == [[[0, 1], [2, 3]], [10, 11, 12]] * 2

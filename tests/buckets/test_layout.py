@@ -7,8 +7,10 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from ddp_from_scratch.buckets.layout import BucketLayout, Gradient, assign_buckets, bucket_caps
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.layout import assign, bucket_caps
 
 MB = 2**20
 
@@ -48,24 +50,19 @@ LAYOUTS = {
     ("sizes", "keys", "order", "caps", "expected"), LAYOUTS.values(), ids=LAYOUTS
 )
 def test_members(sizes, keys, order, caps, expected):
-    gradients = [Gradient(size // 4, size, key) for size, key in zip(sizes, keys, strict=True)]
-    found = assign_buckets(gradients, range(len(sizes)) if order is None else order, caps)
-    assert [layout.members for layout in found] == expected
+    gradients = list(zip(sizes, keys, strict=True))
+    assert assign(gradients, range(len(sizes)) if order is None else order, caps) == expected
 
 
 def test_offsets_are_in_elements_and_without_gaps():
-    gradients = [Gradient(size // 4, size, "f") for size in (40, 8, 12)]
-    (layout,) = assign_buckets(gradients, [1, 0, 2], [100, 100])
-    assert layout == BucketLayout(members=(1, 0, 2), offsets=(0, 2, 12), numel=15)
+    bucket = Bucket([1, 0, 2], [nn.Parameter(torch.zeros(numel)) for numel in (2, 10, 3)])
+    assert (bucket.offsets, bucket.buffer().numel()) == ((0, 2, 12), 15)
 
 
 def test_what_is_no_layout_is_refused():
     for order in ([0, 1], [0, 1, 1], [0, 1, 3], [0, 1, 2, 2], []):
         with pytest.raises(ValueError, match="each of the 3 gradients exactly once, got"):
-            assign_buckets([Gradient(1, 4, "f")] * 3, order, [8])
-    for members in ((), (0,)):
-        with pytest.raises(ValueError, match=f"got {len(members)} members and 0 offsets"):
-            BucketLayout(members, (), 0)
+            assign([(4, "f")] * 3, order, [8])
 
 
 def test_as_torch_assigns_them():
@@ -77,5 +74,5 @@ def test_as_torch_assigns_them():
         caps = [draw.randrange(1, 300 + 300 * k) for k in range(draw.randrange(1, 5))]
         tensors = [torch.empty(sizes[index] // 4) for index in order]
         theirs, _ = dist._compute_bucket_assignment_by_size(tensors, caps, [], order)
-        ours = assign_buckets([Gradient(size // 4, size, "f") for size in sizes], order, caps)
-        assert [list(layout.members) for layout in ours] == theirs
+        ours = assign([(size, "f") for size in sizes], order, caps)
+        assert [list(members) for members in ours] == theirs

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ddp_from_scratch.buckets import memory
+from ddp_from_scratch.core import memory
 
 
 @pytest.mark.skipif(memory._libc is None, reason="this system has none")

@@ -1,29 +1,11 @@
 """Parameters that a forward pass writes to: noticed where ranks part, and let alone where not."""
 
+import pytest
 import torch
 from torch import nn
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.checks.module_snapshot import ForwardWrites
-
-
-def test_a_write_is_named_unless_the_pass_was_broken_off():
-    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
-    writes = ForwardWrites({"a": a, "b": b})
-    assert writes.on_exit() == []
-    writes.on_enter(True)
-    assert writes.on_exit() == []
-    for _ in range(2):
-        writes.on_enter(True)
-        b.add_(1)
-        assert writes.on_exit() == ["b"]
-    assert writes.names == ["b"]
-    writes = ForwardWrites({"b": b})
-    writes.on_enter(True)  # and an exception
-    b.add_(1)  # a step
-    writes.on_enter(False)  # an evaluation
-    assert writes.on_exit() == []
-    assert writes.names == []
+from tests.support.on_ranks import on
 
 
 class Writes(nn.Module):
@@ -41,6 +23,28 @@ class Writes(nn.Module):
             if self.first <= self.passes <= self.last:
                 self.write(self, x)
         return self.linear(x)
+
+
+def broken(model, x):
+    model.mean.add_(1)
+    raise ZeroDivisionError
+
+
+@on("gloo-2")
+def test_a_write_is_named_unless_the_pass_was_broken_off(world):
+    model = Writes(broken, first=2, last=2)
+    Reducer(model)
+    model(torch.ones(3)).sum().backward()
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(3))
+    model.linear.weight.data.add_(0)  # a step
+    with torch.no_grad():
+        model.mean.add_(1)
+        model(torch.ones(3))  # an evaluation
+    model(torch.ones(3)).sum().backward()
+    model.write, model.first, model.last = alike, 1, 100
+    with pytest.raises(RuntimeError, match=r"has written to mean, linear.weight, which"):
+        model(torch.ones(3))
 
 
 def alike(model, x):

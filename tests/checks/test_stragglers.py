@@ -16,8 +16,8 @@ import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.checks import straggler_watch
 from ddp_from_scratch.checks.straggler_report import PHASES, compare
-from ddp_from_scratch.comm_hooks import power_sgd
-from ddp_from_scratch.sync.gradient_weight import GradientWeight
+from ddp_from_scratch.options import power_sgd
+from ddp_from_scratch.options.weight import GradientWeight
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES
 from tests.support.tiers import slow

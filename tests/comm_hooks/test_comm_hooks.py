@@ -19,10 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.functional import mse_loss
 
 from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks, convert_sync_batchnorm
-from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.buckets.gradient_bucket import LaunchArgs
-from ddp_from_scratch.buckets.layout import BucketLayout
-from ddp_from_scratch.comm_hooks.default_hooks import Later
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.comm_hooks import Later
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, mean, own
 from tests.support.tiers import slow
@@ -39,9 +37,11 @@ OURS = {
 def averaged(values: torch.Tensor, hook) -> torch.Tensor:
     parameter = nn.Parameter(torch.zeros_like(values))
     parameter.grad = values
-    bucket = Bucket(BucketLayout((0,), (0,), values.numel()), [parameter], False)
-    bucket.launch(LaunchArgs(hook, None))
-    bucket.finish()
+    bucket = Bucket([0], [parameter])
+    bucket.pack(1.0)
+    bucket.launch(hook, None)
+    bucket.wait()
+    bucket.unpack()
     return parameter.grad
 
 

@@ -97,7 +97,7 @@ def kernels_of_packing(world):
         device.clear()
         images = torch.randn(2, 8, 4, 4).to("cuda").contiguous(memory_format=torch.channels_last)
         module(images).sum().backward()
-    found = [o.name for o in device.OPERATIONS if o.place.startswith("buckets/packing.py")]
+    found = [o.name for o in device.OPERATIONS if o.place.startswith("core/bucket.py")]
     reducer.remove()
     return found
 

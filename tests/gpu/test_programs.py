@@ -186,55 +186,52 @@ def launch_before_packing(patch):
 
 
 def unpack_before_the_average(patch):
-    from ddp_from_scratch.buckets.bucket import Bucket, BucketState
+    from ddp_from_scratch.core.bucket import Bucket, BucketState
 
     patch.setattr(Bucket, "wait", lambda self: setattr(self, "state", BucketState.LANDED))
 
 
 def hook_is_not_awaited(patch):
-    from ddp_from_scratch.buckets.bucket import Bucket
+    from ddp_from_scratch.core.bucket import Bucket
 
-    call = Bucket._call
+    launch = Bucket.launch
 
-    def without(self, args):
-        call(self, args)
+    def without(self, *arguments):
+        launch(self, *arguments)
         self._launched = None
-        done = torch.futures.Future()
-        done.set_result(self.buffer())
-        return done
+        self._future = torch.futures.Future()
+        self._future.set_result(self.buffer())
 
-    patch.setattr(Bucket, "_call", without)
+    patch.setattr(Bucket, "launch", without)
 
 
 def only_the_future_is_awaited(patch):
-    from ddp_from_scratch.buckets.bucket import Bucket
+    from ddp_from_scratch.core.bucket import Bucket
 
-    call = Bucket._call
+    launch = Bucket.launch
 
-    def without(self, args):
-        future = call(self, args)
+    def without(self, *arguments):
+        launch(self, *arguments)
         self._launched = None
-        return future
 
-    patch.setattr(Bucket, "_call", without)
+    patch.setattr(Bucket, "launch", without)
 
 
 def event_is_recorded_before_the_launch(patch):
-    from ddp_from_scratch.buckets.bucket import Bucket
+    from ddp_from_scratch.core.bucket import Bucket
 
-    call = Bucket._call
+    launch = Bucket.launch
 
-    def early(self, args):
+    def early(self, *arguments):
         before = torch.accelerator.current_stream().record_event()
-        future = call(self, args)
+        launch(self, *arguments)
         self._launched = before
-        return future
 
-    patch.setattr(Bucket, "_call", early)
+    patch.setattr(Bucket, "launch", early)
 
 
-def no_wait_in(file):
-    """Collectives that a file of the library launches are not awaited."""
+def no_wait_in(file, function=""):
+    """Collectives that a file, or a function, of the library launches are not awaited."""
 
     def mutate(patch):
         from tests.support.simgpu.nccl import SimWork
@@ -242,8 +239,9 @@ def no_wait_in(file):
         wait = SimWork.wait
 
         def forgetful(self, timeout=None):
-            called = (frame.f_code.co_filename for frame, _ in walk_stack(None))
-            return any(name.endswith(file) for name in called) or wait(self, timeout)
+            called = [frame.f_code for frame, _ in walk_stack(None)]
+            forgets = (c.co_filename.endswith(file) and function in c.co_name for c in called)
+            return any(forgets) or wait(self, timeout)
 
         patch.setattr(SimWork, "wait", forgetful)
 
@@ -258,12 +256,12 @@ MISTAKES = {
     "a hook's kernels are not awaited": (hook_is_not_awaited, "future made by hand"),
     "a hook's stream is not awaited": (only_the_future_is_awaited, "future made by hand"),
     "an event before the launch": (event_is_recorded_before_the_launch, "future made by hand"),
-    "no wait for rows": (no_wait_in("buckets/sparse_bucket.py"), "sparse"),
-    "no wait for P": (no_wait_in("comm_hooks/power_sgd.py"), "PowerSGD"),
-    "no wait for buffers": (no_wait_in("sync/buffer_sync.py"), "buffers"),
+    "no wait for rows": (no_wait_in("options/sparse.py"), "sparse"),
+    "no wait for P": (no_wait_in("options/power_sgd.py"), "PowerSGD"),
+    "no wait for buffers": (no_wait_in("options/buffers.py"), "buffers"),
     "no wait for statistics": (no_wait_in("sync/sync_batch_norm.py"), "sync batch norm"),
-    "no wait for the order": (no_wait_in("autograd/ready_order.py"), "copies"),
-    "no wait for what is used": (no_wait_in("autograd/used_parameters.py"), "unused"),
+    "no wait for the order": (no_wait_in("core/reducer.py", "_agree_on_order"), "copies"),
+    "no wait for what is used": (no_wait_in("options/unused.py"), "unused"),
     "no wait for checksums": (no_wait_in("sync/check_sync.py"), "check sync"),
     "no wait for rank 0's parameters": (no_wait_in("sync/broadcast.py"), "start"),
 }

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import SGD, AdamW, Reducer
-from ddp_from_scratch.buckets.gradient_bucket import BucketState
+from ddp_from_scratch.core.bucket import BucketState
 from ddp_from_scratch.optim.flat_params import FlatParams
 from ddp_from_scratch.optim.update_rules import AdamRule, SGDRule, UpdateRule
 from tests.support.on_ranks import on
@@ -119,7 +119,7 @@ def test_one_call_per_bucket(monkeypatch, options, rule, widths):
     assert 1 < len(buckets) < len(list(pair.ours.parameters()))
     assert len(sizes) == len(buckets)
     if widths[0] == 16:
-        assert sizes == [[bucket.layout.numel] for bucket in buckets]
+        assert sizes == [[bucket.flat.numel()] for bucket in buckets]
     for bucket in buckets:
         assert len({p.untyped_storage().data_ptr() for p in bucket.parameters()}) == 1
 

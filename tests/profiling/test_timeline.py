@@ -14,10 +14,10 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.errors import PeerError
+from ddp_from_scratch.options import tuning as bucket_tuning
 from ddp_from_scratch.profiling import clocks
 from ddp_from_scratch.profiling import timeline as module
 from ddp_from_scratch.profiling.timeline import Timeline
-from ddp_from_scratch.reducer import bucket_tuning
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, own
 from tests.support.tiers import slow

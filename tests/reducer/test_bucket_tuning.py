@@ -18,8 +18,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.reducer import bucket_tuning
-from ddp_from_scratch.reducer.bucket_tuning import Candidate, Trial, candidates, choose, trials
+from ddp_from_scratch.options import tuning as bucket_tuning
+from ddp_from_scratch.options.tuning import (
+    BucketTuning,
+    Candidate,
+    Trial,
+    candidates,
+    choose,
+    trials,
+)
 from ddp_from_scratch.training import bucket_choice
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.report import Report
@@ -83,7 +90,7 @@ def clock_of(cost: Cost) -> Iterator[Callable[..., Any]]:
 
     def clock(device: torch.device) -> float:
         nonlocal now
-        now += cost(timed[0]._tuning.present)
+        now += cost(timed[0].extension(BucketTuning).present)
         return now
 
     def make(*arguments: Any, kind: Any = Reducer, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.comm_hooks.power_sgd import PowerSGDState
+from ddp_from_scratch.options.power_sgd import PowerSGDState
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, own
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.reducer import launch_order
+from ddp_from_scratch.options import several
 
 STALL_WATCH = "ddp stall watch"
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM]
@@ -88,7 +88,7 @@ def unchanged() -> Iterator[None]:
     before = _state()
     yield
     # An error that torch keeps in C++ keeps the Reducer that raised it.
-    for reducer in launch_order.living():
+    for reducer in several.living():
         reducer.remove()
     for group in tuple(dist.distributed_c10d._world.pg_names):  # on all ranks in the same order
         if group not in opened:

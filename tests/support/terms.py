@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch.autograd import fused_wgrad
-from ddp_from_scratch.buckets import packing
+from ddp_from_scratch.core import bucket
+from ddp_from_scratch.options import fused_wgrad
 
 BYTES = 2**-20  # in bucket_cap_mb
 
@@ -70,7 +70,7 @@ def recorded(name: str, owner: Any = dist) -> Iterator[list[int]]:
 @contextmanager
 def as_large() -> Iterator[None]:
     """Gradients and layers are treated as large ones are, whatever their size."""
-    with patch.object(packing, "_SMALL", 0), patch.object(fused_wgrad, "_WORTH", 0):
+    with patch.object(bucket, "_SMALL", 0), patch.object(fused_wgrad, "_WORTH", 0):
         yield
 
 

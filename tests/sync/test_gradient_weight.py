@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.group import gloo_beside, takes_cpu_tensors
-from ddp_from_scratch.sync.gradient_weight import GradientWeight
+from ddp_from_scratch.options.weight import GradientWeight
 from tests.support.terms import Terms
 from tests.support.tiers import slow
 

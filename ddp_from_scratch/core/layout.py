@@ -14,8 +14,6 @@ bucket is closed as soon as its size reaches the cap.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final, Literal, TypeAlias
 
 # As in torch's DDP. The first bucket is small, so that the first all-reduce starts early.
@@ -26,43 +24,6 @@ AUTO: Final = "auto"
 Caps: TypeAlias = float | Sequence[float] | Literal["auto"] | None
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """The size of one gradient, and the kind of bucket it needs.
-
-    Attributes:
-        numel: number of elements.
-        nbytes: size in bytes.
-        key: gradients with equal keys may share a bucket. Usually (dtype, device).
-    """
-
-    numel: int
-    nbytes: int
-    key: Hashable
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """The gradients of one bucket and their offsets.
-
-    Attributes:
-        members: indices of the parameters, in the order in which they lie in the buffer.
-        offsets: `offsets[i]` is the element at which the gradient of `members[i]` begins.
-        numel: number of elements of the whole buffer.
-    """
-
-    members: tuple[int, ...]
-    offsets: tuple[int, ...]
-    numel: int
-
-    def __post_init__(self) -> None:
-        if not self.members or len(self.members) != len(self.offsets):
-            raise ValueError(
-                f"a bucket needs one offset per member and at least one member, "
-                f"got {len(self.members)} members and {len(self.offsets)} offsets"
-            )
-
-
 def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     """Converts `bucket_cap_mb` to caps in bytes; the last one is that of all later buckets.
 
@@ -70,7 +31,7 @@ def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
         bucket_cap_mb: cap in MiB. 0 puts every gradient into a bucket of its own, `inf` puts all
             into one. A sequence gives the first bucket's cap, the second's, and so on. None means 1
             MiB for the first bucket and 25 MiB for the others, as in torch's DDP. "auto" begins
-            with the same (`bucket_tuning.py`).
+            with the same (`options/tuning.py`).
 
     Raises:
         ValueError: a cap is negative or not a number, the sequence is empty, or the string is not
@@ -90,21 +51,20 @@ def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     return tuple(int(min(cap * 2**20, 2**62)) for cap in caps)
 
 
-def assign_buckets(
-    gradients: Sequence[Gradient],
-    order: Iterable[int],
-    caps: Sequence[int],
-) -> list[BucketLayout]:
+def assign(
+    gradients: Sequence[tuple[int, Hashable]], order: Iterable[int], caps: Sequence[int]
+) -> list[tuple[int, ...]]:
     """Distributes gradients over buckets, in the order in which they are expected to be ready.
 
     Args:
-        gradients: all gradients; an index into this sequence stands for one.
+        gradients: the size in bytes and the key of each; gradients of one key may share a bucket.
         order: every index once, the first ready gradient first.
         caps: size in bytes at which the first bucket of each key is closed, the second, and so on;
             the last one holds for all later buckets.
 
     Returns:
-        The buckets in the order in which they fill up, which is also the order of launch.
+        The members of each bucket, in the order in which they lie in it. The buckets are in the
+        order in which they fill up, which is also the order of launch.
 
     Raises:
         ValueError: `order` does not hold every index exactly once.
@@ -119,9 +79,9 @@ def assign_buckets(
     closed: dict[Hashable, int] = {}
     filled: list[list[int]] = []
     for index in order:
-        key = gradients[index].key
+        nbytes, key = gradients[index]
         open_members.setdefault(key, []).append(index)
-        open_bytes[key] = open_bytes.get(key, 0) + gradients[index].nbytes
+        open_bytes[key] = open_bytes.get(key, 0) + nbytes
         if open_bytes[key] >= caps[min(closed.get(key, 0), len(caps) - 1)]:
             filled.append(open_members.pop(key))
             open_bytes[key] = 0
@@ -131,10 +91,4 @@ def assign_buckets(
     turn = {index: position for position, index in enumerate(order)}
     filled.extend(open_members.values())
     filled.sort(key=lambda members: turn[members[-1]])
-    return [_layout(members, gradients) for members in filled]
-
-
-def _layout(members: list[int], gradients: Sequence[Gradient]) -> BucketLayout:
-    sizes = (gradients[index].numel for index in members)
-    *offsets, end = accumulate(sizes, initial=0)
-    return BucketLayout(tuple(members), tuple(offsets), end)
+    return [tuple(members) for members in filled]

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
-from ddp_from_scratch.buckets.memory import split_like
-from ddp_from_scratch.buckets.observer import Observer
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.memory import split_like
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import check_buffers, messages, send_tensors
 from ddp_from_scratch.waiting import wait
@@ -35,7 +35,7 @@ class _Message(NamedTuple):
     work: dist.Work
 
 
-class BufferSync(Observer):
+class BufferSync(Extension):
     """Gives all ranks one rank's buffers at the end of each synchronised backward pass.
 
     Buffers are launched behind the last bucket, and written when every bucket has landed. With a

@@ -1,12 +1,14 @@
-"""Memory for buckets: one flat tensor for all gradients of a dtype on a device."""
+"""Memory of the buckets: one flat tensor for all gradients of a dtype on a device."""
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+
+from ddp_from_scratch.core.layout import assign
 
 Memory: TypeAlias = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
@@ -16,6 +18,40 @@ ALIGNMENT = 64
 
 _HUGE_PAGE = 2**21  # bytes
 _libc = ctypes.CDLL(None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+
+
+class FlatMemory:
+    """The memory of the flat buckets, and each parameter's shape in it.
+
+    Args:
+        parameters: those whose gradients lie in flat buckets; an index stands for one.
+        memory_of: the group whose backend may offer the memory (`allocate`); None means none.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], memory_of: dist.ProcessGroup | None
+    ) -> None:
+        self._gradients = [(p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters]
+        self._numels = [parameter.numel() for parameter in parameters]
+        # Fixed now, while all ranks hold the same strides: one rank may transpose a parameter
+        # later, and its bucket must still be laid out as on the others.
+        self.strides = [dense_strides(parameter) for parameter in parameters]
+        # Allocated once, whatever the layout: with shared memory this is collective.
+        self._memory = allocate(parameters, memory_of)
+
+    def plan(self, order: Iterable[int], caps: Sequence[int]) -> list[tuple[int, ...]]:
+        """Returns the members of the buckets; see `assign`."""
+        return assign(self._gradients, order, caps)
+
+    def cut(self, plan: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Returns the buffer of each of these buckets; they lie one behind the other."""
+        ends, buffers = dict.fromkeys(self._memory, 0), []
+        for members in plan:
+            _, key = self._gradients[members[0]]
+            numel = sum(self._numels[member] for member in members)
+            buffers.append(self._memory[key][ends[key] : ends[key] + numel])
+            ends[key] += -(-numel // ALIGNMENT) * ALIGNMENT
+        return buffers
 
 
 def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> Memory:
@@ -54,6 +90,15 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def sparse_parameters(module: torch.nn.Module) -> set[int]:
+    """Returns the ids of the parameters that a layer declares to have sparse gradients."""
+    return {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
+    }
+
+
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     """Returns the strides that a gradient of this parameter has in a bucket."""
     # Autograd gives a gradient the strides of its parameter. With the same strides in the bucket no
@@ -62,13 +107,6 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     dense = parameter.is_contiguous() or parameter.permute(order).is_contiguous()
     return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
-
-
-def window(
-    buffer: torch.Tensor, offset: int, parameter: torch.Tensor, strides: tuple[int, ...]
-) -> torch.Tensor:
-    """Returns the part of `buffer` from `offset` on, in the parameter's shape and these strides."""
-    return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
 
 
 def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.buckets.bucket import Bucket
-from ddp_from_scratch.buckets.memory import split_like
-from ddp_from_scratch.comm_hooks.default_hooks import Future, Later, allreduce_hook
+from ddp_from_scratch.core.bucket import Bucket, Future
+from ddp_from_scratch.core.comm_hooks import Later, allreduce_hook
+from ddp_from_scratch.core.memory import split_like
 from ddp_from_scratch.group import check_group, of_member
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 

@@ -21,13 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.autograd.ready_order import ReadyOrder
-from ddp_from_scratch.buckets.bucket_list import BucketList
-from ddp_from_scratch.buckets.gradient_bucket import CommHook
-from ddp_from_scratch.buckets.layout import BUCKET_CAP_MB, FIRST_BUCKET_CAP_MB, bucket_caps
-from ddp_from_scratch.buckets.observer import Observer
-from ddp_from_scratch.comm_hooks import default_hooks
-from ddp_from_scratch.reducer.comm_state import CommState
+from ddp_from_scratch.core import comm_hooks
+from ddp_from_scratch.core.bucket import CommHook
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.layout import BUCKET_CAP_MB, FIRST_BUCKET_CAP_MB, bucket_caps
+from ddp_from_scratch.core.reducer import CoreReducer
 
 DEFAULT = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
 # In the order of preference, if they cost the same.
@@ -126,33 +124,23 @@ def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
     return min(filter(as_good, medians), key=lambda candidate: not candidate.overlap)
 
 
-class BucketTuning(Observer):
+class BucketTuning(Extension):
     """Tries buckets of several sizes in the first averages, and keeps the fastest.
-
-    Args:
-        buckets: laid out as each candidate requires.
-        comm: launches early or late, as each candidate requires.
-        order: the order in which gradients become ready.
 
     Attributes:
         present: the candidate of the next average.
         settled: True once `present` is final.
     """
 
-    def __init__(
-        self,
-        buckets: BucketList,
-        comm: CommState,
-        order: ReadyOrder,
-        process_group: dist.ProcessGroup | None,
-    ) -> None:
+    def attach(self, reducer: CoreReducer) -> None:
+        """Begins with the default layout."""
         self.settled = False
-        self.present = Candidate(DEFAULT, comm.overlap)
-        self._buckets, self._comm, self._order = buckets, comm, order
+        self.present = Candidate(DEFAULT, reducer.overlap)
+        self._reducer = reducer
         # The order that the present layout was made for. A new order means new buckets, made by the
         # Reducer.
-        self._known_order = order.final
-        self._overlap, self._process_group = comm.overlap, process_group
+        self._known_order = reducer.ready_order
+        self._overlap = reducer.overlap
         # Trials still to come; None until the first average has ended. The plan depends on no
         # clock, so all ranks lay out the same buckets at the end of the same average.
         self._ahead: list[Trial] | None = None
@@ -166,12 +154,12 @@ class BucketTuning(Observer):
         if self.settled:
             return
         # The Reducer has just laid out the buckets again, so the time of this step is of no use.
-        if self._order.final is not self._known_order:
-            self._known_order = self._order.final
+        if self._reducer.ready_order is not self._known_order:
+            self._known_order = self._reducer.ready_order
             return
-        now, order = clock(self._buckets.parameters[0].device), self._order.present()
+        now, order = clock(self._reducer.device), self._reducer.present_order()
         if self._ahead is None:
-            layouts = {cap: self._buckets.planned(order, bucket_caps(cap)) for cap in CAPS}
+            layouts = {cap: self._reducer.plan(order, bucket_caps(cap)) for cap in CAPS}
             groups = candidates(layouts, self._overlap)
             self._times = {candidate: [] for group in groups for candidate in group}
             self._ahead = trials(groups)
@@ -188,7 +176,7 @@ class BucketTuning(Observer):
         """Raises if `hook` may not be used while buckets are still laid out in different ways."""
         # A hook that remembers a bucket by its index (torch's PowerSGD does) would take it for
         # another. The hooks of this package remember parameters.
-        if not self.settled and not default_hooks.is_ours(hook):
+        if not self.settled and not comm_hooks.is_ours(hook):
             raise RuntimeError(
                 f'bucket_cap_mb="auto" has not settled, and the comm hook {hook!r} may remember '
                 f"buckets by their index, which it lays out anew: give bucket_cap_mb a number"
@@ -196,19 +184,19 @@ class BucketTuning(Observer):
 
     def _settle(self, order: Sequence[str]) -> None:
         if len(self._times) > 1:
-            device = self._buckets.parameters[0].device
+            device = self._reducer.device
             times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
             # The longest time over ranks is the step's time. From the same times every rank makes
             # the same choice.
-            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._process_group)
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._reducer.process_group)
             self._times = dict(zip(self._times, times.tolist(), strict=True))
             self._apply(choose(self._times), order)
         self.settled = True
 
     def _apply(self, candidate: Candidate, order: Sequence[str]) -> None:
         if candidate.bucket_cap_mb != self.present.bucket_cap_mb:
-            self._buckets.lay_out(order, bucket_caps(candidate.bucket_cap_mb))
-        self._comm.set_overlap(candidate.overlap)
+            self._reducer.lay_out(order, bucket_caps(candidate.bucket_cap_mb))
+        self._reducer.overlap = candidate.overlap
         self.present = candidate
 
 

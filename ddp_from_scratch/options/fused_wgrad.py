@@ -9,14 +9,16 @@ the gradient. Megatron-LM fuses weight gradients in the same way ("gradient_accu
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch.nn import Embedding, Linear, functional
 
-# Returns the window of a parameter's gradient, by index; None where it must not be written to.
-Claim = Callable[[int], torch.Tensor | None]
+from ddp_from_scratch.core.bucket import BucketState
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.reducer import CoreReducer
+
 Layer = Linear | Embedding
 
 # Elements of a weight from which on a linear layer is fused; an embedding from so many times more.
@@ -24,11 +26,11 @@ Layer = Linear | Embedding
 _WORTH, _EMBEDDING = 2**16, 4
 
 
-class FusedWgrad:
+class FusedWgrad(Extension):
     """Linear and embedding layers whose backward passes write into the buckets.
 
     Layers with a weight of at least 65,536 elements (an embedding's: 262,144) of which the Reducer
-    has the gradient; of their gradients those that are packed one by one (`Packing.one_by_one`).
+    has the gradient; of their gradients those that are packed one by one (`Bucket.packs_early`).
     Their `forward` is replaced; copies of a layer have torch's.
 
     A large embedding saves most: for it autograd fills new memory with zeros, and packing copies
@@ -42,19 +44,18 @@ class FusedWgrad:
     that is not the Reducer's; for a gradient, a second one of its parameter, or a `.grad` that is
     there already.
 
-    Args:
-        module: owner of the layers.
-        index_of: the index of each parameter, by its id.
-        claim: asked once for each gradient, during backward.
+    Needs the extension `Views`, and all parameters on a CPU.
     """
 
-    def __init__(self, module: torch.nn.Module, index_of: Mapping[int, int], claim: Claim) -> None:
-        self._index_of, self._claim = index_of, claim
+    def attach(self, reducer: CoreReducer) -> None:
+        """Replaces the forward of the layers."""
+        self._reducer: CoreReducer | None = reducer
+        self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Claimed and not arrived yet: a second gradient of the parameter must not overwrite it.
         self._claimed: set[int] = set()
         self._layers: list[Layer] = []
-        for layer in module.modules():
-            if _is_plain(layer) and id(layer.weight) in index_of:
+        for layer in reducer.module.modules():
+            if _is_plain(layer) and id(layer.weight) in self._index_of:
                 layer.forward = _Forward(layer, self)  # type: ignore[method-assign]
                 self._layers.append(layer)
 
@@ -71,7 +72,12 @@ class FusedWgrad:
         """
         if index is None or index in self._claimed or not _will_run(accumulation):
             return None
-        window = self._claim(index)
+        if self._reducer is None:  # a graph that has outlived it
+            return None
+        bucket = self._reducer.bucket_of[index]
+        if bucket.state is not BucketState.FILLING or index not in bucket.missing:
+            return None
+        window = bucket.claim(index) if bucket.packs_early else None
         if window is not None:
             self._claimed.add(index)
         return window
@@ -80,7 +86,7 @@ class FusedWgrad:
         """Notes that the gradient of this parameter is in `.grad`."""
         self._claimed.discard(index)
 
-    def before_forward(self) -> None:
+    def on_forward(self) -> None:
         """Forgets the claims of a pass that an exception has ended."""
         # Not inside of a backward pass, where checkpointed layers run forward again.
         if self._claimed and torch._C._current_graph_task_id() == -1:
@@ -89,14 +95,10 @@ class FusedWgrad:
     def remove(self) -> None:
         """Gives the layers their own forward back. Idempotent."""
         # Graphs that are still alive get no window any more.
-        self._claim = _no_window
+        self._reducer = None
         for layer in self._layers:
             vars(layer).pop("forward", None)
         self._layers.clear()
-
-
-def _no_window(index: int) -> None:
-    return None
 
 
 def _is_plain(layer: Any) -> TypeGuard[Layer]:

@@ -8,34 +8,22 @@ cannot be all-reduced. Instead every rank gathers all rows, and adds up equal on
     rank 1   rows 1 3 5 9             1 3 5 9                    each row: sum / 2
 """
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.buckets.gradient_bucket import BucketState, LaunchArgs
-from ddp_from_scratch.buckets.layout import BucketLayout
+from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.group import of_member
 
 # Kinds of gradient, as ranks exchange them. A sparse one's kind is its number of sparse dimensions.
 _NONE, _DENSE = 0, -1
 
 
-def sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """Returns the ids of the parameters that a layer declares to have sparse gradients."""
-    return {
-        id(layer.weight)
-        for layer in module.modules()
-        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
-    }
+class SparseBucket(Bucket):
+    """A bucket of one parameter, without a flat buffer.
 
-
-class SparseBucket:
-    """A `GradientBucket` of one parameter, without a flat buffer.
-
-    - ready: `mark_ready` or `mark_unused`, as for `Bucket`.
     - launch: all ranks exchange the kind of their gradient and its number of rows, asynchronously.
       No comm hook is called: hooks are for flat buffers.
     - wait: a second collective gathers the rows.
@@ -46,83 +34,65 @@ class SparseBucket:
     averaged as a dense one.
 
     Args:
-        member: the index of the parameter.
-        name: the parameter's name, for errors.
+        members, parameters: the one index, and its parameter.
         index: the bucket's place in the order of launch.
+        process_group: the ranks that take part; None means all.
+        name, label: the parameter's name, for errors; for torch.profiler.
     """
 
     is_sparse = True
-    early = None
+    keeps_no_graph = "sparse"
 
     def __init__(
         self,
-        member: int,
-        name: str,
-        parameter: torch.nn.Parameter,
+        members: Sequence[int],
+        parameters: Sequence[torch.nn.Parameter],
         index: int,
         process_group: dist.ProcessGroup | None,
+        name: str,
+        label: str,
     ) -> None:
-        self.layout = BucketLayout((member,), (0,), parameter.numel())
-        self._name, self._parameter, self._index = name, parameter, index
+        self.members, self._parameters = tuple(members), list(parameters)
+        (self._parameter,) = parameters
+        self.name, self.label, self._index = name, label, index
         self._process_group = process_group
-        self.missing = {member}
-        self.state = BucketState.FILLING
+        self.missing, self.unused = set(self.members), set[int]()
+        self.state, self.divided = BucketState.FILLING, True
         self._work: dist.Work | None = None
         # This rank's part, divided by the world size: (indices, values) of a sparse gradient,
         # (gradient,) of a dense one, () of none.
         self._mine: tuple[torch.Tensor, ...] = ()
+        self._kind_and_rows = _NONE, 0
         self._kinds: list[torch.Tensor] = []
         # None until LANDED.
         self._average: torch.Tensor | None = None
 
-    def index(self) -> int:
-        """Returns its place in the order of launch."""
-        return self._index
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Returns the one parameter."""
-        return [self._parameter]
-
-    # Ready --------------------------------------------------------------------------------------
-
-    @property
-    def begun(self) -> bool:
-        """True if its gradient has been marked ready or unused."""
-        return not self.missing
-
-    def mark_ready(self, index: int) -> bool:
-        """Marks its one gradient ready. Idempotent."""
-        self.missing.discard(index)
-        return True
-
-    def mark_unused(self, index: int) -> None:
-        """Marks it as unused: it contributes the `.grad` of earlier passes, if any."""
-        self.missing.discard(index)
-
-    # Launch -------------------------------------------------------------------------------------
+    # Pack, launch -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launch(self, args: LaunchArgs, on_packed: Callable[[Any], None] | None = None) -> None:
-        """Exchanges the numbers of rows; returns before they are there.
-
-        Args:
-            args: only the weight is used: it is multiplied in here, with the division.
-            on_packed: see `GradientBucket`.
-        """
+    def pack(self, scale: float) -> None:
+        """Multiplies this rank's rows by `scale`."""
         gradient = self._parameter.grad
-        kind, rows = _NONE, 0
-        if gradient is not None and args.weight != 0:
-            scale = args.weight / dist.get_world_size(self._process_group)
-            if gradient.is_sparse:
-                # Adds up equal rows of this rank, so that each is sent once.
-                own = gradient.coalesce()
-                self._mine = own.indices(), own.values() * scale
-                kind, rows = own.sparse_dim(), own._nnz()
-            else:
-                self._mine, kind = ((gradient * scale).contiguous(),), _DENSE
-        if on_packed is not None:
-            on_packed(self)
-        mine = torch.tensor([kind, rows], device=self._parameter.device)
+        self._kind_and_rows = _NONE, 0
+        if gradient is None:
+            return
+        if gradient.is_sparse:
+            # Adds up equal rows of this rank, so that each is sent once.
+            own = gradient.coalesce()
+            self._mine = own.indices(), own.values() * scale
+            self._kind_and_rows = own.sparse_dim(), own._nnz()
+        else:
+            self._mine = ((gradient * scale).contiguous(),)
+            self._kind_and_rows = _DENSE, 0
+
+    def contribute_zeros(self) -> None:
+        """Sends no rows, whatever the gradient holds."""
+        self._mine, self._kind_and_rows = (), (_NONE, 0)
+
+    @torch.no_grad()
+    def launch(self, hook: object, state: object, aside: bool = False) -> None:
+        """Exchanges the numbers of rows; returns before they are there. Calls no hook."""
+        mine = torch.tensor(self._kind_and_rows, device=self._parameter.device)
         self._kinds = [
             torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))
         ]
@@ -167,23 +137,18 @@ class SparseBucket:
     # Unpack -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def finish(self, used: Collection[int] | None = None) -> None:
-        """Waits for the average and puts it into `.grad`. Idempotent; see `Bucket.finish`.
-
-        Raises: as `wait`.
-        """
-        self.wait()
-        if self._average is not None and (used is None or self.layout.members[0] in used):
+    def unpack(self, used: Collection[int] | None = None) -> None:
+        """Puts the average into `.grad`; see `Bucket.unpack`."""
+        if self._average is not None and (used is None or self.members[0] in used):
             self._parameter.grad = self._average
-        self.state = BucketState.FILLING
-        self.missing = set(self.layout.members)
-        self._work = self._average = None
-        self._mine = ()
+        self.reset()
 
     def reset(self) -> None:
         """Empties the bucket, whatever has become of its launch. Idempotent."""
         self._work = self._average = None
-        self.finish()
+        self._mine, self.state = (), BucketState.FILLING
+        self.missing.update(self.members)
+        self.unused.clear()
 
     def _sum_dense(self) -> torch.Tensor:
         total = self._mine[0] if self._mine else torch.zeros_like(self._parameter)
@@ -218,6 +183,6 @@ class SparseBucket:
     def _differ(self, kinds: list[int]) -> str:
         dense = [rank for rank, kind in enumerate(kinds) if kind == _DENSE]
         return (
-            f"the gradient of parameter {self._name} is dense on ranks {dense} and sparse on "
+            f"the gradient of parameter {self.name} is dense on ranks {dense} and sparse on "
             f"{[r for r, kind in enumerate(kinds) if kind > 0]}: it must be the same kind on all"
         )

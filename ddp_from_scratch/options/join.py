@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp_from_scratch.autograd.hooks import ModuleHook
+from ddp_from_scratch.core.hooks import ModuleHook
 from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
-from ddp_from_scratch.reducer.reducer import Reducer
+from ddp_from_scratch.options.checks import sync_batch_norms
+from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 
 
@@ -84,16 +85,16 @@ class JoinableReducer(Joinable, JoinHook):
         self.check_norms(1.0)
         self.send_buffers(has_data=True)
         # Weight 0 under no_sync(): the others need to know whether anybody averages in this step.
-        weight = self.reducer.comm.agree_weight(1.0 if sync else 0.0)
+        weight = self.reducer.agree_weight(1.0 if sync else 0.0)
         self._averaged = sync
         if sync:
-            self.reducer.comm.set_weight(None if self.by_initial_world_size else weight)
+            self.reducer.set_weight(None if self.by_initial_world_size else weight)
 
     def main_hook(self) -> None:
         """Takes part in one step of the other ranks, without data."""
         self.check_norms(0.0)
         self.send_buffers(has_data=False)
-        nothing = self.reducer.comm.agree_weight(0.0)
+        nothing = self.reducer.agree_weight(0.0)
         # Zero if all others are under no_sync(): they accumulate and launch no bucket.
         self._averaged = nothing.total() != 0
         if self._averaged:
@@ -126,9 +127,9 @@ class JoinableReducer(Joinable, JoinHook):
         Args:
             amount: 1 on ranks with data, else 0.
         """
-        if not self.reducer.checks.has_sync_batch_norm():
+        if not sync_batch_norms(self.reducer.module):
             return
-        with_data = self.reducer.comm.agree_weight(amount).total()
+        with_data = self.reducer.agree_weight(amount).total()
         if with_data < dist.get_world_size(self.reducer.process_group):
             raise RuntimeError(
                 "a rank has run out of data inside join(), and synchronised batch norm needs all "

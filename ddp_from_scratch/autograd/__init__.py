@@ -1,1 +1,0 @@
-"""Connects a Reducer to autograd: ready gradients, and the backward pass under way."""

@@ -1,1 +1,0 @@
-"""Buckets: the memory that gradients are packed into, and its layout."""

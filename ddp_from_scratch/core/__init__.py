@@ -1,0 +1,1 @@
+"""The part that every gradient goes through: ready, pack, launch, wait, unpack."""

@@ -1,0 +1,344 @@
+"""A flat buffer for the gradients of several parameters: pack, launch, wait, unpack."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum, auto
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import torch
+
+from ddp_from_scratch import gpu
+from ddp_from_scratch.core.memory import dense_strides, in_huge_pages
+
+Future: TypeAlias = torch.futures.Future[Any]
+CommHook: TypeAlias = Callable[[Any, Any], Future]
+
+# Mean size in bytes of a bucket's gradients. Below it a call for each costs more than the copy.
+_SMALL = 2**15
+
+
+class BucketState(Enum):
+    """The place of a bucket between two averages.
+
+    FILLING -- launch --> LAUNCHED -- wait --> LANDED -- unpack --> FILLING
+    """
+
+    # Gradients are marked ready, and nothing has been sent.
+    FILLING = auto()
+    # The buffer belongs to the collective: nothing else may read it or write to it.
+    LAUNCHED = auto()
+    # The buffer holds the average, `.grad` does not yet.
+    LANDED = auto()
+
+
+class Bucket:
+    """Gradients that are averaged together, as one flat tensor.
+
+        gradients   | a |   | b |   | c |        a tensor each
+                      |       |       |
+        buffer      | a     | b     | c     |    views: windows of it
+
+    - ready: each member leaves `missing` when its gradient is complete, or when it gets none.
+    - pack: copies the gradients into the buffer.
+    - launch: hands the buffer to the comm hook.
+    - wait: the buffer holds the average.
+    - unpack: copies the averages into `.grad`, and empties the bucket.
+
+    Comm hooks call the methods that torch's `dist.GradBucket` has, too: `index`, `is_last`,
+    `buffer`, `set_buffer`, `gradients`, `parameters`.
+
+    Args:
+        members: indices of the parameters, in the order in which they lie in the buffer.
+        parameters: the members' parameters, all of one dtype and device.
+        flat: the buffer; None allocates one.
+        strides: the strides of the members' windows; None takes the parameters' own.
+        index: its place in the order of launch.
+        is_last: True if no bucket comes after this one.
+        name, label: for errors, and for torch.profiler.
+
+    Attributes:
+        offsets: the element at which each member's gradient begins.
+        views: a window of the buffer for each member.
+        state: changed by `launch`, `wait` and `unpack` alone.
+        missing: members that are neither ready nor unused.
+        unused: members without a gradient in this pass. They contribute the `.grad` that earlier
+            passes have left, or zeros.
+        divided: True if packing has multiplied by 1 / world size already.
+    """
+
+    is_sparse = False
+    # True where `pack_one` must be called with each gradient as it arrives.
+    packs_early = False
+    # What a gradient that autograd has differentiated cannot be here; empty if it can be all.
+    keeps_no_graph = ""
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        parameters: Sequence[torch.nn.Parameter],
+        flat: torch.Tensor | None = None,
+        strides: Sequence[tuple[int, ...]] | None = None,
+        index: int = 0,
+        is_last: bool = True,
+        name: str = "a bucket",
+        label: str = "ddp.bucket",
+    ) -> None:
+        self.members, self._parameters = tuple(members), list(parameters)
+        self.name, self.label = name, label
+        self._index, self._is_last = index, is_last
+        *offsets, numel = accumulate((p.numel() for p in parameters), initial=0)
+        self.offsets = tuple(offsets)
+        first = self._parameters[0]
+        if flat is None:
+            flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.flat, self._on_gpu = flat, gpu.is_gpu(flat.device)
+        # The tensor that the comm hook sends. The hook may replace it; packing always uses `flat`.
+        self._sent = flat
+        self._strides = strides or [dense_strides(parameter) for parameter in parameters]
+        self.views = self.windows_of(flat)
+        self._rows = list(zip(self.members, self._parameters, self.views, strict=True))
+        # One call copies all members if a call for each would cost more than the copy itself.
+        self._together = self._on_gpu or flat.nbytes < _SMALL * len(self._parameters)
+        self.state, self.divided = BucketState.FILLING, False
+        self.missing, self.unused = set(self.members), set[int]()
+        # Kept from pass to pass: compressing then allocates no temporary tensors.
+        self._scratch: torch.Tensor | None = None
+        # None unless LAUNCHED or LANDED.
+        self._future: Future | None = None
+        # Comes after the kernels of a comm hook that ran on a stream of its own.
+        self._launched: torch.Event | None = None
+
+    # For comm hooks -----------------------------------------------------------------------------
+
+    def index(self) -> int:
+        """Returns its place in the order of launch, 0 for the first."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """True if it is the last to be launched in a backward pass."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """Returns the flat tensor of all its gradients, or its replacement from `set_buffer`."""
+        return self._sent
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replaces the tensor that `buffer()` returns, until the next launch."""
+        if buffer.numel() != self.flat.numel():
+            raise ValueError(f"the buffer must have {self.flat.numel()}, got {buffer.numel()}")
+        self._sent = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns a window of `buffer()` for each member, with the shape of its parameter."""
+        return self.windows_of(self._sent)
+
+    def windows_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a window of another flat tensor of its size for each member."""
+        begin = flat.storage_offset()
+        return [
+            flat.as_strided(parameter.shape, strides, begin + offset)
+            for offset, parameter, strides in zip(
+                self.offsets, self._parameters, self._strides, strict=True
+            )
+        ]
+
+    def scratch(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor to compress the buffer into, the same one in every pass."""
+        if self._scratch is None or (self._scratch.shape, self._scratch.dtype) != (shape, dtype):
+            self._scratch = in_huge_pages(torch.empty(shape, dtype=dtype, device=self.flat.device))
+        return self._scratch
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Returns the members' parameters, in the order of their gradients in the buffer."""
+        return list(self._parameters)
+
+    # Ready --------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """True if a member is ready or unused."""
+        return len(self.missing) < len(self._parameters)
+
+    def mark_unused(self, index: int) -> None:
+        """Marks a member as one without a gradient in this pass. A no-op if it is ready."""
+        if index in self.missing:
+            self.missing.discard(index)
+            self.unused.add(index)
+
+    # Pack ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pack(self, scale: float) -> None:
+        """Copies the gradients in, multiplied by `scale`.
+
+        Raises:
+            RuntimeError: the gradient of a member that is not unused is gone.
+        """
+        sources, windows = [], []
+        for index, parameter, view in self._rows:
+            gradient = parameter.grad
+            if gradient is not None:
+                sources.append(gradient)
+                windows.append(view)
+            elif index in self.unused:
+                view.zero_()
+            else:
+                raise self._gone(parameter)
+        if self._together or scale == 1:
+            self._copy(windows, sources)
+            if scale != 1:
+                self.flat.mul_(scale)
+        else:
+            for window, source in zip(windows, sources, strict=True):
+                torch.mul(source, scale, out=window)
+
+    def contribute_zeros(self) -> None:
+        """Sends zeros, whatever the gradients hold: 0 * NaN would be NaN."""
+        self.flat.zero_()
+
+    def _gone(self, parameter: torch.Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} was set to None after "
+            f"it was counted in and before it was averaged"
+        )
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        if self._on_gpu:
+            # One kernel copies them all, unless the strides of a single pair differ: then each pair
+            # takes a kernel of its own.
+            pairs = list(zip(targets, sources, strict=True))
+            targets, sources = [], []
+            for target, source in pairs:
+                if target.stride() == source.stride():
+                    targets.append(target)
+                    sources.append(source)
+                else:
+                    target.copy_(source)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    # Launch -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch(self, hook: CommHook, state: Any, aside: bool = False) -> None:
+        """Calls the comm hook with the packed buffer; returns before the average is there.
+
+        Args:
+            hook: the comm hook.
+            state: its first argument.
+            aside: True calls it on a stream of its own, if the bucket is on a GPU.
+
+        Raises:
+            RuntimeError: the bucket is launched already.
+            TypeError: the hook returned no future.
+        """
+        if self.state is not BucketState.FILLING:
+            raise RuntimeError(f"bucket {self._index} is launched a second time")
+        self._sent = self.flat
+        if aside and self._on_gpu:
+            # From torch 2.15 on, `get_future` of NCCL makes the current stream wait for the
+            # collective. On backward's stream that would end the overlap.
+            with gpu.aside(self.flat.device) as stream:
+                future = hook(state, self)
+                self._launched = stream.record_event()
+        else:
+            future = hook(state, self)
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(
+                f"a comm hook must return a torch.futures.Future, "
+                f"{getattr(hook, '__name__', hook)} returned {type(future).__name__}"
+            )
+        self._future, self.state = future, BucketState.LAUNCHED
+
+    # Wait ---------------------------------------------------------------------------------------
+
+    @property
+    def arrived(self) -> bool:
+        """True if this bucket waits for no other rank. Safe to call from any thread."""
+        # Read once: `unpack` in another thread may set it to None.
+        future = self._future
+        return future is None or future.done()
+
+    def when_landed(self, callback: Callable[[], None]) -> None:
+        """Calls back, in whatever thread, when the launched average is there or has failed."""
+        if self._future is not None:
+            self._future.then(lambda _: callback())
+
+    def wait(self) -> None:
+        """Waits for the average and leaves it in the buffer. A no-op if nothing was launched.
+
+        Raises:
+            RuntimeError: the all-reduce failed (a peer died, a timeout).
+            TypeError: the comm hook's future holds something else than a tensor.
+        """
+        if self.state is not BucketState.LAUNCHED or self._future is None:
+            return
+        average = self._future.wait()
+        if self._launched is not None:
+            torch.accelerator.current_stream(self.flat.device).wait_event(self._launched)
+        if isinstance(average, (list, tuple)) and len(average) == 1:
+            average = average[0]
+        if not isinstance(average, torch.Tensor):
+            raise TypeError(
+                f"the future of a comm hook must give a tensor, got {type(average).__name__}"
+            )
+        # Most hooks average in place. Others return a tensor of their own, perhaps of another
+        # dtype.
+        if average.data_ptr() != self.flat.data_ptr() or average.dtype != self.flat.dtype:
+            target = self.flat
+            if target.is_complex() and not average.is_complex():
+                target = torch.view_as_real(target)
+            with torch.no_grad():
+                target.copy_(average.view(target.shape))
+        self.state = BucketState.LANDED
+
+    # Unpack -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def unpack(self, used: Collection[int] | None = None) -> None:
+        """Puts the averages that have landed into `.grad`, and empties the bucket. Idempotent.
+
+        Args:
+            used: the parameters that got a gradient on some rank. The `.grad` of others stays as it
+                is. None means all.
+        """
+        if self.state is BucketState.LANDED:
+            gradients, windows = [], []
+            for index, parameter, view in self._rows:
+                if used is not None and index not in used:
+                    continue
+                if parameter.grad is not None:
+                    gradients.append(parameter.grad)
+                    windows.append(view)
+                elif index in self.unused:
+                    # A used member had a gradient at the launch. If it has none now, the user has
+                    # dropped it since.
+                    parameter.grad = view.clone()
+            self._copy(gradients, windows)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties the bucket, whatever has become of its launch. Idempotent."""
+        self._future = self._launched = None
+        self._sent, self.state = self.flat, BucketState.FILLING
+        self.missing.update(self.members)
+        self.unused.clear()
+
+    # Gradients that lie in the bucket: `options/views.py` ---------------------------------------
+
+    def claim(self, index: int) -> torch.Tensor | None:
+        """Returns the window for a missing gradient; None if one has been accumulated before."""
+        return None
+
+    def pack_one(self, index: int, scale: float) -> None:
+        """Copies the gradient of parameter `index` in ahead of the others."""
+
+    def restore_grads(self) -> None:
+        """Moves packed gradients back to `.grad`, for a pass without a launch. Idempotent."""
+
+    def saved(self) -> dict[int, torch.Tensor]:
+        """Returns a copy of each `.grad` that is a window, to `load` into other buckets."""
+        return {}
+
+    def load(self, saved: Mapping[int, torch.Tensor]) -> None:
+        """Copies these gradients of members in, and makes each `.grad` its window."""

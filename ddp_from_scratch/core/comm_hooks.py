@@ -1,0 +1,187 @@
+"""Comm hooks: each averages one bucket over the ranks and returns a future of the average.
+
+    reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
+
+The signature is that of torch's DDP, so hooks written for DDP run here unchanged, also those in
+`torch.distributed.algorithms.ddp_comm_hooks`:
+
+    hook(state, bucket) -> Future[Tensor]
+
+`state` is the object registered with the hook. For the hooks here it is the process group (None
+means all ranks). `bucket` offers the methods of torch's `dist.GradBucket`. The future's value is
+the averaged flat tensor, of any floating dtype, or a list that holds only that tensor.
+
+The division by the world size comes before the sum, as in torch's DDP: n summands of 1/n each
+cannot overflow a 16-bit float where the average would not. A Reducer that calls one of the hooks
+here divides while it packs (`divides_in_packing`), which saves a pass over the bucket. Called from
+another hook, or with torch's DDP, they divide by themselves.
+
+A hook that starts one collective and no more says so: `hook.one_collective = True`. Several buckets
+may then be under way at a time. One that starts a second collective when the first has landed, as
+PowerSGD does, might start it before the next bucket's on one rank and after it on another.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import gpu
+from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
+from ddp_from_scratch.group import of_member
+from ddp_from_scratch.node.fingerprint import caller
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
+
+__all__ = [
+    "allreduce_hook",
+    "average",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+]
+
+Group = dist.ProcessGroup | None
+
+
+class Later(Future):
+    """A future whose value is computed by the thread that waits for it."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self._compute = compute
+        self._value: torch.Tensor | None = None
+
+    # A callback of the first collective would be simpler, but not every backend can start a
+    # collective inside a callback.
+    def wait(self) -> torch.Tensor:
+        """Computes the value the first time."""
+        if self._value is None:
+            self._value = self._compute()
+        return self._value
+
+    def value(self) -> torch.Tensor:
+        """Returns the result of `wait`."""
+        return self.wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> "Later":
+        """Returns a future that runs `callback` when it is waited for."""
+        return Later(lambda: callback(self))
+
+
+def average(process_group: Group, bucket: Bucket) -> Future:
+    """All-reduces the bucket to its average over ranks, in full precision. The default.
+
+    The result has the same bits as torch's DDP.
+    """
+    # The future is the collective's own, whose value is a list: nothing runs on its thread.
+    if not getattr(bucket, "divided", False):  # torch's buckets have no such attribute
+        if _backend_divides(process_group):
+            return _all_reduce(bucket, bucket.buffer(), process_group, dist.ReduceOp.AVG)
+        bucket.buffer().mul_(1.0 / dist.get_world_size(process_group))
+    return _all_reduce(bucket, bucket.buffer(), process_group)
+
+
+def allreduce_hook(process_group: Group, bucket: Bucket) -> Future:
+    """Averages as `average` does, with a future of one tensor, for hooks that wrap this one."""
+    return average(process_group, bucket).then(lambda future: future.value()[0])
+
+
+def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
+    """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
+
+    The division comes before the cast, in the bucket's own precision. So the sent values are as
+    large as the average, and rounded once. Values below 6e-8 become 0. In shared memory only what
+    crosses between machines is rounded: a machine's sum.
+
+    Follows: torch's `fp16_compress_hook`, which casts first and then divides.
+    """
+    return _compressed(torch.float16, process_group, bucket)
+
+
+def bf16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
+    """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range.
+
+    Runs on every backend; torch's own refuses builds without NCCL.
+    """
+    return _compressed(torch.bfloat16, process_group, bucket)
+
+
+def keep_local(state: Any, bucket: Bucket) -> Future:
+    """Sends nothing: the bucket keeps this rank's gradients."""
+    future: Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+_HOOKS: tuple[Any, ...] = (
+    average,
+    allreduce_hook,
+    fp16_compress_hook,
+    bf16_compress_hook,
+    keep_local,
+)
+for _hook in _HOOKS:
+    _hook.one_collective = True
+
+
+def divides_in_packing(hook: CommHook, state: Any) -> bool:
+    """True if a Reducer divides while it packs, and not the hook."""
+    # Multiplying the whole bucket after packing would cost one more pass over memory.
+    if hook is average:
+        return not _backend_divides(state)
+    return hook is fp16_compress_hook or hook is bf16_compress_hook
+
+
+def is_ours(hook: CommHook) -> bool:
+    """True for a hook of this package: such hooks remember parameters, not buckets."""
+    return getattr(hook, "__module__", "").startswith("ddp_from_scratch.")
+
+
+def _backend_divides(process_group: Group) -> bool:
+    """True if the backend has ReduceOp.AVG, with the bits of a division before the sum."""
+    # Not NCCL's AVG: NVSwitches (NVLS) compute sums of floats, but no averages.
+    group = process_group or dist.group.WORLD
+    return isinstance(group, SharedMemoryGroup) and group.divides_first
+
+
+def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Future:
+    buffer = bucket.buffer()
+    if not getattr(bucket, "divided", False):
+        buffer.mul_(1.0 / dist.get_world_size(process_group))
+    if buffer.is_complex():
+        buffer = torch.view_as_real(buffer)
+    # A bucket of 16-bit gradients would not get smaller.
+    if buffer.element_size() <= dtype.itemsize:
+        return _all_reduce(bucket, bucket.buffer(), process_group)
+    group = process_group or dist.group.WORLD
+    if isinstance(group, SharedMemoryGroup):
+        # Nothing is sent within a machine, so nothing is rounded there.
+        caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"
+        try:
+            return group.sum_compressed(buffer, dtype).get_future()
+        finally:
+            caller.suffix = ""
+    compressed = bucket.scratch(buffer.shape, dtype)
+    compressed.copy_(buffer)
+    return _all_reduce(bucket, compressed, process_group)
+
+
+def _all_reduce(
+    bucket: Bucket,
+    tensor: torch.Tensor,
+    process_group: Group,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> Future:
+    # Lets an error name the bucket, where ranks compare what they have come for.
+    caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"  # torch's have no name
+    try:
+        work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
+    finally:
+        caller.suffix = ""
+    if work is None:
+        of_member(work)  # raises on a rank outside of the group
+    if tensor.is_cpu:
+        return work.get_future()
+    # From torch 2.15 on, NCCL makes the current stream wait for the collective here.
+    with gpu.aside(tensor.device):
+        return work.get_future()

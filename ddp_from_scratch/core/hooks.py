@@ -1,0 +1,148 @@
+"""Hooks on the module, its parameters and their optimizers, by which a Reducer is called."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+Handle = torch.utils.hooks.RemovableHandle
+
+
+class ModuleHook:
+    """A hook on a module's forward that does nothing in a copy of the module, deep or pickled.
+
+    Args:
+        function: called with the hook's arguments, and kept alive: a Reducer lives as long as its
+            module.
+    """
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: object) -> None:
+        """Calls the function, but not while torch.compile traces the module."""
+        # Traced, it would break a compiled model's graph in two. The check before an optimizer's
+        # step still runs.
+        if self._function is not None and not torch.compiler.is_compiling():
+            self._function(*arguments)
+
+    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
+        # Copies get an inert hook: their gradients are not this Reducer's.
+        return ModuleHook, ()
+
+
+class Hooks:
+    """The hooks of one Reducer.
+
+    Args:
+        reducer: called with the index of each parameter whose `.grad` is complete. Held weakly, but
+            by the module's hooks.
+        ready: the function of its class that is called so.
+        forward, forwarded: bound methods, called around each forward pass of the module, with the
+            arguments of torch's hooks.
+        step: a bound method, called before any optimizer steps one of the parameters.
+    """
+
+    def __init__(
+        self,
+        reducer: Any,
+        ready: Callable[[Any, int, torch.Tensor], None],
+        forward: Callable[..., None],
+        forwarded: Callable[..., None],
+        step: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        parameters: Sequence[torch.Tensor] = reducer.parameters
+        # A node that accumulates a gradient runs on the stream that was current when the node was
+        # made. All are made here and kept, so that all of them, and our hooks, run on one stream:
+        # a full bucket is packed behind all its gradients, whatever streams forward used. torch's
+        # DDP does the same.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
+        # Held weakly: the garbage collector cannot see a cycle through a parameter's hooks, and the
+        # parameters may outlive the module. Not a WeakMethod: it is slow Python code, and this hook
+        # runs for every gradient.
+        found = weakref.ref(reducer)
+        self._handles: list[Handle] = [
+            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, found, ready, index))
+            for index, parameter in enumerate(parameters)
+        ]
+        ours = frozenset(id(parameter) for parameter in parameters)
+        self._handles += [
+            reducer.module.register_forward_pre_hook(ModuleHook(forward)),
+            reducer.module.register_forward_hook(ModuleHook(forwarded)),
+            # Module hooks run only if the model is called as a whole; this check always runs.
+            _before_steps(partial(_on_step, weakref.WeakMethod(step), ours)),
+        ]
+        # The parameters may live on without the Reducer. Then their hooks go with it.
+        weakref.finalize(self, _remove_all, self._handles)
+
+    def remove(self) -> None:
+        """Removes all hooks. Idempotent."""
+        _remove_all(self._handles)
+
+
+def _on_gradient(
+    reducer: weakref.ref[Any],
+    ready: Callable[[Any, int, torch.Tensor], None],
+    index: int,
+    parameter: torch.Tensor,
+) -> None:
+    # Autograd passes the parameter, not its gradient, and calls also for an undefined gradient.
+    found, gradient = reducer(), parameter.grad
+    if found is not None and gradient is not None:
+        ready(found, index, gradient)
+
+
+def _on_step(
+    method: "weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]",
+    ours: frozenset[int],
+    optimizer: torch.optim.Optimizer,
+    *arguments: Any,
+) -> None:
+    found = method()
+    if found is not None and any(
+        id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]
+    ):
+        found(optimizer)
+
+
+# One hook with torch serves all Reducers. torch iterates over its hooks without a copy, and a
+# Reducer may be collected, and its own hook removed, in the middle of that.
+_step_checks: "OrderedDict[int, Callable[..., None]]" = OrderedDict()
+
+
+def _before_steps(check: Callable[..., None]) -> Handle:
+    """Calls `check` before every step of any optimizer."""
+    _watch_steps()
+    handle = Handle(_step_checks)
+    _step_checks[handle.id] = check
+    return handle
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_on_any_step)
+
+
+def _on_any_step(*arguments: Any) -> None:
+    for check in tuple(_step_checks.values()):
+        check(*arguments)
+
+
+def _remove_all(handles: Iterable[Handle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """True if the backward pass under way will add to this parameter's `.grad`."""
+    if not parameter.requires_grad:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad with respect to this parameter
+        return False

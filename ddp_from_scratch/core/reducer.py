@@ -1,0 +1,620 @@
+"""Averages a module's gradients over ranks while backward still runs.
+
+The way of one gradient, from top to bottom: `_ready` (ready), `launch_full_buckets` (pack, launch),
+`end_pass` and `finish` (wait, unpack). Options are extensions (`extension.py`).
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+
+from ddp_from_scratch.core import comm_hooks
+from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook
+from ddp_from_scratch.core.extension import METHODS, Extension
+from ddp_from_scratch.core.hooks import Hooks
+from ddp_from_scratch.core.memory import FlatMemory
+from ddp_from_scratch.errors import AGAIN, shortened
+from ddp_from_scratch.group import check_group
+
+# The number that autograd gives to the backward pass that this thread is in; -1 outside of one.
+_current_pass = torch._C._current_graph_task_id
+IDLE = -1
+
+
+class Weight(Protocol):
+    """The weight of this rank's gradients in one average."""
+
+    def value(self) -> float:
+        """Returns the factor of its gradients. Waits until all ranks have given their weights."""
+
+
+class CoreReducer:
+    """All-reduces the gradients of a module in buckets; the module itself stays as it is.
+
+    The phases of one backward pass:
+
+    - ready: a hook on each parameter runs when its `.grad` is complete, and marks it ready.
+    - pack and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously,
+      once every earlier bucket has been launched. The order is that of the buckets' index on every
+      rank, never that of readiness, so that all ranks issue the same collectives.
+    - wait and unpack: at the end of backward, for every bucket in order. When `backward()` returns,
+      every `.grad` is the average over ranks.
+
+    The whole `.grad` is averaged, also gradients that were accumulated under `no_sync()` before. So
+    a second pass through one graph, which adds to an average, is averaged again. After the first
+    pass the buckets are laid out again, in the order in which rank 0's gradients became ready.
+
+    Args:
+        module: the owner of the parameters.
+        parameters: those to average, by name.
+        process_group: the ranks that take part; None means all.
+        bucket_caps: see `layout.assign`.
+        overlap: launch buckets during backward. False launches all of them at its end.
+        ready_order: names in the order of the final layout, if that is known.
+        apart: makes a bucket of its own for each of these parameters, by name.
+        transport: returns the group that sends for a process group. Collective.
+        meets: False if one rank alone may make this object: its buckets get ordinary memory.
+        owner: its name in errors about buckets.
+        extensions: added in this order.
+
+    Attributes:
+        names, parameters: an index into these stands for a parameter everywhere.
+        all_buckets, flat_buckets: in the order of launch; the second without those of `apart`.
+        bucket_of: the bucket of each parameter, by index.
+        sync: True if backward passes average. `no_sync()` sets it to False and back.
+        iteration: the number of averages so far.
+        ready_order: the names of the parameters in the order of the final layout; None before it.
+        keeps_layout: True if the first layout is never replaced.
+        may_be_unused: True if a parameter may get no gradient.
+        concurrent: True if the comm hook allows several buckets to be under way at a time.
+        pass_number: autograd's number of the backward pass under way; IDLE without one.
+        broken_off: True if an exception has ended that pass: autograd will not call at its end.
+        next_bucket: every bucket before this index has been launched.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        bucket_caps: Sequence[int],
+        overlap: bool = True,
+        ready_order: Sequence[str] | None = None,
+        apart: Mapping[str, Callable[..., Bucket]] | None = None,
+        transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] = lambda group: group,
+        meets: bool = True,
+        owner: Callable[[dist.ProcessGroup | None], str] = lambda group: "a Reducer",
+        extensions: Iterable[Extension] = (),
+    ) -> None:
+        if ready_order is not None and sorted(ready_order) != sorted(parameters):
+            raise ValueError("ready_order must name each parameter that requires a gradient once")
+        self.module, self.process_group, self.overlap = module, process_group, overlap
+        self._apart = apart or {}
+        # Those apart come last: so the indices below `_in_flat` are those of flat buckets.
+        self.names = sorted(parameters, key=lambda name: name in self._apart)
+        self.parameters = [parameters[name] for name in self.names]
+        self._in_flat = len(self.names) - len(self._apart)
+        self.device = self.parameters[0].device
+        self.sync, self.iteration = True, 0
+        self.ready_order = None if ready_order is None else list(ready_order)
+        self.keeps_layout = self.may_be_unused = False
+        self._seen: dict[int, None] = {}  # indices in the order of readiness
+        self.pass_number, self.broken_off, self.pass_thread = IDLE, False, -1
+        self.next_bucket = 0
+        # Autograd has a thread for each device, and hooks run in all of them.
+        self.lock = threading.Lock()
+        # An error of this rank alone. Raised when all buckets have been averaged: until then other
+        # ranks count on this one.
+        self._error: RuntimeError | None = None
+
+        self._transport = transport
+        self.comm_hook: CommHook = comm_hooks.average
+        self.comm_state: Any = process_group
+        self.concurrent = True
+        self._weight: Weight | None = None  # of this rank, in the next average alone
+        # The group that hook and factors were fixed for; None until then. Held weakly: a reference
+        # would keep its threads.
+        self._prepared_for: weakref.ref[dist.ProcessGroup] | None = None
+        self._hook, self._state, self._aside = self.comm_hook, self.comm_state, False
+        self._scale, self._mean, self._divided = 1.0, 1.0, False
+
+        self.caps = bucket_caps
+        memory_of = self.group() if meets else None
+        self._owner = owner(memory_of)
+        self._memory = FlatMemory(self.parameters[: self._in_flat], memory_of)
+        self._bucket_type: type[Bucket] = Bucket
+        # Tuples, replaced as a whole: the stall watch reads them in its own thread.
+        self.all_buckets: tuple[Bucket, ...] = ()
+        self.flat_buckets: tuple[Bucket, ...] = ()
+        self.bucket_of: dict[int, Bucket] = {}
+        self._order: Sequence[str] = self.present_order()
+        self.make_buckets()
+        self.look_at_layers()
+
+        self.extensions: list[Extension] = []
+        # The methods to call in each phase: those that an extension overrides.
+        self._calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
+        for extension in extensions:
+            self.add_extension(extension)
+        around = self._before_forward, self._after_forward
+        self._hooks = Hooks(self, type(self)._ready, *around, self._before_step)
+
+    # Extensions ---------------------------------------------------------------------------------
+
+    def add_extension(self, extension: Extension, first: bool = False) -> None:
+        """Calls this extension in each phase from now on."""
+        extension.attach(self)
+        self.extensions.insert(0 if first else len(self.extensions), extension)
+        for name, calls in self._calls.items():
+            if getattr(type(extension), name) is not getattr(Extension, name):
+                calls.insert(0 if first else len(calls), getattr(extension, name))
+
+    def remove_extension(self, extension: Extension) -> None:
+        """Stops calling this extension."""
+        self.extensions.remove(extension)
+        for calls in self._calls.values():
+            # In place: the module's hooks hold the list.
+            calls[:] = [call for call in calls if getattr(call, "__self__", None) is not extension]
+
+    # Layout -------------------------------------------------------------------------------------
+
+    def present_order(self) -> Sequence[str]:
+        """Returns the final order; before it is known, a guess: the last layer is ready first."""
+        return self.ready_order or self.names[::-1]
+
+    def plan(self, order: Sequence[str], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Returns the members of the buckets that `lay_out` would make."""
+        index_of = {name: index for index, name in enumerate(self.names)}
+        indices = [index_of[name] for name in order]
+        flat = self._memory.plan((index for index in indices if index < self._in_flat), caps)
+        return *flat, *((index,) for index in indices if index >= self._in_flat)
+
+    def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> None:
+        """Replaces the buckets by new ones for gradients that become ready in this order.
+
+        Idempotent: keeps the buckets if the new ones would be the same.
+
+        Args:
+            order: every name once.
+            caps: the new caps; None keeps the old ones.
+        """
+        self.caps = caps or self.caps
+        if self.plan(order, self.caps) != tuple(bucket.members for bucket in self.all_buckets):
+            self._order = order
+            self.make_buckets()
+
+    def make_buckets(self, kind: type[Bucket] | None = None) -> None:
+        """Makes the buckets of the present order; gradients in the old ones move to the new."""
+        self._bucket_type = kind or self._bucket_type
+        saved: dict[int, torch.Tensor] = {}
+        for bucket in self.flat_buckets:
+            saved |= bucket.saved()
+        plan = self.plan(self._order, self.caps)
+        flat = [members for members in plan if members[0] < self._in_flat]
+        buckets: list[Bucket] = []
+        for index, (members, buffer) in enumerate(zip(flat, self._memory.cut(flat), strict=True)):
+            strides = [self._memory.strides[member] for member in members]
+            parameters = [self.parameters[member] for member in members]
+            name, is_last = f"bucket {index} of {self._owner}", index == len(flat) - 1
+            label = f"ddp.bucket {index} ({shortened([self.names[m] for m in members], 3)})"
+            bucket = self._bucket_type(
+                members, parameters, buffer, strides, index, is_last, name, label
+            )
+            bucket.load(saved)
+            buckets.append(bucket)
+        self.flat_buckets = tuple(buckets)
+        for (member,) in plan[len(flat) :]:
+            name = self.names[member]
+            make, label = self._apart[name], f"ddp.bucket {len(buckets)} ({name})"
+            owner = [self.parameters[member]]
+            buckets.append(
+                make((member,), owner, len(buckets), self.process_group, name=name, label=label)
+            )
+        self.all_buckets = tuple(buckets)
+        self.bucket_of = {index: bucket for bucket in self.all_buckets for index in bucket.members}
+
+    def _agree_on_order(self) -> None:
+        """Lays the buckets out in the order in which rank 0's gradients became ready. Collective.
+
+        Ranks may have had their gradients ready in different orders. All must lay out the same
+        buckets, so one rank decides.
+        """
+        unused = [i for i in reversed(range(len(self.names))) if i not in self._seen]
+        order = torch.tensor([*self._seen, *unused], device=self.device)
+        dist.broadcast(order, group=self.process_group, group_src=0)
+        self.ready_order = [self.names[index] for index in order.tolist()]
+        self.lay_out(self.ready_order)
+
+    # Ready --------------------------------------------------------------------------------------
+
+    def _ready(self, index: int, gradient: torch.Tensor) -> None:
+        """Marks parameter `index` ready: its `.grad` is complete. Called by autograd."""
+        for call in self._calls["on_gradient"]:
+            call(index)
+        with self.lock:
+            bucket = self.bucket_of[index]
+            if not self.sync:
+                if bucket.state is not BucketState.FILLING:
+                    raise self._second_gradient(index)
+                return
+            if gradient.is_sparse or gradient.requires_grad:
+                self._check_gradient(index, gradient, bucket)
+            # Reentrant checkpointing runs passes inside a pass. Unused parameters are known at the
+            # end of the outermost one.
+            if self.pass_number != _current_pass() and not (
+                self.may_be_unused and self.pass_number != IDLE
+            ):
+                self.begin_pass()
+            if self.ready_order is None:
+                # The order is agreed on once. A gradient that comes again counts at its last place.
+                self._seen.pop(index, None)
+                self._seen[index] = None
+            for is_complete in self._calls["is_complete"]:
+                if not is_complete(index):
+                    return
+            if bucket.state is not BucketState.FILLING:
+                # Not raised yet: other ranks count on this rank's other buckets.
+                self._error = self._second_gradient(index)
+                return
+            if bucket.packs_early:
+                self._prepare()
+                bucket.pack_one(index, self._scale)
+            bucket.missing.discard(index)
+            bucket.unused.discard(index)
+            if not bucket.missing and self.may_launch():
+                self.launch_full_buckets()
+
+    def begin_pass(self) -> None:
+        """Begins the pass that autograd is executing: autograd will call at its end."""
+        self.pass_number, self.broken_off = _current_pass(), False
+        self.pass_thread = threading.get_ident()
+        end: Callable[[], None] = self.end_pass
+        if self._calls["on_break"]:
+            end = _End(self)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def is_in_pass(self) -> bool:
+        """True if autograd is now executing the pass that has begun."""
+        return self.pass_number != IDLE and self.pass_number == _current_pass()
+
+    def mark_unused(self, indices: Iterable[int]) -> None:
+        """Marks parameters that get no gradient in this pass. A no-op for those that are ready."""
+        for index in indices:
+            self.bucket_of[index].mark_unused(index)
+
+    def missing(self) -> list[str]:
+        """Returns the names of the parameters that have no gradient yet."""
+        return [
+            self.names[index] for bucket in self.all_buckets for index in sorted(bucket.missing)
+        ]
+
+    def may_launch(self) -> bool:
+        """True if full buckets are launched now, during backward, and not at its end."""
+        if not self.overlap:
+            return False
+        for may_launch in self._calls["may_launch"]:
+            if not may_launch():
+                return False
+        return self.has_fixed_order() or not self.layers_communicate()
+
+    def has_fixed_order(self) -> bool:
+        """True if these collectives have a fixed place among those that layers issue in backward.
+
+        Synchronised batch norm has some, and all ranks must issue all collectives in the same
+        order. Two kinds have no fixed place among them: those of a hook that starts several, and
+        those of a bucket that is full earlier on one rank, since parameters are unused there.
+        """
+        return self.concurrent and not self.may_be_unused
+
+    def look_at_layers(self) -> None:
+        """Finds the layers that have collectives of their own, such as synchronised batch norm."""
+        self._communicating = [m for m in self.module.modules() if hasattr(m, "process_group")]
+
+    def layers_communicate(self) -> bool:
+        """True if layers have collectives in the Reducer's own group."""
+        ours = self.process_group or dist.group.WORLD
+        return any((m.process_group or dist.group.WORLD) is ours for m in self._communicating)
+
+    # Pack, launch -------------------------------------------------------------------------------
+
+    def launch_full_buckets(self) -> None:
+        """Launches buckets in order, up to the first that is not full. Idempotent."""
+        # By index and not by readiness, which differs between ranks: all must issue the same
+        # collectives in the same order.
+        while (
+            self.next_bucket < len(self.all_buckets)
+            and not self.all_buckets[self.next_bucket].missing
+        ):
+            bucket = self.all_buckets[self.next_bucket]
+            if not self.concurrent:
+                self.await_hook()
+            skipped = False
+            for skips in self._calls["skips"]:
+                skipped = skipped or skips(bucket)
+            if not skipped:
+                self._pack_and_launch(bucket)
+            self.next_bucket += 1
+
+    def _pack_and_launch(self, bucket: Bucket) -> None:
+        span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
+        for call in self._calls["on_launch"]:
+            call(bucket)
+        # A hook may raise. Extensions that have begun something end it all the same.
+        try:
+            with span(f"{bucket.label}: pack"):
+                self._prepare()
+                bucket.divided = self._divided
+                bucket.pack(self._mean if bucket.is_sparse else self._scale)
+                if self._mean == 0:
+                    bucket.contribute_zeros()
+            for call in self._calls["on_packed"]:
+                call(bucket)
+            with span(f"{bucket.label}: launch"):
+                bucket.launch(self._hook, self._state, self._aside)
+        finally:
+            for call in self._calls["on_launched"]:
+                call(bucket)
+
+    def _prepare(self) -> None:
+        """Fixes the hook and the factors of this average's launches. Idempotent.
+
+        They hold until the hook, the weight or the group changes: a program may close the default
+        group and open another one. Waits for all ranks' weights, if any are set.
+        """
+        own = self.process_group or dist.group.WORLD
+        if own is not None and self._prepared_for is not None and self._prepared_for() is own:
+            return
+        for call in self._calls["on_agree"]:
+            call()
+        weight = 1.0 if self._weight is None else self._weight.value()
+        own, sends = check_group(self.process_group), self.group()
+        hook: Any = self.comm_hook
+        state = self.comm_state
+        # Our hooks take a group as their state. The Reducer's own stands for the one that sends.
+        # Nothing is kept where both are the same: a reference to gloo's group keeps its threads.
+        if sends is not own and self.sends_through_group():
+            if hasattr(state, "process_group"):
+                hook = partial(hook, group=sends)
+            else:
+                state = sends
+        self._hook, self._state = hook, state
+        self._aside = not comm_hooks.is_ours(self.comm_hook)
+        self._mean = weight / dist.get_world_size(self.process_group)
+        # With weight 0 the bucket writes zeros itself: gradients need only the division.
+        self._scale = weight or 1.0
+        self._divided = comm_hooks.divides_in_packing(hook, state)
+        if self._divided:
+            self._scale *= 1.0 / dist.get_world_size(self.process_group)
+        self._prepared_for = weakref.ref(own)
+        for call in self._calls["on_agreed"]:
+            call()
+
+    def group(self) -> dist.ProcessGroup:
+        """Returns the group that sends buckets. Collective where `transport` is."""
+        return self._transport(check_group(self.process_group))
+
+    def sends_through_group(self) -> bool:
+        """True if the comm hook sends through `group()`, and not through one that it names."""
+        named = getattr(self.comm_state, "process_group", self.comm_state)
+        ours = self.process_group or dist.group.WORLD
+        return comm_hooks.is_ours(self.comm_hook) and (named or dist.group.WORLD) is ours
+
+    def set_weight(self, weight: Weight | None) -> None:
+        """Sets the factor of this rank's gradients in the next average; None means 1."""
+        self._weight, self._prepared_for = weight, None
+
+    def set_hook(self, hook: CommHook, state: Any) -> None:
+        """Averages each bucket with `hook(state, bucket)` from now on.
+
+        Raises:
+            TypeError: `hook` is not callable.
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook must be callable, got {hook!r}")
+        self.comm_hook, self.comm_state, self._prepared_for = hook, state, None
+        self.concurrent = getattr(hook, "one_collective", False) is True
+
+    def await_hook(self) -> None:
+        """Waits until a hook that starts several collectives has finished the last bucket."""
+        if self.next_bucket and not self.concurrent:
+            self._wait(self.all_buckets[self.next_bucket - 1])
+
+    # Wait, unpack -------------------------------------------------------------------------------
+
+    def end_pass(self) -> None:
+        """Launches the rest, and waits. Called by autograd when the pass is over. Idempotent."""
+        if self.pass_number == IDLE:
+            return
+        for takes_over in self._calls["takes_over_end"]:
+            if takes_over():
+                return
+        if self.launch_rest():
+            error = self.finish_pass()
+            if error is not None:
+                raise error
+
+    def launch_rest(self) -> bool:
+        """Ends the pass and launches the rest; True if all buckets are under way."""
+        self.pass_number, self.broken_off = IDLE, False
+        for call in self._calls["before_end"]:
+            call()
+        if self.next_bucket < len(self.all_buckets):
+            self.launch_full_buckets()
+        if not self.concurrent:
+            self.await_hook()
+        if self.next_bucket < len(self.all_buckets):
+            # Gradients are missing, so nothing is unpacked. A later pass may bring them (a loss
+            # computed in parts, reentrant checkpointing), or else the next forward pass raises.
+            self.restore_grads()
+            return False
+        return True
+
+    def restore_grads(self) -> None:
+        """Moves gradients that were packed but not launched back to `.grad`."""
+        for bucket in self.flat_buckets:
+            # A later pass may add to them, or zero_grad() drop them.
+            bucket.restore_grads()
+
+    def finish_pass(self) -> RuntimeError | None:
+        """Finishes the average; returns the error of this rank alone."""
+        error, self._error = self._error, None
+        self.finish(takes_part=error is None)
+        for call in self._calls["error"]:
+            error = error or call()
+        return error
+
+    def break_off(self, number: int) -> None:
+        """Notes that an exception has ended the pass, before `backward()` raises it."""
+        if self.pass_number == number:
+            self.broken_off = True
+        for call in self._calls["on_break"]:
+            call(number)
+
+    def finish(self, takes_part: bool) -> None:
+        """Waits for each bucket in order and unpacks it, but not on a rank that takes no part."""
+        span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
+        for call in self._calls["on_all_launched"]:
+            call()
+        used: set[int] | None = None
+        for call in self._calls["used"]:
+            used = call()
+        for bucket in self.all_buckets:
+            self._wait(bucket)
+            with span(f"{bucket.label}: unpack"):
+                bucket.unpack(used if takes_part else ())
+            for call in self._calls["on_finished"]:
+                call(self.iteration, bucket, takes_part)
+        self.next_bucket = 0
+        if self._weight is not None:
+            # A weight holds for one average.
+            self.set_weight(None)
+        self.iteration += 1
+        # Agreed here and not before a forward pass, which may be one rank's own (an evaluation):
+        # here every rank takes part.
+        if self.ready_order is None and not self.keeps_layout:
+            self._agree_on_order()
+        for call in self._calls["on_average"]:
+            call(self.iteration, takes_part)
+
+    def _wait(self, bucket: Bucket) -> None:
+        span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
+        for call in self._calls["on_wait"]:
+            call(bucket)
+        try:
+            with span(f"{bucket.label}: wait"):
+                bucket.wait()
+        finally:
+            for call in self._calls["on_waited"]:
+                call(bucket)
+
+    # For programs -------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients locally inside; the next backward outside averages the sum."""
+        # Restored and not set to True: contexts may be nested.
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def abort_step(self) -> None:
+        """Forgets a step that failed before the optimizer's: it may be repeated. Idempotent."""
+        self.pass_number, self.broken_off = IDLE, False
+        for bucket in self.all_buckets:
+            bucket.reset()
+        self.set_weight(None)
+        self.next_bucket, self._error = 0, None
+        for call in self._calls["on_abort"]:
+            call()
+
+    def remove(self) -> None:
+        """Removes every hook from the module, whose gradients then stay local. Idempotent."""
+        self._hooks.remove()
+        for call in self._calls["remove"]:
+            call()
+
+    # Errors -------------------------------------------------------------------------------------
+
+    def check_complete(self) -> None:
+        """Raises unless every gradient of the last backward pass has been averaged."""
+        rank = dist.get_rank(self.process_group)
+        if self.pass_number != IDLE and _current_pass() != -1:
+            raise RuntimeError(
+                f"an optimizer stepped during backward on rank {rank}, on gradients that are not "
+                f"averaged yet: let it step when backward() has returned"
+            )
+        # The last bucket is unpacked last: if it is not FILLING, an exception has ended `finish`
+        # before the end.
+        if self.pass_number != IDLE or self.all_buckets[-1].state is not BucketState.FILLING:
+            raise RuntimeError(f"the last backward pass on rank {rank} was broken off: {AGAIN}")
+        for bucket in self.all_buckets:
+            if len(bucket.missing) < len(bucket.members):
+                raise RuntimeError(
+                    f"no gradient in the last backward pass on rank {rank} for: "
+                    f"{shortened(self.missing())}. Every parameter must take part in the loss on "
+                    f"every rank, unless the Reducer has find_unused_parameters=True"
+                )
+
+    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
+        for call in self._calls["on_forward"]:
+            call()
+
+    def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
+        for call in self._calls["on_forwarded"]:
+            call(outputs)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.check_complete()
+        for call in self._calls["on_step"]:
+            call(optimizer)
+
+    def _second_gradient(self, index: int) -> RuntimeError:
+        return RuntimeError(
+            f"parameter {self.names[index]} got a second gradient on rank "
+            f"{dist.get_rank(self.process_group)} while the first was being averaged. Accumulate "
+            f"several backward passes under no_sync(), all but the last; where one pass gives it "
+            f"several gradients, or it is used outside of the module's forward, use "
+            f"static_graph=True"
+        )
+
+    def _check_gradient(self, index: int, gradient: torch.Tensor, bucket: Bucket) -> None:
+        """Raises if the bucket cannot hold this gradient."""
+        name, rank = self.names[index], dist.get_rank(self.process_group)
+        if gradient.is_sparse and not bucket.is_sparse:
+            raise RuntimeError(
+                f"the gradient of parameter {name} is sparse on rank {rank}, but its module has "
+                f"not declared that: only the weights of Embedding and EmbeddingBag with "
+                f"sparse=True are gathered, others lie in flat buckets"
+            )
+        if gradient.requires_grad and bucket.keeps_no_graph:
+            raise RuntimeError(
+                f"backward(create_graph=True) on rank {rank}: the gradient of parameter {name} "
+                f"cannot keep its graph, since it is {bucket.keeps_no_graph}"
+            )
+
+
+class _End:
+    """Ends a pass; autograd drops it uncalled if an exception ends the pass."""
+
+    def __init__(self, reducer: CoreReducer) -> None:
+        self._reducer, self._number, self._called = weakref.ref(reducer), _current_pass(), False
+
+    def __call__(self) -> None:
+        self._called = True
+        if (reducer := self._reducer()) is not None:
+            reducer.end_pass()
+
+    # Autograd does not report a failed pass; it only drops the callbacks of that pass.
+    def __del__(self) -> None:
+        if not self._called and (reducer := self._reducer()) is not None:
+            reducer.break_off(self._number)

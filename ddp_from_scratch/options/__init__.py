@@ -1,0 +1,1 @@
+"""One option of a Reducer in each file."""

@@ -1,0 +1,230 @@
+"""Raises if averages would be missing or wrong, and names the parameter and the rank."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.errors import AGAIN, shortened
+from ddp_from_scratch.group import on_gpu_of
+from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gather_integers
+
+
+class Checks(Extension):
+    """Compares the module with what it was, and parameters before and after forward.
+
+    Args:
+        snapshot: the module when the Reducer was made.
+        ignore: names of parameters and buffers that are not synchronised.
+    """
+
+    def __init__(self, snapshot: "ModuleSnapshot", ignore: Collection[str]) -> None:
+        self._snapshot, self._ignore = snapshot, ignore
+        # Versions of all parameters, also frozen ones, at the beginning of the forward pass under
+        # way; None outside of one in training. Writes to `parameter.data` are missed: torch does
+        # not count them.
+        self._before: list[int] | None = None
+        self._written: dict[str, None] = {}  # by forward passes so far
+
+    def attach(self, reducer: CoreReducer) -> None:
+        """Looks for layers that are known to write to parameters in forward.
+
+        Raises:
+            ValueError: there is one.
+        """
+        self._reducer = reducer
+        self._snapshot.on_change = reducer.look_at_layers
+        # One rank alone cannot differ from others.
+        self._watches_writes = dist.get_world_size(reducer.process_group) > 1
+        if self._watches_writes:
+            check_rescaling(reducer.module, self._snapshot.parameters)
+
+    def on_forward(self) -> None:
+        """Raises, in training, if averages after this forward pass would be missing or wrong."""
+        reducer = self._reducer
+        training = trains(reducer.module)
+        if training:
+            difference = self._snapshot.difference(reducer.module, may_freeze=reducer.keeps_layout)
+            if difference is not None:
+                rank = dist.get_rank(reducer.process_group)
+                raise RuntimeError(
+                    f"{difference} on rank {rank} after the Reducer was made: {AGAIN}"
+                )
+            reducer.check_complete()
+        # Forgets an earlier forward pass that an exception has ended.
+        self._before = self._versions() if training and self._watches_writes else None
+
+    def _versions(self) -> list[int]:
+        return [*map(attrgetter("_version"), self._snapshot.parameters.values())]
+
+    def on_forwarded(self, outputs: object) -> None:
+        """Raises if forward has written to parameters and ranks will not be compared."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        now = self._versions()
+        if now == before:
+            return
+        names = self._snapshot.parameters
+        written = [n for n, then, this in zip(names, before, now, strict=True) if then != this]
+        self._written |= dict.fromkeys(written)
+        # Writes before the first average make the Reducer compare ranks. Later ones would not.
+        if written and self._reducer.iteration and not self._compares():
+            raise RuntimeError(
+                f"a forward pass on rank {dist.get_rank(self._reducer.process_group)} has written "
+                f"to {shortened(written)}, which other ranks may not have: write to parameters "
+                f"after the step, alike on every rank; or let the Reducer compare ranks, with "
+                f"check_every=N"
+            )
+
+    def _compares(self) -> bool:
+        return any(isinstance(extension, DriftCheck) for extension in self._reducer.extensions)
+
+    def on_average(self, iteration: int, takes_part: bool) -> None:
+        """Has ranks compared from now on if a forward pass on any of them has written."""
+        if iteration == 1 and self._watches_writes and not self._compares():
+            reducer, group = self._reducer, self._reducer.process_group
+            with on_gpu_of(reducer.module):
+                counts = gather_integers([len(self._written)], group)
+            if any(count for (count,) in counts):
+                every = EVERY_AFTER_WRITES
+                drift = DriftCheck(every, reducer.module, group, self._ignore, after_writes=True)
+                reducer.add_extension(drift)  # which is called in this average, too
+
+
+def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:
+    """Returns the layers in training that take their moments over several ranks."""
+    return [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, _BatchNorm) and hasattr(layer, "process_group") and layer.training
+    ]
+
+
+def trains(module: torch.nn.Module) -> bool:
+    """True if a forward pass of training begins, in which all ranks take part."""
+    # Recomputing a forward pass, for activation checkpointing, is part of backward.
+    recomputing = torch._C._current_graph_task_id() != -1
+    # One rank alone may evaluate. But a module in training mode without gradients may be inside a
+    # reentrant checkpoint, which runs its forward pass without them first.
+    return not recomputing and (torch.is_grad_enabled() or module.training)
+
+
+class ModuleSnapshot:
+    """The parameters of a module when the Reducer was made.
+
+    Attributes:
+        parameters: all but those to ignore, by name.
+        on_change: called when a layer was replaced and its parameters were kept.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignore: Collection[str] = ()) -> None:
+        self._ignore = frozenset(ignore)
+        self.on_change: Callable[[], None] = lambda: None
+        self.parameters = self._parameters_of(module)
+        self._traits = _traits(self.parameters.values())
+        self.look_at(module)
+
+    def look_at(self, module: torch.nn.Module) -> None:
+        """Notes which tensors and modules each submodule owns."""
+        # Comparing the ids of what submodules own is enough, and cheaper than collecting names in
+        # every forward pass.
+        self._owners = [*module.modules()]
+        self._owned = _owned(self._owners)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Returns the parameters that require a gradient, by name.
+
+        Raises:
+            ValueError: no parameter requires a gradient.
+        """
+        found = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        if not found:
+            raise ValueError("the module has no parameter that requires a gradient")
+        return found
+
+    def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
+        """Returns the first change, such as "parameter fc.bias was added"; None without a change.
+
+        With `may_freeze` a parameter that required a gradient may require none now.
+        """
+        if _owned(self._owners) != self._owned:
+            now = self._parameters_of(module)
+            for name in self.parameters | now:
+                then, this = self.parameters.get(name), now.get(name)
+                if this is None and hasattr(then, "_st_info"):
+                    # Inside a DTensor from the first forward on; see `torch_ddp/arguments.py`.
+                    continue
+                # A substitute is there for one call only (torch.func.functional_call).
+                if then is not this and not (then is not None and _is_substitute(this)):
+                    verb = "removed" if this is None else "added" if then is None else "replaced"
+                    return f"parameter {name} was {verb}"
+            # A layer was replaced and its parameters were kept: converted batch norm. Substitutes
+            # are not recorded: once they are freed, Python may give their ids to other objects.
+            if not any(_is_substitute(parameter) for parameter in now.values()):
+                self.look_at(module)
+                self.on_change()
+        traits = _traits(self.parameters.values())
+        if traits == self._traits:
+            return None
+        thens, nows = zip(*self._traits, strict=True), zip(*traits, strict=True)
+        for name, before, after in zip(self.parameters, thens, nows, strict=True):
+            if before != after and not (may_freeze and before == (True, *after[1:])):
+                return f"parameter {name} became {_describe(self.parameters[name])}"
+        return None
+
+    def _parameters_of(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        return {n: p for n, p in module.named_parameters() if n not in self._ignore}
+
+
+def _is_substitute(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and not isinstance(parameter, torch.nn.Parameter)
+
+
+# These run before every forward pass, for all parameters: without a Python call for each.
+
+
+def _owned(modules: Iterable[torch.nn.Module]) -> list[int]:
+    tables = chain.from_iterable(map(attrgetter("_parameters", "_modules"), modules))
+    return [*map(id, chain.from_iterable(map(dict.values, tables)))]
+
+
+def _traits(
+    parameters: Collection[torch.Tensor],
+) -> tuple[list[bool], list[torch.dtype], list[torch.device]]:
+    names = "requires_grad", "dtype", "device"
+    requires_grad, dtype, device = ([*map(attrgetter(name), parameters)] for name in names)
+    return requires_grad, dtype, device
+
+
+def _describe(parameter: torch.Tensor) -> str:
+    return f"{parameter.dtype} on {parameter.device} with requires_grad={parameter.requires_grad}"
+
+
+# With `max_norm` these layers rescale, in forward, the rows that this rank has looked up.
+_RESCALING = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+def check_rescaling(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises if a layer is known to rescale one of these parameters in forward.
+
+    Raises:
+        ValueError: the layer is an embedding with `max_norm`.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for layer in module.modules():
+        if isinstance(layer, _RESCALING) and layer.max_norm is not None:
+            name = names.get(id(layer.weight))
+            if name is not None:
+                raise ValueError(
+                    f"parameter {name} belongs to an {type(layer).__name__} with max_norm="
+                    f"{layer.max_norm:g}, which rescales in forward what its own rank looks up: "
+                    f"ranks would drift apart. Make it without max_norm, and call "
+                    f"weight.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g}) under "
+                    f"torch.no_grad() after each step"
+                )

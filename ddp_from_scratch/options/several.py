@@ -1,0 +1,164 @@
+"""Several Reducers in one backward pass: one order of launch for all of them.
+
+All ranks must issue the same collectives in the same order. Within a Reducer that is the order of
+the buckets' index. Among several Reducers the one made last is first: forward passes mostly run
+through modules in the order in which they were made, and backward the other way.
+
+Off while there is only one Reducer in the process.
+"""
+
+import itertools
+import weakref
+
+import torch.distributed as dist
+
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.hooks import will_accumulate
+from ddp_from_scratch.core.reducer import IDLE, CoreReducer
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
+from ddp_from_scratch.options.unused import Unused
+
+# In the order in which they were made, which is the same on all ranks of a group. No list that weak
+# references take themselves out of: up to Python 3.11 the garbage collector may run while a list is
+# copied, and a copy of one that has become shorter holds what is no longer there.
+_made: "weakref.WeakValueDictionary[int, CoreReducer]" = weakref.WeakValueDictionary()
+_count = itertools.count()
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def next_name(memory_of: dist.ProcessGroup | None) -> str:
+    """Counts a new Reducer, and returns its name, the same on all ranks.
+
+    Those are counted that all ranks of a group make together, to share memory: one rank may make
+    another alone.
+    """
+    if memory_of is None:
+        return "a Reducer"
+    number = _numbers[memory_of] = _numbers.get(memory_of, 0) + 1
+    return f"Reducer {number}" if isinstance(memory_of, SharedMemoryGroup) else "a Reducer"
+
+
+def add(reducer: CoreReducer) -> None:
+    """Puts a new Reducer first in the order of launch."""
+    _made[next(_count)] = reducer
+    everyone = living()
+    for each in everyone if len(everyone) > 1 else []:
+        if not any(isinstance(extension, Several) for extension in each.extensions):
+            each.add_extension(Several())
+
+
+def remove(reducer: CoreReducer) -> None:
+    """Takes a Reducer out of the order. Idempotent."""
+    for number in [number for number, found in _made.items() if found is reducer]:
+        del _made[number]
+
+
+def living() -> list[CoreReducer]:
+    """All Reducers that are in use, the first to launch first."""
+    return [*_made.values()][::-1]
+
+
+class Several(Extension):
+    """Launches the Reducer's buckets behind those of the Reducers before it, and ends with them."""
+
+    def attach(self, reducer: CoreReducer) -> None:
+        """Begins with no pass."""
+        self._of = weakref.ref(reducer)
+        # Alone it has not watched for exceptions (`on_break`).
+        reducer.broken_off = reducer.pass_number != IDLE and not reducer.is_in_pass()
+        # The Reducers that launch before this one in a pass, with their iteration; and the pass.
+        self._ahead: tuple[int, dict[CoreReducer, int]] = (IDLE, {})
+
+    @property
+    def _reducer(self) -> CoreReducer:
+        reducer = self._of()
+        assert reducer is not None, "it called this"
+        return reducer
+
+    def may_launch(self) -> bool:
+        """True if the Reducers that come first in this pass have launched all their buckets."""
+        reducer, everyone = self._reducer, living()
+        unused = _unused(reducer)
+        if reducer.may_be_unused and unused is not None and unused.hides_parameters:
+            # What the checkpoint hides is known at the end, and another Reducer's may be among it.
+            return False
+        if any(_is_inside(reducer, other) for other in everyone):
+            return False  # another inner pass may add to these gradients
+        number, ahead = self._ahead
+        if number != reducer.pass_number:
+            # The graph decides, not which Reducers have begun: backward is not equally far on all
+            # ranks.
+            before = everyone[: everyone.index(reducer)] if reducer in everyone else []
+            ahead = {other: other.iteration for other in before if _takes_part(other)}
+            self._ahead = reducer.pass_number, ahead
+        for other, iteration in ahead.items():
+            if other.iteration == iteration and other.next_bucket < len(other.all_buckets):
+                return False
+            other.await_hook()
+        fixed = all(each.has_fixed_order() for each in (reducer, *ahead))
+        return fixed or not any(r.layers_communicate() and _takes_part(r) for r in everyone)
+
+    def takes_over_end(self) -> bool:
+        """Ends the pass for all Reducers in it."""
+        reducer, everyone = self._reducer, living()
+        if reducer.broken_off:
+            return False
+        for other in everyone:
+            if _is_inside(reducer, other):
+                # Its buckets may come first, and on another rank may have been launched by now.
+                reducer.pass_number = other.pass_number
+                reducer.restore_grads()
+                return True
+        together = [r for r in everyone if _is_running(r) and r.pass_number == reducer.pass_number]
+        if reducer not in together:  # removed in the middle of the pass
+            together.append(reducer)
+        # Everything is launched before anything is waited for: finishing has collectives, too.
+        complete = [r for r in together if r.launch_rest()]
+        # Averaged first, then raised: the other ranks' averages need this rank's buckets.
+        errors = [error for r in complete if (error := r.finish_pass()) is not None]
+        if errors:
+            raise errors[0]
+        return True
+
+    def before_end(self) -> None:
+        """Forgets who was ahead."""
+        self._ahead = (IDLE, {})
+
+    def on_break(self, number: int) -> None:
+        """Breaks off the pass of a Reducer that had joined this one's."""
+        self._ahead = (IDLE, {})
+        for other in living():
+            if _is_running(other) and other.pass_number == number:
+                other.restore_grads()
+                other.break_off(number)
+
+
+def _unused(reducer: CoreReducer) -> Unused | None:
+    return next((e for e in reducer.extensions if isinstance(e, Unused)), None)
+
+
+def _is_running(reducer: CoreReducer) -> bool:
+    return reducer.pass_number != IDLE and not reducer.broken_off
+
+
+def _is_inside(reducer: CoreReducer, other: CoreReducer) -> bool:
+    """True if its pass runs inside the other's, as in a reentrant checkpoint's backward."""
+    # A pass of another thread is no part of this one. (On a GPU all passes have one thread.)
+    return (
+        _is_running(other)
+        and other.pass_thread == reducer.pass_thread
+        and other.pass_number < reducer.pass_number
+    )
+
+
+def _takes_part(reducer: CoreReducer) -> bool:
+    """True if a Reducer averages in the backward pass that autograd is executing."""
+    if not reducer.sync:
+        return False
+    unused = _unused(reducer)
+    # A pass may go through the module and use none of its parameters.
+    return (
+        _is_running(reducer)
+        or any(map(will_accumulate, reducer.parameters))
+        or (unused is not None and unused.will_run())
+    )

@@ -1,0 +1,385 @@
+"""Parameters without a gradient: `find_unused_parameters`, `static_graph`, `skip_unused`."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import gpu
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.hooks import will_accumulate
+from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.errors import shortened
+from ddp_from_scratch.waiting import wait
+
+
+class Unused(Extension):
+    """Parameters may take no part in a backward pass.
+
+    As a backward pass enters the graph of a forward pass (`GraphWatch`), parameters that it does
+    not reach are marked unused; the rest of them at its end. Ranks exchange the parameters that
+    they have used: with `find_unused` in every average, with a static graph in the first, with
+    `skip` in none.
+
+    Args:
+        find_unused: True if any parameter may be unused in any pass.
+        static: True if every pass is as the first.
+        skip: True skips a bucket of which this rank has used none since the last average.
+
+    Attributes:
+        is_static: see `static`.
+    """
+
+    def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
+        self.find_unused, self.is_static, self._skip = find_unused, static, skip
+        # False until the first average, which skips no bucket: one rank alone may have gradients
+        # that are older than its Reducer.
+        self._has_agreed = False
+        # Since the last average, also under no_sync(): the next average covers all of it.
+        self._used: set[int] = set()
+        # Static graph only. Agreed in the first average; later ones need no communication for it.
+        self._used_by_any: set[int] | None = None
+        # Static graph only: used since the last average, but by no rank in the first.
+        self._unforeseen: set[int] = set()
+
+    def attach(self, reducer: CoreReducer) -> None:
+        """Notes the gradients that are there already."""
+        self._reducer = reducer
+        self._count = len(reducer.parameters)
+        # Parameters whose `.grad` is older than the Reducer. No hook of ours has seen it, and other
+        # ranks may have none, but it is averaged like any other.
+        self._inherited = {i for i, p in enumerate(reducer.parameters) if p.grad is not None}
+        self._static = StaticGraph(self._count) if self.is_static else None
+        self._graphs = GraphWatch(reducer.parameters, self._on_enter)
+        self._update()
+
+    def _update(self) -> None:
+        self._reducer.may_be_unused = self.find_unused or self.is_static
+        self._reducer.keeps_layout = self.varies
+
+    @property
+    def varies(self) -> bool:
+        """True if the set of used parameters may change from pass to pass."""
+        return self.find_unused and not self.is_static
+
+    @property
+    def hides_parameters(self) -> bool:
+        """True if a graph that was walked hides parameters in a reentrant checkpoint."""
+        return self._graphs.hides_parameters
+
+    def will_run(self) -> bool:
+        """True if the pass that autograd is executing goes through a forward pass of the module."""
+        return self._graphs.will_enter()
+
+    def set_static(self) -> None:
+        """Makes the graph static from the next pass on. Idempotent."""
+        if not self.is_static:
+            # Passes before this one may have had another graph.
+            self._graphs.forget()
+            self.is_static, self._static = True, StaticGraph(self._count)
+            self._update()
+
+    def prepare(self, outputs: object) -> None:
+        """Looks for unused parameters in the graph of these tensors."""
+        if self._reducer.may_be_unused:
+            self._graphs.on_forward(outputs, as_before=self.is_static)
+
+    def on_forwarded(self, outputs: object) -> None:
+        """Looks for parameters that this forward pass does not use."""
+        self.prepare(outputs)
+
+    def _on_enter(self, unreached: set[int]) -> None:
+        """Marks unreached parameters unused, as a backward pass enters the graph of an output."""
+        reducer = self._reducer
+        with reducer.lock:
+            if not reducer.sync or reducer.is_in_pass():
+                return
+            reducer.begin_pass()
+            reducer.mark_unused(unreached if self._static is None else self._static.unused())
+            if reducer.may_launch():
+                reducer.launch_full_buckets()
+
+    def on_gradient(self, index: int) -> None:
+        """Records a gradient, also one under `no_sync()`: those are averaged later."""
+        self._used.add(index)
+
+    def is_complete(self, index: int) -> bool:
+        """Counts a gradient of a synchronised pass; True if it is its parameter's last."""
+        return self._static is None or self._static.count(index)
+
+    def skips(self, bucket: Bucket) -> bool:
+        """True if this rank has used none of a bucket's parameters since the last average."""
+        return self._skip and self._has_agreed and self._used.isdisjoint(bucket.members)
+
+    def before_end(self) -> None:
+        """Marks all parameters without a gradient in this pass as unused."""
+        if self._reducer.may_be_unused:
+            self._reducer.mark_unused(range(self._count))
+
+    def used(self) -> set[int] | None:
+        """Returns the parameters that some rank used since the last average; None means all.
+
+        Collective. Waits for other ranks only if this rank did not use every parameter.
+        """
+        reducer = self._reducer
+        used, self._used = self._used, set()
+        # Without those that `zero_grad()` has dropped.
+        inherited = {i for i in self._inherited if reducer.parameters[i].grad is not None} - used
+        self._inherited = set()
+        self._has_agreed = True
+        if not reducer.may_be_unused:
+            return None
+        if self._used_by_any is not None:
+            # Perhaps under no_sync(), where `StaticGraph` counts nothing.
+            self._unforeseen = used - self._used_by_any
+            return self._used_by_any
+        group = reducer.group()
+        # Pinned memory is copied asynchronously: the host does not wait for the GPU's earlier work.
+        mine = torch.zeros(self._count, dtype=torch.int32, pin_memory=gpu.is_gpu(reducer.device))
+        mine[list(used)] = 1
+        # `beyond` is more than the ones of all ranks add up to, so that one sum holds two counts:
+        # its remainder counts ranks that used a parameter, its quotient ranks that inherited.
+        mine[list(inherited)] = beyond = 1 + group.size()
+        counts = mine.to(reducer.device, non_blocking=True)
+        work = dist.all_reduce(counts, group=group, async_op=True)
+        assert work is not None, "this rank is not a member of the process group"
+        # A rank that used all parameters knows the answer. It has sent its part and need not wait.
+        if len(used) < self._count:
+            wait(work)
+            found = dict(enumerate(counts.tolist()))
+            used = {index for index, times in found.items() if times % beyond}
+            inherited = {index for index, times in found.items() if times >= beyond}
+        if self.is_static:
+            self._used_by_any = used
+        return used | inherited
+
+    def error(self) -> RuntimeError | None:
+        """Returns an error if the backward pass differs from the first one of a static graph."""
+        if self._static is None:
+            return None
+        differences = self._static.end_pass()
+        unforeseen = self._unforeseen.difference(index for index, _, _ in differences)
+        differences += [(index, 1, 0) for index in sorted(unforeseen)]
+        if not differences:
+            return None
+        names = self._reducer.names
+        counts = [f"{names[i]} {now} instead of {then}" for i, now, then in differences]
+        return RuntimeError(
+            f"static_graph=True, but this backward pass on rank "
+            f"{dist.get_rank(self._reducer.process_group)} gave other numbers of gradients than "
+            f"the first: {shortened(counts)}"
+        )
+
+    def on_abort(self) -> None:
+        """Forgets all that ranks agreed on, and the gradients since the last average."""
+        # All of it: an average that failed may have ended on some ranks alone, and all must agree
+        # again in the same one.
+        self._used, self._used_by_any, self._has_agreed = set(), None, False
+        if self._static is not None:
+            self._static = StaticGraph(self._count)
+
+    on_set_step = on_abort
+
+    def remove(self) -> None:
+        """Ignores all graphs from now on, also those still alive."""
+        self._graphs.stop()
+
+
+class StaticGraph:
+    """The number of gradients of each parameter, the same in every backward pass.
+
+    The first pass is counted to its end. From then on a parameter is ready with its last gradient,
+    and a parameter that got none is known to be unused as soon as a pass begins.
+    """
+
+    def __init__(self, count: int) -> None:
+        # None until the first pass has ended. A count may exceed 1: autograd accumulates several
+        # times with reentrant checkpointing, and for a parameter of several checkpointed segments.
+        self._expected: list[int] | None = None
+        self._counted = [0] * count
+
+    def count(self, index: int) -> bool:
+        """Counts one gradient; True if it is its parameter's last in this pass."""
+        self._counted[index] += 1
+        return self._expected is not None and self._counted[index] == self._expected[index]
+
+    def unused(self) -> set[int]:
+        """Returns the parameters that get no gradient; none before the first pass has ended."""
+        return {index for index, times in enumerate(self._expected or []) if times == 0}
+
+    def end_pass(self) -> list[tuple[int, int, int]]:
+        """Ends a pass; returns (parameter, gradients now, gradients before) that differ."""
+        counted, self._counted = self._counted, [0] * len(self._counted)
+        if self._expected is None:
+            self._expected = counted
+        pairs = zip(counted, self._expected, strict=True)
+        return [(i, now, then) for i, (now, then) in enumerate(pairs) if now != then]
+
+
+def find_tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors in a module's output: tuples, lists, dicts, dataclasses, any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from find_tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from find_tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from find_tensors(getattr(value, field.name))
+
+
+def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Lists the leaves to which a backward pass from `outputs` would bring a gradient.
+
+    None means unknown: the graph holds a reentrant checkpoint.
+    """
+    leaves: list[torch.Tensor] = []
+    ahead = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            ahead.append(output.grad_fn)
+        elif output.requires_grad:
+            leaves.append(output)
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, torch._C._functions.AccumulateGrad):
+            leaves.append(node.variable)
+        # Reentrant checkpointing builds this part of the graph only during the backward pass.
+        elif node.name() == "CheckpointFunctionBackward":
+            return None
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                ahead.append(following)
+    return leaves
+
+
+class _Forward:
+    """The leaves that the graph of one forward pass reaches.
+
+    Attributes:
+        reached: indices of the Reducer's parameters; None means unknown.
+        others: all other leaves.
+    """
+
+    def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor] = ()) -> None:
+        self.reached = reached
+        self.others = [weakref.ref(leaf) for leaf in others]
+
+
+class GraphWatch:
+    """Walks the graph of each forward pass, and calls back when a backward pass enters it.
+
+    `on_forward` walks from the module's outputs to the parameters. When a backward pass reaches one
+    of these outputs, `on_enter` is called with the indices of the parameters that get no gradient
+    in this pass. The set is empty if a walk met a reentrant checkpoint, which hides parameters.
+    `torch.autograd.grad` accumulates nothing in `.grad` and is not reported.
+
+    Args:
+        parameters: their indices are passed to `on_enter`.
+        on_enter: a bound method, held weakly. Called during the backward pass, before any gradient
+            of this graph is ready.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], on_enter: Callable[[set[int]], None]
+    ) -> None:
+        self._parameters = parameters
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._on_enter = weakref.WeakMethod(on_enter)
+        # Each graph owns its record, through its hooks. So the record of a forward pass that never
+        # goes backward disappears with its graph.
+        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        # The record of the last walk. A static graph uses it again instead of another walk.
+        self._last: _Forward | None = None
+        self._stopped = False
+
+    @property
+    def hides_parameters(self) -> bool:
+        """True if the graph of a forward pass that is alive holds a reentrant checkpoint."""
+        return any(forward.reached is None for forward in self._forwards)
+
+    def on_forward(self, outputs: object, as_before: bool = False) -> None:
+        """Walks from all tensors in `outputs`, and puts a hook on the node of each.
+
+        Args:
+            outputs: the return value of the module.
+            as_before: True takes the result of the last walk: the graph is static.
+        """
+        # Inside a transform of torch.func nothing is accumulated in `.grad`, and the graph does not
+        # lead to the parameters themselves.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
+        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+        if not nodes:
+            return
+        if self._last is None or not as_before:
+            with torch.profiler.record_function("search_unused_parameters"):
+                leaves = reached(tensors)
+            self._last = self._record(leaves)
+        forward = self._last
+        self._forwards.add(forward)
+        for node in nodes:
+            # A strong reference would keep a Reducer alive for as long as some graph is.
+            node.register_prehook(partial(_enter, weakref.ref(self), forward))
+
+    def forget(self) -> None:
+        """Forgets the last walk: the next forward pass is walked in any case."""
+        self._last = None
+
+    def will_enter(self) -> bool:
+        """True if the pass that autograd is executing goes through a forward pass of the module."""
+        return any(self._accumulates(f.reached or set(), f) for f in self._forwards)
+
+    def _record(self, leaves: list[torch.Tensor] | None) -> _Forward:
+        if leaves is None:
+            return _Forward(None)
+        known = self._index_of
+        ours = {known[id(leaf)] for leaf in leaves if id(leaf) in known}
+        return _Forward(ours, (leaf for leaf in leaves if id(leaf) not in known))
+
+    def stop(self) -> None:
+        """Stops calling `on_enter`, whatever graphs are still alive. Idempotent."""
+        self._forwards.clear()
+        self._stopped = True
+
+    def enter(self, forward: _Forward) -> None:
+        """Reports the unused parameters. Called by autograd at an output of this forward pass."""
+        on_enter = self._on_enter()
+        if on_enter is None or self._stopped:
+            return
+        if self.hides_parameters:
+            # Some parameter may be used inside the checkpoint: none can be called unused yet.
+            on_enter(set())
+            return
+        reached = forward.reached or set()
+        if not self._accumulates(reached, forward):
+            return
+        # This pass may cover several forward passes, or more of the graph than one walk has seen.
+        # By now autograd knows what it will execute, so it has the last word.
+        rest = set(range(len(self._parameters))) - reached
+        on_enter({i for i in rest if not will_accumulate(self._parameters[i])})
+
+    def _accumulates(self, reached: set[int], forward: _Forward) -> bool:
+        """True for a pass of `backward()`, False for one of `torch.autograd.grad`."""
+        if reached:
+            return any(will_accumulate(self._parameters[i]) for i in reached)
+        # A static graph's walk is from an earlier step, whose other leaves may have been freed.
+        others = [other() for other in forward.others]
+        return None in others or any(leaf is not None and will_accumulate(leaf) for leaf in others)
+
+
+def _enter(watch: "weakref.ref[GraphWatch]", forward: _Forward, gradients: Any) -> None:
+    found = watch()
+    if found is not None:
+        found.enter(forward)

@@ -1,0 +1,173 @@
+"""`gradient_as_bucket_view`: a parameter's `.grad` is a window of its bucket, not a copy."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from ddp_from_scratch.core.bucket import Bucket, BucketState
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.memory import lies_at
+
+
+class ViewBucket(Bucket):
+    """A bucket in whose windows the gradients lie between backward passes.
+
+    Large gradients on a CPU are packed one by one as they become ready, while they are in the
+    cache, and `.grad` is None until the average is there.
+    """
+
+    keeps_no_graph = "a window of a bucket: use gradient_as_bucket_view=False"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.packs_early = not self._together
+        # The tensors that become `.grad`. Not `views` themselves: `module.half()` gives a `.grad`
+        # other memory, and the window must stay where it is.
+        self._lent = self.windows_of(self.flat)
+        self._position = {index: position for position, index in enumerate(self.members)}
+        # Compared in every pass. A view's address never changes, so it is asked for once.
+        self._addresses = [view.data_ptr() for view in self.views]
+        # Members whose gradient is in the buffer already, multiplied by `_scale`.
+        self._packed: set[int] = set()
+        self._scale = 1.0
+
+    def claim(self, index: int) -> torch.Tensor | None:
+        """Returns the window for a missing gradient; None if one has been accumulated before."""
+        position = self._position[index]
+        return self.views[position] if self._parameters[position].grad is None else None
+
+    @torch.no_grad()
+    def pack_one(self, index: int, scale: float) -> None:
+        """Copies the gradient of parameter `index` in, times `scale`. Adds it if one is there."""
+        position = self._position[index]
+        parameter, view = self._parameters[position], self.views[position]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if index in self._packed:
+            view.add_(gradient, alpha=scale)
+        elif lies_at(gradient, view):
+            # Autograd has accumulated in place: it lies there, but unscaled.
+            _multiply(view, scale)
+        elif scale == 1:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, scale, out=view)
+        # Without a `.grad`, autograd's next contribution comes as a gradient of its own. Otherwise
+        # autograd would add it, unscaled, to this scaled one.
+        parameter.grad = None
+        self._packed.add(index)
+        self._scale = scale
+
+    @torch.no_grad()
+    def restore_grads(self) -> None:
+        """Moves gradients that `pack_one` has packed back to `.grad`, up to rounding."""
+        if self.state is BucketState.FILLING:
+            for index in self._packed:
+                position = self._position[index]
+                _multiply(self.views[position], 1 / self._scale)
+                self._parameters[position].grad = self._lend(position)
+            self._packed.clear()
+
+    @torch.no_grad()
+    def pack(self, scale: float) -> None:
+        """Copies the rest of the gradients in; see `Bucket.pack`."""
+        sources, windows, in_place = [], [], []
+        packed, unused = self._packed, self.unused
+        for position, (index, parameter, view) in enumerate(self._rows):
+            if packed and index in packed:
+                continue
+            gradient, address = parameter.grad, self._addresses[position]
+            if gradient is None:
+                if index not in unused:
+                    raise self._gone(parameter)
+                view.zero_()
+            elif gradient.data_ptr() == address and gradient.stride() == view.stride():
+                in_place.append(view)
+                if index in unused:
+                    # The buffer will hold the average. If no rank has used this parameter, `.grad`
+                    # must keep its own value.
+                    parameter.grad = view.clone()
+            else:
+                sources.append(gradient)
+                windows.append(view)
+                if not (unused and index in unused):
+                    # Frees the memory of the gradient before the average is there. `_lend` is only
+                    # called where it has more to do: this runs once for every gradient.
+                    lent = self._lent[position]
+                    parameter.grad = lent if lent.data_ptr() == address else self._lend(position)
+        if self._together or scale == 1:
+            self._copy(windows, sources)
+            _multiply(self.flat, scale)
+        else:
+            for window, source in zip(windows, sources, strict=True):
+                torch.mul(source, scale, out=window)
+            for view in in_place:
+                view.mul_(scale)
+
+    @torch.no_grad()
+    def unpack(self, used: Collection[int] | None = None) -> None:
+        """Makes each `.grad` its window; see `Bucket.unpack`."""
+        if self.state is BucketState.LANDED:
+            for position, (index, parameter, _) in enumerate(self._rows):
+                if used is not None and index not in used:
+                    continue
+                gradient = parameter.grad
+                # `pack` has put most of them there. Looking costs less than putting them again.
+                if gradient is None or gradient.data_ptr() != self._addresses[position]:
+                    parameter.grad = self._lend(position)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties the bucket; see `Bucket.reset`."""
+        super().reset()
+        self._packed.clear()
+
+    def saved(self) -> dict[int, torch.Tensor]:
+        """Returns a copy of each `.grad` that is a window: the next buckets lie in its memory."""
+        # One tensor for all: the C library keeps small blocks when they are freed.
+        copies = self.windows_of(self.flat.clone())
+        return {
+            index: copy
+            for (index, parameter, view), copy in zip(self._rows, copies, strict=True)
+            if parameter.grad is not None and lies_at(parameter.grad, view)
+        }
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[int, torch.Tensor]) -> None:
+        """Copies these gradients of members in, and makes each `.grad` its window."""
+        for position, (index, parameter, view) in enumerate(self._rows):
+            if index in saved:
+                view.copy_(saved[index])
+                parameter.grad = self._lend(position)
+
+    def _lend(self, position: int) -> torch.Tensor:
+        """Returns the window as a tensor that may become `.grad`."""
+        lent = self._lent[position]
+        # The same object in every pass, unless the program has given it other memory.
+        if lent.data_ptr() != self._addresses[position]:
+            view = self.views[position]
+            lent = self._lent[position] = view.as_strided(
+                view.shape, view.stride(), view.storage_offset()
+            )
+        return lent
+
+
+class Views(Extension):
+    """Has a Reducer make its buckets as `ViewBucket`."""
+
+    def attach(self, reducer: Any) -> None:
+        """Makes the buckets again, in the same memory."""
+        self._reducer = reducer
+        reducer.make_buckets(ViewBucket)
+
+    def on_break(self, number: int) -> None:
+        """Restores gradients after an exception in a pass."""
+        for bucket in self._reducer.flat_buckets:
+            bucket.restore_grads()
+
+
+def _multiply(tensor: torch.Tensor, factor: float) -> None:
+    if factor != 1:
+        tensor.mul_(factor)

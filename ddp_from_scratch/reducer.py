@@ -1,0 +1,517 @@
+"""The Reducer with its options: each is an extension of `core/reducer.py`, in a file of its own."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.checks.stall_watch import Progress, StallWatch
+from ddp_from_scratch.checks.straggler_report import StragglerReport
+from ddp_from_scratch.checks.straggler_watch import StragglerWatch
+from ddp_from_scratch.core import comm_hooks
+from ddp_from_scratch.core.bucket import CommHook
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.layout import AUTO, Caps, bucket_caps
+from ddp_from_scratch.core.memory import sparse_parameters
+from ddp_from_scratch.core.reducer import IDLE, CoreReducer
+from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.node.process_group import shared_memory_beside
+from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
+from ddp_from_scratch.options import several
+from ddp_from_scratch.options.buffers import BufferSync
+from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_norms
+from ddp_from_scratch.options.fused_wgrad import FusedWgrad
+from ddp_from_scratch.options.sparse import SparseBucket
+from ddp_from_scratch.options.tuning import DEFAULT, BucketTuning
+from ddp_from_scratch.options.unused import Unused
+from ddp_from_scratch.options.views import Views
+from ddp_from_scratch.options.weight import GradientWeight
+from ddp_from_scratch.shards.shards import Shards
+from ddp_from_scratch.sync.check_sync import DriftCheck
+
+Kind = TypeVar("Kind", bound=Extension)
+
+
+class Reducer(CoreReducer):
+    """All-reduces the gradients of a module in buckets; the module itself stays as it is.
+
+    `CoreReducer` describes a step. This class turns options into extensions.
+
+    Args:
+        module: its parameters with `requires_grad` are synchronised. All ranks must hold the same
+            ones (`broadcast_parameters` checks that). A forward pass that writes to parameters
+            makes ranks compare them (`check_every`).
+        process_group: the ranks that take part; None means all.
+        bucket_cap_mb: size in MiB at which a bucket is closed: 0 one bucket for each parameter,
+            `inf` one for all; None and a sequence as in `bucket_caps`. "auto" tries several in the
+            first averages, with and without overlap, and settles on one (`options/tuning.py`).
+        overlap: launch buckets during backward. False launches all of them at its end.
+        gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
+            most of the memory of the gradients. `.grad` must then not be detached in place, and on
+            a CPU a large `.grad` is None from when it is ready until the average is there.
+        find_unused_parameters: parameters may take no part in a backward pass, different ones on
+            each rank. The `.grad` of a parameter that no rank used stays as it was; others become
+            the average. The buckets keep their first layout.
+        static_graph: every backward pass is as the first: the same unused parameters, and as many
+            gradients for each parameter. A pass that differs raises and names the parameter.
+        skip_unused: skip a bucket if this rank has used none of its parameters since the last
+            average; the first average skips none. All ranks must use the same parameters, or they
+            wait for each other.
+        broadcast_buffers: give all ranks rank 0's buffers (batch norm's running statistics) at the
+            end of each backward pass that averages, so that each rank may evaluate at any time.
+        shared_memory: on a gloo group, reduce in memory that the ranks of a machine share, and send
+            between machines alone, where two of them share a machine (Linux). Sums are then taken
+            in the order of ranks: with more than 2 ranks their last bits are not gloo's.
+        fuse_wgrad: compute the gradients of large linear layers and embeddings into their buckets,
+            without a copy (`FusedWgrad`). On a CPU alone. Implies `gradient_as_bucket_view`.
+        ignore: names of parameters and buffers that are not synchronised.
+        check_every: run `check_sync` in every so many averages, also for the state of optimizers
+            that step these parameters. None means never, unless forward passes write to parameters:
+            then in the first average, and in every hundredth.
+        stall_after: seconds after which a step that waits is reported, with the ranks it waits for
+            (`stall_watch.py`). None means never.
+        straggler_every: print on rank 0, in every so many averages, which rank the others waited
+            for, how often, how long, and in which phase (`straggler_watch.py`). None means never.
+        ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
+            that sums are taken in the same order and have the same bits.
+        shards: a power of two. A step's batch is this many equal shards, each rank runs those of
+            `shard_range`, and their gradients are summed along a fixed tree (`shards/`): the
+            same bits on any number of ranks. Implies `broadcast_buffers`; buckets keep their
+            layout.
+        extensions: of your own (`core/extension.py`), called after those of the options.
+
+    Attributes:
+        module, process_group, ignore: as given.
+        device: the device of the parameters.
+        sync: True if backward passes average. `no_sync()` sets it to False and back.
+        joining: True inside `join()`, which sets the weights.
+        iteration: the number of averages so far.
+        overlap: True if the next backward pass launches buckets before its end.
+        ready_order: the names of the parameters in the order of the final layout; None before it.
+        flat_buckets: the present buckets in the order of launch, without those of sparse gradients.
+        buffer_sync: synchronises the buffers.
+
+    Raises:
+        ValueError: no parameter requires a gradient, this rank is not in the group, or an argument
+            is out of its range.
+        TypeError: `process_group` is not a process group.
+        RuntimeError: no process group is open. From a forward pass, an optimizer's step or
+            `backward()`: see `options/checks.py`. From `backward()` on every rank: ranks have
+            drifted apart (`check_every`).
+
+    Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+    (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        bucket_cap_mb: Caps = None,
+        overlap: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        skip_unused: bool = False,
+        broadcast_buffers: bool = False,
+        check_every: int | None = None,
+        stall_after: float | None = None,
+        straggler_every: int | None = None,
+        shared_memory: bool = True,
+        fuse_wgrad: bool = False,
+        ignore: Collection[str] = (),
+        ready_order: Sequence[str] | None = None,
+        shards: int | None = None,
+        extensions: Iterable[Extension] = (),
+    ) -> None:
+        caps = bucket_caps(bucket_cap_mb)
+        snapshot = ModuleSnapshot(module, ignore)
+        parameters = snapshot.trainable()
+        check_group(process_group)
+        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
+        if fuse_wgrad and not on_cpu:
+            raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
+        if shards is not None and bucket_cap_mb == AUTO:
+            raise ValueError('bucket_cap_mb="auto" cannot be used with shards=V')
+        self.ignore, self.joining = frozenset(ignore), False
+        self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
+        self._auto = bucket_cap_mb == AUTO
+        self.buffer_sync = BufferSync(module, process_group, ignore)
+        self._shares = (False, False)  # by `sends_through_group()`
+        self._shards: Shards | None = None
+        if shards is not None:
+            self._shards = Shards(shards, self.buffer_sync.named, fuse_wgrad)
+        sparse = sparse_parameters(module)
+
+        def options() -> Iterator[Extension]:
+            # In the order in which they are called: layout first, comparisons last. An option that
+            # is off adds none, so it costs nothing.
+            if gradient_as_bucket_view or fuse_wgrad:
+                yield Views()
+            yield Checks(snapshot, ignore)
+            if find_unused_parameters or static_graph or skip_unused:
+                yield Unused(find_unused_parameters, static_graph, skip_unused)
+            if broadcast_buffers or shards is not None:
+                self.buffer_sync.enable(True)
+                yield self.buffer_sync
+            if self._shards is not None:
+                yield self._shards
+            if self._auto:
+                yield BucketTuning()
+            if stall_after is not None:
+                yield StallWatch(stall_after, self._progress, process_group)
+            if straggler_every is not None:
+                yield self._straggler_watch(straggler_every)
+            if check_every is not None:
+                yield DriftCheck(check_every, module, process_group, ignore)
+            if fuse_wgrad:
+                yield FusedWgrad()
+            yield from extensions
+
+        super().__init__(
+            module,
+            parameters,
+            process_group,
+            bucket_caps=caps,
+            overlap=overlap,
+            # With shards the layout is final: an average that failed on some ranks changes nothing.
+            ready_order=ready_order or (list(parameters)[::-1] if shards is not None else None),
+            apart={name: SparseBucket for name, p in parameters.items() if id(p) in sparse},
+            transport=shared_memory_beside if shared_memory and on_cpu else _itself,
+            # Memory of a group ends with it, and shards may go on in another group.
+            meets=self._meets() and shards is None,
+            owner=several.next_name,
+            extensions=options(),
+        )
+        several.add(self)
+
+    def _meets(self) -> bool:
+        """True if all ranks make this object together."""
+        return True
+
+    def group(self) -> dist.ProcessGroup:
+        """Returns the group that sends buckets. Collective where `shared_memory_beside` is."""
+        sends = super().group()
+        # Noted here: a look at the transport must not be collective.
+        own = check_group(self.process_group)
+        self._shares = _shares_memory(own), _shares_memory(sends)
+        return sends
+
+    # Looking at it ------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"Reducer({self.stats()})"
+
+    @property
+    def buckets(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters of each bucket, in the order of launch."""
+        return tuple(tuple(self.names[i] for i in bucket.members) for bucket in self.all_buckets)
+
+    @property
+    def bucket_cap_mb(self) -> float | Sequence[float] | None:
+        """The cap as given, or the choice of "auto"; None until "auto" has settled."""
+        if not self._auto:
+            return self._bucket_cap_mb  # type: ignore[no-any-return]
+        tuning = self.extension(BucketTuning)
+        return tuning.present.bucket_cap_mb if tuning is not None and tuning.settled else None
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """Returns the extension of this kind."""
+        return next((e for e in self.extensions if isinstance(e, kind)), None)
+
+    def stats(self) -> "ReducerStats":
+        """Returns settings, buckets and their sizes at this moment."""
+        unused = self.extension(Unused)
+        return ReducerStats(
+            bucket_bytes=tuple(
+                sum(p.nbytes for p in bucket.parameters()) for bucket in self.all_buckets
+            ),
+            bucket_cap_bytes=max(self.caps),
+            parameters=len(self.parameters),
+            parameter_bytes=sum(parameter.nbytes for parameter in self.parameters),
+            iteration=self.iteration,
+            rebuilt=self.ready_order is not None,
+            overlap=self.overlap,
+            gradient_as_bucket_view=self.extension(Views) is not None,
+            find_unused_parameters=unused is not None and unused.varies,
+            static_graph=unused is not None and unused.is_static,
+            comm_hook=getattr(self.comm_hook, "__qualname__", str(self.comm_hook)),
+            # A hook of the user's own sends through the group that it names itself, most often the
+            # Reducer's, and not through one that was opened beside it.
+            transport=(
+                "shared memory"
+                if self._shares[self.sends_through_group()]
+                else str(dist.get_backend(self.process_group))
+            ),
+        )
+
+    def _progress(self) -> Progress:
+        # Read once: another thread calls this, and the buckets may be laid out again meanwhile.
+        return Progress.of(self.iteration, self.next_bucket, self.all_buckets, self.names)
+
+    # Settings -----------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
+
+        With a hook that may start a second collective (PowerSGD, or one of your own), one bucket
+        is under way at a time. `hook.one_collective = True` declares that yours starts one alone.
+
+        Raises:
+            RuntimeError: a backward pass is under way, or see `BucketTuning.check_hook`.
+            TypeError: `hook` is not callable.
+        """
+        self._check_idle("a comm hook cannot be registered while gradients are under way")
+        if (tuning := self.extension(BucketTuning)) is not None:
+            tuning.check_hook(hook)
+        self.check_free("a comm hook")
+        self.set_hook(hook, state)
+
+    def keep_bucket_views(self) -> None:
+        """Acts as `gradient_as_bucket_view=True` from now on. Idempotent.
+
+        A `.grad` that is there keeps its memory until the next average.
+
+        Raises:
+            RuntimeError: gradients are under way.
+        """
+        self._check_idle("gradients that are under way cannot move into their buckets")
+        if self.extension(Views) is None:
+            self.add_extension(Views())
+
+    def set_static_graph(self) -> None:
+        """Acts as `static_graph=True` from the next forward pass on. Idempotent.
+
+        Must be called on all ranks alike. A graph that is alive already may raise when it goes
+        backward, if it has reentrant checkpoints.
+        """
+        unused = self.extension(Unused)
+        if unused is None:
+            self.add_extension(Unused(find_unused=False, static=True, skip=False))
+        else:
+            unused.set_static()
+
+    def set_broadcast_buffers(self, enabled: bool) -> None:
+        """Sets `broadcast_buffers` from now on. Must be called on all ranks alike."""
+        self.buffer_sync.enable(enabled)
+        # It stays once it was there: a hook may have begun what the next average waits for.
+        if enabled and self.buffer_sync not in self.extensions:
+            self.add_extension(self.buffer_sync, first=True)
+
+    def watch_stragglers(
+        self, every: int, tell: Callable[[StragglerReport], None] | None = None
+    ) -> None:
+        """Acts as `straggler_every` from now on, and calls `tell` with each report, on every rank.
+
+        Without `tell` rank 0 prints it. Must be called on all ranks alike.
+        """
+        self.add_extension(self._straggler_watch(every, tell))
+
+    def _straggler_watch(
+        self, every: int, tell: Callable[[StragglerReport], None] | None = None
+    ) -> StragglerWatch:
+        return StragglerWatch(every, self.device, self.process_group, self.layers_communicate, tell)
+
+    def prepare_backward(self, outputs: object) -> None:
+        """Looks for unused parameters in the graph of these tensors, where backward will begin."""
+        if (unused := self.extension(Unused)) is not None:
+            unused.prepare(outputs)
+
+    def check_forward(self) -> None:
+        """Raises, in training, if averages after a forward pass would be missing or wrong."""
+        if (checks := self.extension(Checks)) is not None:
+            checks.on_forward()
+
+    def check_free(self, what: str) -> None:
+        """Raises if the comm hook is fixed; `what` needs another one."""
+        if self._shards is not None:
+            raise RuntimeError(f"shards=V has a sum of its own and cannot be used with {what}")
+
+    def _check_idle(self, text: str) -> None:
+        if any(bucket.begun for bucket in self.all_buckets):
+            raise RuntimeError(text)
+
+    @contextmanager
+    def keeping_local(self) -> Iterator[None]:
+        """Keeps local gradients in the buckets inside the context; used by `node_shared.py`.
+
+        Raises:
+            RuntimeError: a comm hook is registered.
+        """
+        self.check_free("local gradients")
+        if self.comm_hook is not comm_hooks.average:
+            raise RuntimeError("gradients that stay local cannot go through a comm hook")
+        self.set_hook(comm_hooks.keep_local, self.comm_state)
+        try:
+            yield
+        finally:
+            self.set_hook(comm_hooks.average, self.comm_state)
+
+    # Weights ------------------------------------------------------------------------------------
+
+    def weight(self, amount: float) -> None:
+        """Weighs this rank's gradients by `amount` in the next average alone. Collective.
+
+        Give the number of samples (or tokens) that this rank's loss is the mean over; the result is
+        then the gradient of the mean over the whole batch. Call it on every rank before the
+        backward pass. A rank with amount 0 runs backward, too; the values of its gradients do not
+        matter.
+
+        Raises:
+            ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
+            RuntimeError: inside `join()`; or, on every rank, the amounts differ and the module has
+                synchronised batch norm.
+        """
+        if self.joining:
+            raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
+        weight = self.agree_weight(amount)
+        # Synchronised batch norm mixes gradients of all ranks before they are multiplied.
+        if sync_batch_norms(self.module) and not weight.all_equal():
+            self.set_weight(None)
+            raise RuntimeError(
+                "the weights of ranks differ, and the module has synchronised batch norm, which "
+                "mixes the gradients of all ranks before they are weighed: leave weight() out, and "
+                "multiply each rank's loss by its amount x world size / the sum of all amounts"
+            )
+        self.set_weight(weight)
+
+    def agree_weight(self, amount: float) -> GradientWeight:
+        """Starts to agree on the sum of all ranks' amounts. Collective.
+
+        Raises:
+            RuntimeError: the comm hook is fixed.
+            ValueError: `amount` is negative or not finite.
+        """
+        self.check_free("weight() or join()")
+        on_cpu = takes_cpu_tensors(self.process_group)
+        return GradientWeight(amount, self.group() if on_cpu else gloo_beside(self.process_group))
+
+    def set_joining(self, joining: bool) -> None:
+        """Leaves weights and buffers to `join()` while `joining` is True."""
+        self.joining = joining
+        self.buffer_sync.set_joining(joining)
+
+    def contribute_nothing(self, weight: GradientWeight) -> None:
+        """Takes part in the others' next average with weight 0; `.grad` stays as it is."""
+        self.set_weight(weight)
+        self.mark_unused(range(len(self.parameters)))
+        self.launch_full_buckets()
+        self.await_hook()
+        self.finish(takes_part=False)
+
+    # Shards -------------------------------------------------------------------------------------
+
+    @property
+    def shard_count(self) -> int:
+        """The shards of a step on all ranks together."""
+        return self._with_shards().count
+
+    @property
+    def shard_range(self) -> range:
+        """The shards that this rank runs in a step of the present group, in this order."""
+        return self._with_shards().range()
+
+    def shard(self, index: int) -> AbstractContextManager[None]:
+        """Runs shard `index` inside: forward, and one backward pass outside of `no_sync()`."""
+        return self._with_shards().run(index, self)
+
+    def run_shards(self, function: Callable[[int], object]) -> None:
+        """Calls a function for each of `shard_range`, as if inside `shard(i)`.
+
+        With synchronised batch norm the shards of a rank run in lock step, each in a thread of its
+        own and one at a time, and take the moments of all shards. Then the function should set
+        what torch keeps for each thread (autocast aside), and all graphs are there at once.
+
+        Raises:
+            RuntimeError: shards run different layers.
+        """
+        self._with_shards().run_all(function, self)
+
+    def set_step(self, step: int, seed: int | None = None) -> None:
+        """Goes on with shards from `step`, the number of steps before it. Alike on all ranks.
+
+        Between two steps. The ranks may be others than before.
+
+        Args:
+            step: from 0.
+            seed: of the generators; None leaves it, 0 at the start.
+        """
+        self._with_shards().set_step(step, seed)
+        self.iteration = step
+        self.pass_number = IDLE
+        for call in self._calls["on_set_step"]:
+            call()
+
+    def abort_step(self) -> None:
+        """Forgets a step that failed before the optimizer's: it may be repeated. Idempotent."""
+        super().abort_step()
+        if self._shards is not None:
+            self.iteration = self._shards.step
+
+    def remove(self) -> None:
+        """Removes every hook from the module, whose gradients then stay local. Idempotent."""
+        super().remove()
+        several.remove(self)
+
+    def _with_shards(self) -> Shards:
+        if self._shards is None:
+            raise RuntimeError("this Reducer has no shards: make it with shards=V")
+        return self._shards
+
+
+@dataclass(frozen=True)
+class ReducerStats:
+    """Settings and buckets of a `Reducer`.
+
+    Attributes:
+        bucket_bytes: size of each bucket, in the order of launch.
+        bucket_cap_bytes: size at which a bucket is closed, the largest of its caps.
+        parameters, parameter_bytes: number of parameters, and their size together.
+        iteration: number of averages so far.
+        rebuilt: True if the buckets are in the order in which gradients became ready.
+        overlap, gradient_as_bucket_view, find_unused_parameters, static_graph: settings.
+        comm_hook: its name.
+        transport: "shared memory" if a machine's ranks reduce there, else the backend's name.
+    """
+
+    bucket_bytes: tuple[int, ...]
+    bucket_cap_bytes: int
+    parameters: int
+    parameter_bytes: int
+    iteration: int
+    rebuilt: bool
+    overlap: bool
+    gradient_as_bucket_view: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    comm_hook: str
+    transport: str
+
+    def __str__(self) -> str:
+        sizes = [size / 2**20 for size in self.bucket_bytes]
+        shown = ", ".join(f"{size:.3g}" for size in sizes[:8])
+        noun = "bucket" if len(sizes) == 1 else "buckets"
+        more = ", ..." if len(sizes) > 8 else ""
+        on = [
+            name
+            for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+            if getattr(self, name)
+        ]
+        settings = [f"overlap={self.overlap}", f"comm_hook={self.comm_hook}", *on]
+        settings.append(f"by {self.transport}")
+        return (
+            f"{self.parameters} parameters in {len(sizes)} {noun} of {shown}{more} MiB, "
+            f"{', '.join(settings)}"
+        )
+
+
+def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group
+
+
+def _shares_memory(group: dist.ProcessGroup) -> bool:
+    return isinstance(group, SharedMemoryGroup) and group.shares_memory

@@ -1,1 +1,0 @@
-"""Averages a module's gradients over ranks, in buckets, while backward runs."""
