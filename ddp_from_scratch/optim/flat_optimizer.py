@@ -282,14 +282,10 @@ class SGD(FlatOptimizer, torch.optim.SGD):
     """torch.optim.SGD with one flat call per bucket; the same parameters to the last bit.
 
     They are those of `foreach=False` and `foreach=True`. With `fused=True` torch rounds the
-    momentum of a parameter's last elements otherwise. See `FlatOptimizer` for what a step does.
+    momentum of a parameter's last elements otherwise.
 
-    Args:
-        params: parameters, named parameters or groups, as every optimizer takes them.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
-        reducer: averages the gradients; keeps them in its buckets from now on.
-
-    Raises: see `FlatOptimizer`.
+    Args: lr, momentum, dampening, weight_decay, nesterov and maximize as in torch.optim.SGD. See
+        `FlatOptimizer` for params and reducer, errors, and what a step does.
 
     Follows: torch/optim/sgd.py, `_single_tensor_sgd` and `_fused_sgd`.
     """
@@ -300,14 +296,13 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 class Adam(FlatOptimizer, torch.optim.Adam):
     """torch.optim.Adam with one flat call per bucket; the same parameters to the last bit.
 
-    They are those of `fused=True`. See `FlatOptimizer` for what a step does.
+    They are those of `fused=True`.
 
-    Args:
-        params: parameters, named parameters or groups, as every optimizer takes them.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.Adam.
-        reducer: averages the gradients; keeps them in its buckets from now on.
+    Args: lr, betas, eps, weight_decay, amsgrad and maximize as in torch.optim.Adam. See
+        `FlatOptimizer` for params and reducer, errors, and what a step does.
 
-    Raises: see `FlatOptimizer`; from a step, if a gradient is sparse.
+    Raises:
+        RuntimeError: from a step: a gradient is sparse.
 
     Follows: torch/optim/adam.py, `_fused_adam`.
     """

@@ -32,15 +32,8 @@ class FlatParams:
     Each member begins at a cache line, since torch allocates it so: at other addresses BLAS rounds
     a matrix product differently, and a step may round other elements as its last ones.
 
-    Args:
-        bucket: holds their gradients.
-        members: their positions in the bucket.
-        group: the index of their parameter group.
-        rule: steps them.
-        allocate: makes a flat tensor of this many elements, like another one.
-
     Attributes:
-        group: as given.
+        group: the index of their parameter group.
         parameters: the members' parameters.
         gradient, gradients: the part of the bucket's buffer for the run, and its windows: one for
             the `.grad` of each member.
@@ -53,7 +46,7 @@ class FlatParams:
         members: slice,
         group: int,
         rule: UpdateRule,
-        allocate: Callable[[int, torch.Tensor], torch.Tensor],
+        allocate: Callable[[int, torch.Tensor], torch.Tensor],  # as many elements, like another's
     ) -> None:
         self.group, self._rule, self._allocate = group, rule, allocate
         self.parameters, self.gradients = bucket.parameters()[members], bucket.views[members]

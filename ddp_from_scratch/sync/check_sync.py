@@ -122,17 +122,9 @@ class DriftCheck(Observer):
     """Runs `check_sync` in every so many averages of a Reducer.
 
     It runs at the end of a synchronised backward pass, so it compares the result of the step
-    before.
-
-    Args:
-        every: the number of averages from one check to the next.
-        module, process_group, ignore: see `check_sync`.
-        after_writes: True if some rank's forward pass has written to parameters. Then the next
-            average is checked, too: writes from parameters alone keep ranks equal, writes from a
-            rank's data do not.
-
-    Raises:
-        ValueError: `every` is less than 1.
+    before. With `after_writes`, some rank's forward pass has written to parameters, and the next
+    average is checked, too: writes from parameters alone keep ranks equal, writes from a rank's
+    data do not.
     """
 
     def __init__(
