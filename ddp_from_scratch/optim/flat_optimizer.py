@@ -121,13 +121,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters with their `.grad`.
-
-        Args:
-            closure: computes the loss and its gradients first; as in torch's class.
-
-        Returns:
-            The result of `closure`, or None.
+        """Steps all parameters with their `.grad`; `closure` and the result are torch's.
 
         Raises:
             RuntimeError: gradients are not averaged yet (from the Reducer).

@@ -146,11 +146,9 @@ class SyncBatchNorm(_BatchNorm):
             batches = _OneOfEachRank(self.process_group)
         # Before anything is sent: a rank that raises halfway leaves the others waiting.
         for name in ("running_mean", "weight", "bias"):
-            tensor, channels = getattr(self, name), input.size(1)
-            if tensor is not None and tensor.numel() != channels:
-                raise RuntimeError(
-                    f"{name} should contain {channels} elements not {tensor.numel()}"
-                )
+            tensor = getattr(self, name)
+            if tensor is not None and (found := tensor.numel()) != input.size(1):
+                raise RuntimeError(f"{name} should contain {input.size(1)} elements not {found}")
         moments = _moments_of_all(input, batches)
         if self.track_running_stats:
             self._update_running_statistics(moments)
