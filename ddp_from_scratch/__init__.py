@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
     from ddp_from_scratch.sync.check_sync import check_sync
     from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-    from ddp_from_scratch.torch_ddp.distributed_data_parallel import DistributedDataParallel
+    from ddp_from_scratch.torch_ddp.wrapper import DistributedDataParallel
     from ddp_from_scratch.world.process_group import World, process_group
 
 __version__ = "0.1.0"
@@ -65,7 +65,7 @@ _MODULES = {
     "SGD": "optim.flat_optimizer",
     "Adam": "optim.flat_optimizer",
     "AdamW": "optim.flat_optimizer",
-    "DistributedDataParallel": "torch_ddp.distributed_data_parallel",
+    "DistributedDataParallel": "torch_ddp.wrapper",
     "JoinableReducer": "options.join",
     "NodeSharedAdam": "optim.node_shared",
     "NodeSharedAdamW": "optim.node_shared",

@@ -10,8 +10,9 @@ the same offsets:
 
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -20,8 +21,8 @@ from torch.autograd.graph import increment_version
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.memory import in_huge_pages
-from ddp_from_scratch.optim.flat_params import FlatParams, make_flat_params, overlapping
-from ddp_from_scratch.optim.update_rules import ADAM_RULE, SGD_RULE, UpdateRule
+from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
+from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, UpdateRule
 from ddp_from_scratch.reducer import Reducer
 
 
@@ -93,7 +94,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             group["fused"] = self._rule.fused
         # None in a copy of the optimizer.
         self._reducer: Reducer | None = reducer
-        if not any(group is not None for b in reducer.flat_buckets for group in self._groups_of(b)):
+        if not any(group is not None for b in self._buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
         reducer.keep_bucket_views()
 
@@ -103,11 +104,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     load_state_dict = _without_dynamo(torch.optim.Optimizer.load_state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch's class.
-
-        Raises:
-            ValueError: a parameter is complex, and this optimizer takes none.
-        """
+        """Adds a group, as torch's class; complex parameters only if this optimizer takes them."""
         self._add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.is_complex() and not self._rule.takes_complex:
@@ -123,13 +120,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters with their `.grad`.
-
-        Args:
-            closure: computes the loss and its gradients first; as in torch's class.
-
-        Returns:
-            The result of `closure`, or None.
+        """Steps all parameters with their `.grad`; `closure` and the result are torch's.
 
         Raises:
             RuntimeError: gradients are not averaged yet (from the Reducer).
@@ -164,26 +155,26 @@ class FlatOptimizer(torch.optim.Optimizer):
             name = type(self).__name__
             raise RuntimeError(f"a copy of a ddp.{name} has no Reducer: call backward() and step()")
         self._arrange()
-        backward = _BackwardAndStep(loss, self._reducer, self._runs, self._step_bucket)
         # Through step(), so that hooks and schedulers see one step.
-        self.step(backward)
+        self.step(_BackwardAndStep(loss, self, self._reducer))
 
     # 1. arrange ---------------------------------------------------------------------------------
+
+    @property
+    def _buckets(self) -> Sequence[Bucket]:
+        return () if self._reducer is None else self._reducer.flat_buckets
 
     @torch.no_grad()
     def _arrange(self) -> None:
         """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
-        buckets = () if self._reducer is None else self._reducer.flat_buckets
+        buckets = self._buckets
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):
             return
         # Also parameters in no bucket: one of these may share its memory with one that would move.
         shared = overlapping([p for group in self.param_groups for p in group["params"]])
         self._runs: dict[Bucket, list[FlatParams]] = {
-            b: make_flat_params(
-                b, self._groups_of(b), shared, self._rule, self._allocate, self._cuts_gradients
-            )
-            for b in buckets
+            bucket: self._make_runs(bucket, shared) for bucket in buckets
         }
         moved = {id(p) for runs in self._runs.values() for run in runs for p in run.parameters}
         self._alone = [
@@ -194,18 +185,39 @@ class FlatOptimizer(torch.optim.Optimizer):
         ]
         self._arranged_for = (buckets, groups)
 
+    def _make_runs(self, bucket: Bucket, shared: set[int]) -> list[FlatParams]:
+        """Moves the bucket's parameters in runs, each of one group; leaves those that cannot move.
+
+        Args:
+            bucket: of the Reducer.
+            shared: ids of parameters that share memory with another one.
+        """
+        rows = zip(self._groups_of(bucket), bucket.parameters(), bucket.views, strict=True)
+        # None for a parameter that stays where it is.
+        groups = [g if can_move(p, view) and id(p) not in shared else None for g, p, view in rows]
+        offsets, itemsize = bucket.offsets, bucket.buffer().itemsize
+        cuts = [0]
+        for i in range(1, len(groups)):
+            odd = (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE != 0
+            # A part that begins within a piece need not begin at a cache line of a parameter.
+            apart = odd and self._cuts_gradients and not self._rule.exact_anywhere
+            if apart or groups[i] != groups[i - 1]:
+                cuts.append(i)
+        return [
+            FlatParams(bucket, slice(begin, end), group, self._rule, self._allocate)
+            for begin, end in pairwise([*cuts, len(groups)])
+            if (group := groups[begin]) is not None
+        ]
+
     def _allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Allocates memory for flat parameters or their state."""
         return in_huge_pages(like.new_empty(numel))
 
     def _groups_of(self, bucket: Bucket) -> list[int | None]:
         """Returns the index of each member's parameter group; None for a parameter of no group."""
-        group_of = {
-            id(parameter): index
-            for index, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-        }
-        return [group_of.get(id(parameter)) for parameter in bucket.parameters()]
+        groups = enumerate(self.param_groups)
+        index_of = {id(p): index for index, group in groups for p in group["params"]}
+        return [index_of.get(id(parameter)) for parameter in bucket.parameters()]
 
     # 2. step each run ---------------------------------------------------------------------------
 
@@ -233,16 +245,9 @@ class FlatOptimizer(torch.optim.Optimizer):
 class _BackwardAndStep(Extension):
     """The closure of `backward_and_step`: steps each bucket in the course of `backward()`."""
 
-    def __init__(
-        self,
-        loss: torch.Tensor,
-        reducer: Reducer,
-        flat_buckets: Container[Bucket],
-        step: Callable[[Bucket], None],
-    ) -> None:
-        self._loss, self._reducer, self._step = loss, reducer, step
-        self._flat_buckets = flat_buckets
-        self._stepped = 0
+    def __init__(self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer) -> None:
+        self._loss, self._optimizer, self._reducer = loss, optimizer, reducer
+        self._stepped = False
 
     def __call__(self) -> torch.Tensor:
         self._reducer.add_extension(self)
@@ -261,23 +266,19 @@ class _BackwardAndStep(Extension):
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         """Steps the runs of the bucket. All other parameters are stepped later, one by one."""
-        if takes_part and bucket in self._flat_buckets:
-            self._step(bucket)
-            self._stepped += 1
+        if takes_part and bucket in self._optimizer._runs:
+            self._optimizer._step_bucket(bucket)
+            self._stepped = True
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):
     """torch.optim.SGD with one flat call per bucket; the same parameters to the last bit.
 
     They are those of `foreach=False` and `foreach=True`. With `fused=True` torch rounds the
-    momentum of a parameter's last elements otherwise. See `FlatOptimizer` for what a step does.
+    momentum of a parameter's last elements otherwise.
 
-    Args:
-        params: parameters, named parameters or groups, as every optimizer takes them.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
-        reducer: averages the gradients; keeps them in its buckets from now on.
-
-    Raises: see `FlatOptimizer`.
+    Args: lr, momentum, dampening, weight_decay, nesterov and maximize as in torch.optim.SGD. See
+        `FlatOptimizer` for params and reducer, errors, and what a step does.
 
     Follows: torch/optim/sgd.py, `_single_tensor_sgd` and `_fused_sgd`.
     """
@@ -288,14 +289,13 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 class Adam(FlatOptimizer, torch.optim.Adam):
     """torch.optim.Adam with one flat call per bucket; the same parameters to the last bit.
 
-    They are those of `fused=True`. See `FlatOptimizer` for what a step does.
+    They are those of `fused=True`.
 
-    Args:
-        params: parameters, named parameters or groups, as every optimizer takes them.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.Adam.
-        reducer: averages the gradients; keeps them in its buckets from now on.
+    Args: lr, betas, eps, weight_decay, amsgrad and maximize as in torch.optim.Adam. See
+        `FlatOptimizer` for params and reducer, errors, and what a step does.
 
-    Raises: see `FlatOptimizer`; from a step, if a gradient is sparse.
+    Raises:
+        RuntimeError: from a step: a gradient is sparse.
 
     Follows: torch/optim/adam.py, `_fused_adam`.
     """
@@ -304,16 +304,7 @@ class Adam(FlatOptimizer, torch.optim.Adam):
 
 
 class AdamW(FlatOptimizer, torch.optim.AdamW):
-    """torch.optim.AdamW with one flat call per bucket; the same parameters to the last bit.
-
-    They are those of `fused=True`. See `FlatOptimizer` for what a step does.
-
-    Args:
-        params: parameters, named parameters or groups, as every optimizer takes them.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW.
-        reducer: averages the gradients; keeps them in its buckets from now on.
-
-    Raises: see `FlatOptimizer`; from a step, if a gradient is sparse.
+    """torch.optim.AdamW with one flat call per bucket: as `ddp.Adam`, with decoupled decay.
 
     Follows: torch/optim/adamw.py, and `_fused_adam` in torch/optim/adam.py.
     """

@@ -12,28 +12,18 @@ run.gradient    |<- bias ->|<------- weight ------->|<- bias ->|
 run.flat        |<- bias ->|  |<------- weight ------->|  |<- bias ->|
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Any, TypeAlias
 
 import torch
 
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule
 
-Allocate: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
-
-
-class Stretch(NamedTuple):
-    """Neighbours in a run that are stepped alike: the members `first` to `last - 1`.
-
-    Attributes:
-        age: the steps that their state has seen; see `UpdateRule`.
-    """
-
-    first: int
-    last: int
-    age: int
+# Neighbours in a run that are stepped alike: the members `first` to `last - 1`, and the number of
+# steps that their state has seen (`UpdateRule`).
+Stretch: TypeAlias = tuple[int, int, int]
 
 
 class FlatParams:
@@ -42,15 +32,8 @@ class FlatParams:
     Each member begins at a cache line, since torch allocates it so: at other addresses BLAS rounds
     a matrix product differently, and a step may round other elements as its last ones.
 
-    Args:
-        bucket: holds their gradients.
-        members: their positions in the bucket.
-        group: the index of their parameter group.
-        rule: steps them.
-        allocate: makes a flat tensor of this many elements, like another one.
-
     Attributes:
-        group: as given.
+        group: the index of their parameter group.
         parameters: the members' parameters.
         gradient, gradients: the part of the bucket's buffer for the run, and its windows: one for
             the `.grad` of each member.
@@ -58,11 +41,15 @@ class FlatParams:
     """
 
     def __init__(
-        self, bucket: Bucket, members: range, group: int, rule: UpdateRule, allocate: Allocate
+        self,
+        bucket: Bucket,
+        members: slice,
+        group: int,
+        rule: UpdateRule,
+        allocate: Callable[[int, torch.Tensor], torch.Tensor],  # as many elements, like another's
     ) -> None:
         self.group, self._rule, self._allocate = group, rule, allocate
-        self.parameters = [bucket.parameters()[i] for i in members]
-        self.gradients = [bucket.views[i] for i in members]
+        self.parameters, self.gradients = bucket.parameters()[members], bucket.views[members]
         begin = bucket.offsets[members.start]
         # The element of the gradient at which each member begins, and the end of the last one.
         self._offsets = [0, *accumulate(parameter.numel() for parameter in self.parameters)]
@@ -79,8 +66,8 @@ class FlatParams:
         self._pieces.append(len(self.parameters))
         self.flat = allocate(self._round_up(end), self.gradient)
         self.places = self._windows(self.flat)
-        # The state by its key: a flat tensor and its windows. Allocated by the first step that
-        # needs them.
+        # The state by its key: a flat tensor, and a window of it for each member. Allocated by the
+        # first step that needs them.
         self._state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
         # The columns of a step of all members, by the names of their state: the same in most steps.
         self._all_columns: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
@@ -88,11 +75,11 @@ class FlatParams:
         for parameter, place in zip(self.parameters, self.places, strict=True):
             place.copy_(parameter)
             parameter.data = place
+        # For `in_place`, which looks at each parameter in each step: addresses are known already.
+        columns = self.parameters, self.places, self.gradients
         self._rows = [
             (parameter, place.data_ptr(), gradient.data_ptr(), gradient.stride())
-            for parameter, place, gradient in zip(
-                self.parameters, self.places, self.gradients, strict=True
-            )
+            for parameter, place, gradient in zip(*columns, strict=True)
         ]
 
     def _round_up(self, element: int) -> int:
@@ -107,7 +94,6 @@ class FlatParams:
 
     def in_place(self) -> list[int]:
         """Returns the members whose parameter and gradient lie in their windows."""
-        # Once per parameter and step, so with addresses that are known already.
         return [
             index
             for index, (parameter, at, gradient_at, strides) in enumerate(self._rows)
@@ -128,7 +114,15 @@ class FlatParams:
         names = self._rule.state_names(group)
         ages = [1] * len(self.parameters)
         for name in names:
-            places = self._slot(name)[1]
+            if name not in self._state:
+                if name == "step":
+                    # Numbers for Python, on whatever device the parameters are.
+                    steps = torch.zeros(len(self.parameters))
+                    self._state[name] = steps, steps.unbind()
+                else:
+                    flat = self._allocate(self.flat.numel(), self.flat)
+                    self._state[name] = flat, self._windows(flat)
+            places = self._state[name][1]
             for index in members:
                 state, place = states[self.parameters[index]], places[index]
                 held = state.get(name)
@@ -142,20 +136,13 @@ class FlatParams:
                     place.copy_(held)
                 state[name] = place
         if "step" in names:
-            ages = list(map(int, self._slot("step")[0].tolist()))
-        return _stretches(members, ages)
-
-    def _slot(self, name: str) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Returns a flat tensor for one state of all members, and its windows."""
-        if name not in self._state:
-            if name == "step":
-                # Numbers for Python, on whatever device the parameters are.
-                steps = torch.zeros(len(self.parameters))
-                self._state[name] = steps, steps.unbind()
-            else:
-                flat = self._allocate(self.flat.numel(), self.flat)
-                self._state[name] = flat, self._windows(flat)
-        return self._state[name]
+            ages = list(map(int, self._state["step"][0].tolist()))
+        if len(members) == len(ages) and len(set(ages)) == 1:
+            return [(0, len(ages), ages[0])]
+        # Neighbours are as far from their places in `members`.
+        alike = groupby(enumerate(members), lambda row: (row[1] - row[0], ages[row[1]]))
+        parts = [(age, [index for _, index in rows]) for (_, age), rows in alike]
+        return [(part[0], part[-1] + 1, age) for age, part in parts]
 
     def update(
         self,
@@ -171,16 +158,16 @@ class FlatParams:
             columns = self._all_columns.get(names) if whole else None
             if columns is None:
                 columns = self._columns(first, last, names, begin, gradient)
-            if whole:
-                self._all_columns[names] = columns
+                if whole:
+                    self._all_columns[names] = columns
             if columns[0]:
                 self._rule.update_flat(columns, age, group)
 
     def _columns(
-        self, first: int, last: int, names: Iterable[str], begin: int, gradient: torch.Tensor
+        self, first: int, last: int, names: Sequence[str], begin: int, gradient: torch.Tensor
     ) -> list[list[torch.Tensor]]:
         """Cuts these members, their part of the gradient and their state into pieces."""
-        flats = [self.flat, *(self._slot(name)[0] for name in names)]
+        flats = [self.flat, *(self._state[name][0] for name in names)]
         columns: list[list[torch.Tensor]] = [[] for _ in range(len(flats) + 1)]
         for piece, next_piece in pairwise(self._pieces):
             if next_piece <= first or piece >= last:
@@ -207,51 +194,6 @@ class FlatParams:
                 self._state["step"][0][first:last].add_(1)
 
 
-def _stretches(members: Iterable[int], ages: Sequence[int]) -> list[Stretch]:
-    """Joins members that are neighbours and have one age."""
-    found: list[Stretch] = []
-    first, last, age = 0, 0, 0
-    for index in members:
-        if index != last or ages[index] != age:
-            found.append(Stretch(first, last, age))
-            first, age = index, ages[index]
-        last = index + 1
-    found.append(Stretch(first, last, age))
-    return [stretch for stretch in found if stretch.first < stretch.last]
-
-
-def make_flat_params(
-    bucket: Bucket,
-    groups: Sequence[int | None],
-    shared: set[int],
-    rule: UpdateRule,
-    allocate: Allocate,
-    cut: bool,
-) -> list[FlatParams]:
-    """Moves the bucket's parameters in runs, each of one group; leaves those that cannot move.
-
-    `cut` is true if `FlatParams.update` gets the gradient in parts.
-    """
-    # None for a parameter that stays where it is.
-    movable = [
-        group if can_move(parameter, view) and id(parameter) not in shared else None
-        for group, parameter, view in zip(groups, bucket.parameters(), bucket.views, strict=True)
-    ]
-    offsets, itemsize = bucket.offsets, bucket.buffer().itemsize
-    cuts: list[int] = []
-    for i in range(len(movable)):
-        odd = bool(cuts) and (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE != 0
-        # A part that begins within a piece need not begin at a cache line of a parameter.
-        apart = odd and cut and not rule.exact_anywhere
-        if i == 0 or apart or movable[i] != movable[i - 1]:
-            cuts.append(i)
-    return [
-        FlatParams(bucket, range(begin, end), group, rule, allocate)
-        for begin, end in zip(cuts, [*cuts[1:], len(movable)], strict=True)
-        if (group := movable[begin]) is not None
-    ]
-
-
 def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     """True if moving a parameter changes neither its strides nor the bits of a step."""
     # The last elements of a tensor do not fill a vector. In 16 bits on a CPU, torch computes these
@@ -263,17 +205,11 @@ def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
 def overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:
     """Returns the ids of parameters that share memory with another one."""
     # Moved, such parameters would no longer share memory, and nothing would report it.
-    ranges = sorted(
-        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, id(parameter))
-        for parameter in parameters
-        if parameter.numel()
-    )
+    ranges = [(p.data_ptr(), p.data_ptr() + p.nbytes, id(p)) for p in parameters if p.numel()]
     found = set()
-    # The end of all ranges so far, and the parameter that ends there.
-    furthest, last = 0, 0
-    for begin, end, this in ranges:
-        if begin < furthest:
-            found |= {last, this}
-        if end > furthest:
-            furthest, last = end, this
+    furthest = 0, 0  # the end of all ranges so far, and the parameter that ends there
+    for begin, end, this in sorted(ranges):
+        if begin < furthest[0]:
+            found |= {furthest[1], this}
+        furthest = max(furthest, (end, this))
     return found

@@ -14,7 +14,7 @@ machines, each share is averaged with the ranks that have the same share on the 
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,7 @@ from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.memory import lies_at
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW, FlatOptimizer
-from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
-from ddp_from_scratch.optim.update_rules import UpdateRule
+from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import check_sync
 
@@ -66,10 +65,26 @@ class NodeSharedOptimizer(FlatOptimizer):
         self, params: Iterable[Any], *args: Any, reducer: Reducer, **settings: Any
     ) -> None:
         super().__init__(params, *args, reducer=reducer, **settings)
-        self._group = _shared_memory_group(reducer, type(self).__name__)
-        self._check_movable(reducer.flat_buckets)
-        if not all(self._group.is_shared(bucket.buffer()) for bucket in reducer.flat_buckets):
-            name = type(self).__name__
+        name = type(self).__name__
+        reducer.check_free(name)
+        # In its memory the reducer's buckets lie.
+        group = reducer.group()
+        if not isinstance(group, SharedMemoryGroup):
+            raise ValueError(
+                f"{name} needs ranks that share memory: a process group of the mpi backend, or of "
+                f"gloo with several ranks on a machine and a Reducer with shared_memory=True"
+            )
+        self._group = group
+        shared = overlapping([p for bucket in self._buckets for p in bucket.parameters()])
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
+                if id(parameter) in shared or not can_move(parameter, view):
+                    raise ValueError(
+                        f"{name} needs parameters of float32 or float64, each in memory of its "
+                        f"own: it cannot move one of shape {tuple(parameter.shape)}, "
+                        f"{parameter.dtype}"
+                    )
+        if not all(group.is_shared(bucket.buffer()) for bucket in self._buckets):
             raise ValueError(
                 f"{name} needs gradients in memory that the machine's ranks share, and there was "
                 f"none: the Reducer's warning says why, or its module is a copy of a wrapped one, "
@@ -103,7 +118,7 @@ class NodeSharedOptimizer(FlatOptimizer):
     def _arrange(self) -> None:
         if self._reducer is not None and not self._checked:
             # The parameters of all ranks become one: a difference would go unnoticed.
-            ours = {id(p) for b in self._reducer.flat_buckets for p in b.parameters()}
+            ours = {id(p) for bucket in self._buckets for p in bucket.parameters()}
             module = self._reducer.module
             others = [n for n, p in module.named_parameters() if id(p) not in ours]
             check_sync(module, self._reducer.process_group, ignore=others)
@@ -111,7 +126,7 @@ class NodeSharedOptimizer(FlatOptimizer):
         super()._arrange()
         # Their gradients are never averaged in `.grad`, so they must not be stepped one by one.
         alone = {id(parameter) for parameter, _ in self._alone}
-        for bucket in () if self._reducer is None else self._reducer.flat_buckets:
+        for bucket in self._buckets:
             for parameter in bucket.parameters():
                 if id(parameter) in alone:
                     raise RuntimeError(
@@ -121,8 +136,7 @@ class NodeSharedOptimizer(FlatOptimizer):
                     )
 
     def _check_groups(self) -> None:
-        buckets = () if self._reducer is None else self._reducer.flat_buckets
-        if any(group is None for bucket in buckets for group in self._groups_of(bucket)):
+        if any(group is None for bucket in self._buckets for group in self._groups_of(bucket)):
             raise ValueError(
                 "params must hold all of the reducer's parameters: the gradient of another one "
                 "would not be averaged"
@@ -141,11 +155,16 @@ class NodeSharedOptimizer(FlatOptimizer):
                 continue
             group = self.param_groups[run.group]
             stretches = run.gather(_members(run), self.state, group)
+            # The ranks compare this text: all must step alike, since each steps its share for all.
+            values = {name: group[name] for name in self._rule.settings if group[name]}
+            # A tensor would be printed with four digits alone.
+            exact = {k: v.item() if torch.is_tensor(v) else v for k, v in values.items()}
+            settings = ", ".join(f"{name}={value}" for name, value in exact.items())
+            parts = f"{zlib.crc32(repr(stretches).encode()):08x}"
+            text = f"step with {settings} of parts {parts}"
             receive = partial(run.update, stretches, group)
             # In `step` the gradients are averages already; averaging equal values changes nothing.
-            self._group.reduce_to_owners(
-                run.gradient, dist.ReduceOp.AVG, receive, _label(stretches, self._rule, group)
-            )
+            self._group.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)
             run.count(stretches)
             # Autograd cannot see writes to the flat tensor, nor those of other ranks.
             increment_version(run.parameters)
@@ -156,53 +175,26 @@ class NodeSharedOptimizer(FlatOptimizer):
             self._moved = False
             end()
 
-    def _check_movable(self, buckets: Sequence[Bucket]) -> None:
-        parameters = [parameter for bucket in buckets for parameter in bucket.parameters()]
-        shared = overlapping(parameters)
-        for bucket in buckets:
-            for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
-                if id(parameter) in shared or not can_move(parameter, view):
-                    raise ValueError(
-                        f"{type(self).__name__} needs parameters of float32 or float64, each in "
-                        f"memory of its own: it cannot move one of shape "
-                        f"{tuple(parameter.shape)}, {parameter.dtype}"
-                    )
-
 
 class NodeSharedSGD(NodeSharedOptimizer, SGD):
-    """`ddp.SGD` with one copy of parameters and momentum for all ranks of a machine.
+    """`ddp.SGD`, and its arguments, with one copy of parameters and momentum for a machine.
 
-    The arguments are those of `ddp.SGD`. See `NodeSharedOptimizer` for what the reducer must be,
-    errors, and what a step does.
+    See `NodeSharedOptimizer` for what the reducer must be, errors, and what a step does.
     """
 
 
 class NodeSharedAdam(NodeSharedOptimizer, Adam):
-    """`ddp.Adam` with one copy of parameters and both moments for all ranks of a machine.
+    """`ddp.Adam`, and its arguments, with one copy of parameters and moments for a machine.
 
-    The arguments are those of `ddp.Adam`. See `NodeSharedOptimizer` for what the reducer must be,
-    errors, and what a step does.
+    See `NodeSharedOptimizer` for what the reducer must be, errors, and what a step does.
     """
 
 
 class NodeSharedAdamW(NodeSharedOptimizer, AdamW):
-    """`ddp.AdamW` with one copy of parameters and both moments for all ranks of a machine.
+    """`ddp.AdamW`, and its arguments, with one copy of parameters and moments for a machine.
 
-    The arguments are those of `ddp.AdamW`. See `NodeSharedOptimizer` for what the reducer must be,
-    errors, and what a step does.
+    See `NodeSharedOptimizer` for what the reducer must be, errors, and what a step does.
     """
-
-
-def _shared_memory_group(reducer: Reducer, name: str) -> SharedMemoryGroup:
-    """Returns the group in whose memory the reducer's buckets lie."""
-    reducer.check_free(name)
-    group = reducer.group()
-    if not isinstance(group, SharedMemoryGroup):
-        raise ValueError(
-            f"{name} needs ranks that share memory: a process group of the mpi backend, or of gloo "
-            f"with several ranks on a machine and a Reducer with shared_memory=True"
-        )
-    return group
 
 
 def _members(run: FlatParams) -> list[int]:
@@ -223,12 +215,3 @@ def _members(run: FlatParams) -> list[int]:
                 run.gradients[index].copy_(parameter.grad)
             members.append(index)
     return members
-
-
-def _label(stretches: Sequence[Stretch], rule: UpdateRule, group: dict[str, Any]) -> str:
-    # The ranks compare this text: all must step alike, since each steps its share for all.
-    values = ((name, group[name]) for name in rule.settings if group[name])
-    # A tensor would be printed with four digits alone.
-    exact = ((name, value.item() if torch.is_tensor(value) else value) for name, value in values)
-    settings = ", ".join(f"{name}={value}" for name, value in exact)
-    return f"step with {settings} of parts {zlib.crc32(repr(stretches).encode()):08x}"

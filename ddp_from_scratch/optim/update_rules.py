@@ -19,10 +19,9 @@ from ddp_from_scratch.core.memory import dense_strides
 CACHE_LINE = 64
 
 Group = dict[str, Any]
-# A parameter, its gradient, and its state in the order of `state_names`, without "step".
+# The parameter, its gradient, and its state in the order of `state_names`, without "step".
 Tensors = Sequence[torch.Tensor]
-# Several: the parameters, their gradients, and a list for each name of their state.
-Columns = Sequence[list[torch.Tensor]]
+Columns = Sequence[list[torch.Tensor]]  # the same of several parameters
 
 
 class UpdateRule(ABC):
@@ -30,18 +29,12 @@ class UpdateRule(ABC):
 
     `age` is the number of steps that a state has seen before this one, as its "step" counts them.
     For a state without "step" it is 0 if there are no values yet, else 1.
-
-    Attributes:
-        settings: the keys of a parameter group that a step depends on.
-        fused: the `fused` of torch's class with the same bits.
-        takes_complex: True if it has arithmetic for complex numbers.
-        exact_anywhere: True if an element's bits do not depend on its place in a tensor.
     """
 
-    settings: tuple[str, ...]
-    fused: bool | None
+    settings: tuple[str, ...]  # the keys of a parameter group that a step depends on
+    fused: bool | None  # the `fused` of torch's class with the same bits
     takes_complex: bool
-    exact_anywhere: bool
+    exact_anywhere: bool  # an element's bits do not depend on its place in a tensor
 
     @abstractmethod
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -90,11 +83,9 @@ class SGDRule(UpdateRule):
     exact_anywhere = True
 
     def state_names(self, group: Group) -> tuple[str, ...]:
-        """Returns "momentum_buffer", but nothing without momentum."""
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def update(self, tensors: Tensors, age: int, group: Group) -> None:
-        """Runs torch's operations in the order of `foreach=False`."""
         parameter, gradient, *state = tensors
         if group["maximize"]:
             gradient = -gradient
@@ -102,8 +93,7 @@ class SGDRule(UpdateRule):
             gradient = gradient.add(parameter, alpha=float(group["weight_decay"]))
         for momentum in state:
             if age == 0:
-                # Undampened.
-                momentum.copy_(gradient)
+                momentum.copy_(gradient)  # undampened
             else:
                 momentum.mul_(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
             if group["nesterov"]:
@@ -113,7 +103,7 @@ class SGDRule(UpdateRule):
         parameter.add_(gradient, alpha=-float(group["lr"]))
 
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
-        """Runs torch's fused kernel up to each part's last cache line, and `update` on the rest."""
+        # The fused kernel up to each part's last cache line, and `update` on the rest.
         first = columns[0][0]
         rest = list(columns)
         if has_exact_kernel(first.dtype, first.device.type):
@@ -132,25 +122,17 @@ class SGDRule(UpdateRule):
 class AdamRule(UpdateRule):
     """torch.optim.Adam and AdamW with the bits of `fused=True`."""
 
-    settings = (
-        *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
-        "decoupled_weight_decay",
-    )
+    _of_kernel = ("eps", "weight_decay", "amsgrad", "maximize")
+    settings = ("lr", "betas", *_of_kernel, "decoupled_weight_decay")
     fused = True
     takes_complex = False  # torch's fused kernel has none
     exact_anywhere = False
 
     def state_names(self, group: Group) -> tuple[str, ...]:
-        """Returns "step" and the moments."""
         largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
         return ("step", "exp_avg", "exp_avg_sq", *largest)
 
     def update(self, tensors: Tensors, age: int, group: Group) -> None:
-        """Runs `update_flat`, whatever the strides.
-
-        Raises:
-            RuntimeError: the gradient is sparse.
-        """
         if tensors[1].is_sparse:
             raise RuntimeError(
                 "Adam does not support sparse gradients, please consider SparseAdam instead"
@@ -165,27 +147,15 @@ class AdamRule(UpdateRule):
                 tensor.copy_(stepped)
 
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
-        """Runs torch's fused kernel."""
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         parameters, gradients, first, second, *largest = columns
         # Filled there: a copy would let the host wait for a GPU.
         step = torch.full((), age + 1.0, device=parameters[0].device)
         beta1, beta2 = group["betas"]
-        kernel(
-            parameters,
-            gradients,
-            first,
-            second,
-            largest[0] if largest else [],
-            [step] * len(parameters),
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-        )
+        steps, settings = [step] * len(parameters), {name: group[name] for name in self._of_kernel}
+        settings |= {"lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2)}
+        maximum = largest[0] if largest else []
+        kernel(parameters, gradients, first, second, maximum, steps, **settings)
 
 
 SGD_RULE, ADAM_RULE = SGDRule(), AdamRule()
@@ -193,18 +163,10 @@ SGD_RULE, ADAM_RULE = SGDRule(), AdamRule()
 
 def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
     parameters, gradients, *momentum = columns
-    torch._fused_sgd_(
-        parameters,
-        gradients,
-        momentum[0] if momentum else [],
-        weight_decay=float(group["weight_decay"]),
-        momentum=group["momentum"],
-        lr=float(group["lr"]),
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        is_first_step=age == 0,
-    )
+    settings = {name: group[name] for name in SGDRule.settings}
+    settings |= {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
+    buffers = momentum[0] if momentum else []
+    torch._fused_sgd_(parameters, gradients, buffers, **settings, is_first_step=age == 0)
 
 
 @cache

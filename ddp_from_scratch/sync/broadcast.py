@@ -4,7 +4,7 @@ Averaged gradients keep ranks equal only if the ranks began equal.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def broadcast_parameters(
             first difference and the two ranks, and is the same on every rank.
     """
     _check_rank(src, process_group)
-    check_same_model(module, process_group, ignore)
+    _check_same_model(module, process_group, ignore)
     named = [*module.named_parameters(), *module.named_buffers()]
     send_tensors([t for name, t in named if name not in ignore], src, process_group)
 
@@ -80,33 +80,25 @@ def broadcast_buffers(
     send_tensors(buffers, src, process_group)
 
 
-def check_same_model(
-    module: torch.nn.Module,
-    process_group: dist.ProcessGroup | None = None,
-    ignore: Collection[str] = (),
+def _check_same_model(
+    module: torch.nn.Module, process_group: dist.ProcessGroup | None, ignore: Collection[str]
 ) -> None:
-    """Raises on every rank if names, shapes or kinds of parameters or buffers differ. Collective.
+    def everyones(mine: Any) -> list[Any]:
+        found = [None] * dist.get_world_size(process_group)
+        with on_gpu_of(module):
+            dist.all_gather_object(found, mine, group=process_group)
+        return found
 
-    Raises:
-        ValueError: the module has lazy parameters, whose shape is not known yet, or expanded ones.
-        RuntimeError: as `broadcast_parameters`.
-    """
     mine = _describe(module, ignore)
     # Equal ranks exchange 32 bytes each. Descriptions are long, and sent only to name a difference.
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    world_size = dist.get_world_size(process_group)
-    digests: list[bytes] = [b""] * world_size
-    with on_gpu_of(module):
-        dist.all_gather_object(digests, digest, group=process_group)
+    digests = everyones(hashlib.sha256("\n".join(mine).encode()).digest())
     if len(set(digests)) == 1:
         # Raised after the exchange: a rank that raises before it would leave the others waiting.
         for line in mine:
             _refuse(line)
         return
-    descriptions: list[list[str]] = [[]] * world_size
-    with on_gpu_of(module):
-        dist.all_gather_object(descriptions, mine, group=process_group)
-    other = next(rank for rank in range(world_size) if digests[rank] != digests[0])
+    descriptions = everyones(mine)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     raise RuntimeError(_first_difference(descriptions[0], descriptions[other], other))
 
 
@@ -142,9 +134,8 @@ def check_buffers(module: torch.nn.Module, ignore: Collection[str]) -> None:
 def _is_expanded(tensor: torch.Tensor) -> bool:
     if torch.nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
         return False
-    return 0 in [
-        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    ]
+    rows = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in rows)
 
 
 def _refuse(line: str) -> None:
@@ -172,8 +163,8 @@ def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
         raise ValueError(f"src must be a rank of the group, 0 to {world_size - 1}, got {src}")
 
 
-def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[int | None, list[int]]:
-    """Returns a rank's parent (None for the root) and children in the binomial tree.
+def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[list[int], list[int]]:
+    """Returns a rank's parent (none for the root) and children in the binomial tree.
 
     With r counted from the root, r's parent is r without its lowest set bit. Eight ranks, root 0:
 
@@ -186,7 +177,7 @@ def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[int | No
     bit = 1
     while bit < world_size and not relative & bit:
         bit <<= 1
-    parent = None if relative == 0 else (relative - bit + root) % world_size
+    parent = [(relative - bit + root) % world_size] if relative else []
     children = []
     # The child with the largest subtree first: the longest way begins earliest.
     while bit := bit >> 1:
@@ -206,27 +197,16 @@ def send_tensors(
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in members])
         # Bytes, which every backend can send, whatever the dtype.
         wire = flat.view(torch.uint8)
-        if parent is not None:
-            # Received before it is sent on: a tree, so no two ranks wait for each other.
-            _pass_on(wire, dist.irecv, [parent], process_group)
-        _pass_on(wire, dist.isend, children, process_group)
-        if parent is not None:
+        # Received before it is sent on: a tree, so no two ranks wait for each other.
+        for way, peers in ((dist.irecv, parent), (dist.isend, children)):
+            # In a batch: nccl would otherwise open a communicator for each pair of ranks.
+            steps = [dist.P2POp(way, wire, group=process_group, group_peer=peer) for peer in peers]
+            for work in dist.batch_isend_irecv(steps) if steps else []:
+                work.wait()
+        if rank != src:
             # The root has these values already. Copied in place: tensors keep storage and strides.
             for tensor, values in zip(members, split_like(flat, members), strict=True):
                 tensor.copy_(values)
-
-
-def _pass_on(
-    wire: torch.Tensor,
-    way: Callable[..., Any],
-    peers: Sequence[int],
-    process_group: dist.ProcessGroup | None,
-) -> None:
-    """Sends to these ranks, or receives from them, and waits."""
-    # In a batch: nccl would otherwise open a communicator for each pair of ranks.
-    operations = [dist.P2POp(way, wire, group=process_group, group_peer=peer) for peer in peers]
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
 
 
 def messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

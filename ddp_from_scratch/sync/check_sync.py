@@ -36,21 +36,14 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     for tensor in tensors:
         if tensor.device not in weights:
             weights[tensor.device] = _weights().to(tensor.device)
-        sums.append(_sum(_words(tensor), weights[tensor.device]))
+        values = tensor.detach()
+        if values.is_complex():
+            values = torch.view_as_real(values.resolve_conj())
+        words = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
+        sums.append(_sum(words, weights[tensor.device]))
     # One transfer for each device, not for each tensor; only the sums leave a GPU.
-    found: dict[int, int] = {}
-    for device in weights:
-        where = [k for k, one in enumerate(sums) if one.device == device]
-        found |= dict(zip(where, torch.stack([sums[k] for k in where]).tolist(), strict=True))
-    return [found[k] for k in range(len(sums))]
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns all bits of the tensor, as a flat tensor of integers."""
-    values = tensor.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    return values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
+    rows = {at: iter(torch.stack([s for s in sums if s.device == at]).tolist()) for at in weights}
+    return [next(rows[one.device]) for one in sums]
 
 
 def _sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -129,17 +122,9 @@ class DriftCheck(Extension):
     """Runs `check_sync` in every so many averages of a Reducer.
 
     It runs at the end of a synchronised backward pass, so it compares the result of the step
-    before.
-
-    Args:
-        every: the number of averages from one check to the next.
-        module, process_group, ignore: see `check_sync`.
-        after_writes: True if some rank's forward pass has written to parameters. Then the next
-            average is checked, too: writes from parameters alone keep ranks equal, writes from a
-            rank's data do not.
-
-    Raises:
-        ValueError: `every` is less than 1.
+    before. With `after_writes`, some rank's forward pass has written to parameters, and the next
+    average is checked, too: writes from parameters alone keep ranks equal, writes from a rank's
+    data do not.
     """
 
     def __init__(
@@ -156,8 +141,7 @@ class DriftCheck(Extension):
         self._module, self._process_group, self._ignore = module, process_group, ignore
         # Weak: a check must not keep an optimizer, and its state, alive. A dict keeps the order of
         # first steps, which is the same on every rank.
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None]
-        self._optimizers = weakref.WeakKeyDictionary()
+        self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compares this optimizer's state, too, from now on. Idempotent."""
@@ -168,19 +152,14 @@ class DriftCheck(Extension):
         self._optimizers.clear()
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Compares ranks if a check is due. Collective; leaves out a rank without data in `join()`.
-
-        Raises:
-            RuntimeError: on every rank, as `check_sync`.
-        """
+        """Compares ranks if a check is due, but for one without data in `join()`. Collective."""
         # Here every rank is known to take part. A forward pass or a step may be one rank's own.
         is_due, self._is_due = self._is_due, False
         if not is_due and iteration % self._every:
             return
         with on_gpu_of(self._module):
-            held = None
-            if takes_part:
-                held = _Held(self._module, list(self._optimizers), self._ignore)
+            tensors = self._module, list(self._optimizers), self._ignore
+            held = _Held(*tensors) if takes_part else None
             try:
                 _compare(held, self._process_group, f"average {iteration}: ")
             except RuntimeError as error:
@@ -227,8 +206,7 @@ def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(state, (bool, int, float)):
         yield key, torch.tensor(state, dtype=torch.float64)
     elif isinstance(state, (dict, list, tuple)):
-        items = state.items() if isinstance(state, dict) else enumerate(state)
-        for inner, value in items:
+        for inner, value in state.items() if isinstance(state, dict) else enumerate(state):
             yield from _values(value, f"{key}.{inner}" if key else str(inner))
 
 

@@ -8,7 +8,7 @@ One collective in forward, for the moments; one in backward:
 
 import copy
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,11 +25,9 @@ class Batches(Protocol):
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Returns a row of each batch, in their order. Collective."""
-        ...
 
     def add_up(self, row: torch.Tensor) -> torch.Tensor:
         """Returns the sum of a row of each batch; may overwrite `row`. Collective."""
-        ...
 
 
 # Set where a rank has several batches in a step (`shards/lock_step.py`).
@@ -146,7 +144,11 @@ class SyncBatchNorm(_BatchNorm):
             if world_size == 1:
                 return super().forward(input)
             batches = _OneOfEachRank(self.process_group)
-        self._check_channels(input)
+        # Before anything is sent: a rank that raises halfway leaves the others waiting.
+        for name in ("running_mean", "weight", "bias"):
+            tensor = getattr(self, name)
+            if tensor is not None and (found := tensor.numel()) != input.size(1):
+                raise RuntimeError(f"{name} should contain {input.size(1)} elements not {found}")
         moments = _moments_of_all(input, batches)
         if self.track_running_stats:
             self._update_running_statistics(moments)
@@ -167,32 +169,19 @@ class SyncBatchNorm(_BatchNorm):
         if input.size(1) == 0:
             raise ValueError("SyncBatchNorm number of input channels should be non-zero")
 
-    def _check_channels(self, input: torch.Tensor) -> None:
-        """Raises if a parameter or buffer does not fit the input's channels."""
-        # Before anything is sent: a rank that raises halfway leaves the others waiting.
-        for name in ("running_mean", "weight", "bias"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.numel() != input.size(1):
-                raise RuntimeError(
-                    f"{name} should contain {input.size(1)} elements not {tensor.numel()}"
-                )
-
     @torch.no_grad()
     def _update_running_statistics(self, moments: "_Moments") -> None:
         assert self.num_batches_tracked is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
         self.num_batches_tracked.add_(1)
         if moments.empty:
             return
-        factor = self.momentum
-        if factor is None:
-            # As in torch: the average of all batches so far.
-            factor = 1.0 / float(self.num_batches_tracked)
+        # As in torch: without a momentum, the average of all batches so far.
+        factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         # As in torch: running variance is that of a sample, normalisation uses that of the
         # population.
         unbiased = moments.variance * (moments.count / (moments.count - 1))
         for running, now in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
+            assert running is not None
             running.copy_(running.double() * (1 - factor) + now * factor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
@@ -228,31 +217,30 @@ class _Moments:
     count: torch.Tensor  # of a channel's values, at least 1; one element
     mean: torch.Tensor  # (C,)
     variance: torch.Tensor  # of the population, not of a sample; (C,)
-    empty: bool = False  # no rank has any value
-    need_gradient: bool = False  # layers below this one learn on other ranks, and not on this one
+    empty: bool  # no rank has any value
+    need_gradient: bool  # layers below this one learn on other ranks, and not on this one
 
 
 @torch.no_grad()
 def _moments_of_all(x: torch.Tensor, batches: Batches) -> _Moments:
-    """Gathers and merges all batches' moments. Collective: one all-gather of 2 C + 2 numbers.
-
-    Raises:
-        ValueError: on every rank: all of them together have one value per channel.
-    """
+    """Gathers and merges all batches' moments. Collective: one all-gather of 2 C + 2 numbers."""
+    channels = x.size(1)
     # Everything in one tensor, for a single collective.
     rows = batches.gather(_pack_moments(x))
-    moments = _merge_moments(rows, x.size(1))
+    means, squares, counts, learn = rows.split([channels, channels, 1, 1], dim=1)
+    # At least 1: a batch that is empty on all ranks must not divide by zero.
+    count = counts.sum(0).clamp(min=1)
+    mean = sum_of_rows(counts * means) / count
+    variance = sum_of_rows(squares + counts * (means - mean).square()) / count
     # bool() and int() wait for a GPU, so they are called only where the answer may matter.
-    if not x.requires_grad:
-        moments = replace(moments, need_gradient=bool(rows[:, -1].any()))
-    if x.numel() > x.size(1):
-        return moments
-    values = int(rows[:, -2].sum())
+    need_gradient = not x.requires_grad and bool(learn.any())
+    values = int(counts.sum()) if x.numel() <= channels else None
     if values == 1:
+        # On every rank.
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.size()}"
         )
-    return replace(moments, empty=values == 0)
+    return _Moments(count, mean, variance, values == 0, need_gradient)
 
 
 def _pack_moments(x: torch.Tensor) -> torch.Tensor:
@@ -270,16 +258,6 @@ def _pack_moments(x: torch.Tensor) -> torch.Tensor:
     counted, learns = torch.full((2, 1), count, dtype=torch.float64, device=x.device)
     learns.fill_(x.requires_grad)
     return torch.cat([mean.double(), squares.double(), counted, learns])
-
-
-def _merge_moments(packed: torch.Tensor, channels: int) -> _Moments:
-    """Merges the moments of each batch, one in each row of `packed`."""
-    means, squares, counts, _ = packed.split([channels, channels, 1, 1], dim=1)
-    # At least 1: a batch that is empty on all ranks must not divide by zero.
-    count = counts.sum(0).clamp(min=1)
-    mean = sum_of_rows(counts * means) / count
-    variance = sum_of_rows(squares + counts * (means - mean).square()) / count
-    return _Moments(count, mean, variance)
 
 
 class _Normalize(torch.autograd.Function):

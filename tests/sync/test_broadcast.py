@@ -27,7 +27,8 @@ def test_the_tree_reaches_every_rank_once_and_in_few_hops():
         neighbours = [tree_neighbours(rank, size, root) for rank in range(size)]
         parents = {child: rank for rank, (_, below) in enumerate(neighbours) for child in below}
         assert sum(len(below) for _, below in neighbours) == len(parents) == size - 1
-        assert [parent for parent, _ in neighbours] == [parents.get(rank) for rank in range(size)]
+        above = {rank: parent for rank, (parent, _) in enumerate(neighbours) if parent}
+        assert above == {child: [parent] for child, parent in parents.items()}
         for rank in range(size):
             hops = 0
             while rank != root:

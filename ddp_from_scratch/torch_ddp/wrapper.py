@@ -10,35 +10,37 @@ It derives from torch's class so that `isinstance` is true for those who check f
 (Lightning, accelerate, `torch.distributed.checkpoint`, pipelines), but inherits no code from it.
 """
 
+import os
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.func import functional_call
 
+from ddp_from_scratch import comm_hooks
 from ddp_from_scratch.core.bucket import CommHook
+from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.core.layout import Caps
+from ddp_from_scratch.group import check_group
 from ddp_from_scratch.options.buffers import BufferHook, BufferSync
 from ddp_from_scratch.options.join import JoinableReducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
-from ddp_from_scratch.torch_ddp import arguments
-from ddp_from_scratch.torch_ddp import mixed_precision as precision
-from ddp_from_scratch.torch_ddp.arguments import DelayedReduction, moved
-from ddp_from_scratch.torch_ddp.private_api import (
+from ddp_from_scratch.torch_ddp import internals
+from ddp_from_scratch.torch_ddp.internals import (
     CopiedReducer,
-    TorchInternals,
+    DelayedReduction,
     WrappedReducer,
-    derives_in_name_alone,
-    wrapper_data,
+    moved,
 )
 
 
-class DistributedDataParallel(  # type: ignore[misc, override]
-    TorchInternals, torch.nn.parallel.DistributedDataParallel
-):
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """Wraps a module so that its gradients are averaged over ranks during backward.
 
     Construction compares the module on all ranks and gives all ranks rank 0's parameters and
@@ -69,7 +71,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
         batched_grad_copy: without effect. A bucket's gradients are always copied in one call,
             except large ones on a CPU, each of which is divided while it is copied.
-        lazy_bucket_allocation: only False: buckets keep their memory (`arguments.NOT_LAZY`).
+        lazy_bucket_allocation: only False: buckets keep their memory (`internals.NOT_LAZY`).
         check_every, stall_after, straggler_every, shared_memory, fuse_wgrad: not torch's; as
             `Reducer`.
 
@@ -80,6 +82,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     Raises:
         ValueError, RuntimeError: as torch's class, and as `broadcast_parameters` and `Reducer`.
     """
+
+    reducer: WrappedReducer  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -114,19 +118,22 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         # Not torch's DDP's own __init__, which would make its C++ reducer.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        delayed = arguments.checked_delayed(
-            module, delay_all_reduce_named_params, param_to_hook_all_reduce
-        )
+        trigger = param_to_hook_all_reduce
+        delayed = internals.checked_delayed(module, delay_all_reduce_named_params, trigger)
         if lazy_bucket_allocation:
-            raise ValueError(arguments.NOT_LAZY)
-        arguments.warn_of_deprecated(broadcast_buffers, check_reduction)
-        # None only means that the deprecated argument was not given.
+            raise ValueError(internals.NOT_LAZY)
+        if check_reduction:
+            warnings.warn("check_reduction is deprecated", FutureWarning, stacklevel=2)
         if broadcast_buffers is None:
             broadcast_buffers = True
+        else:
+            instead = "forward_sync_buffers is for forward passes alone"
+            warnings.warn(
+                f"broadcast_buffers is deprecated; {instead}", FutureWarning, stacklevel=2
+            )
         self.module = module
-        self.process_group = arguments.chosen_group(process_group, device_mesh)
+        self.process_group = internals.chosen_group(module, process_group, device_mesh)
         self.device_mesh = device_mesh
-        arguments.take_local(module, device_mesh)
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self.dim, self.mixed_precision = dim, mixed_precision
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
@@ -134,9 +141,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         # Delayed parameters are broadcast like all others, but the Reducer does not average them.
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignore | {name for name, _ in delayed}
-        parameters = arguments.checked_parameters(module, self.parameters_to_ignore)
+        parameters = internals.checked_parameters(module, self.parameters_to_ignore)
         self.device = parameters[0].device
-        self.device_ids, self.output_device = arguments.checked_devices(
+        self.device_ids, self.output_device = internals.checked_devices(
             device_ids, output_device, parameters
         )
         # Kept for `_build`, which runs again in a copy and for another process group.
@@ -165,12 +172,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         # Its name if it is one of `dist.BuiltinCommHookType`, for the logging data.
         self._builtin_hook: str | None = None
         if mixed_precision is not None:
-            precision.check_castable(module, self.parameters_to_ignore)
-            precision.cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
+            dtype = mixed_precision.buffer_dtype
+            internals.cast_buffers(module, dtype, self.parameters_to_ignore)
         self.delayed: DelayedReduction | None = None
-        if param_to_hook_all_reduce is not None:
-            members = [parameter for _, parameter in delayed]
-            self.delayed = DelayedReduction(members, param_to_hook_all_reduce, self._group)
+        if trigger is not None:
+            self.delayed = DelayedReduction([p for _, p in delayed], trigger, self._group)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build(WrappedReducer)
 
@@ -185,7 +191,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.buffer_sync.set_hook(buffer_hook)
         self._joinable = JoinableReducer(self.reducer)
         if self.mixed_precision is not None:
-            hook = precision.hook_for(self.mixed_precision)
+            hook = internals.hook_for(self.mixed_precision)
             if hook is not None:
                 self.reducer.register_comm_hook(self._group, hook)
 
@@ -209,8 +215,14 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if dtype is None:
             output = self.module(*inputs, **kwargs)
         else:
-            ignore = self.parameters_to_ignore
-            output = precision.call_in(dtype, self.module, inputs, kwargs, ignore)
+            # The parameters stay as they are: autograd takes gradients back through the cast.
+            lowered = {
+                name: parameter.to(dtype)
+                for name, parameter in self.module.named_parameters()
+                if parameter.is_floating_point() and name not in self.parameters_to_ignore
+            }
+            inputs, kwargs = moved(inputs, dtype=dtype), moved(kwargs, dtype=dtype)
+            output = functional_call(self.module, lowered, inputs, kwargs)
         if trains:
             self.buffer_sync.after_forward(self.reducer.sync)
         return output
@@ -221,14 +233,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     # What torch's class offers ------------------------------------------------------------------
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """True if backward passes average; `no_sync()` sets it to False and back."""
-        return self.reducer.sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self.reducer.sync = value
+    require_backward_grad_sync: Any = property(
+        attrgetter("reducer.sync"),
+        lambda self, value: setattr(self.reducer, "sync", value),
+        doc="True if backward passes average; `no_sync()` sets it to False and back.",
+    )
 
     @property
     def buffer_sync(self) -> BufferSync:
@@ -249,6 +258,16 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     # torch's older name.
     broadcast_buffers = forward_sync_buffers
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that take part."""
+        return check_group(self._group)
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup) -> None:
+        # The default group is not held: when a program closes it, it must go, with gloo's threads.
+        self._group = None if group is dist.group.WORLD else group
+
     def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Accumulates gradients locally inside; the next backward outside averages the sum."""
         return self.reducer.no_sync()
@@ -257,11 +276,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         """Calls `Reducer.register_comm_hook`; the hook keeps torch's signature."""
         self.reducer.register_comm_hook(state, hook)
         self._comm_hook = state, hook
-
-    @property
-    def _authoritative_rank(self) -> int | None:
-        """The rank whose parameters all ranks have after `join()`."""
-        return self._joinable.last_rank
 
     def join(
         self,
@@ -281,15 +295,14 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         """Returns the part of a rank without data; called by torch's `Join`."""
         return self._joinable.join_hook(**kwargs)
 
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the tensors that ranks exchange."""
-        return self._joinable.join_device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The ranks that take part."""
-        return self._joinable.join_process_group
+    join_device: Any = property(
+        attrgetter("_joinable.join_device"), doc="The device of the tensors that ranks exchange."
+    )
+    join_process_group: Any = property(
+        attrgetter("_joinable.join_process_group"), doc="The ranks that take part."
+    )
+    # The rank whose parameters all ranks have after `join()`.
+    _authoritative_rank: Any = property(attrgetter("_joinable.last_rank"))
 
     @property
     def _join_config(self) -> Any:
@@ -308,9 +321,124 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def logging_data(self) -> dict[str, Any]:
         """Returns settings and statistics, by torch's keys if they mean the same."""
-        return wrapper_data(self, self.reducer, self._builtin_hook)
+        group, stats = self.process_group, self.reducer.stats()
+        data = {
+            "module_name": type(self.module).__name__,
+            "bucket_cap_bytes": stats.bucket_cap_bytes,
+            "find_unused_parameters": int(stats.find_unused_parameters),
+            "static_graph": int(stats.static_graph),
+            "gradient_as_bucket_view": int(stats.gradient_as_bucket_view),
+            "num_parameter_tensors": stats.parameters,
+            "total_parameter_size_bytes": stats.parameter_bytes,
+            "bucket_sizes": ", ".join(map(str, stats.bucket_bytes)),
+            "has_rebuilt_buckets": int(stats.rebuilt),
+            "iteration": stats.iteration,
+            "world_size": dist.get_world_size(group),
+            "rank": dist.get_rank(group),
+            "backend_name": dist.get_backend(group),
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "has_sync_bn": any("SyncBatchNorm" in type(m).__name__ for m in self.module.modules()),
+            "join_uneven_inputs": self.joined_before(),
+            "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+        }
+        if self.reducer.comm_hook is not average:
+            # torch's name of a built-in hook, in place of the name of its function here.
+            data["comm_hook"] = self._builtin_hook or stats.comm_hook
+        return data
+
+    # Private in torch, and used by programs nevertheless ----------------------------------------
 
     _get_ddp_logging_data = logging_data
+    # True if the buckets have their final layout.
+    _has_rebuilt_buckets: Any = property(lambda self: self.reducer.ready_order is not None)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Registers a comm hook by a name of `dist.BuiltinCommHookType`."""
+        hooks = {
+            "ALLREDUCE": comm_hooks.allreduce_hook,
+            "FP16_COMPRESS": comm_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self._group, hooks[comm_hook_type.name])
+        self._builtin_hook = str(comm_hook_type)
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Accepts False: outputs are those of the module itself, which here they always are."""
+        if val:
+            raise ValueError("outputs are never cloned here")
+
+    def _set_static_graph(self) -> None:
+        """Acts as `static_graph=True` from now on. Idempotent."""
+        self._settings["static_graph"] = self.static_graph = True
+        self.reducer.set_static_graph()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Averages over these ranks from now on; a no-op on a rank that is not among them.
+
+        They must hold the same parameters. A new Reducer lays its buckets out again, with the cap
+        that "auto" has settled on. A comm hook stays, with its state: a state that holds another
+        group must be changed by the program.
+
+        Raises:
+            RuntimeError: gradients are under way.
+        """
+        if dist.get_rank(new_process_group) < 0:
+            return
+        self.reducer.check_complete()
+        old, self.process_group = self._group, new_process_group
+        if self.delayed is not None:
+            self.delayed.process_group = new_process_group
+        # The new Reducer gets the choice of "auto" and need not tune again.
+        if self.reducer.bucket_cap_mb is not None:
+            self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
+            self._settings["overlap"] = self.reducer.overlap
+        # Removes the old Reducer's hooks: each gradient is to be averaged once.
+        self._finalizer()
+        self._build(WrappedReducer, self.buffer_sync.hook)
+        if self._comm_hook is not None:
+            state, hook = self._comm_hook
+            # The hooks of `comm_hooks` have the process group as their state.
+            self.reducer.register_comm_hook(self._group if state is old else state, hook)
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
+    ) -> None:
+        """Synchronises buffers with `hook(state, {name: buffer})`, by default after forward."""
+        before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
+        self.buffer_sync.set_hook(BufferHook(state, hook, before))
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Sends one rank's buffers, or these tensors, to all; for buffer hooks."""
+        self.buffer_sync.send(authoritative_rank, bufs)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: Any, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Marks parameters and buffers to be left alone; called before `module` is wrapped."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in params_and_buffers_to_ignore:
+                # torch's own mark: `_get_data_parallel_params` has no list of names.
+                tensor._ddp_ignored = True
+
+    @staticmethod
+    def _get_data_parallel_params(
+        module: torch.nn.Module, named_params: bool = False
+    ) -> Iterator[Any]:
+        """Yields the parameters, or (name, parameter) pairs, that are not ignored."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
 
     # Copies -------------------------------------------------------------------------------------
 
@@ -333,17 +461,15 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def __setstate__(self, state: dict[str, Any]) -> None:
         buffer_hook = state.pop("buffer_hook")
         torch.nn.Module.__setstate__(self, state)
-        self.process_group = arguments.chosen_group(None, None)
+        self.process_group = check_group(None)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build(CopiedReducer, buffer_hook)
 
 
-derives_in_name_alone(torch.nn.parallel.DistributedDataParallel, DistributedDataParallel)
+internals.derive_in_name_alone(torch.nn.parallel.DistributedDataParallel, DistributedDataParallel)
 
 
-def _add_prefix(
-    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any
-) -> None:
+def _add_prefix(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Lets the wrapper load the state dict of the bare module, too."""
     inside = [key for key in state_dict if key.startswith(prefix)]
     # A wrapper's own keys begin with `module.`, those of a bare module do not.

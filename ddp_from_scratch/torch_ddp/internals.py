@@ -1,0 +1,254 @@
+"""Parts of `DistributedDataParallel`: arguments, mixed precision, delayed gradients, reducers."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import comm_hooks, gpu
+from ddp_from_scratch.core.bucket import CommHook
+from ddp_from_scratch.core.layout import assign
+from ddp_from_scratch.core.memory import sparse_parameters
+from ddp_from_scratch.group import check_group
+from ddp_from_scratch.options.views import ViewBucket
+from ddp_from_scratch.reducer import Reducer
+
+# Arguments --------------------------------------------------------------------------------------
+
+NOT_LAZY = (
+    "lazy_bucket_allocation=True is not supported: it frees buckets after each backward pass, and "
+    "here they keep their memory: in it .grad lies (gradient_as_bucket_view=True), ddp.SGD steps "
+    "and the ranks of a machine meet (mpi). Leave it False; gradient_as_bucket_view=True saves the "
+    "memory that gradients take beside their buckets"
+)
+
+
+def chosen_group(
+    module: torch.nn.Module, process_group: dist.ProcessGroup | None, device_mesh: Any
+) -> dist.ProcessGroup:
+    """Returns the process group, the group of a mesh of one dimension, or the default group.
+
+    DTensor parameters of `module`, sharded by another dimension, are replaced by local parts.
+    """
+    if device_mesh is None:
+        return check_group(process_group)
+    if process_group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    # A part of a larger mesh: its other dimensions may shard parameters.
+    if device_mesh._get_root_mesh() != device_mesh:
+        # Buckets hold plain tensors; the parameters are DTensors again during forward alone (2-D
+        # parallelism). Imported late: it takes a second, and most programs have no such mesh.
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    return group
+
+
+def checked_parameters(
+    module: torch.nn.Module, ignore: Collection[str]
+) -> list[torch.nn.Parameter]:
+    """Returns the parameters that are not ignored."""
+    ours = [p for name, p in module.named_parameters() if name not in ignore]
+    if any(map(torch.nn.parameter.is_lazy, ours)):
+        raise RuntimeError(
+            "the module has uninitialized parameters: run one forward pass on every rank before "
+            "wrapping it in DistributedDataParallel"
+        )
+    if not any(parameter.requires_grad for parameter in ours):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            "requires a gradient."
+        )
+    return ours
+
+
+def checked_devices(
+    device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]
+) -> tuple[list[int] | None, int | None]:
+    """Returns the GPU numbers of inputs and of outputs; None and None if inputs are not moved."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    devices = {parameter.device for parameter in parameters}
+    if device_ids and len(devices) == 1 and gpu.is_gpu(next(iter(devices))):
+        index = _index(device_ids[0])
+        return [index], index if output_device is None else _index(output_device)
+    if device_ids or output_device:
+        raise ValueError(
+            f"device_ids and output_device are for modules on a single GPU, got device_ids "
+            f"{device_ids}, output_device {output_device} and a module on "
+            f"{', '.join(sorted(str(device) for device in devices))}"
+        )
+    return None, None
+
+
+def _index(device: Any) -> int:
+    index = device if isinstance(device, int) else torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else int(index)
+
+
+# Mixed precision --------------------------------------------------------------------------------
+
+
+def moved(value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+    """Returns the same structure with its tensors on `device`, the floating ones as `dtype`.
+
+    Looks into tuples, lists and dicts, at any depth. None leaves device or dtype unchanged.
+    """
+    if isinstance(value, torch.Tensor):
+        if device is not None:
+            value = value.to(device, non_blocking=True)
+        return value if dtype is None or not value.is_floating_point() else value.to(dtype)
+    if isinstance(value, dict):
+        return type(value)((key, moved(item, device, dtype)) for key, item in value.items())
+    if not isinstance(value, (list, tuple)):
+        return value
+    items = (moved(item, device, dtype) for item in value)
+    # A named tuple takes its items as arguments, not as one iterable.
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+_COMPRESSED = {
+    torch.float16: comm_hooks.fp16_compress_hook,
+    torch.bfloat16: comm_hooks.bf16_compress_hook,
+}
+
+
+def hook_for(precision: Any) -> CommHook | None:
+    """Returns the comm hook that torch's `_MixedPrecision` asks for; None if none is needed."""
+    sent = precision.reduce_dtype or precision.param_dtype
+    if sent in (None, torch.float32, torch.float64):
+        return None
+    if sent not in _COMPRESSED:
+        raise ValueError(f"gradients cannot be sent as {sent}")
+    return _COMPRESSED[sent]
+
+
+def cast_buffers(
+    module: torch.nn.Module, dtype: torch.dtype | None, ignore: Collection[str]
+) -> None:
+    """Casts the floating buffers to `dtype` for good; None leaves them.
+
+    Raises:
+        ValueError: a parameter's gradient is sparse: autograd cannot take it back through a cast.
+    """
+    sparse = sparse_parameters(module)
+    for name, parameter in module.named_parameters():
+        if id(parameter) in sparse and name not in ignore:
+            raise ValueError(
+                f"mixed_precision cannot cast parameter {name}, whose gradient is sparse: use "
+                f"torch.autocast, or make it dense"
+            )
+    for name, buffer in module.named_buffers():
+        if dtype is not None and name not in ignore and buffer.is_floating_point():
+            buffer.data = buffer.to(dtype)
+
+
+# Reducers ---------------------------------------------------------------------------------------
+
+
+def checked_delayed(
+    module: torch.nn.Module,
+    named: Sequence[tuple[str, torch.nn.Parameter]] | None,
+    trigger: torch.nn.Parameter | None,
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Returns the parameters that are averaged on their own when the trigger is ready."""
+    if (named is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same "
+            "time"
+        )
+    sparse = sparse_parameters(module)
+    for name, parameter in named or ():
+        if id(parameter) in sparse:
+            raise ValueError(f"parameter {name} has a sparse gradient, which cannot be delayed")
+    return list(named or ())
+
+
+class DelayedReduction:
+    """Averages the gradients of some parameters when the gradient of a chosen one is ready.
+
+    For gradients that are complete before the rest of backward, such as those of embeddings that a
+    pipeline computes in several parts. They must be complete by then.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        trigger: torch.nn.Parameter,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.process_group = process_group
+        # A cap that nothing reaches: all gradients are launched at the same moment anyway.
+        kinds = [(p.nbytes, (p.dtype, p.device)) for p in parameters]
+        plan = assign(kinds, range(len(parameters)), [2**62])
+        self._buckets = [ViewBucket(members, [parameters[m] for m in members]) for members in plan]
+        self.hook = trigger.register_hook(self._launch)
+
+    def _launch(self, gradient: torch.Tensor) -> None:
+        for bucket in self._buckets:
+            for index in bucket.members:
+                # No hook counts these gradients. A member marked unused contributes its `.grad`.
+                bucket.mark_unused(index)
+            bucket.pack(1.0)
+            bucket.launch(comm_hooks.average, self.process_group)
+        # Waiting here would hold up the rest of backward.
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        for bucket in self._buckets:
+            bucket.wait()
+            bucket.unpack()
+
+
+class WrappedReducer(Reducer):
+    """A Reducer with the methods that pipelines and Lightning call on torch's."""
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Names the tensors where backward will begin, in place of the forward pass's outputs."""
+        self.prepare_backward(outputs)
+
+    def _rebuild_buckets(self) -> bool:
+        """Returns False: here buckets are only laid out again at the end of an average."""
+        return False
+
+
+class CopiedReducer(WrappedReducer):
+    """The Reducer of a copy, which one rank may make alone."""
+
+    def _meets(self) -> bool:
+        """Returns False: sharing memory takes all ranks. They meet when the copy first averages."""
+        return False
+
+
+def derive_in_name_alone(theirs: type, ours: type) -> None:
+    """Removes from `ours` all that `theirs` itself would pass on.
+
+    Each attribute that `theirs` defines becomes the attribute that `ours` would have if it derived
+    from the bases of `theirs` instead; without one, access raises AttributeError. Instances of
+    `ours` still pass `isinstance(x, theirs)`.
+    """
+    position = ours.__mro__.index(theirs)
+    before, behind = ours.__mro__[:position], ours.__mro__[position + 1 :]
+    # Not a list of names: torch's later versions add more.
+    for name, value in vars(theirs).items():
+        # Python itself reads `__doc__`, `__annotations__` and the like in a class.
+        of_python = name.startswith("__") and not hasattr(value, "__get__")
+        if of_python or any(name in vars(base) for base in before):
+            continue
+        inherited = (vars(base)[name] for base in behind if name in vars(base))
+        setattr(ours, name, next(inherited, _Absent(name)))
+
+
+class _Absent:
+    """An attribute that a class does not have, although one of its bases does."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        # Not another error: hasattr() must be False.
+        raise AttributeError(f"{owner.__name__} of {owner.__module__} has no {self._name}")
