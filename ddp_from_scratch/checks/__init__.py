@@ -1,1 +1,1 @@
-"""Checks that averages will be right, and reports steps that stall."""
+"""Checks that averages will be right."""

@@ -27,9 +27,6 @@ from ddp_from_scratch.buckets.layout import AUTO, Caps, bucket_caps
 from ddp_from_scratch.buckets.observer import Observer
 from ddp_from_scratch.checks.gradient_checks import GradientChecks
 from ddp_from_scratch.checks.module_snapshot import ModuleSnapshot
-from ddp_from_scratch.checks.stall_watch import Progress, StallWatch
-from ddp_from_scratch.checks.straggler_report import StragglerReport
-from ddp_from_scratch.checks.straggler_watch import StragglerWatch
 from ddp_from_scratch.group import check_group
 from ddp_from_scratch.reducer import launch_order
 from ddp_from_scratch.reducer.bucket_tuning import DEFAULT, BucketTuning
@@ -40,6 +37,8 @@ from ddp_from_scratch.shards.shards import Shards
 from ddp_from_scratch.sync.buffer_sync import BufferSync
 from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck
 from ddp_from_scratch.sync.gradient_weight import GradientWeight
+from ddp_from_scratch.watch.stall import Progress, StallWatch
+from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
 
 
 class Reducer:
@@ -90,9 +89,9 @@ class Reducer:
             that step these parameters. None means never, unless forward passes write to parameters:
             then in the first average, and in every hundredth.
         stall_after: seconds after which a step that waits is reported, with the ranks it waits for
-            (`stall_watch.py`). None means never.
+            (`watch/stall.py`). None means never.
         straggler_every: print on rank 0, in every so many averages, which rank the others waited
-            for, how often, how long, and in which phase (`straggler_watch.py`). None means never.
+            for, how often, how long, and in which phase (`watch/stragglers.py`). None means never.
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
         shards: a power of two. A step's batch is this many equal shards, each rank runs those of

@@ -129,12 +129,12 @@ EXPECTED_WAITS = {
     "autograd/ready_order.py": "the order of buckets, in the first average",
     "autograd/used_parameters.py": "a rank with unused parameters",
     "buckets/sparse_bucket.py": "the numbers of rows",
-    "checks/straggler_watch.py": "a report of stragglers",
     "optim/flat_params.py": "a state that was loaded",
     "optim/update_rules.py": "whether the kernel is exact, once",
     "reducer/join.py": "a rank without data, in torch's Join",
     "sync/broadcast.py": "a Reducer that begins",
     "sync/check_sync.py": "check_every, and once in the first average",
+    "watch/stragglers.py": "a report of stragglers",
 }
 
 

@@ -9,8 +9,8 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,7 @@ _WAKES = 3
 _made: Counter[str] = Counter()
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """A Reducer's position in a step; equal to an earlier one if nothing happened in between."""
 
     step: int  # the number of averages before this one
@@ -41,24 +40,19 @@ class Progress:
     def of(
         cls, step: int, launched: int, buckets: Sequence[GradientBucket], names: Sequence[str]
     ) -> "Progress":
-        """Reads the position from the buckets, in any thread.
-
-        The first `launched` buckets are under way, or have landed already.
-        """
-        waits = None
-        if launched:
-            under_way = (bucket for bucket in buckets[:launched] if not bucket.arrived)
-            first = next(under_way, None)
-            if first is not None:
-                waits = _name(first, buckets, names)
-            elif launched == len(buckets):
-                waits = "the end of the backward pass"
+        """Reads the position, in any thread, of a step that has launched the first buckets."""
+        waits = "the end of the backward pass" if 0 < launched == len(buckets) else None
+        for bucket in buckets[:launched]:
+            if not bucket.arrived:
+                inside = shortened([names[index] for index in bucket.layout.members], 3)
+                waits = f"bucket {bucket.index()} of {len(buckets)} ({inside})"
+                break
         # Buckets that are unpacked miss all their members again, for the next step.
         missing = sum(len(b.missing) for b in buckets) if launched < len(buckets) else 0
         text = f"{len(names) - missing} of {len(names)} gradients have arrived"
         if launched < len(buckets) and buckets[launched].missing:
-            inside = [names[index] for index in sorted(buckets[launched].missing)]
-            text += f", bucket {launched} waits for {shortened(inside)}"
+            inside = shortened([names[index] for index in sorted(buckets[launched].missing)])
+            text += f", bucket {launched} waits for {inside}"
         return cls(step, waits, text)
 
 
@@ -91,22 +85,13 @@ class StallWatch(Observer):
         self._under_way = _UnderWay()
         group = process_group or dist.group.WORLD
         assert group is not None
-        name = str(group.group_name)
-        _made[name] += 1
-        watcher = _Watcher(
-            after,
-            weakref.WeakMethod(progress),
-            self._under_way,
-            f"ddp stall/{name}/{_made[name]}",
-            dist.get_rank(process_group),
-            dist.get_world_size(process_group),
-        )
+        watcher = _Watcher(after, weakref.WeakMethod(progress), self._under_way, group)
         watcher.thread.start()
         # Not __del__: this runs at Python's exit, too.
         weakref.finalize(self, watcher.end)
 
     def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
-        """Notes the bucket as under way on a GPU, which the host does not wait for."""
+        # The host does not wait for a GPU.
         device = bucket.parameters()[0].device
         if gpu.is_gpu(device) and not gpu.is_capturing():
             self._under_way.add(iteration, bucket.index(), device)
@@ -151,12 +136,13 @@ class _Watcher:
         after: float,
         progress: "weakref.WeakMethod[Callable[[], Progress]]",
         under_way: _UnderWay,
-        key: str,
-        rank: int,
-        world_size: int,
+        group: dist.ProcessGroup,
     ) -> None:
         self._after, self._progress, self._under_way = after, progress, under_way
-        self._key, self._rank, self._world_size = key, rank, world_size
+        name = str(group.group_name)
+        _made[name] += 1
+        self._key = f"ddp stall/{name}/{_made[name]}"
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._stop = threading.Event()
         self.thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
 
@@ -224,12 +210,11 @@ class _Watcher:
             text = process or "nothing is known of it: it has gone on, ended, or does not watch"
             if store.check([str(rank)]):
                 step, published = json.loads(store.get(str(rank)))
-                # A rank may have all averages of the last step and not have counted them yet.
-                recent = abs(step - now.step) <= 1
                 text = f"{text} (last heard of at {step})"
-                if recent:
-                    stopped = process if process in (_ENDED, _STOPPED) else None
-                    text = f"{published}; {stopped}" if stopped else published
+                # A rank may have all averages of the last step and not have counted them yet.
+                if abs(step - now.step) <= 1:
+                    stopped = process in (_ENDED, _STOPPED)
+                    text = f"{published}; {process}" if stopped else published
             lines.append(f"  rank {rank}: {text}")
         lines.append("The step keeps waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
@@ -270,8 +255,3 @@ def _machine() -> str:
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
-
-
-def _name(bucket: GradientBucket, buckets: Sequence[GradientBucket], names: Sequence[str]) -> str:
-    inside = [names[index] for index in bucket.layout.members]
-    return f"bucket {bucket.index()} of {len(buckets)} ({shortened(inside, 3)})"
