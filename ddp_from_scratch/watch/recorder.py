@@ -110,13 +110,14 @@ class Recorder(Observer):
         self._optimizers = weakref.WeakKeyDictionary()
 
     def begin(self, step: StepMarks) -> None:
-        self.step, self._in_backward = step, False
+        self.step = step
         self.note("begin")
 
     def note(self, event: str) -> None:
         """Takes a mark of this moment, if a step is recorded."""
         if self.step is not None:
             self.step.events.append((event, self.marks.take()))
+            self._in_backward = event in ("backward", "waited")
 
     def remove(self) -> None:
         """Ends the recording, and removes the hooks of optimizers."""
@@ -126,7 +127,6 @@ class Recorder(Observer):
 
     def on_forward(self) -> None:
         if torch.is_grad_enabled():  # an evaluation is not recorded
-            self._in_backward = False
             self.note("forward")
 
     def on_forwarded(self, outputs: object) -> None:
@@ -138,18 +138,18 @@ class Recorder(Observer):
     def _on_backward(self, gradient: torch.Tensor) -> None:
         # Autograd's first call in this pass, from whichever output it begins.
         if self.step is not None and not self._in_backward:
-            self._in_backward = True
             self.note("backward")
             # A pass under no_sync() launches nothing, and ends all the same.
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         if self._in_backward:
-            self._in_backward = False
             self.note("over")
 
     def on_launch(self, bucket: GradientBucket) -> None:
         if self.step is not None:
+            # Nothing but a launch at the end of backward, or before its begin was seen.
+            self._in_backward |= self.step.events[-1][0] in ("begin", "over", "stepped")
             self.step.events.append(("launch", None))
 
     def on_agree(self) -> None:
