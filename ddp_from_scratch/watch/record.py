@@ -19,26 +19,16 @@ Span = tuple[float, float]  # begin and end
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One bucket of a step on one rank, in ms.
-
-    Attributes:
-        pack: the copies into the buffer, and the call of the comm hook.
-        sent: from the launch to the average.
-        wait: the main thread does nothing else.
-        unpack: the copies into `.grad`.
-        met: when the last rank launched it.
-        last: that rank.
-        moving: when it began to move.
-    """
+    """One bucket of a step on one rank, in ms."""
 
     index: int
-    pack: Span
-    sent: Span
-    wait: Span
-    unpack: Span
-    met: float = 0.0
-    last: int = 0
-    moving: float = 0.0
+    pack: Span  # the copies into the buffer, and the call of the comm hook
+    sent: Span  # from the launch to the average
+    wait: Span  # the main thread does nothing else
+    unpack: Span  # the copies into `.grad`
+    met: float = 0.0  # when the last rank launched it
+    last: int = 0  # that rank
+    moving: float = 0.0  # when it began to move
 
     @property
     def exposed(self) -> float:
@@ -53,23 +43,15 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One step on one rank, in ms.
-
-    Attributes:
-        forward, backward: each pass.
-        arrived: parameters, as their gradients were computed.
-        buckets: those that were launched.
-        optimizer: None if no optimizer stepped.
-        begin, end: of the step on this rank.
-    """
+    """One step on one rank, in ms."""
 
     rank: int
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
-    arrived: tuple[tuple[str, float], ...]
-    buckets: tuple[BucketTimes, ...]
-    optimizer: Span | None
-    begin: float
+    arrived: tuple[tuple[str, float], ...]  # parameters, as their gradients were computed
+    buckets: tuple[BucketTimes, ...]  # those that were launched
+    optimizer: Span | None  # None if no optimizer stepped
+    begin: float  # of the step on this rank
     end: float
 
     @property
@@ -95,14 +77,10 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step, which begins at 0 on the rank that begins first.
-
-    Attributes:
-        layout: the parameters of each bucket.
-    """
+    """One step, which begins at 0 on the rank that begins first."""
 
     iteration: int
-    layout: Layout
+    layout: Layout  # the parameters of each bucket
     ranks: tuple[RankTimes, ...]
 
     @property
@@ -113,19 +91,12 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Record:
-    """Steps of all ranks.
+    """Steps of all ranks."""
 
-    Attributes:
-        title: the model, the way between ranks, and their number.
-        nbytes: of each parameter's gradient, by name.
-        hosts: of each rank.
-        clock_error: ms by which the clocks of two hosts may still differ; 0 on one host.
-    """
-
-    title: str
-    nbytes: dict[str, int]
-    hosts: tuple[str, ...]
-    clock_error: float
+    title: str  # the model, the way between ranks, and their number
+    nbytes: dict[str, int]  # of each parameter's gradient
+    hosts: tuple[str, ...]  # of each rank
+    clock_error: float  # ms by which the clocks of two hosts may still differ; 0 on one host
     steps: tuple[StepTimes, ...]
 
     @property

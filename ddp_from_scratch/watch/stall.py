@@ -10,7 +10,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from types import MethodType
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -82,13 +83,20 @@ class StallWatch(Observer):
     ) -> None:
         if not 0 < after < float("inf"):
             raise ValueError(f"stall_after must be a positive number of seconds, got {after}")
+        # The thread holds this watch, and the group's store only while it reports.
+        self._after, self._progress = after, weakref.WeakMethod(progress)
         self._under_way = _UnderWay()
         group = process_group or dist.group.WORLD
         assert group is not None
-        watcher = _Watcher(after, weakref.WeakMethod(progress), self._under_way, group)
-        watcher.thread.start()
+        name = str(group.group_name)
+        _made[name] += 1
+        self._key = f"ddp stall/{name}/{_made[name]}"
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
+        self._thread.start()
         # Not __del__: this runs at Python's exit, too.
-        weakref.finalize(self, watcher.end)
+        weakref.finalize(cast(MethodType, progress).__self__, self._end)
 
     def on_finished(self, iteration: int, bucket: GradientBucket, takes_part: bool) -> None:
         # The host does not wait for a GPU.
@@ -96,62 +104,11 @@ class StallWatch(Observer):
         if gpu.is_gpu(device) and not gpu.is_capturing():
             self._under_way.add(iteration, bucket.index(), device)
 
-
-class _UnderWay:
-    """The buckets that a GPU has not averaged yet. Reading them makes no call to CUDA.
-
-    A query of an event in one thread invalidates the capture of a graph in another. So the GPU
-    writes the number of the last bucket that it has averaged to the host's memory.
-    """
-
-    def __init__(self) -> None:
-        self._buckets: deque[tuple[int, int, int]] = deque()  # (number, step, bucket)
-        self._number = 0
-        self._on_gpu: torch.Tensor | None = None
-        self._on_host = torch.zeros((), dtype=torch.int64)
-
-    def add(self, step: int, index: int, device: torch.device) -> None:
-        if self._on_gpu is None:
-            self._on_gpu = torch.zeros((), dtype=torch.int64, device=device)
-            self._on_host = torch.zeros((), dtype=torch.int64, pin_memory=True)
-        self._number += 1
-        self._buckets.append((self._number, step, index))
-        self._on_gpu.fill_(self._number)
-        self._on_host.copy_(self._on_gpu, non_blocking=True)
-        while self._buckets and self._buckets[0][0] <= int(self._on_host):
-            self._buckets.popleft()
-
-    def first(self) -> tuple[int, int] | None:
-        """The step and the index of the first one, in any thread."""
-        over = int(self._on_host)
-        left = (bucket[1:] for bucket in self._buckets.copy() if bucket[0] > over)
-        return next(left, None)
-
-
-class _Watcher:
-    """The thread's code. Holds the Reducer weakly, and the group's store only while it reports."""
-
-    def __init__(
-        self,
-        after: float,
-        progress: "weakref.WeakMethod[Callable[[], Progress]]",
-        under_way: _UnderWay,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self._after, self._progress, self._under_way = after, progress, under_way
-        name = str(group.group_name)
-        _made[name] += 1
-        self._key = f"ddp stall/{name}/{_made[name]}"
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._stop = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
-
-    def end(self) -> None:
-        """Ends the thread. Idempotent."""
+    def _end(self) -> None:
         self._stop.set()
         # The thread itself may drop the last reference to the Reducer, and cannot join itself.
-        if self.thread is not threading.current_thread():
-            self.thread.join(1.0)
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
 
     def _run(self) -> None:
         with suppress(RuntimeError, ValueError):  # the group may be destroyed already
@@ -218,6 +175,37 @@ class _Watcher:
             lines.append(f"  rank {rank}: {text}")
         lines.append("The step keeps waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
+
+
+class _UnderWay:
+    """The buckets that a GPU has not averaged yet. Reading them makes no call to CUDA.
+
+    A query of an event in one thread invalidates the capture of a graph in another. So the GPU
+    writes the number of the last bucket that it has averaged to the host's memory.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: deque[tuple[int, int, int]] = deque()  # (number, step, bucket)
+        self._number = 0
+        self._on_gpu: torch.Tensor | None = None
+        self._on_host = torch.zeros((), dtype=torch.int64)
+
+    def add(self, step: int, index: int, device: torch.device) -> None:
+        if self._on_gpu is None:
+            self._on_gpu = torch.zeros((), dtype=torch.int64, device=device)
+            self._on_host = torch.zeros((), dtype=torch.int64, pin_memory=True)
+        self._number += 1
+        self._buckets.append((self._number, step, index))
+        self._on_gpu.fill_(self._number)
+        self._on_host.copy_(self._on_gpu, non_blocking=True)
+        while self._buckets and self._buckets[0][0] <= int(self._on_host):
+            self._buckets.popleft()
+
+    def first(self) -> tuple[int, int] | None:
+        """The step and the index of the first one, in any thread."""
+        over = int(self._on_host)
+        left = (bucket[1:] for bucket in self._buckets.copy() if bucket[0] > over)
+        return next(left, None)
 
 
 _ENDED, _STOPPED = "its process has ended", "its process is stopped (SIGSTOP)"

@@ -21,34 +21,20 @@ OFTEN, LATE = 2 / 3, 0.1
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """The rank that others waited for, in some steps; times in ms, medians of the steps.
+    """The rank that others waited for, in some steps; times in ms, medians of the steps."""
 
-    Attributes:
-        first, last: the averages at the end of the first and the last step, counted from 1.
-        rank: the rank that came last most often.
-        times: the number of steps in which it came last.
-        late_ms: the time by which it came after the median of the others.
-        phase: the phase in which it takes the most time beyond that of the others.
-        is_late: True if that is no chance; see `OFTEN` and `LATE`.
-        own_ms: the phases of `rank`, by the names of `PHASES`.
-        others_ms: those of the other ranks, their medians.
-        exposed_ms: the time that the last rank to come waits: communication that is not hidden.
-        step_ms: the length of a step.
-        world_size: the number of ranks that were compared.
-    """
-
-    first: int
+    first: int  # the average at the end of the first step, counted from 1
     last: int
-    rank: int
-    times: int
-    late_ms: float
-    phase: str
-    is_late: bool
-    own_ms: dict[str, float]
-    others_ms: dict[str, float]
-    exposed_ms: float
-    step_ms: float
-    world_size: int
+    rank: int  # the one that came last most often
+    times: int  # the number of steps in which it came last
+    late_ms: float  # by which it came after the median of the others
+    phase: str  # in which it takes the most time beyond that of the others
+    is_late: bool  # that is no chance; see `OFTEN` and `LATE`
+    own_ms: dict[str, float]  # the phases of `rank`, by the names of `PHASES`
+    others_ms: dict[str, float]  # those of the other ranks, their medians
+    exposed_ms: float  # in which the last rank to come waits: communication that is not hidden
+    step_ms: float  # the length of a step
+    world_size: int  # the number of ranks that were compared
 
     @property
     def steps(self) -> int:

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from ddp_from_scratch.errors import PeerError, UsageError, one_line
 from ddp_from_scratch.group import check_group, gloo_beside, on_gpu_of, takes_cpu_tensors
 from ddp_from_scratch.watch import render
-from ddp_from_scratch.watch.bucket_recorder import BucketRecorder, Watched
 from ddp_from_scratch.watch.record import RankTimes, Record, moved, rank_times, step_times
-from ddp_from_scratch.watch.recorder import Layout
+from ddp_from_scratch.watch.recorder import BucketRecorder, Layout, Watched
 
 # Averages before the first recorded step: the first lays the buckets out anew, and allocates.
 SKIP = 3
@@ -32,19 +31,12 @@ T = TypeVar("T")
 class Timeline:
     """The record of some steps. Made, closed and finished on all ranks alike: collective.
 
-    Args:
-        reducer: its module's steps are recorded.
-        folder: rank 0 writes there, and makes it; None writes nothing.
-        steps: the number of steps.
-        skip: averages before the first.
+    Args, raises: as `timeline`, from `close`, too; a folder of None writes nothing.
 
     Attributes:
         folder: as given.
         record: the steps of all ranks, on every rank; None until they are complete.
         has_picture: True once a picture was written, which takes matplotlib on rank 0.
-
-    Raises:
-        UsageError: see `timeline`; from `close`, too.
     """
 
     def __init__(
@@ -100,11 +92,7 @@ class Timeline:
     def _together(
         self, make: Callable[[], T], problem: str, kind: Callable[[str], Exception]
     ) -> list[T]:
-        """Returns what every rank makes; where one raises, all do. Collective.
-
-        Raises:
-            kind: this rank has raised; PeerError: another one.
-        """
+        """Returns what every rank makes; if one raises `kind`, others a PeerError. Collective."""
         mine: tuple[T, None] | tuple[None, str]
         caught: Exception | None = None
         try:

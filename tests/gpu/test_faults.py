@@ -27,11 +27,11 @@ def spoiled_captures(world):
     from ddp_from_scratch.watch import stall
     from tests.support.simgpu.device import GUARD
 
-    looks, look = threading.Semaphore(0), stall._Watcher._look
+    looks, look = threading.Semaphore(0), stall.StallWatch._look
     module = normed()
     printed = contextlib.redirect_stderr(io.StringIO())
     with printed as told, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stall._Watcher, "_look", lambda self: looks.release() or look(self))
+        patch.setattr(stall.StallWatch, "_look", lambda self: looks.release() or look(self))
         reducer = ddp.Reducer(module, stall_after=0.3)
         for _ in range(2):
             step(module)
