@@ -39,10 +39,9 @@ from ddp_from_scratch.bench.ways import start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.profiling.picture import draw_ladder
-from ddp_from_scratch.profiling.record import StepTimes
-from ddp_from_scratch.profiling.text import legend, two_lines
-from ddp_from_scratch.profiling.timeline import SKIP, Timeline
+from ddp_from_scratch.watch.record import StepTimes
+from ddp_from_scratch.watch.render import Spans, computed, draw_panels, legend, line, sent
+from ddp_from_scratch.watch.timeline import SKIP, Timeline
 
 RUNGS: dict[str, dict[str, Any]] = {
     "naive": {"bucket_cap_mb": 0, "overlap": False, "shared_memory": False},
@@ -126,15 +125,24 @@ def typical_step(
     return timeline.record.typical
 
 
+def rows_of(step: StepTimes) -> dict[str, Spans]:
+    """Rank 0's part of a step, all its buckets in one row."""
+    rank = step.ranks[0]
+    ways = [span for bucket in rank.buckets for span in sent(bucket)]
+    return {"main thread": computed(rank), "gradients": ways}
+
+
 def report(
     options: argparse.Namespace, model: str, title: str, steps: Mapping[str, StepTimes]
 ) -> None:
     """Prints, writes and draws the steps of all rungs."""
     longest = max(step.length for step in steps.values())
     print(f"\n{title}: rank 0's part of a step, {longest:.0f} ms wide")
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for rung, step in steps.items():
         print(f"\n{CAPTIONS[rung]}")
-        print(two_lines(step, longest, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        for label, spans in rows_of(step).items():
+            print(line(label, 12, spans, longest, colour))
     print(f"\n{legend()}\n")
     rows = [
         [rung, *(f"{value:.1f}" for value in (first.communication, first.exposed, late))]
@@ -149,8 +157,11 @@ def report(
     samples = {rung: asdict(step) for rung, step in steps.items()}
     write(name, title, samples, settings=settings, folder=options.results)
     path = options.results / f"{name}.png"
-    captioned = {CAPTIONS[rung]: step for rung, step in steps.items()}
-    drawn = draw_ladder(f"{title}: rank 0's part of a step", captioned, path)
+    panels = {
+        f"{CAPTIONS[rung]}: exposed {step.ranks[0].exposed:.1f} ms": list(rows_of(step).items())
+        for rung, step in steps.items()
+    }
+    drawn = draw_panels(panels, path, title=f"{title}: rank 0's part of a step")
     print(f"drawn to {path}" if drawn else "not drawn: there is no matplotlib", flush=True)
 
 

@@ -30,10 +30,9 @@ from ddp_from_scratch.bench.ways import start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.profiling.picture import draw
-from ddp_from_scratch.profiling.record import Record
-from ddp_from_scratch.profiling.text import as_text
-from ddp_from_scratch.profiling.timeline import SKIP, Timeline
+from ddp_from_scratch.watch.record import Record
+from ddp_from_scratch.watch.render import as_text, draw
+from ddp_from_scratch.watch.timeline import SKIP, Timeline
 
 GLOO, MPI, TWO_HOSTS = PLACES = ("gloo", "mpi", "two-hosts")
 GBIT = 1.0

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from ddp_from_scratch.optim.node_shared import NodeSharedAdam, NodeSharedAdamW, NodeSharedSGD
     from ddp_from_scratch.options import power_sgd
     from ddp_from_scratch.options.join import JoinableReducer, join
-    from ddp_from_scratch.profiling.timeline import timeline
     from ddp_from_scratch.reducer import Reducer
     from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
     from ddp_from_scratch.sync.check_sync import check_sync
     from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from ddp_from_scratch.torch_ddp.wrapper import DistributedDataParallel
+    from ddp_from_scratch.watch.timeline import timeline
     from ddp_from_scratch.world.process_group import World, process_group
 
 __version__ = "0.1.0"
@@ -84,7 +84,7 @@ _MODULES = {
     "power_sgd": "options.power_sgd",
     "process_group": "world.process_group",
     "start_ranks": "launch.supervisor",
-    "timeline": "profiling.timeline",
+    "timeline": "watch.timeline",
 }
 
 

@@ -8,9 +8,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.checks.stall_watch import Progress, StallWatch
-from ddp_from_scratch.checks.straggler_report import StragglerReport
-from ddp_from_scratch.checks.straggler_watch import StragglerWatch
 from ddp_from_scratch.core import comm_hooks
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.extension import Extension
@@ -31,6 +28,8 @@ from ddp_from_scratch.options.views import Views
 from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.shards.shards import Shards
 from ddp_from_scratch.sync.check_sync import DriftCheck
+from ddp_from_scratch.watch.stall import Progress, StallWatch
+from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
 
 Kind = TypeVar("Kind", bound=Extension)
 

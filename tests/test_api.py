@@ -19,7 +19,6 @@ ROOMS = {
         "errors": "",
         "gpu": "",
         "group": "gpu",
-        "marks": "gpu",
         "waiting": "errors",
         "launch": "errors gpu",
         "node": "errors group waiting",
@@ -27,18 +26,18 @@ ROOMS = {
         "buckets": "gpu group",
         "comm_hooks": "buckets gpu group node",
         "sync": "buckets gpu group waiting",
-        "checks": "autograd buckets gpu group marks node sync",
+        "checks": "autograd buckets group sync",
         "mpi": "errors launch node",
         "world": "errors gpu launch mpi",
         "shards": "buckets checks comm_hooks gpu group node sync waiting",
         "elasticity": "errors group launch node waiting world",
-        "reducer": "autograd buckets checks comm_hooks gpu group node shards sync",
+        "watch": "autograd buckets checks errors gpu group node",
+        "reducer": "autograd buckets checks comm_hooks gpu group node shards sync watch",
         "optim": "buckets node reducer sync",
         "torch_ddp": "buckets comm_hooks gpu group reducer sync",
-        "profiling": "autograd buckets errors group marks reducer",
-        "bench": "errors gpu launch node optim profiling reducer sync world",
-        "training": "buckets checks comm_hooks elasticity errors gpu group "
-        "launch optim profiling reducer shards sync waiting world",
+        "bench": "errors gpu launch node optim reducer sync watch world",
+        "training": "buckets comm_hooks elasticity errors gpu group "
+        "launch optim reducer shards sync waiting watch world",
     }.items()
 }
 

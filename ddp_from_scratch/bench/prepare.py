@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_from_scratch.optim.flat_optimizer import SGD, AdamW, FlatOptimizer
 from ddp_from_scratch.optim.node_shared import NodeSharedAdamW, NodeSharedSGD
-from ddp_from_scratch.profiling.timeline import Timeline
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
+from ddp_from_scratch.watch.timeline import Timeline
 
 # What this version of torch has: 2.11 has neither the last two nor the new name of
 # `broadcast_buffers`, of which later ones warn.

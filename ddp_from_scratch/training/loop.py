@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.elasticity.closing import hand_on
 from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
@@ -44,6 +43,7 @@ from ddp_from_scratch.training.report import (
 from ddp_from_scratch.training.resume import checkpoint_of_all
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.waiting import wait
+from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.world.process_group import World
 
 _ASKED = {"the command": "train"}

@@ -13,13 +13,13 @@ import torch
 from tqdm import tqdm
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.launch import output
-from ddp_from_scratch.profiling.text import as_text
-from ddp_from_scratch.profiling.timeline import TOO_FEW, Timeline
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
+from ddp_from_scratch.watch.render import as_text
+from ddp_from_scratch.watch.stragglers import StragglerReport
+from ddp_from_scratch.watch.timeline import TOO_FEW, Timeline
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter

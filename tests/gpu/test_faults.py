@@ -24,14 +24,14 @@ def step(module, number=0):
 
 def spoiled_captures(world):
     """Of a graph, beside a stall watch and beside a thread that asks an event."""
-    from ddp_from_scratch.checks import stall_watch
+    from ddp_from_scratch.watch import stall
     from tests.support.simgpu.device import GUARD
 
-    looks, look = threading.Semaphore(0), stall_watch._Watcher._look
+    looks, look = threading.Semaphore(0), stall.StallWatch._look
     module = normed()
     printed = contextlib.redirect_stderr(io.StringIO())
     with printed as told, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stall_watch._Watcher, "_look", lambda self: looks.release() or look(self))
+        patch.setattr(stall.StallWatch, "_look", lambda self: looks.release() or look(self))
         reducer = ddp.Reducer(module, stall_after=0.3)
         for _ in range(2):
             step(module)

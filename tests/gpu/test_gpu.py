@@ -32,11 +32,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.profiling.timeline import Timeline
-from tests.checks.test_stall_watch import AFTER_S, Layers, store, until
+from ddp_from_scratch.watch.timeline import Timeline
 from tests.support.on_ranks import on
 from tests.support.optimizer_pair import torchs
 from tests.support.ranks import ROOT, on_gpu
+from tests.watch.test_stall import AFTER_S, Layers, store, until
 
 REAL = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, *([] if REAL else [pytest.mark.slow])]
@@ -538,7 +538,7 @@ def test_a_drift_is_found(world):
 @real
 @on("pair")
 def test_a_rank_that_lags_is_reported(world):
-    """As in test_stall_watch.py, but backward() returns at once, and the GPU waits."""
+    """As in test_stall.py, but backward() returns at once, and the GPU waits."""
     model = Layers().to(DEVICE)
     dist.barrier()  # watches that begin together have told each other before one reports
     reducer = ddp.Reducer(model, bucket_cap_mb=0, stall_after=3 * AFTER_S)

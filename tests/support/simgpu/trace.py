@@ -127,7 +127,6 @@ def host_waits() -> list[str]:
 # Where the library waits, once or where its documents say so.
 EXPECTED_WAITS = {
     "tolist at core/reducer.py": "the order of buckets, in the first average",
-    "checks/straggler_watch.py": "a report of stragglers",
     "optim/flat_params.py": "a state that was loaded",
     "optim/update_rules.py": "whether the kernel is exact, once",
     "options/join.py": "a rank without data, in torch's Join",
@@ -135,6 +134,7 @@ EXPECTED_WAITS = {
     "options/unused.py": "a rank with unused parameters",
     "sync/broadcast.py": "a Reducer that begins",
     "sync/check_sync.py": "check_every, and once in the first average",
+    "watch/stragglers.py": "a report of stragglers",
 }
 
 

@@ -2,34 +2,38 @@
 
 from dataclasses import replace
 
-from ddp_from_scratch.marks import HostMarks
-from ddp_from_scratch.profiling.record import Record, rank_times, step_times
-from ddp_from_scratch.profiling.recorder import BucketMarks, StepMarks
+from ddp_from_scratch.watch.record import Record, rank_times, step_times
+from ddp_from_scratch.watch.recorder import HostMarks, StepMarks
 
 LAYOUT = (("b",), ("a",))
+PASS = [("forward", 0.0), ("forwarded", 0.030), ("backward", 0.030)]
 NBYTES = {"a": 2**21, "b": 2**20}
 
 
 def marks(late: float = 0.0) -> StepMarks:
     """A step of 100 ms; gradients come `late` seconds later."""
 
-    def bucket(index: int, pack: float, landed: float, waited: float) -> BucketMarks:
-        times = pack, pack + 0.002, landed, 0.070 + late, waited, waited + 0.001
-        return BucketMarks(index, *times)
+    def bucket(pack: float, landed: float, waited: float) -> dict[str, float]:
+        launched, wait, unpacked = pack + 0.002, 0.070 + late, waited + 0.001
+        return {
+            **{"pack": pack, "launched": launched, "landed": landed, "wait": wait},
+            **{"waited": waited, "unpack": waited, "unpacked": unpacked},
+        }
 
     return StepMarks(
         iteration=7,
         layout=LAYOUT,
-        forward=[0.0, 0.030],
-        backward=[0.030],
         arrived=["b", 0.040 + late, "a", 0.060 + late],
         buckets={
-            0: bucket(0, 0.040 + late, 0.064, 0.070 + late),
-            1: bucket(1, 0.060 + late, 0.080, max(0.080, 0.070 + late)),
+            0: bucket(0.040 + late, 0.064, 0.070 + late),
+            1: bucket(0.060 + late, 0.080, max(0.080, 0.070 + late)),
         },
-        backward_end=0.070 + late,
-        averaged=0.082,
-        optimizer=[0.085, 0.100],
+        events=[
+            *PASS,
+            ("all launched", 0.070 + late),
+            ("averaged", 0.082),
+            *(("step", 0.085), ("stepped", 0.100)),
+        ],
     )
 
 

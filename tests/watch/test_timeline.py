@@ -15,9 +15,8 @@ from torch import nn
 import ddp_from_scratch as ddp
 from ddp_from_scratch.errors import PeerError
 from ddp_from_scratch.options import tuning as bucket_tuning
-from ddp_from_scratch.profiling import clocks
-from ddp_from_scratch.profiling import timeline as module
-from ddp_from_scratch.profiling.timeline import Timeline
+from ddp_from_scratch.watch import timeline as module
+from ddp_from_scratch.watch.timeline import Timeline, clock_offsets
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, own
 from tests.support.tiers import slow
@@ -121,7 +120,7 @@ def test_a_bucket_that_lands_while_backward_goes_on(world):
     timeline = Timeline(ddp.Reducer(model, bucket_cap_mb=0), None, steps=1, skip=0)
 
     def until_landed(gradient):
-        while timeline._recorder.steps[-1].buckets[0].landed is None:
+        while timeline._recorder.steps[-1].buckets[0]["landed"] is None:
             os.sched_yield()
 
     handle = model.p0.register_hook(until_landed)
@@ -137,7 +136,7 @@ def test_a_bucket_that_lands_while_backward_goes_on(world):
 def test_offsets_of_clocks_are_within_their_errors(world):
     # As if each rank were a machine of its own, all with one clock: the true offset is 0.
     hosts = [str(rank) for rank in range(world.world_size)]
-    found = clocks.measure(hosts, dist.group.WORLD)
+    found = clock_offsets(hosts, dist.group.WORLD)
     everyone = [None] * world.world_size
     dist.all_gather_object(everyone, found)
     assert everyone == [found] * world.world_size
@@ -221,7 +220,7 @@ def test_a_group_beside_the_gpus(world):
     with patch.object(module, "takes_cpu_tensors", lambda group: False):
         _, reducer, step = made()
         timeline = Timeline(reducer, None, steps=1, skip=0)
-        assert clocks.measure(["a", "b"], timeline._group)[0] == (0, 0)
+        assert clock_offsets(["a", "b"], timeline._group)[0] == (0, 0)
         step(2)
         assert len(closed(timeline)) == 1
 

@@ -1,60 +1,46 @@
-"""`timeline`: records steps of a Reducer, and writes them in four forms."""
+"""`timeline`: records steps of all ranks on one clock, and writes them in four forms."""
 
+import socket
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError, one_line
 from ddp_from_scratch.group import check_group, gloo_beside, on_gpu_of, takes_cpu_tensors
-from ddp_from_scratch.marks import marks_for
-from ddp_from_scratch.profiling import clocks, page, picture, trace
-from ddp_from_scratch.profiling.record import (
-    RankTimes,
-    Record,
-    host_name,
-    on_clock,
-    rank_times,
-    step_times,
-)
-from ddp_from_scratch.profiling.recorder import Recorder
-from ddp_from_scratch.profiling.text import as_text
-from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.watch import render
+from ddp_from_scratch.watch.record import RankTimes, Record, moved, rank_times, step_times
+from ddp_from_scratch.watch.recorder import BucketRecorder, Layout, Watched
 
 # Averages before the first recorded step: the first lays the buckets out anew, and allocates.
 SKIP = 3
 TOO_FEW = 'no timeline: too few steps, which with bucket_cap_mb="auto" are those after its trials'
-
+# Of messages between clocks.
+_ROUNDS, _TAG = 20, 0
 
 T = TypeVar("T")
-Layout = tuple[tuple[str, ...], ...]
 
 
 class Timeline:
     """The record of some steps. Made, closed and finished on all ranks alike: collective.
 
-    Args:
-        reducer: its module's steps are recorded.
-        folder: rank 0 writes there, and makes it; None writes nothing.
-        steps: the number of steps.
-        skip: averages before the first.
+    Args, raises: as `timeline`, from `close`, too; a folder of None writes nothing.
 
     Attributes:
         folder: as given.
         record: the steps of all ranks, on every rank; None until they are complete.
         has_picture: True once a picture was written, which takes matplotlib on rank 0.
-
-    Raises:
-        UsageError: see `timeline`; from `close`, too.
     """
 
     def __init__(
-        self, reducer: Reducer, folder: Path | str | None, steps: int = 5, skip: int = SKIP
+        self, reducer: Watched, folder: Path | str | None, steps: int = 5, skip: int = SKIP
     ) -> None:
         if steps < 1 or skip < 0:
             raise UsageError(f"a timeline has 1 step or more after 0 or more, got {steps}, {skip}")
@@ -67,10 +53,14 @@ class Timeline:
         self._rank = self._group.rank()
         if self.folder is not None:
             self._on_rank_0(partial(_make, self.folder))
-        self._hosts: list[str] = _gather(host_name(), self._group)
-        self._clocks = clocks.measure(self._hosts, self._group)
-        self._marks = marks_for(reducer.device)
-        self._recorder = Recorder(reducer, self._marks, skip, self._at_average)
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            boot = ""
+        # A machine by its name and the boot it is in, which has the clock of this process.
+        self._hosts: list[str] = _gather(f"{socket.gethostname()}/{boot}", self._group)
+        self._clocks = clock_offsets(self._hosts, self._group)
+        self._recorder = BucketRecorder(reducer, skip, self._at_average)
         self._open = True
 
     def _at_average(self, iteration: int) -> None:
@@ -88,6 +78,12 @@ class Timeline:
         if self.record is not None and self.folder is not None:
             self.has_picture = bool(self._on_rank_0(partial(write, self.record, self.folder)))
 
+    def discard(self) -> None:
+        """Ends the recording and drops it, on this rank alone. Idempotent."""
+        if self._open:
+            self._open = False
+            self._recorder.remove()
+
     def _on_rank_0(self, write: Callable[[], T]) -> T | None:
         """Writes on rank 0; where it cannot, the other ranks raise a PeerError. Collective."""
         problem = f"cannot write the timeline to {self.folder}"
@@ -96,11 +92,7 @@ class Timeline:
     def _together(
         self, make: Callable[[], T], problem: str, kind: Callable[[str], Exception]
     ) -> list[T]:
-        """Returns what every rank makes; where one raises, all do. Collective.
-
-        Raises:
-            kind: this rank has raised; PeerError: another one.
-        """
+        """Returns what every rank makes; if one raises `kind`, others a PeerError. Collective."""
         mine: tuple[T, None] | tuple[None, str]
         caught: Exception | None = None
         try:
@@ -114,40 +106,27 @@ class Timeline:
             raise (PeerError if caught is None else kind)(text) from caught
         return [result for result, _ in found]
 
-    def discard(self) -> None:
-        """Ends the recording and drops it, on this rank alone. Idempotent."""
-        if self._open:
-            self._open = False
-            self._recorder.remove()
-
-    def _own(self) -> dict[int, tuple[Layout, RankTimes]]:
-        """Reads this rank's clock, for each complete step by its number."""
-        return {
-            step.iteration: (step.layout, rank_times(self._rank, self._marks, step))
-            for step in self._recorder.complete()[: self._steps]
-        }
-
     def _gathered(self) -> Record | None:
+        def own() -> dict[int, tuple[Layout, RankTimes]]:
+            marks, steps = self._recorder.marks, self._recorder.complete()[: self._steps]
+            return {s.iteration: (s.layout, rank_times(self._rank, marks, s)) for s in steps}
+
         problem = f"rank {self._rank} cannot read its part of the timeline"
-        ranks = self._together(self._own, problem, RuntimeError)
-        own = ranks[self._rank]
-        before, after = self._clocks, clocks.measure(self._hosts, self._group)
-        common = [number for number in sorted(own) if all(number in found for found in ranks)]
-        offsets = [(b[0] + a[0]) / 2 for b, a in zip(before, after, strict=True)]
-        steps = [
-            step_times(
-                number,
-                own[number][0],
-                [on_clock(found[number][1], by) for found, by in zip(ranks, offsets, strict=True)],
-            )
-            for number in common
-        ]
+        ranks = self._together(own, problem, RuntimeError)
+        after = clock_offsets(self._hosts, self._group)
+        clocks = list(zip(self._clocks, after, strict=True))
+        steps = []
+        for number, (layout, _) in sorted(ranks[self._rank].items()):
+            if all(number in found for found in ranks):
+                times = [
+                    moved(found[number][1], (before[0] + after[0]) / 2)
+                    for found, (before, after) in zip(ranks, clocks, strict=True)
+                ]
+                steps.append(step_times(number, layout, times))
         if not steps:
             return None
         # Half a way there and back, and what the clocks have drifted apart meanwhile.
-        error = max(
-            max(b[1], a[1]) + abs(a[0] - b[0]) / 2 for b, a in zip(before, after, strict=True)
-        )
+        error = max(max(b[1], a[1]) + abs(a[0] - b[0]) / 2 for b, a in clocks)
         reducer = self._reducer
         # By the layout and not by `requires_grad`: a GAN may have frozen its critic meanwhile.
         averaged = {name for bucket in steps[0].layout for name in bucket}
@@ -161,7 +140,7 @@ class Timeline:
 
 @contextmanager
 def timeline(
-    reducer: Reducer, folder: Path | str, steps: int = 5, skip: int = SKIP
+    reducer: Watched, folder: Path | str, steps: int = 5, skip: int = SKIP
 ) -> Iterator[Timeline]:
     """Records steps inside the context and writes them to a folder. Every rank must enter it.
 
@@ -203,13 +182,13 @@ def timeline(
 
 def write(record: Record, folder: Path) -> bool:
     """Writes all forms of a record; returns False without a picture: there is no matplotlib."""
-    text = as_text(record, record.typical)
+    text = render.as_text(record, record.typical)
     (folder / "timeline.txt").write_text(text + "\n", encoding="utf-8")
-    for name, form in ("timeline.html", page.as_html), ("trace.json", trace.as_json):
+    for name, form in ("timeline.html", render.as_html), ("trace.json", render.as_json):
         # In parts: the text of a thousand steps takes more memory than the steps.
         with (folder / name).open("w", encoding="utf-8") as file:
             file.writelines(form(record))
-    return picture.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
+    return render.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
 
 
 def _make(folder: Path) -> None:
@@ -222,3 +201,44 @@ def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group)
     return found
+
+
+def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[float, float]]:
+    r"""Returns the ms to add to each rank's clock to get rank 0's, and the error. Collective.
+
+    Ranks of one machine read one clock. The first rank of every other machine exchanges messages
+    with rank 0:
+
+        rank 0        t0 ------.             .------> t1
+                                \           /
+        other rank               '--> t ---'        t is taken to be (t0 + t1) / 2
+
+    The quickest of several rounds counts: its error is at most half of its round-trip time. Follows
+    Cristian, "Probabilistic clock synchronization" (1989).
+
+    Args:
+        hosts: the machine of each rank.
+        group: takes CPU tensors.
+    """
+    found = torch.zeros(len(hosts), 2, dtype=torch.float64)
+    there = torch.zeros(1, dtype=torch.float64)
+    firsts = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+    for other in firsts[1:]:
+        rounds = []
+        # Of the group itself: torch's functions refuse a group that it does not list (`open_gloo`).
+        for _ in range(_ROUNDS):
+            if group.rank() == 0:
+                began = time.perf_counter()
+                group.send([there], other, _TAG).wait()
+                group.recv([there], other, _TAG).wait()
+                ended = time.perf_counter()
+                rounds.append((ended - began, (began + ended) / 2 - there.item()))
+            elif group.rank() == other:
+                group.recv([there], 0, _TAG).wait()
+                there.fill_(time.perf_counter())
+                group.send([there], 0, _TAG).wait()
+        if rounds:
+            way, offset = min(rounds)
+            found[other] = torch.tensor((offset * 1e3, way / 2 * 1e3), dtype=torch.float64)
+    dist.broadcast(found, group=group, group_src=0)
+    return [tuple(found[hosts.index(host)].tolist()) for host in hosts]

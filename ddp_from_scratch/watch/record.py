@@ -8,40 +8,27 @@ landed
   |  waited    for, by the main thread: exposed
 """
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.marks import Marks
-from ddp_from_scratch.profiling.recorder import StepMarks
+from ddp_from_scratch.watch.recorder import Layout, Mark, Marks, StepMarks
 
 Span = tuple[float, float]  # begin and end
 
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One bucket of a step on one rank, in ms.
-
-    Attributes:
-        pack: the copies into the buffer, and the call of the comm hook.
-        sent: from the launch to the average.
-        wait: the main thread does nothing else.
-        unpack: the copies into `.grad`.
-        met: when the last rank launched it.
-        last: that rank.
-        moving: when it began to move.
-    """
+    """One bucket of a step on one rank, in ms."""
 
     index: int
-    pack: Span
-    sent: Span
-    wait: Span
-    unpack: Span
-    met: float = 0.0
-    last: int = 0
-    moving: float = 0.0
+    pack: Span  # the copies into the buffer, and the call of the comm hook
+    sent: Span  # from the launch to the average
+    wait: Span  # the main thread does nothing else
+    unpack: Span  # the copies into `.grad`
+    met: float = 0.0  # when the last rank launched it
+    last: int = 0  # that rank
+    moving: float = 0.0  # when it began to move
 
     @property
     def exposed(self) -> float:
@@ -56,23 +43,15 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One step on one rank, in ms.
-
-    Attributes:
-        forward, backward: each pass.
-        arrived: parameters, as their gradients were computed.
-        buckets: those that were launched.
-        optimizer: None if no optimizer stepped.
-        begin, end: of the step on this rank.
-    """
+    """One step on one rank, in ms."""
 
     rank: int
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
-    arrived: tuple[tuple[str, float], ...]
-    buckets: tuple[BucketTimes, ...]
-    optimizer: Span | None
-    begin: float
+    arrived: tuple[tuple[str, float], ...]  # parameters, as their gradients were computed
+    buckets: tuple[BucketTimes, ...]  # those that were launched
+    optimizer: Span | None  # None if no optimizer stepped
+    begin: float  # of the step on this rank
     end: float
 
     @property
@@ -98,14 +77,10 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step, which begins at 0 on the rank that begins first.
-
-    Attributes:
-        layout: the parameters of each bucket.
-    """
+    """One step, which begins at 0 on the rank that begins first."""
 
     iteration: int
-    layout: tuple[tuple[str, ...], ...]
+    layout: Layout  # the parameters of each bucket
     ranks: tuple[RankTimes, ...]
 
     @property
@@ -116,19 +91,12 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Record:
-    """Steps of all ranks.
+    """Steps of all ranks."""
 
-    Attributes:
-        title: the model, the way between ranks, and their number.
-        nbytes: of each parameter's gradient, by name.
-        hosts: of each rank.
-        clock_error: ms by which the clocks of two hosts may still differ; 0 on one host.
-    """
-
-    title: str
-    nbytes: dict[str, int]
-    hosts: tuple[str, ...]
-    clock_error: float
+    title: str  # the model, the way between ranks, and their number
+    nbytes: dict[str, int]  # of each parameter's gradient
+    hosts: tuple[str, ...]  # of each rank
+    clock_error: float  # ms by which the clocks of two hosts may still differ; 0 on one host
     steps: tuple[StepTimes, ...]
 
     @property
@@ -141,59 +109,63 @@ class Record:
         return sum(self.nbytes[name] for name in step.layout[index])
 
 
-def host_name() -> str:
-    """Names the machine whose clock this process has: its name and the boot it is in."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()}/{boot}"
-
-
 def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
     """Reads the clock of all marks, in ms of the rank's own clock."""
 
-    def ms(mark: object) -> float:
+    def ms(mark: Mark) -> float:
         return marks.seconds(mark) * 1e3
 
-    def span(begin: object, end: object) -> Span:
-        return ms(begin), ms(end)
-
-    averaged = ms(step.averaged)
-    forward = tuple(map(span, step.forward[::2], step.forward[1::2]))
+    forward: list[Span] = []
+    starts: list[float] = []
+    optimizer: list[float] = []
+    averaged = backward_end = 0.0
+    began, is_new = None, False
+    for event, mark in step.events:
+        if event == "forward":
+            # A pass that raised has no end. Nor has one that a checkpoint recomputes in part.
+            began = mark
+        elif event == "forwarded" and began is not None:
+            forward.append((ms(began), ms(mark)))
+            began, is_new = None, True
+        elif event == "backward" and is_new:
+            # Not those of further losses of the same forward passes.
+            starts.append(ms(mark))
+            is_new = False
+        elif event == "all launched":
+            backward_end = ms(mark)
+        elif event == "averaged":
+            averaged = ms(mark)
+        elif event == "step" and not optimizer:
+            optimizer = [ms(mark)]
+        elif event == "stepped" and optimizer:
+            # The last of several ends the step.
+            optimizer[1:] = [ms(mark)]
     marked = zip(step.arrived[::2], step.arrived[1::2], strict=True)
     arrived = tuple((name, ms(mark)) for name, mark in marked)
-    starts = [ms(mark) for mark in step.backward] or [at for _, at in arrived[:1]]
-    backward_end = ms(step.backward_end)
+    starts = starts or [at for _, at in arrived[:1]]
     # A pass ends where the next forward pass begins, the last one where all buckets are launched.
     ends = [next((f[0] for f in forward if f[0] > start), backward_end) for start in starts]
     backward = tuple((start, max(start, end)) for start, end in zip(starts, ends, strict=True))
     buckets = []
-    for found in sorted(step.buckets.values(), key=lambda bucket: bucket.index):
-        if found.launched is None or found.unpacked is None:
+    for index, found in sorted(step.buckets.items()):
+        at = {moment: ms(mark) for moment, mark in found.items() if mark is not None}
+        if not {"launched", "unpacked"} <= at.keys():
             continue
-        waited = ms(found.waited)
         # Sparse buckets and PowerSGD's land while they are waited for, and a thread that calls back
         # may come late.
-        landed = waited if found.landed is None else min(ms(found.landed), waited)
-        sent = (ms(found.launched), max(landed, ms(found.launched)))
-        pack, wait = span(found.pack, found.launched), span(found.wait, found.waited)
-        unpack = waited if found.unpack is None else ms(found.unpack), ms(found.unpacked)
-        buckets.append(BucketTimes(found.index, pack, sent, wait, unpack))
-    optimizer = None
-    if len(step.optimizer) == 2:
-        begin, end = span(*step.optimizer)
-        # `backward_and_step` is called before its backward pass.
-        optimizer = max(begin, averaged), end
+        landed = min(at.get("landed", at["waited"]), at["waited"])
+        pack, sent = (at["pack"], at["launched"]), (at["launched"], max(landed, at["launched"]))
+        wait, unpack = (at["wait"], at["waited"]), (at["unpack"], at["unpacked"])
+        buckets.append(BucketTimes(index, pack, sent, wait, unpack))
+    # `backward_and_step` is called before its backward pass.
+    update = (max(optimizer[0], averaged), optimizer[1]) if len(optimizer) == 2 else None
     # Inside `join()` a rank without data has buckets alone.
-    begin = min([*(s[0] for s in forward + backward), *(b.pack[0] for b in buckets), averaged])
-    end = averaged if optimizer is None else max(averaged, optimizer[1])
-    return RankTimes(rank, forward, backward, arrived, tuple(buckets), optimizer, begin, end)
+    begin = min([*(s[0] for s in (*forward, *backward)), *(b.pack[0] for b in buckets), averaged])
+    end = averaged if update is None else max(averaged, update[1])
+    return RankTimes(rank, tuple(forward), backward, arrived, tuple(buckets), update, begin, end)
 
 
-def step_times(
-    iteration: int, layout: tuple[tuple[str, ...], ...], ranks: Sequence[RankTimes]
-) -> StepTimes:
+def step_times(iteration: int, layout: Layout, ranks: Sequence[RankTimes]) -> StepTimes:
     """Joins one step of all ranks, whose times are on one clock; see `met` and `last`."""
     sent: dict[int, list[tuple[float, int]]] = {}
     for times in ranks:
@@ -211,26 +183,20 @@ def step_times(
             earlier = [other.sent[1] for other in buckets if other.sent[1] <= landed]
             moving = max([met, *earlier])
             buckets.append(replace(bucket, met=met, last=last, moving=moving))
-        joined.append(_moved(replace(times, buckets=tuple(buckets)), -first))
+        joined.append(moved(replace(times, buckets=tuple(buckets)), -first))
     return StepTimes(iteration, layout, tuple(joined))
 
 
-def _moved(value: Any, by: float) -> Any:
-    """Adds `by` to every time in spans, tuples and the classes above."""
+def moved(value: Any, by: float) -> Any:
+    """Adds `by` ms to every time in spans, tuples and the classes above."""
     if isinstance(value, float):
         return value + by
     if isinstance(value, tuple):
-        return tuple(_moved(item, by) for item in value)
+        return tuple(moved(item, by) for item in value)
     if isinstance(value, (RankTimes, BucketTimes)):
-        moved = {field.name: _moved(getattr(value, field.name), by) for field in fields(value)}
-        return replace(value, **moved)
+        times = {field.name: moved(getattr(value, field.name), by) for field in fields(value)}
+        return replace(value, **times)
     return value
-
-
-def on_clock(times: RankTimes, offset: float) -> RankTimes:
-    """Adds `offset` ms to every time."""
-    moved: RankTimes = _moved(times, offset)
-    return moved
 
 
 def _covered(spans: Sequence[Span]) -> float:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.checks import stall_watch
-from ddp_from_scratch.checks.stall_watch import Progress
+from ddp_from_scratch.watch import stall
+from ddp_from_scratch.watch.stall import Progress
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
@@ -43,7 +43,7 @@ class Layers(nn.Module):
 def store():
     _ = dist.group.WORLD.bound_device_id  # puts mpi's in place
     name = dist.group.WORLD.group_name
-    prefix = f"ddp stall/{name}/{stall_watch._made[name]}"
+    prefix = f"ddp stall/{name}/{stall._made[name]}"
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
@@ -87,7 +87,7 @@ def watched(model):
     """A Reducer that watches by such a clock, and what it prints in the block, to the end."""
     gc.collect()  # a module and its Reducer are a cycle
     clock = Clock()
-    report = stall_watch._Watcher._report
+    report = stall.StallWatch._report
 
     def write(watcher, now, *arguments):
         text = report(watcher, now, *arguments)
@@ -95,8 +95,8 @@ def watched(model):
         return text
 
     printed = contextlib.redirect_stderr(io.StringIO())
-    writes = patch.object(stall_watch._Watcher, "_report", write)
-    with printed as told, patch.object(stall_watch, "time", clock), writes:
+    writes = patch.object(stall.StallWatch, "_report", write)
+    with printed as told, patch.object(stall, "time", clock), writes:
         reducer = Reducer(model, bucket_cap_mb=0, stall_after=AFTER_S)
         try:
             yield weakref.proxy(reducer), clock, told
@@ -180,20 +180,20 @@ def test_what_has_become_of_a_process_is_told():
     ended.wait()
     stopped.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
-    own = stall_watch._state(os.getpid())[1]
+    own = stall._state(os.getpid())[1]
     assert own
-    machine = stall_watch._machine()
+    machine = stall._machine()
     published = [
         (machine, os.getpid(), own),
         (machine, ended.pid, own),
         # Another process has the number now.
         (machine, os.getpid(), own - 1),
-        (machine, stopped.pid, stall_watch._state(stopped.pid)[1]),
+        (machine, stopped.pid, stall._state(stopped.pid)[1]),
         ("other", 1, own),
     ]
     for rank, process in enumerate(published):
         store.set(f"process {rank}", json.dumps(process))
-    found = [stall_watch._process_in_words(store, rank) for rank in range(6)]
+    found = [stall._process_in_words(store, rank) for rank in range(6)]
     stopped.kill()
     stopped.wait()
     runs, over = "its process runs: it has gone on", "its process has ended"
@@ -217,8 +217,9 @@ def test_a_gpu_that_waits_behind_the_host():
     """The host is in the next step; the GPU has not said that a bucket of this one has landed."""
     host = Progress(2, None, "0 of 3 gradients have arrived, bucket 0 waits for c")
     under_way = Mock(first=Mock(return_value=(1, 0)))
-    watcher = stall_watch._Watcher(1.0, lambda: lambda: host, under_way, "", 0, 1)
+    watch = Mock(_progress=lambda: lambda: host, _under_way=under_way)
+    watch._stop.is_set.return_value = False
     told = f"all gradients of step 1 have arrived, and since then {host.text}"
-    assert watcher._look() == Progress(1, "bucket 0", told)
+    assert stall.StallWatch._look(watch) == Progress(1, "bucket 0", told)
     under_way.first.return_value = None
-    assert watcher._look() == host
+    assert stall.StallWatch._look(watch) == host

@@ -7,12 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_from_scratch.profiling.page import as_html
-from ddp_from_scratch.profiling.picture import COLOURS, draw
-from ddp_from_scratch.profiling.text import WIDTH, as_text
-from ddp_from_scratch.profiling.trace import as_json
-from tests.profiling.records import record, with_steps
+from ddp_from_scratch.watch.render import COLOURS, WIDTH, as_html, as_json, as_text, draw
 from tests.support.ranks import ROOT
+from tests.watch.records import record, with_steps
 
 
 def test_text_of_a_step():

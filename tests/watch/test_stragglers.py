@@ -14,10 +14,10 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.checks import straggler_watch
-from ddp_from_scratch.checks.straggler_report import PHASES, compare
 from ddp_from_scratch.options import power_sgd
 from ddp_from_scratch.options.weight import GradientWeight
+from ddp_from_scratch.watch import recorder
+from ddp_from_scratch.watch.stragglers import PHASES, compare
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES
 from tests.support.tiers import slow
@@ -68,7 +68,7 @@ def test_who_is_late(ranks, late):
 @contextlib.contextmanager
 def clock_that_stands_still():
     clock = SimpleNamespace(now=0.0, take=lambda: clock.now, seconds=lambda mark: mark)
-    with patch.object(straggler_watch, "marks_for", lambda device: clock):
+    with patch.object(recorder, "marks_for", lambda device: clock):
         yield clock
 
 

@@ -9,8 +9,9 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,7 @@ _WAKES = 3
 _made: Counter[str] = Counter()
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """A Reducer's position in a step; equal to an earlier one if nothing happened in between."""
 
     step: int  # the number of averages before this one
@@ -41,24 +41,19 @@ class Progress:
     def of(
         cls, step: int, launched: int, buckets: Sequence[Bucket], names: Sequence[str]
     ) -> "Progress":
-        """Reads the position from the buckets, in any thread.
-
-        The first `launched` buckets are under way, or have landed already.
-        """
-        waits = None
-        if launched:
-            under_way = (bucket for bucket in buckets[:launched] if not bucket.arrived)
-            first = next(under_way, None)
-            if first is not None:
-                waits = _name(first, buckets, names)
-            elif launched == len(buckets):
-                waits = "the end of the backward pass"
+        """Reads the position, in any thread, of a step that has launched the first buckets."""
+        waits = "the end of the backward pass" if 0 < launched == len(buckets) else None
+        for bucket in buckets[:launched]:
+            if not bucket.arrived:
+                inside = shortened([names[index] for index in bucket.members], 3)
+                waits = f"bucket {bucket.index()} of {len(buckets)} ({inside})"
+                break
         # Buckets that are unpacked miss all their members again, for the next step.
         missing = sum(len(b.missing) for b in buckets) if launched < len(buckets) else 0
         text = f"{len(names) - missing} of {len(names)} gradients have arrived"
         if launched < len(buckets) and buckets[launched].missing:
-            inside = [names[index] for index in sorted(buckets[launched].missing)]
-            text += f", bucket {launched} waits for {shortened(inside)}"
+            inside = shortened([names[index] for index in sorted(buckets[launched].missing)])
+            text += f", bucket {launched} waits for {inside}"
         return cls(step, waits, text)
 
 
@@ -88,84 +83,32 @@ class StallWatch(Extension):
     ) -> None:
         if not 0 < after < float("inf"):
             raise ValueError(f"stall_after must be a positive number of seconds, got {after}")
+        # The thread holds this watch, and the group's store only while it reports.
+        self._after, self._progress = after, weakref.WeakMethod(progress)
         self._under_way = _UnderWay()
         group = process_group or dist.group.WORLD
         assert group is not None
         name = str(group.group_name)
         _made[name] += 1
-        watcher = _Watcher(
-            after,
-            weakref.WeakMethod(progress),
-            self._under_way,
-            f"ddp stall/{name}/{_made[name]}",
-            dist.get_rank(process_group),
-            dist.get_world_size(process_group),
-        )
-        watcher.thread.start()
+        self._key = f"ddp stall/{name}/{_made[name]}"
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
+        self._thread.start()
         # Not __del__: this runs at Python's exit, too.
-        weakref.finalize(self, watcher.end)
+        weakref.finalize(cast(MethodType, progress).__self__, self._end)
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
-        """Notes the bucket as under way on a GPU, which the host does not wait for."""
+        # The host does not wait for a GPU.
         device = bucket.parameters()[0].device
         if gpu.is_gpu(device) and not gpu.is_capturing():
             self._under_way.add(iteration, bucket.index(), device)
 
-
-class _UnderWay:
-    """The buckets that a GPU has not averaged yet. Reading them makes no call to CUDA.
-
-    A query of an event in one thread invalidates the capture of a graph in another. So the GPU
-    writes the number of the last bucket that it has averaged to the host's memory.
-    """
-
-    def __init__(self) -> None:
-        self._buckets: deque[tuple[int, int, int]] = deque()  # (number, step, bucket)
-        self._number = 0
-        self._on_gpu: torch.Tensor | None = None
-        self._on_host = torch.zeros((), dtype=torch.int64)
-
-    def add(self, step: int, index: int, device: torch.device) -> None:
-        if self._on_gpu is None:
-            self._on_gpu = torch.zeros((), dtype=torch.int64, device=device)
-            self._on_host = torch.zeros((), dtype=torch.int64, pin_memory=True)
-        self._number += 1
-        self._buckets.append((self._number, step, index))
-        self._on_gpu.fill_(self._number)
-        self._on_host.copy_(self._on_gpu, non_blocking=True)
-        while self._buckets and self._buckets[0][0] <= int(self._on_host):
-            self._buckets.popleft()
-
-    def first(self) -> tuple[int, int] | None:
-        """The step and the index of the first one, in any thread."""
-        over = int(self._on_host)
-        left = (bucket[1:] for bucket in self._buckets.copy() if bucket[0] > over)
-        return next(left, None)
-
-
-class _Watcher:
-    """The thread's code. Holds the Reducer weakly, and the group's store only while it reports."""
-
-    def __init__(
-        self,
-        after: float,
-        progress: "weakref.WeakMethod[Callable[[], Progress]]",
-        under_way: _UnderWay,
-        key: str,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self._after, self._progress, self._under_way = after, progress, under_way
-        self._key, self._rank, self._world_size = key, rank, world_size
-        self._stop = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
-
-    def end(self) -> None:
-        """Ends the thread. Idempotent."""
+    def _end(self) -> None:
         self._stop.set()
         # The thread itself may drop the last reference to the Reducer, and cannot join itself.
-        if self.thread is not threading.current_thread():
-            self.thread.join(1.0)
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
 
     def _run(self) -> None:
         with suppress(RuntimeError, ValueError):  # the group may be destroyed already
@@ -224,15 +167,45 @@ class _Watcher:
             text = process or "nothing is known of it: it has gone on, ended, or does not watch"
             if store.check([str(rank)]):
                 step, published = json.loads(store.get(str(rank)))
-                # A rank may have all averages of the last step and not have counted them yet.
-                recent = abs(step - now.step) <= 1
                 text = f"{text} (last heard of at {step})"
-                if recent:
-                    stopped = process if process in (_ENDED, _STOPPED) else None
-                    text = f"{published}; {stopped}" if stopped else published
+                # A rank may have all averages of the last step and not have counted them yet.
+                if abs(step - now.step) <= 1:
+                    stopped = process in (_ENDED, _STOPPED)
+                    text = f"{published}; {process}" if stopped else published
             lines.append(f"  rank {rank}: {text}")
         lines.append("The step keeps waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
+
+
+class _UnderWay:
+    """The buckets that a GPU has not averaged yet. Reading them makes no call to CUDA.
+
+    A query of an event in one thread invalidates the capture of a graph in another. So the GPU
+    writes the number of the last bucket that it has averaged to the host's memory.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: deque[tuple[int, int, int]] = deque()  # (number, step, bucket)
+        self._number = 0
+        self._on_gpu: torch.Tensor | None = None
+        self._on_host = torch.zeros((), dtype=torch.int64)
+
+    def add(self, step: int, index: int, device: torch.device) -> None:
+        if self._on_gpu is None:
+            self._on_gpu = torch.zeros((), dtype=torch.int64, device=device)
+            self._on_host = torch.zeros((), dtype=torch.int64, pin_memory=True)
+        self._number += 1
+        self._buckets.append((self._number, step, index))
+        self._on_gpu.fill_(self._number)
+        self._on_host.copy_(self._on_gpu, non_blocking=True)
+        while self._buckets and self._buckets[0][0] <= int(self._on_host):
+            self._buckets.popleft()
+
+    def first(self) -> tuple[int, int] | None:
+        """The step and the index of the first one, in any thread."""
+        over = int(self._on_host)
+        left = (bucket[1:] for bucket in self._buckets.copy() if bucket[0] > over)
+        return next(left, None)
 
 
 _ENDED, _STOPPED = "its process has ended", "its process is stopped (SIGSTOP)"
@@ -270,8 +243,3 @@ def _machine() -> str:
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
-
-
-def _name(bucket: Bucket, buckets: Sequence[Bucket], names: Sequence[str]) -> str:
-    inside = [names[index] for index in bucket.members]
-    return f"bucket {bucket.index()} of {len(buckets)} ({shortened(inside, 3)})"

@@ -1,1 +1,0 @@
-"""Checks that averages will be right, and reports steps that stall."""

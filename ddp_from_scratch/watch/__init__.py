@@ -1,0 +1,1 @@
+"""Times training steps: timelines, and reports of ranks that stall or come late."""

@@ -1,0 +1,332 @@
+"""Records the moments of training steps on one rank: the one timer of steps.
+
+The events of a step, from the end of one average to the end of the next:
+
+    begin  step stepped  forward forwarded  backward  launch.. over  all launched  averaged
+           '- the optimizer of the step before, in a timeline
+
+`stragglers.py` reads them as phases, `record.py` as the spans of a timeline.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import gpu
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.options.unused import find_tensors
+
+Mark = Any  # of `HostMarks` or `GpuMarks`
+Layout = tuple[tuple[str, ...], ...]
+
+
+class HostMarks:
+    """Marks of what the host does. Ranks of one Linux machine have one clock."""
+
+    # The clock itself: a function around it would take as long again, for every gradient.
+    take = staticmethod(time.perf_counter)
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+class GpuMarks:
+    """Marks of what a GPU does: events in the stream that is current where they are taken.
+
+    The host runs ahead of the GPU, so its own clock would show when work was issued, and not when
+    it ran.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # One moment on both clocks.
+        gpu.synchronize(device)
+        self._near, self._its_seconds = self.take(), time.perf_counter()
+        self._near.synchronize()
+
+    def take(self) -> torch.Event:
+        return gpu.record(self._device, timed=True)
+
+    def seconds(self, mark: torch.Event) -> float:
+        """Waits for the event, and returns its time in seconds of `time.perf_counter`."""
+        mark.synchronize()
+        # A float32 in ms, which is exact to 0.1 us only between events that are near each other.
+        passed = self._near.elapsed_time(mark) / 1e3
+        seconds = self._its_seconds + passed
+        if passed > 1:
+            self._near, self._its_seconds = mark, seconds
+        return seconds
+
+
+Marks = HostMarks | GpuMarks
+
+
+def marks_for(device: torch.device) -> Marks:
+    """Returns the marks of the device that computes. Their times are read after the steps."""
+    return GpuMarks(device) if gpu.is_gpu(device) else HostMarks()
+
+
+@dataclass
+class StepMarks:
+    """Moments of one step."""
+
+    iteration: int  # the number of averages before it
+    layout: Layout = ()  # the parameters of each bucket, in the order of launch
+    arrived: list[Any] = field(default_factory=list)  # a parameter and a mark for each gradient
+    buckets: dict[int, dict[str, Mark]] = field(default_factory=dict)  # by moment
+    events: list[tuple[str, Mark]] = field(default_factory=list)  # a launch has no mark
+    launched: bool = False  # all buckets were
+
+
+class Recorder(Extension):
+    """Takes a mark at each event of a step. What ends a step, and reads it, derives from this.
+
+    Attributes:
+        marks: the clock.
+        step: the step under way; None records nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.marks = marks_for(device)
+        self.step: StepMarks | None = None
+        self._in_backward = False
+        # Each with what removes the hook behind its steps.
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], object]]
+        self._optimizers = weakref.WeakKeyDictionary()
+
+    def begin(self, step: StepMarks) -> None:
+        self.step = step
+        self.note("begin")
+
+    def note(self, event: str) -> None:
+        """Takes a mark of this moment, if a step is recorded."""
+        if self.step is not None:
+            self.step.events.append((event, self.marks.take()))
+            self._in_backward = event in ("backward", "waited")
+
+    def remove(self) -> None:
+        """Ends the recording, and removes the hooks of optimizers."""
+        self.step = None
+        for remove in self._optimizers.values():
+            remove()
+
+    def on_forward(self) -> None:
+        if torch.is_grad_enabled():  # an evaluation is not recorded
+            self.note("forward")
+
+    def on_forwarded(self, outputs: object) -> None:
+        for tensor in find_tensors(outputs):
+            # Not on a leaf, which may be a parameter: its hooks would stay there for good.
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._on_backward)
+
+    def _on_backward(self, gradient: torch.Tensor) -> None:
+        # Autograd's first call in this pass, from whichever output it begins.
+        if self.step is not None and not self._in_backward:
+            self.note("backward")
+            # A pass under no_sync() launches nothing, and ends all the same.
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        if self._in_backward:
+            self.note("over")
+
+    def on_launch(self, bucket: Bucket) -> None:
+        if self.step is not None:
+            # Nothing but a launch at the end of backward, or before its begin was seen.
+            self._in_backward |= self.step.events[-1][0] in ("begin", "over", "stepped")
+            self.step.events.append(("launch", None))
+
+    def on_agree(self) -> None:
+        self.note("wait")
+
+    def on_agreed(self) -> None:
+        self.note("waited")
+
+    def on_wait(self, bucket: Bucket) -> None:
+        # During backward, as with PowerSGD. Later ones are in the wait for the average.
+        if self.step is not None and not self.step.launched:
+            self.note("wait")
+
+    def on_waited(self, bucket: Bucket) -> None:
+        if self.step is not None and not self.step.launched:
+            self.note("waited")
+
+    def on_all_launched(self) -> None:
+        self.note("all launched")
+        if self.step is not None:
+            self.step.launched = True
+
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._optimizers:
+            # Weakly, and with this recorder: the optimizer may outlive the Reducer.
+            hook = partial(_note_step, weakref.WeakMethod(self.note))
+            handle = optimizer.register_step_post_hook(hook)
+            self._optimizers[optimizer] = weakref.finalize(self, handle.remove)
+
+
+def _note_step(note: "weakref.WeakMethod[Callable[[str], None]]", *arguments: object) -> None:
+    if (found := note()) is not None:
+        found("stepped")
+
+
+class Watched(Protocol):
+    """What a timeline needs of a Reducer, which imports this room."""
+
+    module: torch.nn.Module
+    process_group: dist.ProcessGroup | None
+    device: torch.device
+    iteration: int
+
+    @property
+    def buckets(self) -> Layout: ...
+    @property
+    def bucket_cap_mb(self) -> Any: ...
+    def stats(self) -> Any: ...
+    def add_extension(self, extension: Extension) -> None: ...
+    def remove_extension(self, extension: Extension) -> None: ...
+
+
+class BucketRecorder(Recorder):
+    """Records each gradient and each bucket, too, of the steps after the first `skip` averages.
+
+    The moments of a bucket: pack, launched, landed, wait, waited, unpack, unpacked.
+
+    Args:
+        reducer: of the module to watch.
+        skip: averages before the first recorded step, counted from when `bucket_cap_mb="auto"` has
+            settled: the trials are no typical steps.
+        at_average: called after each average with the number of averages so far.
+
+    Attributes:
+        first: the number of averages before the first recorded step; it grows while "auto" tries.
+        steps: the recorded steps, the last of which is under way.
+    """
+
+    def __init__(self, reducer: Watched, skip: int, at_average: Callable[[int], None]) -> None:
+        super().__init__(reducer.device)
+        self.steps: list[StepMarks] = []
+        self._reducer, self._at_average = reducer, at_average
+        self._skip, self.first = skip, reducer.iteration + skip
+        averaged = {name for bucket in reducer.buckets for name in bucket}
+        parameters = {n: p for n, p in reducer.module.named_parameters() if n in averaged}
+        # By id: a gradient's mark has the parameter.
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._arrivals = _Arrivals(parameters, self.marks.take)
+        reducer.add_extension(self)
+        self._begin(reducer.iteration)
+
+    def _begin(self, iteration: int) -> None:
+        self.step, self._arrivals.found = None, []
+        if iteration >= self.first and self._reducer.bucket_cap_mb is not None:
+            step = StepMarks(iteration, self._reducer.buckets, self._arrivals.found)
+            self.steps.append(step)
+            self.begin(step)
+
+    def remove(self) -> None:
+        super().remove()
+        self._reducer.remove_extension(self)
+        for handle in self._arrivals.handles:
+            handle.remove()
+
+    def complete(self) -> list[StepMarks]:
+        """Returns the steps that are averaged, from the first forward pass to the optimizer's end.
+
+        With names in place of parameters.
+        """
+        found = []
+        for step, following in pairwise(self.steps):
+            events = step.events[_opening(step) :] + following.events[: _opening(following)]
+            arrived = list(step.arrived)
+            arrived[::2] = [self._names[id(parameter)] for parameter in arrived[::2]]
+            found.append(replace(step, events=events, arrived=arrived))
+        return found
+
+    def _mark(self, bucket: Bucket, moment: str) -> None:
+        if self.step is not None:
+            moments = self.step.buckets.setdefault(bucket.index(), {})
+            moments[moment] = self.marks.take()
+
+    def on_forwarded(self, outputs: object) -> None:
+        if torch.is_grad_enabled():
+            self.note("forwarded")
+        super().on_forwarded(outputs)
+
+    def on_launch(self, bucket: Bucket) -> None:
+        super().on_launch(bucket)
+        self._mark(bucket, "pack")
+
+    def on_launched(self, bucket: Bucket) -> None:
+        self._mark(bucket, "launched")
+        if self.step is not None:
+            moments, take = self.step.buckets[bucket.index()], self.marks.take
+            moments["landed"] = None  # another thread may set it while these are read
+            # Without this recorder: the group's thread may keep a callback for a while.
+            bucket.when_landed(lambda: moments.update(landed=take()))
+
+    def on_wait(self, bucket: Bucket) -> None:
+        super().on_wait(bucket)
+        # The first of two: that of a hook that has one bucket under way at a time.
+        if self.step is not None and "wait" not in self.step.buckets.get(bucket.index(), {}):
+            self._mark(bucket, "wait")
+
+    def on_waited(self, bucket: Bucket) -> None:
+        self._mark(bucket, "unpack")
+        if self.step is not None:
+            moments = self.step.buckets[bucket.index()]
+            moments.setdefault("waited", moments["unpack"])
+        super().on_waited(bucket)
+
+    def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
+        self._mark(bucket, "unpacked")
+
+    def on_average(self, iteration: int, takes_part: bool) -> None:
+        self.note("averaged")
+        if self._reducer.bucket_cap_mb is None:
+            # The next one is a trial, too.
+            self.first = iteration + 1 + self._skip
+        self._begin(iteration)
+        self._at_average(iteration)
+
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_step(optimizer)
+        self.note("step")
+
+
+def _opening(step: StepMarks) -> int:
+    # What comes before it is of the step before: its optimizer.
+    opens = ("forward", "launch", "all launched")
+    places = (place for place, (event, _) in enumerate(step.events) if event in opens)
+    return next(places, len(step.events))
+
+
+class _Arrivals:
+    """Takes a mark as soon as a gradient is computed.
+
+    Apart from the recorder, as short as can be: a model may have a thousand gradients in a step.
+    And the garbage collector cannot see a cycle through a parameter's hooks.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], take: Callable[[], Mark]) -> None:
+        self.found: list[Any] = []  # a parameter and a mark for each gradient
+        self._take = take
+        # Of a frozen parameter there is no gradient.
+        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        self.handles = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
+        for handle in self.handles:
+            hooks = handle.hooks_dict_ref()
+            # Before those that are there: the Reducer's packs the gradient. Not `move_to_end`:
+            # autograd goes through them in the order in which they were put in.
+            for number in [number for number in hooks if number != handle.id]:
+                hooks[number] = hooks.pop(number)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        self.found += parameter, self._take()

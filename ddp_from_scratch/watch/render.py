@@ -1,0 +1,302 @@
+"""The forms of a record: a step as text or as a picture, all steps as a page or as a trace."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ddp_from_scratch.watch.record import BucketTimes, RankTimes, Record, Span, StepTimes
+
+WIDTH = 100
+# Buckets with a line of their own; a rank may have hundreds.
+MOST = 12
+# Ms of waiting that are worth a word.
+_LEAST = 0.05
+
+# A symbol, what it stands for, its colour on a terminal, and what a picture calls it.
+_KINDS = {
+    "F": ("forward", 34, "forward"),
+    "B": ("backward", 36, "backward"),
+    "p": ("pack", 33, "pack, unpack"),
+    "!": ("wait, exposed", 31, "exposed wait"),
+    "u": ("unpack", 33, "pack, unpack"),
+    "O": ("optimizer", 35, "optimizer"),
+    ".": ("gradients arrive", 90, ""),
+    "-": ("waits for a rank", 31, "waits for a rank"),
+    "=": ("moves", 32, "moves"),
+}
+# Safe for colour-blind readers (Okabe and Ito 2008). The page has the same.
+COLOURS = {
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
+    "optimizer": "#cc79a7",
+    "pack, unpack": "#e69f00",
+    "exposed wait": "#d55e00",
+    "waits for a rank": "#f4c7a5",
+    "moves": "#009e73",
+}
+
+Spans = list[tuple[str, Span]]  # symbols, with begin and end in ms
+Row = tuple[str, Spans]  # a label, and what its line shows
+
+# Rows of text and pictures ----------------------------------------------------------------------
+
+
+def computed(rank: RankTimes) -> Spans:
+    """Returns what the main thread of a rank does."""
+    spans = [("F", span) for span in rank.forward] + [("B", span) for span in rank.backward]
+    if rank.optimizer is not None:
+        spans.append(("O", rank.optimizer))
+    for bucket in rank.buckets:
+        spans += [("p", bucket.pack), ("!", bucket.wait), ("u", bucket.unpack)]
+    return spans
+
+
+def sent(bucket: BucketTimes) -> Spans:
+    """Returns a bucket's way between ranks."""
+    return [("-", (bucket.sent[0], bucket.met)), ("=", (bucket.moving, bucket.sent[1]))]
+
+
+def _rows(record: Record, step: StepTimes) -> Iterator[tuple[RankTimes, BucketTimes | None, str]]:
+    # A row for what each rank computes, and one for each of its buckets: all, or those that were
+    # waited for longest.
+    for rank in step.ranks:
+        yield rank, None, f"rank {rank.rank}"
+        longest = sorted(rank.buckets, key=lambda bucket: -bucket.exposed)[:MOST]
+        for bucket in sorted(longest, key=lambda bucket: bucket.index):
+            size = _size(record.bucket_nbytes(step, bucket.index))
+            yield rank, bucket, f"bucket {bucket.index}, {size}"
+
+
+def _size(nbytes: int) -> str:
+    mib = nbytes / 2**20
+    return f"{mib:.3g} MiB" if mib >= 0.01 else f"{nbytes} B"
+
+
+# Text -------------------------------------------------------------------------------------------
+
+
+def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
+    """Draws one step: a line for each rank and each of its buckets, then the sums in words."""
+    rows: list[Row] = []
+    for rank, bucket, label in _rows(record, step):
+        if bucket is None:
+            rows.append((label, computed(rank)))
+            continue
+        names = set(step.layout[bucket.index])
+        begin = min((at for name, at in rank.arrived if name in names), default=bucket.pack[0])
+        spans = [(".", (begin, bucket.pack[0])), ("p", bucket.pack), *sent(bucket)]
+        rows.append((f"  {label}", [*spans, ("u", bucket.unpack)]))
+    width = max(len(label) for label, _ in rows) + 1
+    lines = [record.title, f"step {step.iteration}: {step.length:.1f} ms", ""]
+    lines += [line(label, width, spans, step.length, colour) for label, spans in rows]
+    if len(step.layout) > MOST:
+        lines.append(f"{len(step.layout)} buckets, of which those are shown that were waited for")
+    return "\n".join([*lines, "", legend(), "", *summary(record, step)])
+
+
+def line(
+    label: str, labels: int, spans: Iterable[tuple[str, Span]], length: float, colour: bool
+) -> str:
+    """Draws spans behind a label of a width; `length` ms fill the rest of the line."""
+    bars = WIDTH - labels - 2
+    cells, covered = [" "] * bars, [0.0] * bars
+    width = length / bars
+    for symbol, (begin, end) in spans:
+        first, last = int(begin / width), min(int(end / width), bars - 1)
+        for cell in range(max(first, 0), last + 1):
+            # The one that fills most of a cell. Short ones count double: they are rarely alone.
+            part = min(end, (cell + 1) * width) - max(begin, cell * width)
+            if part > 0 and part >= covered[cell] * (0.5 if symbol in "p!u" else 1):
+                cells[cell], covered[cell] = symbol, part
+    if colour:
+        cells = [c if c == " " else f"\033[{_KINDS[c][1]}m{c}\033[0m" for c in cells]
+    return f"{label:<{labels}}|{''.join(cells)}|"
+
+
+def legend() -> str:
+    """Returns what the symbols stand for, in two lines."""
+    items = [f"{symbol} {what}" for symbol, (what, _, _) in _KINDS.items()]
+    return "  ".join(items[:6]) + "\n" + "  ".join(items[6:])
+
+
+def summary(record: Record, step: StepTimes) -> list[str]:
+    """Says what was hidden, what was exposed, and who was waited for."""
+    lines = []
+    waited = dict.fromkeys(range(len(step.ranks)), 0.0)
+    for rank in step.ranks:
+        lines.append(
+            f"rank {rank.rank}: communication {rank.communication:.1f} ms, {rank.hidden:.0%} "
+            f"hidden; exposed {rank.exposed:.1f} ms"
+        )
+        longest = max(rank.buckets, key=lambda bucket: bucket.exposed, default=None)
+        if longest is not None and longest.exposed >= _LEAST:
+            text = f"rank {rank.rank} waited {longest.exposed:.1f} ms for bucket {longest.index}"
+            if longest.exposed_for_a_rank >= _LEAST:
+                part = longest.exposed_for_a_rank
+                text += f", of which {part:.1f} until rank {longest.last} launched it"
+            lines.append(text)
+        for bucket in rank.buckets:
+            waited[bucket.last] += bucket.exposed_for_a_rank
+    late = max(waited, key=lambda rank: waited[rank])
+    if waited[late] >= _LEAST:
+        lines.append(f"rank {late} was late: the others waited {waited[late]:.1f} ms for it in all")
+    if len(step.layout) == 1:
+        size = _size(record.bucket_nbytes(step, 0))
+        lines.append(f"1 bucket of {size}: it is full near the end of backward, so little overlaps")
+    if record.clock_error:
+        lines.append(f"the clocks of the machines may differ by {record.clock_error:.2f} ms")
+    return lines
+
+
+# Picture ----------------------------------------------------------------------------------------
+
+
+def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
+    """Draws one step of all ranks.
+
+    Returns:
+        False if there is no matplotlib; nothing is drawn then.
+    """
+    rows = [
+        (label, computed(rank) if bucket is None else sent(bucket))
+        for rank, bucket, label in _rows(record, step)
+    ]
+    title = f"{record.title}: step {step.iteration}, {step.length:.1f} ms"
+    return draw_panels({title: rows}, *paths)
+
+
+def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = "") -> bool:
+    """Draws rows under captions, on one scale of ms, into files of the formats of their names.
+
+    Returns: see `draw`.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    counts = [len(rows) for rows in panels.values()]
+    figure = Figure(figsize=(12, 1.2 + 0.28 * sum(counts) + 0.45 * len(counts)))
+    # Not pyplot: the program may draw with it, on a screen of its own.
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained")
+    all_axes = figure.subplots(
+        len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": counts}
+    )[:, 0]
+    for axes, (caption, rows) in zip(all_axes, panels.items(), strict=True):
+        for place, (label, spans) in enumerate(rows):
+            # A rank's own row stands out from those of what it sends.
+            height = 0.8 if label.startswith(("rank", "main")) else 0.55
+            for symbol, (begin, end) in spans:
+                bar = [(begin, end - begin)], (place - height / 2, height)
+                axes.broken_barh(*bar, color=COLOURS[_KINDS[symbol][2]], linewidth=0)
+        axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.set_title(caption, loc="left")
+        axes.tick_params(axis="x", labelbottom=axes is all_axes[-1])
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    ends = [span[1] for rows in panels.values() for _, spans in rows for _, span in spans]
+    all_axes[-1].set_xlim(0, max(ends))
+    all_axes[-1].set_xlabel("ms")
+    if title:
+        figure.suptitle(title)
+    handles = [axes.barh(0, 0, color=colour, label=what) for what, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    for path in paths:
+        figure.savefig(path, dpi=120)
+    return True
+
+
+# Page, trace ------------------------------------------------------------------------------------
+
+
+def as_html(record: Record) -> Iterator[str]:
+    """Returns the parts of one page that opens offline: `page.html` with the record in it."""
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    head, tail = template.split("{{record}}")
+    yield head
+    for text in _data(record):
+        # In a script element "</script" would end it, and "<!--<script" hide its end.
+        yield text.replace("<", "\\u003c")
+    yield tail
+
+
+def _data(record: Record) -> Iterator[str]:
+    def shallow(times: Any) -> dict[str, Any]:
+        # Neither `asdict`, which copies every time, nor `vars`, which leaves a dict with each.
+        return {field.name: getattr(times, field.name) for field in fields(times)}
+
+    data = {
+        "title": record.title,
+        "nbytes": record.nbytes,
+        "hosts": [host.partition("/")[0] for host in record.hosts],
+        "typical": record.steps.index(record.typical),
+        "colours": COLOURS,
+    }
+    yield json.dumps(data)[:-1] + ', "steps": ['
+    for number, step in enumerate(record.steps):
+        sums = {
+            "length": step.length,
+            "exposed": max(rank.exposed for rank in step.ranks),
+            "summary": summary(record, step),
+        }
+        yield ", " * (number > 0) + json.dumps(shallow(step) | sums, default=shallow)
+    yield "]}"
+
+
+def as_json(record: Record) -> Iterator[str]:
+    """Returns the parts of a trace in Chrome's format: a process for each rank."""
+    yield '{"displayTimeUnit": "ms", "traceEvents": ['
+    for number, event in enumerate(_events(record)):
+        yield ",\n" * (number > 0) + json.dumps(event)
+    yield "]}"
+
+
+def _events(record: Record) -> Iterator[dict[str, Any]]:
+    # Row 0 is the main thread's, the others are the buckets'.
+    rows = ["compute", *(f"bucket {n}" for n in range(max(len(s.layout) for s in record.steps)))]
+    for rank in record.steps[0].ranks:
+        names = [("process_name", 0, f"rank {rank.rank}")]
+        for kind, row, name in names + [("thread_name", row, n) for row, n in enumerate(rows)]:
+            at = {"pid": rank.rank, "tid": row}
+            yield {"name": kind, "ph": "M", **at, "args": {"name": name}}
+    begin = 0.0
+    for step in record.steps:
+        for rank in step.ranks:
+            for name, row, span, arguments in _spans(record, step, rank):
+                # Microseconds, to the nanosecond.
+                ts, dur = ((begin + span[0]) * 1e3, (span[1] - span[0]) * 1e3)
+                event = {"name": name, "ph": "X", "pid": rank.rank, "tid": row}
+                event |= {"ts": round(ts, 3), "dur": round(dur, 3)}
+                event |= {"args": {"step": step.iteration, **arguments}}
+                yield event | ({"ph": "i", "s": "t"} if name.startswith("gradient of") else {})
+        # Steps one behind the other, with a gap.
+        begin += step.length * 1.05
+
+
+def _spans(
+    record: Record, step: StepTimes, rank: RankTimes
+) -> Iterator[tuple[str, int, Span, dict[str, Any]]]:
+    for span in rank.forward:
+        yield "forward", 0, span, {}
+    for span in rank.backward:
+        yield "backward", 0, span, {}
+    if rank.optimizer is not None:
+        yield "optimizer", 0, rank.optimizer, {}
+    for name, at in rank.arrived:
+        yield f"gradient of {name}", 0, (at, at), {}
+    for bucket in rank.buckets:
+        index, names = bucket.index, list(step.layout[bucket.index])
+        what = {"bytes": record.bucket_nbytes(step, index), "parameters": names}
+        yield f"pack bucket {index}", 0, bucket.pack, {}
+        yield f"wait for bucket {index}", 0, bucket.wait, {}
+        yield f"unpack bucket {index}", 0, bucket.unpack, {}
+        yield "moves", index + 1, (bucket.moving, bucket.sent[1]), what
+        if bucket.last != rank.rank:
+            yield f"waits for rank {bucket.last}", index + 1, (bucket.sent[0], bucket.met), what

@@ -1,0 +1,211 @@
+"""Reports the rank that the others wait for, by the phases of each rank's steps."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import gpu
+from ddp_from_scratch.watch.recorder import Mark, Recorder, StepMarks
+
+# The phases in which a rank works, in the order of a step, and then the one in which it waits.
+WORK = ("data", "forward", "backward", "optimizer")
+PHASES = (*WORK, "waiting")
+
+# A rank is a straggler if it comes last in so many steps, and so late, as parts of all steps and of
+# a step. Chance alone, or a rank that loses its CPU now and then, reaches neither.
+OFTEN, LATE = 2 / 3, 0.1
+
+
+@dataclass(frozen=True)
+class StragglerReport:
+    """The rank that others waited for, in some steps; times in ms, medians of the steps."""
+
+    first: int  # the average at the end of the first step, counted from 1
+    last: int
+    rank: int  # the one that came last most often
+    times: int  # the number of steps in which it came last
+    late_ms: float  # by which it came after the median of the others
+    phase: str  # in which it takes the most time beyond that of the others
+    is_late: bool  # that is no chance; see `OFTEN` and `LATE`
+    own_ms: dict[str, float]  # the phases of `rank`, by the names of `PHASES`
+    others_ms: dict[str, float]  # those of the other ranks, their medians
+    exposed_ms: float  # in which the last rank to come waits: communication that is not hidden
+    step_ms: float  # the length of a step
+    world_size: int  # the number of ranks that were compared
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        steps, length = f"steps {self.first}-{self.last}", f"a step takes {self.step_ms:.1f} ms"
+        if not self.is_late:
+            shown = ", ".join(f"{phase} {ms:.1f}" for phase, ms in self.others_ms.items())
+            none = "no rank is late; " if self.world_size > 1 else ""
+            return f"{steps}: {none}{length}: {shown}"
+        own, others = self.own_ms[self.phase], self.others_ms[self.phase]
+        return (
+            f"{steps}: rank {self.rank} came last in {self.times} of {self.steps}, "
+            f"{self.late_ms:.1f} ms after the others, in {self.phase} ({own:.1f} ms, the others "
+            f"{others:.1f}); {length}"
+        )
+
+
+def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> StragglerReport:
+    """Finds the rank that the others wait for.
+
+    All ranks leave an average together, so the rank that works longest until the next one comes
+    last, by the time that it works longer: no clocks are compared. A rank that did not work in some
+    step is left out, unless all are: it has run out of data inside `join()`.
+
+    Args:
+        seconds: float64 of shape (ranks, steps, `PHASES`).
+        last: the number of averages at the end of the last step.
+        only: the phases that are compared; others hold waits for peers, too.
+    """
+    present = (seconds[:, :, :-1].sum(2) > 0).all(1)
+    ranks = present.nonzero().flatten().tolist() or list(range(len(seconds)))
+    ms = 1e3 * seconds[ranks]
+    compared = [PHASES.index(phase) for phase in only]
+    work = ms[:, :, compared].sum(2)
+    world_size, steps = work.shape
+    # In each step one rank is the last.
+    counts = torch.bincount(work.argmax(0), minlength=world_size)
+    rank = int(counts.argmax())
+    others = [r for r in range(world_size) if r != rank] or [rank]
+    late_ms = float((work[rank] - work[others].median(0).values).median())
+    own, theirs = ms[rank].median(0).values, ms[others].median(1).values.median(0).values
+    more = own - theirs
+    step_ms = float(ms.sum(2).median(0).values.median())
+    return StragglerReport(
+        first=last - steps + 1,
+        last=last,
+        rank=ranks[rank],
+        times=int(counts[rank]),
+        late_ms=late_ms,
+        phase=max(only, key=lambda phase: float(more[PHASES.index(phase)])),
+        is_late=world_size > 1 and counts[rank].item() > OFTEN * steps and late_ms > LATE * step_ms,
+        own_ms=dict(zip(PHASES, own.tolist(), strict=True)),
+        others_ms=dict(zip(PHASES, theirs.tolist(), strict=True)),
+        exposed_ms=float(ms[:, :, -1].min(0).values.median()),
+        step_ms=step_ms,
+        world_size=world_size,
+    )
+
+
+def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:
+    """Reads the events of a step as its phases, each with the mark at its begin; "end" is last.
+
+    - optimizer: up to the end of the last optimizer's step; clipping and loss scaling are in it.
+    - data: up to the forward pass. Without an optimizer's step it begins with the average.
+    - forward: until backward reaches the outputs, so with the loss and its own backward.
+    - backward: until all buckets are launched; where the module is not called as a whole, with all
+      that comes before it.
+    - waiting: for averages, for weights, and for the ranks that come later.
+    """
+    enters = {"begin": "optimizer", "wait": "waiting", "waited": "backward"}
+    enters |= {"all launched": "waiting", "averaged": "end"}
+    found: list[tuple[str, Mark]] = []
+    stepped = False
+    for event, mark in events:
+        if event == "launch":
+            # At the end of backward, which is not over then.
+            if found[-1][0] in ("data", "optimizer"):
+                found[-1] = ("backward", found[-1][1])
+        elif event == "over":
+            # A pass under no_sync() launches nothing. What follows it is data again.
+            if found[-1][0] == "backward":
+                found.append(("data", mark))
+        elif event == "stepped":
+            # Of several optimizers the last one's step ends the phase.
+            if [phase for phase, _ in found[-2:]] == ["optimizer", "data"]:
+                found.pop()
+            found.append(("data", mark))
+            stepped = True
+        else:
+            if event == "forward" and not stepped:
+                # What seemed to be the optimizer's time.
+                found[0] = ("data", found[0][1])
+            if event != "backward" or found[-1][0] != "backward":
+                found.append((enters.get(event, event), mark))
+    return found
+
+
+class StragglerWatch(Recorder):
+    """Compares the ranks' steps in every so many averages, and reports which of them is late.
+
+    Each rank takes the time of the `phases` of its own steps, from the end of one average to that
+    of the next. They are gathered after `every` steps, in one collective more.
+
+    Args:
+        every: the number of averages from one report to the next.
+        device: the device of the parameters. On a GPU its own events are compared, not the host's.
+        process_group: the ranks that are compared; None means all.
+        layers_communicate: returns True if forward and backward hold waits for other ranks
+            (synchronised batch norm). Then data and optimizer alone are compared.
+        tell: called with each report, on every rank. By default rank 0 prints it to standard error.
+
+    Raises:
+        ValueError: `every` is no whole number of 1 or more.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        device: torch.device,
+        process_group: dist.ProcessGroup | None,
+        layers_communicate: Callable[[], bool],
+        tell: Callable[[StragglerReport], None] | None = None,
+    ) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"straggler_every must be a number of averages, got {every!r}")
+        super().__init__(device)
+        self._every, self._device, self._process_group = every, device, process_group
+        self._layers_communicate, self._tell = layers_communicate, tell or self._print
+        # Those since the last report. The first begins behind the first average.
+        self._steps: list[StepMarks] = []
+
+    def on_average(self, iteration: int, takes_part: bool) -> None:
+        """Ends the step; gathers and reports if a report is due. Collective then."""
+        if gpu.is_gpu(self._device) and gpu.is_capturing():
+            return  # a graph's events have no times, and its replays call nothing here
+        if self.step is not None:
+            self.note("averaged")
+            if not takes_part:
+                # Without data it has waited all the time, in a collective of `join`.
+                self.step.events[1:-1] = [("wait", self.step.events[0][1])]
+            self._steps.append(self.step)
+        try:
+            if self._steps and iteration % self._every == 0:
+                self._report(iteration)
+        finally:  # `tell` may raise, and the program may go on
+            self.begin(StepMarks(iteration))
+
+    def on_set_step(self) -> None:
+        """Forgets the steps since the last report, which ranks that join do not have."""
+        self._steps, self.step = [], None
+
+    def _report(self, iteration: int) -> None:
+        rows = [self._seconds(step) for step in self._steps]
+        own = torch.tensor(rows, dtype=torch.float64, device=self._device)
+        self._steps.clear()
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._process_group))]
+        dist.all_gather(everyone, own, group=self._process_group)
+        only = ("data", "optimizer") if self._layers_communicate() else WORK
+        self._tell(compare(torch.stack(everyone).cpu(), iteration, only))
+
+    def _seconds(self, step: StepMarks) -> list[float]:
+        found = phases(step.events)
+        seconds = dict.fromkeys(PHASES, 0.0)
+        times = [self.marks.seconds(mark) for _, mark in found]
+        for (phase, _), begin, end in zip(found, times, times[1:], strict=False):
+            seconds[phase] += end - begin
+        return list(seconds.values())
+
+    def _print(self, report: StragglerReport) -> None:
+        if dist.get_rank(self._process_group) == 0:
+            print(report, file=sys.stderr, flush=True)
