@@ -16,7 +16,6 @@ Examples:
 # Imports torch only in a process that trains: --help, a wrong option and the parent of the ranks
 # answer at once.
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
 from ddp_from_scratch.training.cli import parse
-from ddp_from_scratch.training.settings import MAX_RESTARTS, Settings, option_of
+from ddp_from_scratch.training.settings import MAX_RESTARTS, Command, Settings, option_of
 
 _TRAINER = "ddp_from_scratch.training.loop"
 
@@ -59,7 +58,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     return _train_or_test(settings, options)
 
 
-def _refuse_starting(settings: Settings, options: argparse.Namespace) -> None:
+def _refuse_starting(settings: Settings, options: Command) -> None:
     if settings.elastic:
         raise UsageError(
             f"--elastic is for starting without a launcher: {environment.launcher()} ends or "
@@ -73,7 +72,7 @@ def _refuse_starting(settings: Settings, options: argparse.Namespace) -> None:
             )
 
 
-def _start(settings: Settings, options: argparse.Namespace, command: Sequence[str]) -> int | None:
+def _start(settings: Settings, options: Command, command: Sequence[str]) -> int | None:
     """Starts the ranks; None where this process is the only one."""
     backend, counts = settings.backend, _counts(settings, options)
     if len(counts) > 1:
@@ -115,7 +114,7 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
     )
 
 
-def _counts(settings: Settings, options: argparse.Namespace) -> tuple[int, ...]:
+def _counts(settings: Settings, options: Command) -> tuple[int, ...]:
     """The number of ranks on each machine."""
     default = _visible_gpus() if settings.backend == "nccl" else 2
     return environment.parse_counts(options.nproc or str(default), options.node_rank or 0)
@@ -136,7 +135,7 @@ def _visible_gpus() -> int:
     return count
 
 
-def _train_or_test(settings: Settings, options: argparse.Namespace) -> int:
+def _train_or_test(settings: Settings, options: Command) -> int:
     """Trains or tests as one rank; returns its exit code."""
     from ddp_from_scratch.training.evaluate import test
     from ddp_from_scratch.training.loop import Trainer
@@ -144,6 +143,7 @@ def _train_or_test(settings: Settings, options: argparse.Namespace) -> int:
 
     with process_group(settings.backend, timeout=settings.timeout) as world:
         if options.command == "test":
+            assert options.checkpoint is not None, "`parse` has seen it"
             test(settings, options.dataset, options.checkpoint, world)
             return 0
         # As a shell reports a signal's end. Every rank returns the same.
