@@ -13,12 +13,15 @@ from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.contents import check_fit
-from ddp_from_scratch.training.coordination import together
+from ddp_from_scratch.training.coordination import (
+    on_rank_zero,
+    open_dataset,
+    prepare_process,
+    together,
+)
 from ddp_from_scratch.training.loaders import test_loader
 from ddp_from_scratch.training.models import make_model
-from ddp_from_scratch.training.process_setup import open_dataset, prepare_process
 from ddp_from_scratch.training.report import Report
-from ddp_from_scratch.training.resume import on_rank_zero
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world.process_group import World

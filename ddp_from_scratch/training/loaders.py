@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.shards.tree import shard_range
-from ddp_from_scratch.training.image_data import ImageData, Sample
+from ddp_from_scratch.training.datasets import ImageData, Sample
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world.process_group import World
 

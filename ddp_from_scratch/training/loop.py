@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import gpu
+from ddp_from_scratch.buckets.layout import AUTO
 from ddp_from_scratch.checks.straggler_report import StragglerReport
 from ddp_from_scratch.elasticity.closing import hand_on
 from ddp_from_scratch.elasticity.membership import Membership
@@ -20,29 +20,30 @@ from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.optim.flat_optimizer import SGD
+from ddp_from_scratch.profiling.text import as_text
+from ddp_from_scratch.profiling.timeline import TOO_FEW, Timeline
 from ddp_from_scratch.reducer.reducer import Reducer
 from ddp_from_scratch.shards.tree_reduction import seed_generators
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.check_sync import check_sync
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from ddp_from_scratch.training import bucket_choice, checkpoint
+from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.compression import Compression
-from ddp_from_scratch.training.coordination import StopSignal, together
+from ddp_from_scratch.training.coordination import (
+    LossWatch,
+    StopSignal,
+    on_rank_zero,
+    open_dataset,
+    place_of,
+    prepare_process,
+    require_alike,
+    together,
+)
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy
 from ddp_from_scratch.training.loaders import RankData
 from ddp_from_scratch.training.models import make_model
-from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, require_alike
-from ddp_from_scratch.training.report import (
-    LossWatch,
-    MetricsWriter,
-    Report,
-    begin_timeline,
-    close_timeline,
-    place_of,
-    straggler_values,
-)
-from ddp_from_scratch.training.resume import checkpoint_of_all
-from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.training.report import MetricsWriter, Report
+from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world.process_group import World
 
@@ -78,7 +79,11 @@ class Trainer:
             # 1. Data
             self.data = RankData(self.images, settings, world)
             # 2. Model
-            self.model = self._build_model()
+            self.model = make_model(**self.data.model_spec).to(world.device)
+            if settings.sync_batch_norm:
+                convert_sync_batchnorm(self.model)
+                if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
+                    raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
             # With --elastic this process is alone until 3.
             self.membership = Membership(world, settings.shards or 1, settings.timeout)
             if not self.membership.goes_on:
@@ -118,22 +123,35 @@ class Trainer:
                 # model.
                 if self.settings.shards is None:
                     seed_generators(self.settings.seed + self.world.rank)
-                found = checkpoint_of_all(
-                    self.settings, self.data.model_spec, self.model, self.report, self.group
-                )
-                if found[0] is not None:
-                    self._report_changes(found[0])
-                return found
+                return self._find_checkpoint()
             except Exception as error:  # noqa: BLE001  # raised again where it ends the run
                 self._lose(error)
 
-    def _build_model(self) -> nn.Module:
-        model = make_model(**self.data.model_spec).to(self.world.device)
-        if self.settings.sync_batch_norm:
-            convert_sync_batchnorm(model)
-            if not any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
-                raise UsageError(f"--sync-batch-norm: {self.settings.model} has no batch norm")
-        return model
+    def _find_checkpoint(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
+        settings, compressed = self.settings, None
+
+        def read() -> checkpoint.State | None:
+            nonlocal compressed
+            spec, model, report = self.data.model_spec, self.model, self.report
+            state = checkpoint.find_checkpoint(settings, spec, model, report)
+            # Not for all: it is as large as the gradients, for each rank, and no rank needs
+            # another's.
+            if state is not None:
+                compressed = state.pop("compression", None)
+            return state
+
+        state = on_rank_zero(read, self.group)
+        if state is not None:
+            changes = settings.changes_since(state["settings"])
+            for name, now in (
+                ("world_size", self.world.world_size),
+                ("global_batch_size", self.data.global_batch_size),
+            ):
+                if state[name] != now and not (name == "world_size" and settings.shards):
+                    changes.append(f"{name} {state[name]} -> {now}")
+            if changes:
+                self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
+        return state, compressed
 
     def _open_outputs(self) -> None:
         """Opens the folders of checkpoints and metrics, on rank 0, which alone writes."""
@@ -143,8 +161,9 @@ class Trainer:
             # A rank that takes over goes on with the checkpoints of the one that was lost.
             resume = "auto" if self.membership.took_over else self.settings.resume
             lock = checkpoint.prepare_folder(folder, resume=resume)
-            self.lock.callback(lock.close)
-            if not lock.holds:
+            if lock is not None:
+                self.lock.enter_context(lock)
+            else:
                 self.report.warning(
                     f"--checkpoint-dir {folder} is on a file system without locks: a second run "
                     f"there would not be noticed"
@@ -155,7 +174,7 @@ class Trainer:
         settings, world = self.settings, self.world
         self.reducer = Reducer(
             self.model,
-            **bucket_choice.to_begin_with(settings, state, world.world_size),
+            **buckets_to_begin_with(settings, state, world.world_size),
             shared_memory=settings.shared_memory,
             gradient_as_bucket_view=True,
             # Every shard is judged by rank 0's running statistics.
@@ -175,7 +194,10 @@ class Trainer:
         )
         if settings.stragglers is not None:
             self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
-        self.timeline = begin_timeline(settings, self.reducer)
+        self.timeline: Timeline | None = None
+        if settings.timeline is not None:
+            steps = settings.timeline_steps or TIMELINE_STEPS
+            self.timeline = Timeline(self.reducer, settings.timeline, steps)
         # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
         # overflow on all, and all skip the same step.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
@@ -202,30 +224,75 @@ class Trainer:
                         self.reducer.abort_step()
                     self._lose(error)
                 self._go_on(left)
-        if not number:
-            self._report_end(test_accuracy, time.monotonic() - began)
-        return number
+        if number:
+            return number
+        seconds, settings = time.monotonic() - began, self.settings
+        self.metrics.close()
+        self.report.line(
+            f"{settings.backend}, {self.world.world_size} ranks, global batch "
+            f"{self.data.global_batch_size}, {settings.model}, {seconds:.1f} s"
+        )
+        if settings.bucket_cap_mb == AUTO:
+            cap, found = self.reducer.bucket_cap_mb, "not settled in "
+            if cap is None:
+                found += f"{self.reducer.iteration} averages"
+            else:
+                caps = cap if isinstance(cap, list | tuple) else (cap,)
+                found = ", then ".join(f"{size:g}" for size in caps)
+                found += f" MiB, sent {'during' if self.reducer.overlap else 'after'} backward"
+            self.report.line(f"bucket_cap_mb auto: {found}")
+        if (summary := self.compression.summary()) is not None:
+            self.report.line(summary)
+        if self.saved_as is not None:
+            self.report.line(f"checkpoint {self.saved_as}")
+        if settings.log_dir is not None:
+            self.report.line(f"metrics {settings.log_dir}")
+        self.report.result(f"{settings.dataset} test accuracy {test_accuracy:.4f}")
+        return 0
 
     def _train(self, stop: StopSignal) -> tuple[int, float]:
         """Trains from the present position to the end; the signal that stopped it, the accuracy."""
-        test_accuracy = None
+        number, test_accuracy = 0, None
         if self.membership.changed and self.epoch and not self.step:
             # A rank may have been lost while the last one was written.
             self._save()
-        while self.epoch < self.settings.epochs:
+        while self.epoch < self.settings.epochs and not number:
             number = self._train_epoch(stop)
             # The last steps' losses, which no step has exchanged. Before a checkpoint.
             stop.ask(self.losses.settled())
             self._answer(stop)
-            if number:
-                close_timeline(self.timeline, self.report)
-                self._report_stop(number)
-                return number, math.nan
-            test_accuracy = self._end_epoch()
-        close_timeline(self.timeline, self.report)
+            if not number:
+                test_accuracy = self._end_epoch()
+        self._print_timeline()
+        if number:
+            self._save()
+            saved = "nothing was saved (no --checkpoint-dir)"
+            if self.saved_as is not None:
+                saved = f"saved {self.saved_as}: --resume auto continues"
+            place = f"epoch {self.epoch + 1}, step {self.step}/{self.data.steps_per_epoch}"
+            self.report.result(f"stopped in {place}; {saved}")
+            self.metrics.close()
+            # No rank may end, and its launcher end the others, before rank 0 has written and said
+            # so.
+            dist.barrier(group=self.group)
+            return number, math.nan
         if test_accuracy is None:  # resumed after the last epoch
             test_accuracy = self._evaluate()
         return 0, test_accuracy
+
+    def _print_timeline(self) -> None:
+        """Writes the timeline that was asked for, and prints a step of it. Collective."""
+        if self.timeline is None:
+            return
+        self.timeline.close()
+        if self.timeline.record is None:
+            self.report.warning(TOO_FEW)
+            return
+        record, colours = self.timeline.record, self.report.colours
+        self.report.line("\n" + as_text(record, record.typical, colour=colours) + "\n")
+        self.report.line(f"timeline {self.timeline.folder}/timeline.html")
+        if not self.timeline.has_picture:
+            self.report.line("no picture: that takes matplotlib (pip install matplotlib)")
 
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the epoch's end; returns the number of the signal that broke it off, or 0."""
@@ -242,7 +309,16 @@ class Trainer:
             stop.ask(self.losses.known(), self.membership.is_over)
             self._step(batches)
             if self.regrouped is not None:
-                self._report_regrouping(*self.regrouped)
+                # Behind the first step of the new group.
+                (left, met), self.regrouped = self.regrouped, None
+                ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
+                self.report.line(
+                    f"continuing with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: "
+                    f"another group after {1e3 * grouped:.0f} ms, the step after "
+                    f"{1e3 * repeated:.0f} ms"
+                )
+                seconds = {"group_seconds": grouped, "step_seconds": repeated}
+                self.metrics.log(self.global_step, ranks=ranks, **seconds)
             if number := self._answer(stop):
                 return number
         gpu.synchronize(self.world.device)
@@ -303,30 +379,23 @@ class Trainer:
     def _answer(self, stop: StopSignal) -> int:
         """Ends an exchange and acts on its loss; returns the signal's number, or 0."""
         number, not_finite, is_over = stop.answer()
-        if not_finite:
-            self._report_loss(not_finite)
-        if is_over and not number:
-            raise CommunicationError("ranks were lost, or others want to join")
-        return number
-
-    def _report_loss(self, not_finite: int) -> None:
-        """Reports once where a loss was not finite; with `stop_on_nan` ends all ranks."""
-        if self.reported_loss:
-            return
-        self.reported_loss = True
-        place = place_of(not_finite, self.data.steps_per_epoch)
-        if not self.settings.stop_on_nan:
+        if not_finite and not self.reported_loss:
+            self.reported_loss = True
+            place = place_of(not_finite, self.data.steps_per_epoch)
+            if self.settings.stop_on_nan:
+                self.metrics.close()
+                # All ranks are here in the same step, so one alone says it.
+                error = UsageError if self.world.rank == 0 else PeerError
+                raise error(
+                    f"the loss is not finite {place}: a smaller --lr may help; --resume auto "
+                    f"continues from the last checkpoint, --no-stop-on-nan ignores it"
+                )
             self.report.warning(
                 f"the loss is not finite {place}; going on, as --no-stop-on-nan says"
             )
-            return
-        self.metrics.close()
-        # All ranks are here in the same step, so one alone says it.
-        error = UsageError if self.world.rank == 0 else PeerError
-        raise error(
-            f"the loss is not finite {place}: a smaller --lr may help; --resume auto continues "
-            f"from the last checkpoint, --no-stop-on-nan ignores it"
-        )
+        if is_over and not number:
+            raise CommunicationError("ranks were lost, or others want to join")
+        return number
 
     def _end_epoch(self) -> float:
         loss, correct, count = self._totals_of_all().tolist()
@@ -443,14 +512,16 @@ class Trainer:
 
     def _state(self) -> checkpoint.State:
         """The part of a checkpoint that is alike on every rank."""
-        batch = self.data.global_batch_size
+        batch, buckets = self.data.global_batch_size, None
+        if self.reducer.bucket_cap_mb is not None:  # None where "auto" has not settled
+            buckets = {"bucket_cap_mb": self.reducer.bucket_cap_mb, "overlap": self.reducer.overlap}
         return {
             "model": self.model.state_dict(),
             "model_spec": self.data.model_spec,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ready_order": self.reducer.ready_order,
-            "buckets": bucket_choice.chosen(self.reducer),
+            "buckets": buckets,
             "epoch": self.epoch,
             "step": self.step,
             "images": self.step * batch,  # of this epoch's permutation
@@ -476,63 +547,33 @@ class Trainer:
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank])
 
-    def _report_changes(self, state: checkpoint.State) -> None:
-        changes = self.settings.changes_since(state["settings"])
-        for name, now in (
-            ("world_size", self.world.world_size),
-            ("global_batch_size", self.data.global_batch_size),
-        ):
-            if state[name] != now and not (name == "world_size" and self.settings.shards):
-                changes.append(f"{name} {state[name]} -> {now}")
-        if changes:
-            self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
-
-    # Printing -----------------------------------------------------------------------------------
-
     def _report_stragglers(self, found: StragglerReport) -> None:
         self.report.line(str(found))
-        batch = self.data.global_batch_size
+        late = {"straggler_rank": found.rank, "straggler_ms": found.late_ms}
         # Called in the last backward pass of a step, which is not counted yet.
-        self.metrics.log(self.global_step + 1, **straggler_values(found, self.reducer, batch))
-
-    def _report_regrouping(self, left: float, met: float) -> None:
-        """Reports a new group behind its first step."""
-        self.regrouped = None
-        ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
-        self.report.line(
-            f"continuing with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: another "
-            f"group after {1e3 * grouped:.0f} ms, the step after {1e3 * repeated:.0f} ms"
-        )
         self.metrics.log(
-            self.global_step, ranks=ranks, group_seconds=grouped, step_seconds=repeated
+            self.global_step + 1,
+            images_per_second=1e3 * self.data.global_batch_size / max(found.step_ms, 1e-3),
+            step_ms=found.step_ms,
+            **{f"{phase}_ms": ms for phase, ms in found.others_ms.items()},
+            exposed_ms=found.exposed_ms,
+            averaged_bytes=sum(self.reducer.stats().bucket_bytes),
+            **(late if found.is_late else {}),
         )
 
-    def _report_stop(self, number: int) -> None:
-        self._save()
-        saved = "nothing was saved (no --checkpoint-dir)"
-        if self.saved_as is not None:
-            saved = f"saved {self.saved_as}: --resume auto continues"
-        steps = self.data.steps_per_epoch
-        self.report.result(f"stopped in epoch {self.epoch + 1}, step {self.step}/{steps}; {saved}")
-        self.metrics.close()
-        # No rank may end, and its launcher end the others, before rank 0 has written and said so.
-        dist.barrier(group=self.group)
 
-    def _report_end(self, test_accuracy: float, seconds: float) -> None:
-        settings, batch = self.settings, self.data.global_batch_size
-        self.metrics.close()
-        self.report.line(
-            f"{settings.backend}, {self.world.world_size} ranks, global batch {batch}, "
-            f"{settings.model}, {seconds:.1f} s"
-        )
-        for line in (bucket_choice.summary(settings, self.reducer), self.compression.summary()):
-            if line is not None:
-                self.report.line(line)
-        if self.saved_as is not None:
-            self.report.line(f"checkpoint {self.saved_as}")
-        if settings.log_dir is not None:
-            self.report.line(f"metrics {settings.log_dir}")
-        self.report.result(f"{settings.dataset} test accuracy {test_accuracy:.4f}")
+def buckets_to_begin_with(
+    settings: Settings, state: checkpoint.State | None, world_size: int
+) -> dict[str, Any]:
+    """`bucket_cap_mb` and `overlap` of the Reducer: as asked for, or as "auto" chose before."""
+    if settings.bucket_cap_mb == AUTO and state is not None:
+        # None where the run was stopped before it had found them: they are looked for again.
+        before: dict[str, Any] | None = state.get("buckets")
+        # With other settings or another number of ranks other buckets may be the best.
+        same = state["world_size"] == world_size and not settings.changes_since(state["settings"])
+        if same and before is not None:
+            return before
+    return {"bucket_cap_mb": settings.bucket_cap_mb, "overlap": settings.overlap}
 
 
 @torch.no_grad()
