@@ -34,7 +34,7 @@ def option_of(name: str) -> str:
     return f"--{'no-' * (name in _SWITCHED_OFF)}{name.replace('_', '-')}"
 
 
-def _option(group: str, default: Any, text: str, *, must: Any = None, **how: Any) -> Any:
+def _option(group: str, text: str, default: Any = None, *, must: Any = None, **how: Any) -> Any:
     """A field and its option: the group and text in --help, `_must`, and for `add_argument`."""
     return field(default=default, metadata={"group": group, "help": text, "must": must, "how": how})
 
@@ -96,21 +96,20 @@ class Command:
     command: str = "train"
     dataset: str | None = None  # as given: a test without it takes the one of the model's training
     nproc: str | None = _processes(
-        None,
         "processes to start: a number, or one for each machine as in 8,2. Default: 2, with nccl "
         "one for each visible GPU. Only without a launcher",
         metavar="N[,N...]",
     )
     node_rank: int | None = _processes(
-        None, "this machine's place in --nproc 8,2, from 0", type=int, metavar="N"
+        "this machine's place in --nproc 8,2, from 0", type=int, metavar="N"
     )
     master_addr: str | None = _processes(
-        None, "address of machine 0, as the others reach it", metavar="HOST"
+        "address of machine 0, as the others reach it", metavar="HOST"
     )
     master_port: int | None = _processes(
-        None, "port of machine 0, for machines that have its DDP_SECRET (default: 29500)", **_PORT
+        "port of machine 0, for machines that have its DDP_SECRET (default: 29500)", **_PORT
     )
-    checkpoint: Path | None = _kept(None, "the file that test evaluates", type=Path, metavar="FILE")
+    checkpoint: Path | None = _kept("the file that test evaluates", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
         if self.command not in ("train", "test"):
@@ -126,95 +125,90 @@ class Settings:
         UsageError: a value out of its range, or two that do not go together; it names the option.
     """
 
-    backend: str = _processes("gloo", "gloo and mpi: CPUs; nccl: GPUs", choices=BACKENDS)
+    backend: str = _processes("gloo and mpi: CPUs; nccl: GPUs", "gloo", choices=BACKENDS)
     elastic: bool = _processes(
-        False,
         "survive lost ranks and machines: continue with the others and restart theirs; with gloo, "
         "without a launcher",
+        False,
     )
     max_restarts: int | None = _processes(
-        None, f"lost ranks that --elastic replaces (default: {MAX_RESTARTS})", **_FROM_0
+        f"lost ranks that --elastic replaces (default: {MAX_RESTARTS})", **_FROM_0
     )
-    timeout: float = _processes(600.0, "seconds to wait for other ranks", **_TIMEOUT)
+    timeout: float = _processes("seconds to wait for other ranks", 600.0, **_TIMEOUT)
     stall_after: float = _processes(
-        60.0,
         "seconds that a step waits for other ranks before it says what for; inf: never",
+        60.0,
         **_STALL,
     )
-    threads: int = _processes(1, "CPU threads of a process", **_THREADS)
+    threads: int = _processes("CPU threads of a process", 1, **_THREADS)
     dataset: str = _data(
-        "digits",
         "digits ships with the project; test takes the one that the model was trained on",
+        "digits",
         choices=DATASETS,
     )
-    data_dir: Path = _data(Path("data"), "folder of the other datasets", **_FOLDER)
-    download: bool = _data(False, "fetch the dataset if it is not there")
-    workers: int = _data(0, "loading processes of a rank; 0: none", **_WORKERS)
-    model: str = _training("cnn", MODELS, metavar="NAME")
-    epochs: int = _training(10, "passes over the training images", **_COUNT)
-    batch_size: int = _training(32, "images of a rank in a backward pass", **_COUNT)
+    data_dir: Path = _data("folder of the other datasets", Path("data"), **_FOLDER)
+    download: bool = _data("fetch the dataset if it is not there", False)
+    workers: int = _data("loading processes of a rank; 0: none", 0, **_WORKERS)
+    model: str = _training(MODELS, "cnn", metavar="NAME")
+    epochs: int = _training("passes over the training images", 10, **_COUNT)
+    batch_size: int = _training("images of a rank in a backward pass", 32, **_COUNT)
     global_batch_size: int | None = _training(
-        None, "images of all ranks in an optimizer step, instead of --batch-size", **_COUNT
+        "images of all ranks in an optimizer step, instead of --batch-size", **_COUNT
     )
-    lr: float = _training(0.05, "learning rate of SGD", **_RATE)
+    lr: float = _training("learning rate of SGD", 0.05, **_RATE)
     scale_lr: bool = _training(
-        False,
         "--lr is meant for one rank's batch: multiply it by the number of batches in a step, with "
         "a warm-up over 5 epochs (Goyal et al. 2017)",
+        False,
     )
-    momentum: float = _training(0.9, "of SGD", **_SHARE)
-    weight_decay: float = _training(1e-4, "of SGD", **_SHARE)
-    accumulate: int = _training(1, "backward passes in an optimizer step", **_COUNT)
+    momentum: float = _training("of SGD", 0.9, **_SHARE)
+    weight_decay: float = _training("of SGD", 1e-4, **_SHARE)
+    accumulate: int = _training("backward passes in an optimizer step", 1, **_COUNT)
     shards: int | None = _training(
-        None,
         "parts of a batch, a power of two: a rank computes several, and the result has the same "
         "bits on any number of ranks. --batch-size is that of a shard",
         **_SHARDS,
     )
     precision: str = _training(
-        "fp32", "of the forward pass (autocast); fp16 with loss scaling", choices=PRECISIONS
+        "of the forward pass (autocast); fp16 with loss scaling", "fp32", choices=PRECISIONS
     )
     seed: int = _training(
-        0,
         "of the model, the order of images, and all that torch, numpy and Python's random draw",
+        0,
         **_SEED,
     )
-    deterministic: bool = _training(False, "only algorithms that repeat exactly")
+    deterministic: bool = _training("only algorithms that repeat exactly", False)
     stop_on_nan: bool = _training(
-        True,
         "end all ranks where a loss is not finite, and save nothing of it; else it is only said",
+        True,
         action=BooleanOptionalAction,
     )
     bucket_cap_mb: float | str | None = _synchronisation(
-        None,
         "size in MiB at which a bucket of gradients is sent; 0: one for each parameter; inf: one "
         "for all; auto: what is fastest in the first steps, during backward or after it (default: "
         "1 for the first, 25 for the others)",
         **_CAP,
     )
-    overlap: bool = _synchronisation(True, "send gradients after backward, not during it")
+    overlap: bool = _synchronisation("send gradients after backward, not during it", True)
     shared_memory: bool = _synchronisation(
-        True,
         "on gloo, average by messages alone: by default a machine's ranks do it in memory that "
         "they share",
+        True,
     )
     compress: str | None = _synchronisation(
-        None,
         "send gradients as bf16 or fp16, half the bytes, or as matrices of low rank (Vogels et al. "
         "2019)",
         choices=COMPRESSIONS,
     )
     powersgd_rank: int | None = _synchronisation(
-        None,
         "of the matrices of --compress powersgd: more is closer to the gradients, and larger "
         f"(default: {POWERSGD_RANK})",
         **_FROM_1,
     )
     sync_batch_norm: bool = _synchronisation(
-        False, "batch norm over the batches of all ranks (or --shards), not of each by itself"
+        "batch norm over the batches of all ranks (or --shards), not of each by itself", False
     )
     check_sync: int | None = _synchronisation(
-        None,
         "after each epoch compare all ranks' parameters and optimizer state bit for bit and print "
         "the parameters' checksum; with N also in every Nth step, without printing",
         nargs="?",
@@ -222,32 +216,26 @@ class Settings:
         **_FROM_0,
     )
     checkpoint_dir: Path | None = _kept(
-        None,
         "save after each epoch, and on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1; the newest two stay",
         **_FOLDER,
     )
     resume: str | None = _kept(
-        None,
         "continue from FILE, or from the newest whole checkpoint of --checkpoint-dir; auto starts "
         "anew where there is none",
         metavar="auto|FILE",
     )
-    log_dir: Path | None = _kept(None, "metrics.jsonl and TensorBoard events", **_FOLDER)
+    log_dir: Path | None = _kept("metrics.jsonl and TensorBoard events", **_FOLDER)
     timeline: Path | None = _kept(
-        None,
         "record some steps of all ranks, print one, and write a page, a picture and a trace there",
         **_FOLDER,
     )
-    timeline_steps: int | None = _kept(
-        None, f"steps to record (default: {TIMELINE_STEPS})", **_COUNT
-    )
+    timeline_steps: int | None = _kept(f"steps to record (default: {TIMELINE_STEPS})", **_COUNT)
     stragglers: int | None = _kept(
-        None,
         "every N steps name the rank that the others wait for: how often, how long and in which "
         "phase; --log-dir gets the same as scalars, with throughput and exposed communication",
         **_COUNT,
     )
-    quiet: bool = _kept(False, "print the result alone")
+    quiet: bool = _kept("print the result alone", False)
 
     def __post_init__(self) -> None:
         _check(self)

@@ -20,7 +20,8 @@ import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.reducer import bucket_tuning
 from ddp_from_scratch.reducer.bucket_tuning import Candidate, Trial, candidates, choose, trials
-from ddp_from_scratch.training.loop import Trainer, buckets_to_begin_with
+from ddp_from_scratch.training.engine import buckets_to_begin_with
+from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 from tests.support.on_ranks import on
