@@ -136,7 +136,7 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
         # On the meta device: a size that comes from the file must not allocate.
         columns = named[key].numel() // max(1, named[key].shape[0])
         of_key = torch.empty(columns, q.shape[1] if q.dim() == 2 else 0, device="meta")
-        _expect(_is_tensor(q, of_key), f"{name} of {key} has another shape")
+        _check(q, of_key, f"{name} of {key}")
 
 
 def _check_some(found: Any, like: Mapping[Any, torch.Tensor], name: str) -> None:
@@ -154,30 +154,23 @@ def _check(value: Any, like: Any, name: str = "") -> None:
         _expect(not missing, f"{name or 'it'} has no {', '.join(missing[:3])}")
         for key, of_key in like.items():
             _check(value[key], of_key, f"{key} of {name}" if name else key)
-    elif isinstance(like, torch.Tensor):
+        return
+    if like is None:
+        return
+    if isinstance(like, torch.Tensor):
         expected = f"a tensor of {tuple(like.shape)} and {like.dtype}"
-        _expect(_is_tensor(value, like), f"{name} must be {expected}, got {_short(value)}")
+        right = isinstance(value, torch.Tensor) and not value.is_sparse
+        right = right and (value.shape, value.dtype) == (like.shape, like.dtype)
+        # With memory for each element: an expanded one would claim any size at no cost.
+        right = right and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
     elif isinstance(like, set):
         expected = " or ".join(sorted(kind.__name__ for kind in like))
         # By `type`: in Python True is an int, too. A whole number does for a float.
         right = type(value) in like or (type(value) is int and float in like)
-        _expect(right, f"{name} must be {expected}, got {_short(value)}")
-    elif like is not None:
-        most = math.inf if type(like) is float else 2**62
+    else:
+        expected, most = f"{like:g} or more", math.inf if type(like) is float else 2**62
         right = type(value) in (int, type(like)) and like <= value < most
-        _expect(right, f"{name} must be {like:g} or more, got {_short(value)}")
-
-
-def _is_tensor(value: Any, like: torch.Tensor) -> bool:
-    """True for a dense tensor of the same shape and dtype."""
-    # With memory for each element: an expanded one would claim any size at no cost.
-    return (
-        isinstance(value, torch.Tensor)
-        and not value.is_sparse
-        and value.shape == like.shape
-        and value.dtype == like.dtype
-        and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
-    )
+    _expect(right, f"{name} must be {expected}, got {_short(value)}")
 
 
 def _expect(holds: bool, otherwise: str) -> None:

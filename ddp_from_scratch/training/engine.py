@@ -131,12 +131,9 @@ class Engine:
         state = on_rank_zero(read, self.group)
         if state is not None:
             changes = settings.changes_since(state["settings"])
-            for name, now in (
-                ("world_size", self.world.world_size),
-                ("global_batch_size", self.data.global_batch_size),
-            ):
-                if state[name] != now and not (name == "world_size" and settings.shards):
-                    changes.append(f"{name} {state[name]} -> {now}")
+            now = {} if settings.shards else {"world_size": self.world.world_size}
+            now["global_batch_size"] = self.data.global_batch_size
+            changes += [f"{k} {state[k]} -> {v}" for k, v in now.items() if state[k] != v]
             if changes:
                 self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
         return state, compressed
@@ -250,20 +247,15 @@ class Engine:
             return
         # Gathered by all ranks first: inside `together` rank 0 works alone.
         generators: list[Any] = []
-        # With shards they are seeded in each step.
-        if self.settings.shards is None:
+        if self.settings.shards is None:  # with shards they are seeded in each step
             generators = [None] * self.world.world_size
             dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
-        of_all = {
-            "rng": generators,
-            "compression": self.compression.state(),
-            "totals": self._totals_of_all(),
-        }
+        compressed, totals = self.compression.state(), self._totals_of_all()
+        of_all = {"rng": generators, "compression": compressed, "totals": totals}
         with together(self.group):
             if self.world.rank == 0:
-                self.saved_as = checkpoint.save(
-                    self.settings.checkpoint_dir, self._state() | of_all
-                )
+                folder = self.settings.checkpoint_dir
+                self.saved_as = checkpoint.save(folder, self._state() | of_all)
 
     def _state(self) -> checkpoint.State:
         """The part of a checkpoint that is alike on every rank."""

@@ -53,25 +53,6 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
     return float(correct / count)
 
 
-def _load_fitting(path: Path) -> checkpoint.State:
-    """Reads a checkpoint whose tensors are those of its own model."""
-    state = checkpoint.load(path, torch.device("cpu"))
-    name = state["model_spec"]["name"]
-    try:
-        # Without memory: a size in the file could ask for any amount.
-        with torch.device("meta"):
-            shell = make_model(**state["model_spec"])
-        check_fit(state, shell)
-    except UsageError as error:  # which is a ValueError, and has a reason of its own
-        raise UsageError(f"{path} does not fit its own model {name}: {error}") from error
-    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # a size beyond all
-        raise UsageError(
-            f"{path} does not fit its own model {name}, it was written by another version of "
-            f"torchvision or of this program: {str(error).splitlines()[0]}"
-        ) from error
-    return state
-
-
 def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     """The model of a checkpoint, on every rank, and the checkpoint's other contents.
 
@@ -80,7 +61,25 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
     Raises:
         UsageError: on every rank: the file is not a checkpoint, or does not fit its own model.
     """
-    state = on_rank_zero(lambda: _load_fitting(path), group)
+
+    def read() -> checkpoint.State:
+        state = checkpoint.load(path, torch.device("cpu"))
+        wrong = f"{path} does not fit its own model {state['model_spec']['name']}"
+        try:
+            # Without memory: a size in the file could ask for any amount.
+            with torch.device("meta"):
+                shell = make_model(**state["model_spec"])
+            check_fit(state, shell)
+        except UsageError as error:  # which is a ValueError, and has a reason of its own
+            raise UsageError(f"{wrong}: {error}") from error
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # a size beyond all
+            raise UsageError(
+                f"{wrong}, it was written by another version of torchvision or of this program: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        return state
+
+    state = on_rank_zero(read, group)
     with together(group):
         model = make_model(**state["model_spec"])
         model.load_state_dict(state["model"])

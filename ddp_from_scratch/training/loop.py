@@ -122,11 +122,8 @@ class Trainer(Engine):
         self.data.sampler.set_epoch(self.epoch, self.step * self.settings.accumulate)
         first, began = self.step, time.monotonic()
         batches = iter(self.data.train)
-        steps = self.report.progress(
-            range(first, self.data.steps_per_epoch),
-            f"epoch {self.epoch + 1}/{self.settings.epochs}",
-        )
-        for _ in steps:
+        title = f"epoch {self.epoch + 1}/{self.settings.epochs}"
+        for _ in self.report.progress(range(first, self.data.steps_per_epoch), title):
             # The step hides this exchange, which so has the losses of earlier steps alone.
             stop.ask(self.losses.known(), self.membership.is_over)
             self._step(batches)
@@ -151,10 +148,9 @@ class Trainer(Engine):
     def _step(self, batches: Iterator[Any]) -> None:
         """Makes one optimizer step."""
         settings = self.settings
+        per_epoch, world_size = self.data.steps_per_epoch, self.world.world_size
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate(
-                self.global_step, self.data.steps_per_epoch, self.world.world_size
-            )
+            group["lr"] = settings.learning_rate(self.global_step, per_epoch, world_size)
         self.optimizer.zero_grad()
         if settings.shards is None:
             totals = self._backward(batches)
@@ -182,14 +178,13 @@ class Trainer(Engine):
     def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
         """Runs `accumulate` batches of this rank, or of one of its shards; returns their count."""
         settings, device = self.settings, self.world.device
+        dtype = DTYPES[settings.precision]
         totals = torch.zeros_like(self.totals)
         for remaining in reversed(range(settings.accumulate)):
             images, labels = (t.to(device, non_blocking=True) for t in next(batches))
             # Only the last backward pass sends: the gradients of all are in .grad by then.
             with self.reducer.no_sync() if remaining else nullcontext():
-                with torch.autocast(
-                    device.type, DTYPES[settings.precision], settings.precision != "fp32"
-                ):
+                with torch.autocast(device.type, dtype, dtype != torch.float32):
                     outputs = self.model(images)
                     loss = cross_entropy(outputs, labels)
                 # Divided here, since gradients of several backward passes add up.
