@@ -48,13 +48,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_from_scratch.bench.contenders import CONTENDERS
-from ddp_from_scratch.bench.job import Job, measure
+from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
 from ddp_from_scratch.bench.machine import compact_json, save
-from ddp_from_scratch.bench.prepare import OPTIMIZERS
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.verdict import Run, table, verdict, ways_table
-from ddp_from_scratch.bench.ways import WAYS, Content, RanksFailed, check_memory, default_ranks
+from ddp_from_scratch.bench.ways import (
+    WAYS,
+    Content,
+    Job,
+    RanksFailed,
+    check_memory,
+    default_ranks,
+    measure,
+)
 from ddp_from_scratch.bench.workloads import WORKLOADS, workload
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
@@ -192,19 +198,17 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     found = []
     for nproc in options.nproc:
         for model in options.model:
-            job = Job(
-                model,
-                tuple(dict.fromkeys(options.backend)),
-                nproc,
-                options.optimizer,
-                None if options.contender is None else tuple(options.contender),
-                options.seconds,
-                options.rounds,
-            )
+            job = _job(options, model, nproc)
             # Now, and not when the others are measured.
             check_memory(workload(model), len(job.rows), nproc)
             found.append(job)
     return found
+
+
+def _job(options: argparse.Namespace, model: str, nproc: int) -> Job:
+    backends, chosen = tuple(dict.fromkeys(options.backend)), options.contender
+    chosen = None if chosen is None else tuple(chosen)
+    return Job(model, backends, nproc, options.optimizer, chosen, options.seconds, options.rounds)
 
 
 def compare(job: Job, options: argparse.Namespace) -> dict[str, Run]:
@@ -247,16 +251,7 @@ def under_launcher(options: argparse.Namespace) -> int:
     """A rank's part where torchrun, srun or mpirun has started it: one table."""
     if len(options.model) > 1 or options.way != ["interleaved"] or len(options.backend) > 1:
         raise UsageError("under a launcher --model and --backend take one, and --way none")
-    nproc = environment.started() or 1
-    job = Job(
-        options.model[0],
-        tuple(options.backend),
-        nproc,
-        options.optimizer,
-        None if options.contender is None else tuple(options.contender),
-        options.seconds,
-        options.rounds,
-    )
+    job = _job(options, options.model[0], environment.started() or 1)
     content = measure(job)
     if content is not None:
         # Through JSON, as the contents that ranks hand to their parent.

@@ -154,8 +154,8 @@ def prepare_folder(folder: Path, *, resume: str | None) -> TextIO | None:
     return lock
 
 
-def load(path: Path, map_location: torch.device) -> State:
-    """Reads a checkpoint; nothing but plain values and tensors is ever unpickled.
+def load(path: Path) -> State:
+    """Reads a checkpoint to the CPU; nothing but plain values and tensors is ever unpickled.
 
     Raises:
         UnreadableError: a truncated or damaged file, one that is no checkpoint of this program, or
@@ -174,7 +174,7 @@ def load(path: Path, map_location: torch.device) -> State:
                     f"{path} is damaged: its bytes are not those that were written (sha256 differs)"
                 )
             file.seek(0)
-            state = torch.load(file, map_location=map_location, weights_only=True)
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(f"cannot read checkpoint {path}: {error.strerror}") from error
     except UnreadableError:
@@ -208,7 +208,7 @@ def _number(path: Path) -> int:
     return int(path.stem.removeprefix("checkpoint-"))
 
 
-def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, list[str]] | None:
+def load_newest(folder: Path) -> tuple[Path, State, list[str]] | None:
     """The newest checkpoint that is whole, and a line for each newer one that is not.
 
     Newer ones are renamed to `.unreadable`.
@@ -223,7 +223,7 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, 
     unreadable: dict[Path, str] = {}
     for path in files(folder):
         try:
-            state = load(path, map_location)
+            state = load(path)
         except UnreadableError as error:
             unreadable[path] = str(error)
             continue
@@ -248,7 +248,7 @@ def find_checkpoint(
     if resume is None:
         return None
     if resume == "auto" and folder is not None:
-        newest = load_newest(folder, torch.device("cpu"))
+        newest = load_newest(folder)
         if newest is None:
             report.line(f"no checkpoint in {folder} yet: starting anew")
             return None
@@ -257,7 +257,7 @@ def find_checkpoint(
             report.warning(f"{complaint}; using {path.name} instead")  # the other was renamed
     else:
         path = Path(resume)
-        state = load(path, torch.device("cpu"))
+        state = load(path)
     if state["model_spec"] != model_spec:
         raise UsageError(
             f"{path} holds {_describe(state['model_spec'])}, this run trains "
@@ -290,14 +290,13 @@ def rng_state() -> State:
 
 def set_rng_state(state: State) -> None:
     """Puts the generators where `rng_state` found them."""
-    # Generators take CPU tensors, wherever the checkpoint was mapped to.
-    torch.set_rng_state(state["torch"].cpu())
+    torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and gpu.count():
-        gpu.set_generator_state(state["cuda"].cpu())
+        gpu.set_generator_state(state["cuda"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, gauss))
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
 
 
 def _reason(error: BaseException) -> str:

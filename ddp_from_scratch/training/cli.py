@@ -32,7 +32,6 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError instead of printing and exiting."""
         raise UsageError(f"{message}; see --help")
 
 

@@ -98,7 +98,6 @@ class Digits(Dataset[Sample]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> Sample:
-        """Image `index` and its label."""
         return self._images[index], int(self.targets[index])
 
 
@@ -121,7 +120,6 @@ class Noise(Dataset[Sample]):
 
 
 def _normalize(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """Normalises each channel."""
     # First `sub`, then `div`: the bits of torchvision's Normalize.
     shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     return images.sub(shift).div(scale)

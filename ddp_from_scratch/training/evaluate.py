@@ -19,7 +19,7 @@ from ddp_from_scratch.training.coordination import (
     prepare_process,
     together,
 )
-from ddp_from_scratch.training.loaders import test_loader
+from ddp_from_scratch.training.loaders import make_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
@@ -63,7 +63,7 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
     """
 
     def read() -> checkpoint.State:
-        state = checkpoint.load(path, torch.device("cpu"))
+        state = checkpoint.load(path)
         wrong = f"{path} does not fit its own model {state['model_spec']['name']}"
         try:
             # Without memory: a size in the file could ask for any amount.
@@ -109,6 +109,6 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
                     f"{path} was trained on {state['settings']['dataset']} with {what} "
                     f"{state['model_spec'][what]}, but {name} has {getattr(data, what)}"
                 )
-        loader = test_loader(data.test, settings, world)
+        loader = make_loader(data.test, settings, world, train=False)
     share = accuracy(model, loader, world, settings.precision)
     Report(speaks=world.rank == 0, quiet=settings.quiet).result(f"{name} test accuracy {share:.4f}")

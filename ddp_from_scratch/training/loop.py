@@ -146,7 +146,6 @@ class Trainer(Engine):
         return 0
 
     def _step(self, batches: Iterator[Any]) -> None:
-        """Makes one optimizer step."""
         settings = self.settings
         per_epoch, world_size = self.data.steps_per_epoch, self.world.world_size
         for group in self.optimizer.param_groups:

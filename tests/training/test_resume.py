@@ -141,7 +141,7 @@ def contents(folder):
         else:
             yield name, state.tolist() if isinstance(state, torch.Tensor) else state
 
-    state = checkpoint.load(checkpoint.files(folder)[0], torch.device("cpu"))
+    state = checkpoint.load(checkpoint.files(folder)[0])
     return dict(flat({n: v for n, v in state.items() if n not in ("world_size", "settings")}))
 
 
