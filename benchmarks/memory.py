@@ -35,9 +35,14 @@ from tqdm import tqdm
 from benchmarks.harness.launch import add_common_options
 from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import UsageError, check_sync, process_group
-from ddp_from_scratch.bench.contenders import CONTENDERS, NO_COMMUNICATION, REFERENCES, contenders
+from ddp_from_scratch.bench.contenders import (
+    CONTENDERS,
+    NO_COMMUNICATION,
+    OPTIMIZERS,
+    REFERENCES,
+    contenders,
+)
 from ddp_from_scratch.bench.machine import on_terminal, write
-from ddp_from_scratch.bench.prepare import OPTIMIZERS
 from ddp_from_scratch.bench.timing import check_distance
 from ddp_from_scratch.bench.verdict import kind as kind_of
 from ddp_from_scratch.bench.verdict import text_table

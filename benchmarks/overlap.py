@@ -36,14 +36,16 @@ import torch
 from benchmarks.harness.launch import Duration, add_common_options, backend_of_job
 from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import Reducer, UsageError, process_group
-from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, ContenderSpec, contenders
-from ddp_from_scratch.bench.machine import write
-from ddp_from_scratch.bench.prepare import (
+from ddp_from_scratch.bench.contenders import (
+    NO_COMMUNICATION,
     TORCH_BEST,
+    ContenderSpec,
     alone,
+    contenders,
     reducer,
     torch_ddp,
 )
+from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.samples import Interval, Samples, median_interval
 from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for
 from ddp_from_scratch.bench.verdict import text_table

@@ -46,9 +46,8 @@ from benchmarks.harness.costs import Shape, oversubscribed
 from benchmarks.harness.launch import add_results_option, backend_of_job
 from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import UsageError, mpi, process_group
-from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, OPTIMIZERS, Contender
 from ddp_from_scratch.bench.machine import on_terminal, write
-from ddp_from_scratch.bench.prepare import OPTIMIZERS
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.timing import check_equal, interleave
 from ddp_from_scratch.bench.verdict import text_table

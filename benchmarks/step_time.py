@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.harness.report import RESULTS, Bar, draw_bars
-from ddp_from_scratch.bench.job import Job
+from ddp_from_scratch.bench.contenders import OPTIMIZERS
 from ddp_from_scratch.bench.main import described, main
-from ddp_from_scratch.bench.prepare import OPTIMIZERS
 from ddp_from_scratch.bench.verdict import Run, kind
+from ddp_from_scratch.bench.ways import Job
 from ddp_from_scratch.bench.workloads import workload
 from ddp_from_scratch.launch.rank_process import run_to_exit
 

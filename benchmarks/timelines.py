@@ -22,9 +22,8 @@ import torch.distributed as dist
 from benchmarks.harness import network
 from benchmarks.harness.launch import add_results_option
 from ddp_from_scratch import Reducer, UsageError, process_group
-from ddp_from_scratch.bench.contenders import ContenderSpec, contenders
+from ddp_from_scratch.bench.contenders import ContenderSpec, contenders, reducer
 from ddp_from_scratch.bench.machine import write
-from ddp_from_scratch.bench.prepare import reducer
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.ways import start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload

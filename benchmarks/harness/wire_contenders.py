@@ -13,8 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
-from ddp_from_scratch.bench.prepare import TORCH_BEST
+from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH_BEST, Contender
 from ddp_from_scratch.bench.timing import WARM_UP, check_distance
 
 TORCH, REDUCER, SGD = "torch DDP, views", "Reducer, views", "Reducer and ddp.SGD"

@@ -48,13 +48,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_from_scratch.bench.contenders import CONTENDERS
-from ddp_from_scratch.bench.job import Job, measure
+from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
 from ddp_from_scratch.bench.machine import compact_json, save
-from ddp_from_scratch.bench.prepare import OPTIMIZERS
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.verdict import Run, table, verdict, ways_table
-from ddp_from_scratch.bench.ways import WAYS, Content, RanksFailed, check_memory, default_ranks
+from ddp_from_scratch.bench.ways import (
+    WAYS,
+    Content,
+    Job,
+    RanksFailed,
+    check_memory,
+    default_ranks,
+    measure,
+)
 from ddp_from_scratch.bench.workloads import WORKLOADS, workload
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
@@ -109,58 +115,25 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
         description=(__doc__ or "").format(program=program),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model",
-        nargs="+",
-        default=["mlp"],
-        metavar="M",
-        help=f"{', '.join(WORKLOADS)}, any classifier of torchvision, or FILE.py:FUNCTION "
-        f"(default: mlp)",
-    )
-    parser.add_argument(
-        "--backend",
-        nargs="+",
-        choices=("gloo", "mpi", "nccl"),
-        default=default_backends(),
-        help=f"of one table (default here: {' '.join(default_backends())})",
-    )
-    ranks = default_ranks()
-    parser.add_argument(
-        "--nproc", type=int, nargs="+", default=[ranks], help=f"ranks (default: {ranks})"
-    )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
-    parser.add_argument(
-        "--way",
-        nargs="+",
-        choices=WAYS,
-        default=["interleaved"],
-        help="of running (default: interleaved)",
-    )
-    parser.add_argument(
-        "--contender",
-        nargs="+",
-        choices=[s.name for s in CONTENDERS[1:]],
-        metavar="NAME",
-        help="only these beside torch's DDP on gloo and no communication, of: "
-        + "; ".join(s.name for s in CONTENDERS[1:]),
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=15.0,
-        help='of steps for each table, after warm-up; "alone" takes 2 for each row at least '
-        "(default: 15)",
-    )
-    parser.add_argument("--rounds", type=int, help="steps of each contender, in place of --seconds")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=results,
-        metavar="FOLDER",
-        help=f"where JSON goes (default: {'nowhere' if results is None else results})",
-    )
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # of a rank
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # where rank 0 puts its part
+    add, ranks, backends = parser.add_argument, default_ranks(), default_backends()
+    names = [spec.name for spec in CONTENDERS[1:]]
+    models = f"{', '.join(WORKLOADS)}, any classifier of torchvision, or FILE.py:FUNCTION"
+    add("--model", nargs="+", default=["mlp"], metavar="M", help=f"{models} (default: mlp)")
+    text = f"of one table (default here: {' '.join(backends)})"
+    add("--backend", nargs="+", choices=("gloo", "mpi", "nccl"), default=backends, help=text)
+    add("--nproc", type=int, nargs="+", default=[ranks], help=f"ranks (default: {ranks})")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
+    text = "of running (default: interleaved)"
+    add("--way", nargs="+", choices=WAYS, default=["interleaved"], help=text)
+    text = f"only these beside torch's DDP on gloo and no communication, of: {'; '.join(names)}"
+    add("--contender", nargs="+", choices=names, metavar="NAME", help=text)
+    text = 'of steps for each table, after warm-up; "alone" takes 2 for each row at least '
+    add("--seconds", type=float, default=15.0, help=text + "(default: 15)")
+    add("--rounds", type=int, help="steps of each contender, in place of --seconds")
+    text = f"where JSON goes (default: {'nowhere' if results is None else results})"
+    add("--results", type=Path, default=results, metavar="FOLDER", help=text)
+    add("--job", help=argparse.SUPPRESS)  # of a rank
+    add("--into", type=Path, help=argparse.SUPPRESS)  # where rank 0 puts its part
     options = parser.parse_args(arguments)
     if not 0 < options.seconds < math.inf:
         raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
@@ -192,19 +165,17 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     found = []
     for nproc in options.nproc:
         for model in options.model:
-            job = Job(
-                model,
-                tuple(dict.fromkeys(options.backend)),
-                nproc,
-                options.optimizer,
-                None if options.contender is None else tuple(options.contender),
-                options.seconds,
-                options.rounds,
-            )
+            job = _job(options, model, nproc)
             # Now, and not when the others are measured.
             check_memory(workload(model), len(job.rows), nproc)
             found.append(job)
     return found
+
+
+def _job(options: argparse.Namespace, model: str, nproc: int) -> Job:
+    backends, chosen = tuple(dict.fromkeys(options.backend)), options.contender
+    chosen = None if chosen is None else tuple(chosen)
+    return Job(model, backends, nproc, options.optimizer, chosen, options.seconds, options.rounds)
 
 
 def compare(job: Job, options: argparse.Namespace) -> dict[str, Run]:
@@ -247,16 +218,7 @@ def under_launcher(options: argparse.Namespace) -> int:
     """A rank's part where torchrun, srun or mpirun has started it: one table."""
     if len(options.model) > 1 or options.way != ["interleaved"] or len(options.backend) > 1:
         raise UsageError("under a launcher --model and --backend take one, and --way none")
-    nproc = environment.started() or 1
-    job = Job(
-        options.model[0],
-        tuple(options.backend),
-        nproc,
-        options.optimizer,
-        None if options.contender is None else tuple(options.contender),
-        options.seconds,
-        options.rounds,
-    )
+    job = _job(options, options.model[0], environment.started() or 1)
     content = measure(job)
     if content is not None:
         # Through JSON, as the contents that ranks hand to their parent.

@@ -16,66 +16,19 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import torch
+from torch import nn
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError, one_line
-from ddp_from_scratch.training.contents import check_contents
+from ddp_from_scratch.training.contents import check_contents, check_fit
+from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.settings import Settings
 
 LOCK_FILE = ".lock"
-
-
-class FolderLock:
-    """Holds a folder until `close`, or until this process ends, however it does.
-
-    Attributes:
-        holds: False where the file system has no locks: a second run is not noticed there.
-
-    Raises:
-        UsageError: another process holds the folder, or the file is a symbolic link.
-        OSError: the file cannot be opened or written.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        # The lock is the system's (`flock`), not the file, which stays. Opened for appending, so
-        # that a loser does not empty the holder's text.
-        path, flags = folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND
-        try:
-            # A link could lead to any file of the user's, which would be emptied.
-            self._file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), "a+")
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            raise UsageError(
-                f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
-            ) from error
-        try:
-            # On NFS Linux makes it a lock of the server, so that it holds between machines, unless
-            # the mount says `nolock` or `local_lock=flock`.
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.holds = True
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                self._file.seek(0)
-                holder = " ".join(self._file.read(200).split()) or "another process"
-                self._file.close()
-                raise UsageError(
-                    f"--checkpoint-dir {folder} is in use by another run ({holder}): give this one "
-                    f"another folder, or wait until that one has ended"
-                ) from error
-            self.holds = False
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Lets go of the folder. Idempotent."""
-        self._file.close()
-
-
 FORMAT = "ddp_from_scratch checkpoint"
 VERSION = 1
 # The newest, and one to go back to where that is damaged.
@@ -135,8 +88,45 @@ def _digest(file: BinaryIO, size: int) -> bytes:
     return digest.hexdigest().encode()
 
 
-def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
+def _lock(folder: Path) -> TextIO | None:
+    """Locks a folder until the file is closed, or until this process ends, however it does."""
+    # The lock is the system's (`flock`), not the file, which stays. Opened for appending, so that a
+    # loser does not empty the holder's text.
+    path, flags = folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND
+    try:
+        # A link could lead to any file of the user's, which would be emptied.
+        file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), "a+")
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UsageError(
+            f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
+        ) from error
+    try:
+        # On NFS Linux makes it a lock of the server, so that it holds between machines, unless the
+        # mount says `nolock` or `local_lock=flock`.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = " ".join(file.read(200).split()) or "another process"
+        file.close()
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return None
+        raise UsageError(
+            f"--checkpoint-dir {folder} is in use by another run ({holder}): give this one "
+            f"another folder, or wait until that one has ended"
+        ) from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def prepare_folder(folder: Path, *, resume: str | None) -> TextIO | None:
     """Makes the folder, locks it and tries to write there, before hours of work depend on it.
+
+    Returns the file that holds the lock; None where the file system has no locks, so that a second
+    run is not noticed.
 
     Raises:
         UsageError: it cannot be written to; another run holds it; or it has the checkpoints of a
@@ -153,7 +143,7 @@ def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
                 f"--checkpoint-dir {folder} holds the checkpoints of {which}: continue that one "
                 f"with --resume auto, or give another folder"
             )
-        lock = FolderLock(folder)
+        lock = _lock(folder)
         # By a run that was killed. Under the lock: no other run is still writing one of them.
         for left_behind in folder.glob("checkpoint-*.tmp"):
             left_behind.unlink()
@@ -164,8 +154,8 @@ def prepare_folder(folder: Path, *, resume: str | None) -> FolderLock:
     return lock
 
 
-def load(path: Path, map_location: torch.device) -> State:
-    """Reads a checkpoint; nothing but plain values and tensors is ever unpickled.
+def load(path: Path) -> State:
+    """Reads a checkpoint to the CPU; nothing but plain values and tensors is ever unpickled.
 
     Raises:
         UnreadableError: a truncated or damaged file, one that is no checkpoint of this program, or
@@ -175,12 +165,19 @@ def load(path: Path, map_location: torch.device) -> State:
     foreign = f"{path} is truncated, or is not a checkpoint of ddp_from_scratch"
     try:
         with path.open("rb") as file:
-            _check_digest(file, path, foreign)
+            size = file.seek(0, os.SEEK_END) - _TRAILER
+            digest, trailer = _digest(file, size), file.read()
+            if not trailer.startswith(_MARK):
+                raise UnreadableError(foreign)
+            if trailer != _MARK + digest:
+                raise UnreadableError(
+                    f"{path} is damaged: its bytes are not those that were written (sha256 differs)"
+                )
             file.seek(0)
-            state = torch.load(file, map_location=map_location, weights_only=True)
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(f"cannot read checkpoint {path}: {error.strerror}") from error
-    except UsageError:  # `_check_digest` has said more than that
+    except UnreadableError:
         raise
     except Exception as error:  # noise that is unpickled may raise anything
         raise UnreadableError(foreign) from error
@@ -200,17 +197,6 @@ def load(path: Path, map_location: torch.device) -> State:
     return state
 
 
-def _check_digest(file: BinaryIO, path: Path, foreign: str) -> None:
-    size = file.seek(0, os.SEEK_END) - _TRAILER
-    written = _digest(file, size), file.read()
-    if not written[1].startswith(_MARK):
-        raise UnreadableError(foreign)
-    if written[1] != _MARK + written[0]:
-        raise UnreadableError(
-            f"{path} is damaged: its bytes are not those that were written (sha256 differs)"
-        )
-
-
 def files(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first."""
     names = folder.glob("checkpoint-*.pt")
@@ -222,7 +208,7 @@ def _number(path: Path) -> int:
     return int(path.stem.removeprefix("checkpoint-"))
 
 
-def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, list[str]] | None:
+def load_newest(folder: Path) -> tuple[Path, State, list[str]] | None:
     """The newest checkpoint that is whole, and a line for each newer one that is not.
 
     Newer ones are renamed to `.unreadable`.
@@ -237,7 +223,7 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, 
     unreadable: dict[Path, str] = {}
     for path in files(folder):
         try:
-            state = load(path, map_location)
+            state = load(path)
         except UnreadableError as error:
             unreadable[path] = str(error)
             continue
@@ -248,6 +234,46 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[Path, State, 
     if unreadable:
         raise UsageError(f"no checkpoint in {folder} can be read: {'; '.join(unreadable.values())}")
     return None
+
+
+def find_checkpoint(
+    settings: Settings, model_spec: dict[str, Any], model: nn.Module, report: Report
+) -> State | None:
+    """The checkpoint to continue from; None where none is asked for, or `auto` finds none.
+
+    Raises:
+        UsageError: it cannot be read, holds another model, or does not fit into this one.
+    """
+    resume, folder = settings.resume, settings.checkpoint_dir
+    if resume is None:
+        return None
+    if resume == "auto" and folder is not None:
+        newest = load_newest(folder)
+        if newest is None:
+            report.line(f"no checkpoint in {folder} yet: starting anew")
+            return None
+        path, state, complaints = newest
+        for complaint in complaints:
+            report.warning(f"{complaint}; using {path.name} instead")  # the other was renamed
+    else:
+        path = Path(resume)
+        state = load(path)
+    if state["model_spec"] != model_spec:
+        raise UsageError(
+            f"{path} holds {_describe(state['model_spec'])}, this run trains "
+            f"{_describe(model_spec)}: give the --model and --dataset it was made with"
+        )
+    try:
+        check_fit(state, model)
+    except UsageError as error:
+        raise UsageError(f"{path} does not fit {_describe(model_spec)}: {error}") from error
+    report.line(f"resuming from {path}")
+    return state
+
+
+def _describe(spec: dict[str, Any]) -> str:
+    size = spec["image_size"]
+    return f"{spec['name']} for {spec['num_classes']} classes of {spec['channels']}x{size}x{size}"
 
 
 def rng_state() -> State:
@@ -264,14 +290,13 @@ def rng_state() -> State:
 
 def set_rng_state(state: State) -> None:
     """Puts the generators where `rng_state` found them."""
-    # Generators take CPU tensors, wherever the checkpoint was mapped to.
-    torch.set_rng_state(state["torch"].cpu())
+    torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and gpu.count():
-        gpu.set_generator_state(state["cuda"].cpu())
+        gpu.set_generator_state(state["cuda"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, gauss))
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
 
 
 def _reason(error: BaseException) -> str:

@@ -81,7 +81,8 @@ class Compression:
                     "every rank begins with the mean of what PowerSGD left out on the "
                     f"{len(errors)} ranks before"
                 )
-                errors = [_mean(errors)] * world_size
+                mean = {n: torch.stack([e[n] for e in errors]).mean(0) for n in errors[0]}
+                errors = [mean] * world_size
         dist.broadcast_object_list(shared, group_src=0, group=self._group)
         if shared[0] is None:
             return
@@ -101,7 +102,3 @@ class Compression:
             f"powersgd of rank {state.rank} sent {state.sent / state.of:.1%} of the gradients' "
             f"elements, from average {state.start + 1} on"
         )
-
-
-def _mean(errors: list[Errors]) -> Errors:
-    return {name: torch.stack([e[name] for e in errors]).mean(0) for name in errors[0]}

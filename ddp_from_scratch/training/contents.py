@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -14,7 +14,8 @@ from torch import nn
 from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.training.settings import Settings
 
-# The least of a number, the types of another value; None for what is checked elsewhere.
+# What `_check` requires: keys; one of some types; a shape and dtype; a number that is not smaller.
+# None is checked elsewhere.
 _SPEC = {"name": {str}, "channels": 1, "image_size": 1, "num_classes": 1}
 _SCALER = dict.fromkeys(("scale", "growth_factor", "backoff_factor"), 0.0)
 _SCALER |= {"growth_interval": 0, "_growth_tracker": 0}
@@ -24,12 +25,13 @@ _LIKE: dict[str, Any] = {
     **{"model_spec": _SPEC, "settings": {}, "totals": torch.zeros(3, dtype=torch.float64)},
     **dict.fromkeys(_OTHERS),
 }
-# Another version's may lack some, and have others.
 _SETTINGS = {
     name: {str if one is Path else one for one in get_args(kind) or (kind,)}
     for name, kind in get_type_hints(Settings).items()
 }
+_GENERATORS = dict.fromkeys(("torch", "cuda", "python", "numpy"))
 _CUDA_GENERATOR = torch.zeros(16, dtype=torch.uint8)
+_NUMPY_KEYS = torch.zeros(624, dtype=torch.int64)
 
 
 def check_contents(state: Mapping[str, Any]) -> None:
@@ -39,9 +41,10 @@ def check_contents(state: Mapping[str, Any]) -> None:
         UsageError: something is missing, or is not what a run writes there; the text names it.
     """
     _check(state, _LIKE)
-    settings, buckets = state["settings"], state["buckets"]
-    _has(settings, ("dataset", "epochs"), "settings")
-    _check(settings, {name: _SETTINGS[name] for name in settings if name in _SETTINGS}, "settings")
+    settings, buckets, everyone = state["settings"], state["buckets"], state["rng"]
+    # Another version's may lack some, and have others.
+    known = {name: _SETTINGS.get(name) for name in settings}
+    _check(settings, dict.fromkeys(("dataset", "epochs")) | known, "settings")
     # No run has more epochs behind it than it was asked for.
     _check(settings["epochs"], state["epoch"], "epochs")
     _expect(state["model_spec"].keys() == _SPEC.keys(), "model_spec has more than a model's")
@@ -53,11 +56,36 @@ def check_contents(state: Mapping[str, Any]) -> None:
         caps = buckets["bucket_cap_mb"]
         for cap in caps if isinstance(caps, list | tuple) else [caps]:
             _expect(type(cap) in (int, float) and cap >= 0, "bucket_cap_mb is not a size")
-    everyone, ranks = state["rng"], 0 if settings.get("shards") else state["world_size"]
+    ranks = 0 if settings.get("shards") else state["world_size"]
     right = isinstance(everyone, list) and len(everyone) == ranks
     _expect(right, "rng does not hold the generators of each rank")
-    for rank, generators in enumerate(everyone):
-        _check_generators(generators, rank)
+    for rank, of_rank in enumerate(everyone):
+        name = f"rng of rank {rank}"
+        _check(of_rank, _GENERATORS, name)
+        try:
+            _try_generators(of_rank, name)
+        except UsageError:  # which is a ValueError
+            raise
+        except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"{name} cannot be used: {one_line(error)}") from error
+
+
+def _try_generators(of_rank: Mapping[str, Any], name: str) -> None:
+    """Sets new generators: the process's own stay as they are."""
+    if of_rank["cuda"] is not None:
+        _check(of_rank["cuda"], _CUDA_GENERATOR, f"cuda of {name}")
+    torch.Generator().set_state(of_rank["torch"])
+    version, internal, gauss = of_rank["python"]
+    # `setstate` does not look at them.
+    for number in internal:
+        _check(number, {int}, f"python of {name}")
+    _check(gauss, {float, NoneType}, f"python of {name}")
+    random.Random().setstate((version, tuple(internal), gauss))
+    algorithm, keys, position, has_gauss, gauss = of_rank["numpy"]
+    _check(keys, _NUMPY_KEYS, f"numpy of {name}")
+    _check(position, {int}, f"numpy of {name}")
+    words = keys.numpy().astype(np.uint32)
+    np.random.RandomState().set_state((algorithm, words, position, has_gauss, gauss))
 
 
 def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
@@ -68,121 +96,81 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
     Raises:
         UsageError: something does not fit; the text names it.
     """
-    named = dict(model.named_parameters())
-    _has(state["model"], model.state_dict(), "the model")
-    _check_each(state["model"], model.state_dict(), "the model")
+    named, world_size = dict(model.named_parameters()), state["world_size"]
+    _check(state["model"], dict.fromkeys(model.state_dict()), "the model")
+    _check_some(state["model"], model.state_dict(), "the model")
 
-    optimizer = state["optimizer"]
-    _has(optimizer, ("state",), "optimizer")
-    _has(optimizer["state"], (), "the optimizer's state")
+    _check(state["optimizer"], {"state": None}, "optimizer")
+    _check(state["optimizer"]["state"], {}, "the optimizer's state")
     of_index = dict(enumerate(named.values()))
     # A parameter may have no state yet, and its momentum may be None: not every one is required.
-    for index, of_one in optimizer["state"].items():
+    for index, of_one in state["optimizer"]["state"].items():
         _expect(index in of_index, f"the optimizer has a state for parameter {_short(index)}")
-        _has(of_one, (), "the optimizer's state")
-        like = dict.fromkeys(of_one, of_index[index])
+        _check(of_one, {}, "the optimizer's state")
         momenta = {name: value for name, value in of_one.items() if value is not None}
-        _check_each(momenta, like, f"the optimizer's state of parameter {index}")
+        like = dict.fromkeys(momenta, of_index[index])
+        _check_some(momenta, like, f"the optimizer's state of parameter {index}")
 
     # The Reducer fills its buckets in this order, so each parameter must be there, once.
     order = state["ready_order"]
-    trainable = [name for name, parameter in named.items() if parameter.requires_grad]
     if order is not None:
+        trainable = sorted(name for name, one in named.items() if one.requires_grad)
         names = isinstance(order, list) and all(isinstance(name, str) for name in order)
-        right = names and sorted(order) == sorted(trainable)
-        _expect(right, "ready_order does not name each parameter once")
-    if state["compression"] is not None:
-        _check_compression(state["compression"], named, state["world_size"])
+        _expect(
+            names and sorted(order) == trainable, "ready_order does not name each parameter once"
+        )
 
-
-def _check_generators(of_rank: Any, rank: int) -> None:
-    """Tries a rank's generators out."""
-    # On new generators: the process's own stay as they are.
-    name = f"rng of rank {rank}"
-    _has(of_rank, ("torch", "cuda", "python", "numpy"), name)
-    if of_rank["cuda"] is not None:
-        _check(of_rank["cuda"], _CUDA_GENERATOR, f"cuda of {name}")
-    try:
-        torch.Generator().set_state(of_rank["torch"])
-        version, internal, gauss = of_rank["python"]
-        # `setstate` does not look at them.
-        for number in internal:
-            _check(number, {int}, f"python of {name}")
-        _check(gauss, {float, NoneType}, f"python of {name}")
-        random.Random().setstate((version, tuple(internal), gauss))
-        algorithm, keys, position, has_gauss, gauss = of_rank["numpy"]
-        _check(keys, torch.zeros(624, dtype=torch.int64), f"numpy of {name}")
-        _check(position, {int}, f"numpy of {name}")
-        words = keys.numpy().astype(np.uint32)
-        np.random.RandomState().set_state((algorithm, words, position, has_gauss, gauss))
-    except UsageError:  # which is a ValueError
-        raise
-    except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"{name} cannot be used: {one_line(error)}") from error
-
-
-def _check_compression(saved: Any, named: Mapping[str, nn.Parameter], world_size: int) -> None:
-    """Checks each rank's PowerSGD errors, and the right factors."""
-    name = "compression"
+    # Each rank's PowerSGD errors, and the right factors.
+    saved, name = state["compression"], "compression"
+    if saved is None:
+        return
     _check(saved, {"iteration": 0, "loss_scale": 0.0, "qs": {}, "errors": None}, name)
     errors = saved["errors"]
     right = isinstance(errors, list) and len(errors) == world_size
     _expect(right, f"{name} is not that of each rank")
     for of_rank in errors:
-        _check_each(of_rank, named, name)
+        _check_some(of_rank, named, name)
         _expect(of_rank.keys() == errors[0].keys(), f"{name} is of other parameters on each rank")
     for key, q in saved["qs"].items():
         _expect(key in named and isinstance(q, torch.Tensor), f"{name} has no {_short(key)}")
         # On the meta device: a size that comes from the file must not allocate.
         columns = named[key].numel() // max(1, named[key].shape[0])
-        like = torch.empty(columns, q.shape[1] if q.dim() == 2 else 0, device="meta")
-        _expect(_is_tensor(q, like), f"{name} of {key} has another shape")
+        of_key = torch.empty(columns, q.shape[1] if q.dim() == 2 else 0, device="meta")
+        _check(q, of_key, f"{name} of {key}")
 
 
-def _check_each(found: Any, like: Mapping[Any, torch.Tensor], name: str) -> None:
+def _check_some(found: Any, like: Mapping[Any, torch.Tensor], name: str) -> None:
     """Requires of each tensor what is its like; some may be missing."""
-    _has(found, (), name)
+    _check(found, {}, name)
     for key in found:
         _expect(key in like, f"{name} has no {_short(key)}")
     _check(found, {key: like[key] for key in found}, name)
 
 
 def _check(value: Any, like: Any, name: str = "") -> None:
-    """Requires keys, a shape and dtype, one of some types, or a number that is not smaller."""
     if isinstance(like, Mapping):
-        _has(value, like, name or "it")
+        _expect(isinstance(value, Mapping), f"{name or 'it'} is not a table, but {_short(value)}")
+        missing = [key for key in like if key not in value]
+        _expect(not missing, f"{name or 'it'} has no {', '.join(missing[:3])}")
         for key, of_key in like.items():
             _check(value[key], of_key, f"{key} of {name}" if name else key)
-    elif isinstance(like, torch.Tensor):
+        return
+    if like is None:
+        return
+    if isinstance(like, torch.Tensor):
         expected = f"a tensor of {tuple(like.shape)} and {like.dtype}"
-        _expect(_is_tensor(value, like), f"{name} must be {expected}, got {_short(value)}")
+        right = isinstance(value, torch.Tensor) and not value.is_sparse
+        right = right and (value.shape, value.dtype) == (like.shape, like.dtype)
+        # With memory for each element: an expanded one would claim any size at no cost.
+        right = right and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
     elif isinstance(like, set):
         expected = " or ".join(sorted(kind.__name__ for kind in like))
         # By `type`: in Python True is an int, too. A whole number does for a float.
         right = type(value) in like or (type(value) is int and float in like)
-        _expect(right, f"{name} must be {expected}, got {_short(value)}")
-    elif like is not None:
-        most = math.inf if type(like) is float else 2**62
+    else:
+        expected, most = f"{like:g} or more", math.inf if type(like) is float else 2**62
         right = type(value) in (int, type(like)) and like <= value < most
-        _expect(right, f"{name} must be {like:g} or more, got {_short(value)}")
-
-
-def _is_tensor(value: Any, like: torch.Tensor) -> bool:
-    """True for a dense tensor of the same shape and dtype."""
-    # With memory for each element: an expanded one would claim any size at no cost.
-    return (
-        isinstance(value, torch.Tensor)
-        and not value.is_sparse
-        and value.shape == like.shape
-        and value.dtype == like.dtype
-        and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
-    )
-
-
-def _has(value: Any, keys: Collection[str], name: str) -> None:
-    _expect(isinstance(value, Mapping), f"{name} is not a table, but {_short(value)}")
-    missing = [key for key in keys if key not in value]
-    _expect(not missing, f"{name} has no {', '.join(missing[:3])}")
+    _expect(right, f"{name} must be {expected}, got {_short(value)}")
 
 
 def _expect(holds: bool, otherwise: str) -> None:
@@ -191,8 +179,7 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 
 def _short(value: Any) -> str:
-    """A value in a few words."""
-    # Never all of its contents, which may be of any size.
+    """A value in a few words: all of its contents may be of any size."""
     if isinstance(value, torch.Tensor):
         return f"one of {tuple(value.shape)} and {value.dtype}"
     if isinstance(value, bool | int | float | str | None):

@@ -4,19 +4,51 @@ No dataset augments at random, so image i is the same tensor whenever and wherev
 resumed run repeats, bit for bit, the run that was not stopped.
 """
 
-from collections.abc import Sequence
+import os
+import pickle
+import socket
+import zlib
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ddp_from_scratch.errors import UsageError, needs_extra
-from ddp_from_scratch.training.image_data import NUM_CLASSES, ImageData, Sample
+from ddp_from_scratch.errors import UsageError, needs_extra, one_line
 from ddp_from_scratch.training.settings import DATASETS
 
-DIGITS_DIR = Path(__file__).parent / "data" / "digits"
-_DIGITS_MEAN, _DIGITS_STD = (4.886 / 255,), (6.015 / 255,)  # their pixels are 0 to 16
+Sample: TypeAlias = tuple[torch.Tensor, int]
+"""One image, float32 of shape (channels, image_size, image_size), and its label."""
+
+NUM_CLASSES = 10  # of every dataset here
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A dataset in two parts that have a length, of `channels` x `image_size` x `image_size`."""
+
+    train: Dataset[Sample]
+    test: Dataset[Sample]
+    channels: int
+    image_size: int
+    num_classes: int = NUM_CLASSES
+
+    def summary(self) -> str:
+        """One line that differs for other images or labels."""
+        checksum = 0
+        for part in (self.train, self.test):
+            # Noise has neither: it depends on the code alone, which ranks compare, too.
+            for name in ("data", "targets"):
+                values = np.ascontiguousarray(getattr(part, name, ()))
+                checksum = zlib.crc32(values.data, checksum)
+        sizes = " + ".join(f"{len(cast(Sized, part)):,}" for part in (self.train, self.test))
+        shape = f"{self.channels}x{self.image_size}x{self.image_size}"
+        return f"{sizes} images of {shape}, checksum {checksum:08x}"
 
 
 def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
@@ -38,12 +70,13 @@ def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
         return ImageData(Digits("train"), Digits("t10k"), channels=1, image_size=8)
     if name == "fake":
         return ImageData(Noise(2048), Noise(512, offset=2048), channels=3, image_size=32)
-    # Here and not above: torchvision takes longer to import than torch.
-    with needs_extra("train"):
-        from ddp_from_scratch.training import torchvision_images
+    return _from_torchvision(name, data_dir.expanduser(), download)
 
-    kind = torchvision_images.open_kind(name, data_dir.expanduser(), download)
-    return ImageData(kind.read("training"), kind.read("test"), kind.channels, kind.image_size)
+
+# Of our own ---------------------------------------------------------------------------------------
+
+DIGITS_DIR = Path(__file__).parent / "data" / "digits"
+_DIGITS_MEAN, _DIGITS_STD = (4.886 / 255,), (6.015 / 255,)  # their pixels are 0 to 16
 
 
 class Digits(Dataset[Sample]):
@@ -65,7 +98,6 @@ class Digits(Dataset[Sample]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> Sample:
-        """Image `index` and its label."""
         return self._images[index], int(self.targets[index])
 
 
@@ -88,7 +120,6 @@ class Noise(Dataset[Sample]):
 
 
 def _normalize(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """Normalises each channel."""
     # First `sub`, then `div`: the bits of torchvision's Normalize.
     shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     return images.sub(shift).div(scale)
@@ -108,3 +139,116 @@ def _read_idx(path: Path) -> np.ndarray:
         raise UsageError(
             f"digits are truncated or corrupt ({error}) in {path}; install ddp_from_scratch again"
         ) from error
+
+
+# torchvision's ------------------------------------------------------------------------------------
+
+# The reader, channels, image size, and the mean and deviation of the training pixels.
+_TORCHVISION: dict[str, tuple[str, int, int, tuple[float, ...], tuple[float, ...]]] = {
+    "mnist": ("MNIST", 1, 28, (0.1307,), (0.3081,)),
+    "fashion-mnist": ("FashionMNIST", 1, 28, (0.2860,), (0.3530,)),
+    "cifar10": ("CIFAR10", 3, 32, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+}
+_NETWORK_TIMEOUT_S = 30.0
+
+# What torchvision's readers raise on a file that is not whole. Not OSError: the file may be fine.
+_CORRUPT = (
+    AssertionError,  # an IDX header with no such number of dimensions
+    EOFError,  # an empty pickle
+    KeyError,  # an IDX header with no such type
+    RuntimeError,  # IDX values that do not fill the header's dimensions; a wrong md5
+    TypeError,  # IDX values that are not bytes
+    ValueError,  # an IDX file without a header or without values; what `_check` finds
+    pickle.UnpicklingError,
+)
+
+
+def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
+    # Here and not above: torchvision takes longer to import than torch.
+    with needs_extra("train"):
+        from torchvision import datasets
+        from torchvision.datasets.utils import check_integrity
+        from torchvision.transforms import Compose, Normalize, ToTensor
+
+    reader_name, channels, image_size, mean, std = _TORCHVISION[name]
+    reader = getattr(datasets, reader_name)
+    files = _files(reader, root)
+    if download and not all(map(os.path.isfile, files)):
+        _download(name, reader, root)
+    for path in files:
+        if not os.path.isfile(path):
+            raise UsageError(
+                f"{name} not found in {root}: there is no {path}; pass --download to fetch it, or "
+                f"--data-dir with the folder that holds it"
+            )
+    parts = []
+    for part in ("training", "test"):
+        transform = Compose([ToTensor(), Normalize(mean, std)])
+        try:
+            parts.append(reader(root, train=part == "training", transform=transform))
+            _check(parts[-1], image_size)
+        except OSError as error:
+            raise UsageError(
+                f"cannot read {name}: {error.filename}: {one_line(error)}; check its permissions"
+            ) from error
+        except _CORRUPT as error:
+            # Names the file that is damaged, if that is known.
+            damaged = [path for path, md5 in files.items() if not check_integrity(path, md5)]
+            problem, where = one_line(error), next(iter(files)).parent
+            if damaged:
+                problem, where = "wrong md5", damaged[0]
+            raise UsageError(
+                f"{name}'s {part} images are truncated or corrupt ({problem}) in {where}; delete "
+                f"it and pass --download to fetch it again"
+            ) from error
+    train, test = parts
+    return ImageData(train, test, channels, image_size)
+
+
+def _files(reader: Any, root: Path) -> dict[Path, str | None]:
+    """The files that torchvision's reader opens under `root`, each with its md5 if known."""
+    if reader.__name__ == "CIFAR10":
+        meta = reader.meta["filename"], reader.meta["md5"]
+        listed = [*reader.train_list, *reader.test_list, meta]
+        return {root / reader.base_folder / name: md5 for name, md5 in listed}
+    # The md5 that torchvision lists is the archive's, not the file's.
+    folder = root / reader.__name__ / "raw"
+    return {folder / Path(name).stem: None for name, _ in reader.resources}
+
+
+def _check(part: Any, image_size: int) -> None:
+    """Raises ValueError for the first fault of a part that torchvision could read."""
+    labels, size = torch.as_tensor(part.targets), (image_size, image_size)
+    if len(part.data) != len(labels):
+        raise ValueError(f"{len(part.data)} images but {len(labels)} labels")
+    if tuple(part.data.shape[1:3]) != size:
+        raise ValueError(f"expected images of {size}, got {tuple(part.data.shape[1:3])}")
+    if not 0 <= int(labels.min()) <= int(labels.max()) < NUM_CLASSES:
+        least, most = labels.min(), labels.max()
+        raise ValueError(f"expected labels 0 to {NUM_CLASSES - 1}, got {least} to {most}")
+
+
+def _download(name: str, reader: Any, root: Path) -> None:
+    """Fetches the dataset into a folder of its own and moves missing files from there."""
+    # torchvision unpacks straight to the final name, and for MNIST then takes any file of that name
+    # for a whole one. Here a file gets its final name, by a rename, only after all were read.
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # torchvision's connections have none
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=root, prefix=".download-") as folder:
+            staging = Path(folder)
+            for train in (True, False):
+                reader(staging, train=train, download=train)
+            for path in _files(reader, staging):
+                final = root / path.relative_to(staging)
+                if not final.exists():
+                    final.parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(path, final)
+    except (OSError, HTTPException, *_CORRUPT) as error:
+        raise UsageError(
+            f"cannot download {name} to {root}: {one_line(error)}; check the network and the "
+            "folder, or copy the files there from another machine"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)

@@ -13,12 +13,15 @@ from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.contents import check_fit
-from ddp_from_scratch.training.coordination import together
-from ddp_from_scratch.training.loaders import test_loader
+from ddp_from_scratch.training.coordination import (
+    on_rank_zero,
+    open_dataset,
+    prepare_process,
+    together,
+)
+from ddp_from_scratch.training.loaders import make_loader
 from ddp_from_scratch.training.models import make_model
-from ddp_from_scratch.training.process_setup import open_dataset, prepare_process
 from ddp_from_scratch.training.report import Report
-from ddp_from_scratch.training.resume import on_rank_zero
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world.process_group import World
@@ -50,25 +53,6 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
     return float(correct / count)
 
 
-def _load_fitting(path: Path) -> checkpoint.State:
-    """Reads a checkpoint whose tensors are those of its own model."""
-    state = checkpoint.load(path, torch.device("cpu"))
-    name = state["model_spec"]["name"]
-    try:
-        # Without memory: a size in the file could ask for any amount.
-        with torch.device("meta"):
-            shell = make_model(**state["model_spec"])
-        check_fit(state, shell)
-    except UsageError as error:  # which is a ValueError, and has a reason of its own
-        raise UsageError(f"{path} does not fit its own model {name}: {error}") from error
-    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # a size beyond all
-        raise UsageError(
-            f"{path} does not fit its own model {name}, it was written by another version of "
-            f"torchvision or of this program: {str(error).splitlines()[0]}"
-        ) from error
-    return state
-
-
 def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     """The model of a checkpoint, on every rank, and the checkpoint's other contents.
 
@@ -77,7 +61,25 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
     Raises:
         UsageError: on every rank: the file is not a checkpoint, or does not fit its own model.
     """
-    state = on_rank_zero(lambda: _load_fitting(path), group)
+
+    def read() -> checkpoint.State:
+        state = checkpoint.load(path)
+        wrong = f"{path} does not fit its own model {state['model_spec']['name']}"
+        try:
+            # Without memory: a size in the file could ask for any amount.
+            with torch.device("meta"):
+                shell = make_model(**state["model_spec"])
+            check_fit(state, shell)
+        except UsageError as error:  # which is a ValueError, and has a reason of its own
+            raise UsageError(f"{wrong}: {error}") from error
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # a size beyond all
+            raise UsageError(
+                f"{wrong}, it was written by another version of torchvision or of this program: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        return state
+
+    state = on_rank_zero(read, group)
     with together(group):
         model = make_model(**state["model_spec"])
         model.load_state_dict(state["model"])
@@ -107,6 +109,6 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
                     f"{path} was trained on {state['settings']['dataset']} with {what} "
                     f"{state['model_spec'][what]}, but {name} has {getattr(data, what)}"
                 )
-        loader = test_loader(data.test, settings, world)
+        loader = make_loader(data.test, settings, world, train=False)
     share = accuracy(model, loader, world, settings.precision)
     Report(speaks=world.rank == 0, quiet=settings.quiet).result(f"{name} test accuracy {share:.4f}")

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.shards.tree import shard_range
-from ddp_from_scratch.training.image_data import ImageData, Sample
+from ddp_from_scratch.training.datasets import ImageData, Sample
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world.process_group import World
 
@@ -62,7 +62,6 @@ class ShardSampler(DistributedSampler[int]):
         self.start_batch = start_batch
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's image indices from `start_batch` on."""
         of_each = [self._dealt_to(part) for part in self._mine]
         size = self._at_once * self.batch_size
         begins = range(self.start_batch * self.batch_size, self._end, size)
@@ -77,50 +76,30 @@ class ShardSampler(DistributedSampler[int]):
         return (self._end - self.start_batch * self.batch_size) * len(self._mine)
 
 
-def train_loader(dataset: Dataset[Sample], settings: Settings, world: World) -> DataLoader[Sample]:
-    """The loader of this rank's training images; its `sampler` is a ShardSampler.
+def make_loader(
+    dataset: Dataset[Sample], settings: Settings, world: World, *, train: bool
+) -> DataLoader[Sample]:
+    """The loader of this rank's images; a batch is float32 (N, C, H, W) and int64 labels (N,).
 
-    A batch is a float32 tensor (batch_size, channels, height, width) and an int64 tensor
-    (batch_size,); `len(loader)` counts the batches that are left in the epoch. Images that do not
-    fill a global batch are left out of the epoch.
+    To train: shuffled, by a ShardSampler; `len(loader)` counts the batches left in the epoch, and
+    images that do not fill a global batch are left out of it. To test: every world_size-th image,
+    in order, starting with image `rank`. Those shards hold each image once, so sums over ranks are
+    exact. They differ in length by up to one image, and may be empty: a rank must not communicate
+    once a batch.
 
     Raises:
-        UsageError: the dataset does not fill one global batch, or ranks cannot share one evenly.
+        UsageError: to train: the images fill no global batch, or ranks cannot share one evenly.
     """
     size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
-    parts, of = settings.parts(world.world_size), "ranks" if settings.shards is None else "shards"
-    if size < parts * batch_size:
-        raise UsageError(
-            f"the training images must fill one batch of {batch_size} on each of "
-            f"{parts} {of}, got {size} images; use a smaller batch size or fewer {of}"
-        )
-    # Images are dropped: the average over ranks weighs every rank alike, so all of them need
-    # equally many batches, each of the same size. Padding, DistributedSampler's default, would
-    # count some images twice and end every epoch on a small batch, whose gradient is noisier at the
-    # same learning rate and on which batch norm may fail.
-    sampler = ShardSampler(dataset, settings, world)
-    return _loader(dataset, sampler, settings, world, drop_last=True)
-
-
-def test_loader(dataset: Dataset[Sample], settings: Settings, world: World) -> DataLoader[Sample]:
-    """The loader of every world_size-th test image, in order, starting with image `rank`.
-
-    Shards hold each image once, so sums over ranks are exact. They differ in length by up to one
-    image, and may be empty: a rank must not communicate once a batch.
-    """
-    shard = range(world.rank, len(cast(Sized, dataset)), world.world_size)
-    return _loader(dataset, shard, settings, world, drop_last=False)
-
-
-def _loader(
-    dataset: Dataset[Sample],
-    sampler: Iterable[int],
-    settings: Settings,
-    world: World,
-    *,
-    drop_last: bool,
-) -> DataLoader[Sample]:
-    """Builds the DataLoader for either kind of sampler."""
+    sampler: Iterable[int] = range(world.rank, size, world.world_size)
+    if train:
+        parts, of = settings.parts(world.world_size), "shards" if settings.shards else "ranks"
+        if size < parts * batch_size:
+            raise UsageError(
+                f"the training images must fill one batch of {batch_size} on each of "
+                f"{parts} {of}, got {size} images; use a smaller batch size or fewer {of}"
+            )
+        sampler = ShardSampler(dataset, settings, world)
     # DataLoader draws a base seed even without workers: from here, not from the global generator.
     # A worker seeds torch, numpy and random from base seed + worker id, so each rank needs its own.
     seeds = np.random.SeedSequence((settings.seed, world.rank)).generate_state(1, np.uint64)
@@ -133,11 +112,15 @@ def _loader(
         _start_fork_server(type(dataset).__module__)
     return DataLoader(
         dataset,
-        batch_size=settings.rank_batch_size(world.world_size),
+        batch_size=batch_size,
         sampler=sampler,
         num_workers=workers,
         pin_memory=gpu.is_gpu(world.device),
-        drop_last=drop_last,
+        # Images are dropped: the average over ranks weighs every rank alike, so all of them need
+        # equally many batches, each of the same size. Padding, DistributedSampler's default, would
+        # count some images twice and end every epoch on a small batch, whose gradient is noisier
+        # at the same learning rate and on which batch norm may fail.
+        drop_last=train,
         # Started once and not in each epoch.
         persistent_workers=workers > 0,
         worker_init_fn=_begin_worker,
@@ -204,8 +187,8 @@ class RankData:
                 f"--shards must be at least the number of ranks, {world.world_size}, "
                 f"got {settings.shards}"
             )
-        self.train = train_loader(data.train, settings, world)
-        self.test = test_loader(data.test, settings, world)
+        self.train = make_loader(data.train, settings, world, train=True)
+        self.test = make_loader(data.test, settings, world, train=False)
         assert isinstance(self.train.sampler, ShardSampler)
         self.sampler = self.train.sampler
         # Equal on all ranks: each gets as many batches, all of the same size.

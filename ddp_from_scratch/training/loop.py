@@ -3,184 +3,28 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.elasticity.closing import hand_on
-from ddp_from_scratch.elasticity.membership import Membership
+from ddp_from_scratch.core.layout import AUTO
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.group import of_member
-from ddp_from_scratch.launch.rank_process import is_communication_error
-from ddp_from_scratch.optim.flat_optimizer import SGD
-from ddp_from_scratch.reducer import Reducer
-from ddp_from_scratch.shards.tree_reduction import seed_generators
-from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from ddp_from_scratch.training import bucket_choice, checkpoint
-from ddp_from_scratch.training.compression import Compression
-from ddp_from_scratch.training.coordination import StopSignal, together
+from ddp_from_scratch.training.coordination import StopSignal, place_of
+from ddp_from_scratch.training.engine import Engine
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy
-from ddp_from_scratch.training.loaders import RankData
-from ddp_from_scratch.training.models import make_model
-from ddp_from_scratch.training.process_setup import open_dataset, prepare_process, require_alike
-from ddp_from_scratch.training.report import (
-    LossWatch,
-    MetricsWriter,
-    Report,
-    begin_timeline,
-    close_timeline,
-    place_of,
-    straggler_values,
-)
-from ddp_from_scratch.training.resume import checkpoint_of_all
-from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.waiting import wait
-from ddp_from_scratch.watch.stragglers import StragglerReport
-from ddp_from_scratch.world.process_group import World
-
-_ASKED = {"the command": "train"}
+from ddp_from_scratch.watch.render import as_text
+from ddp_from_scratch.watch.timeline import TOO_FEW
 
 
-class Trainer:
-    """A training run on this rank.
-
-    1. Data: this rank's shard.
-    2. Model: built alike on every rank, then made equal to rank 0's.
-    3. Where to begin: at the start, or where a checkpoint left off.
-    4. Engine: the Reducer, which averages gradients, and the optimizer.
-    5. `run`: epochs of steps, each followed by an evaluation and a checkpoint.
-
-    Raises:
-        UsageError: the dataset, model, batch size, folder or checkpoint cannot be had. On every
-            rank alike.
-    """
-
-    def __init__(self, settings: Settings, world: World) -> None:
-        self.settings, self.world = settings, world
-        self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
-        group = prepare_process(settings, world, _ASKED)
-        # For CPU tensors. None is the default group, which --elastic replaces by others.
-        self.group = group if world.backend == "nccl" else None
-        self.images = open_dataset(settings.dataset, settings, world, self.group)
-        # Held until `run` ends: another run would remove this one's checkpoints.
-        self.lock = ExitStack()
-        self.writes = False
-        self.epoch = self.step = self.global_step = 0
-        with together(self.group):
-            # 1. Data
-            self.data = RankData(self.images, settings, world)
-            # 2. Model
-            self.model = self._build_model()
-            # With --elastic this process is alone until 3.
-            self.membership = Membership(world, settings.shards or 1, settings.timeout)
-            if not self.membership.goes_on:
-                self._open_outputs()
-        # 3. Where to begin
-        state, compressed = self._begin()
-        # 4. Engine
-        self._make_engine(state)
-        # Of this epoch, as `_count`: this rank's, and only sums over ranks leave this process; with
-        # --elastic those of all ranks, since a lost rank's cannot be asked for.
-        self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
-        self.losses = LossWatch(world.rank, world.device)
-        self.reported_loss = False
-        self.saved_as: Path | None = None
-        # When the group was left, and when there was another; None once that is reported.
-        self.regrouped: tuple[float, float] | None = None
-        self.images_per_second = 0.0
-        if state is not None:
-            self._restore(state)
-            # Last: it sets PowerSGD's state to the restored scaler's scale.
-            self.compression.restore(compressed, self.scaler, self.report)
-        if settings.shards is not None:
-            self.reducer.set_step(self.global_step, settings.seed)
-        self.membership.note_state()
-
-    def _begin(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
-        """The state to begin with, and its "compression" on rank 0; None at the start. Collective.
-
-        It comes from a checkpoint or, where this rank joins a run, from another rank.
-        """
-        while True:
-            try:
-                if self.membership.goes_on and (state := self._meet()) is not None:
-                    return state, None
-                broadcast_parameters(self.model)
-                # From here on ranks draw different numbers: until now all have built the same
-                # model.
-                if self.settings.shards is None:
-                    seed_generators(self.settings.seed + self.world.rank)
-                found = checkpoint_of_all(
-                    self.settings, self.data.model_spec, self.model, self.report, self.group
-                )
-                if found[0] is not None:
-                    self._report_changes(found[0])
-                return found
-            except Exception as error:  # noqa: BLE001  # raised again where it ends the run
-                self._lose(error)
-
-    def _build_model(self) -> nn.Module:
-        model = make_model(**self.data.model_spec).to(self.world.device)
-        if self.settings.sync_batch_norm:
-            convert_sync_batchnorm(model)
-            if not any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
-                raise UsageError(f"--sync-batch-norm: {self.settings.model} has no batch norm")
-        return model
-
-    def _open_outputs(self) -> None:
-        """Opens the folders of checkpoints and metrics, on rank 0, which alone writes."""
-        folder = self.settings.checkpoint_dir
-        self.writes = self.world.rank == 0
-        if folder is not None and self.writes:
-            # A rank that takes over goes on with the checkpoints of the one that was lost.
-            resume = "auto" if self.membership.took_over else self.settings.resume
-            lock = checkpoint.prepare_folder(folder, resume=resume)
-            self.lock.callback(lock.close)
-            if not lock.holds:
-                self.report.warning(
-                    f"--checkpoint-dir {folder} is on a file system without locks: a second run "
-                    f"there would not be noticed"
-                )
-        self.metrics = MetricsWriter(self.settings.log_dir if self.writes else None)
-
-    def _make_engine(self, state: checkpoint.State | None) -> None:
-        settings, world = self.settings, self.world
-        self.reducer = Reducer(
-            self.model,
-            **bucket_choice.to_begin_with(settings, state, world.world_size),
-            shared_memory=settings.shared_memory,
-            gradient_as_bucket_view=True,
-            # Every shard is judged by rank 0's running statistics.
-            broadcast_buffers=True,
-            check_every=settings.check_sync or None,
-            stall_after=settings.stall_after if settings.stall_after < math.inf else None,
-            ready_order=None if state is None else state["ready_order"],
-            shards=settings.shards,
-        )
-        self.compression = Compression(settings, self.reducer, self.group)
-        self.optimizer = SGD(
-            self.model.parameters(),
-            lr=settings.lr,
-            momentum=settings.momentum,
-            weight_decay=settings.weight_decay,
-            reducer=self.reducer,
-        )
-        if settings.stragglers is not None:
-            self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
-        self.timeline = begin_timeline(settings, self.reducer)
-        # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
-        # overflow on all, and all skip the same step.
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
-
-    # 5. run -------------------------------------------------------------------------------------
+class Trainer(Engine):
+    """A training run on this rank: epochs of steps, each with an evaluation and a checkpoint."""
 
     def run(self) -> int:
         """Trains, and prints the result.
@@ -202,30 +46,75 @@ class Trainer:
                         self.reducer.abort_step()
                     self._lose(error)
                 self._go_on(left)
-        if not number:
-            self._report_end(test_accuracy, time.monotonic() - began)
-        return number
+        if number:
+            return number
+        seconds, settings = time.monotonic() - began, self.settings
+        self.metrics.close()
+        self.report.line(
+            f"{settings.backend}, {self.world.world_size} ranks, global batch "
+            f"{self.data.global_batch_size}, {settings.model}, {seconds:.1f} s"
+        )
+        if settings.bucket_cap_mb == AUTO:
+            cap, found = self.reducer.bucket_cap_mb, "not settled in "
+            if cap is None:
+                found += f"{self.reducer.iteration} averages"
+            else:
+                caps = cap if isinstance(cap, list | tuple) else (cap,)
+                found = ", then ".join(f"{size:g}" for size in caps)
+                found += f" MiB, sent {'during' if self.reducer.overlap else 'after'} backward"
+            self.report.line(f"bucket_cap_mb auto: {found}")
+        if (summary := self.compression.summary()) is not None:
+            self.report.line(summary)
+        if self.saved_as is not None:
+            self.report.line(f"checkpoint {self.saved_as}")
+        if settings.log_dir is not None:
+            self.report.line(f"metrics {settings.log_dir}")
+        self.report.result(f"{settings.dataset} test accuracy {test_accuracy:.4f}")
+        return 0
 
     def _train(self, stop: StopSignal) -> tuple[int, float]:
         """Trains from the present position to the end; the signal that stopped it, the accuracy."""
-        test_accuracy = None
+        number, test_accuracy = 0, None
         if self.membership.changed and self.epoch and not self.step:
             # A rank may have been lost while the last one was written.
             self._save()
-        while self.epoch < self.settings.epochs:
+        while self.epoch < self.settings.epochs and not number:
             number = self._train_epoch(stop)
             # The last steps' losses, which no step has exchanged. Before a checkpoint.
             stop.ask(self.losses.settled())
             self._answer(stop)
-            if number:
-                close_timeline(self.timeline, self.report)
-                self._report_stop(number)
-                return number, math.nan
-            test_accuracy = self._end_epoch()
-        close_timeline(self.timeline, self.report)
+            if not number:
+                test_accuracy = self._end_epoch()
+        self._print_timeline()
+        if number:
+            self._save()
+            saved = "nothing was saved (no --checkpoint-dir)"
+            if self.saved_as is not None:
+                saved = f"saved {self.saved_as}: --resume auto continues"
+            place = f"epoch {self.epoch + 1}, step {self.step}/{self.data.steps_per_epoch}"
+            self.report.result(f"stopped in {place}; {saved}")
+            self.metrics.close()
+            # No rank may end, and its launcher end the others, before rank 0 has written and said
+            # so.
+            dist.barrier(group=self.group)
+            return number, math.nan
         if test_accuracy is None:  # resumed after the last epoch
             test_accuracy = self._evaluate()
         return 0, test_accuracy
+
+    def _print_timeline(self) -> None:
+        """Writes the timeline that was asked for, and prints a step of it. Collective."""
+        if self.timeline is None:
+            return
+        self.timeline.close()
+        if self.timeline.record is None:
+            self.report.warning(TOO_FEW)
+            return
+        record, colours = self.timeline.record, self.report.colours
+        self.report.line("\n" + as_text(record, record.typical, colour=colours) + "\n")
+        self.report.line(f"timeline {self.timeline.folder}/timeline.html")
+        if not self.timeline.has_picture:
+            self.report.line("no picture: that takes matplotlib (pip install matplotlib)")
 
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the epoch's end; returns the number of the signal that broke it off, or 0."""
@@ -233,16 +122,22 @@ class Trainer:
         self.data.sampler.set_epoch(self.epoch, self.step * self.settings.accumulate)
         first, began = self.step, time.monotonic()
         batches = iter(self.data.train)
-        steps = self.report.progress(
-            range(first, self.data.steps_per_epoch),
-            f"epoch {self.epoch + 1}/{self.settings.epochs}",
-        )
-        for _ in steps:
+        title = f"epoch {self.epoch + 1}/{self.settings.epochs}"
+        for _ in self.report.progress(range(first, self.data.steps_per_epoch), title):
             # The step hides this exchange, which so has the losses of earlier steps alone.
             stop.ask(self.losses.known(), self.membership.is_over)
             self._step(batches)
             if self.regrouped is not None:
-                self._report_regrouping(*self.regrouped)
+                # Behind the first step of the new group.
+                (left, met), self.regrouped = self.regrouped, None
+                ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
+                self.report.line(
+                    f"continuing with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: "
+                    f"another group after {1e3 * grouped:.0f} ms, the step after "
+                    f"{1e3 * repeated:.0f} ms"
+                )
+                seconds = {"group_seconds": grouped, "step_seconds": repeated}
+                self.metrics.log(self.global_step, ranks=ranks, **seconds)
             if number := self._answer(stop):
                 return number
         gpu.synchronize(self.world.device)
@@ -251,12 +146,10 @@ class Trainer:
         return 0
 
     def _step(self, batches: Iterator[Any]) -> None:
-        """Makes one optimizer step."""
         settings = self.settings
+        per_epoch, world_size = self.data.steps_per_epoch, self.world.world_size
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate(
-                self.global_step, self.data.steps_per_epoch, self.world.world_size
-            )
+            group["lr"] = settings.learning_rate(self.global_step, per_epoch, world_size)
         self.optimizer.zero_grad()
         if settings.shards is None:
             totals = self._backward(batches)
@@ -284,14 +177,13 @@ class Trainer:
     def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
         """Runs `accumulate` batches of this rank, or of one of its shards; returns their count."""
         settings, device = self.settings, self.world.device
+        dtype = DTYPES[settings.precision]
         totals = torch.zeros_like(self.totals)
         for remaining in reversed(range(settings.accumulate)):
             images, labels = (t.to(device, non_blocking=True) for t in next(batches))
             # Only the last backward pass sends: the gradients of all are in .grad by then.
             with self.reducer.no_sync() if remaining else nullcontext():
-                with torch.autocast(
-                    device.type, DTYPES[settings.precision], settings.precision != "fp32"
-                ):
+                with torch.autocast(device.type, dtype, dtype != torch.float32):
                     outputs = self.model(images)
                     loss = cross_entropy(outputs, labels)
                 # Divided here, since gradients of several backward passes add up.
@@ -303,30 +195,23 @@ class Trainer:
     def _answer(self, stop: StopSignal) -> int:
         """Ends an exchange and acts on its loss; returns the signal's number, or 0."""
         number, not_finite, is_over = stop.answer()
-        if not_finite:
-            self._report_loss(not_finite)
-        if is_over and not number:
-            raise CommunicationError("ranks were lost, or others want to join")
-        return number
-
-    def _report_loss(self, not_finite: int) -> None:
-        """Reports once where a loss was not finite; with `stop_on_nan` ends all ranks."""
-        if self.reported_loss:
-            return
-        self.reported_loss = True
-        place = place_of(not_finite, self.data.steps_per_epoch)
-        if not self.settings.stop_on_nan:
+        if not_finite and not self.reported_loss:
+            self.reported_loss = True
+            place = place_of(not_finite, self.data.steps_per_epoch)
+            if self.settings.stop_on_nan:
+                self.metrics.close()
+                # All ranks are here in the same step, so one alone says it.
+                error = UsageError if self.world.rank == 0 else PeerError
+                raise error(
+                    f"the loss is not finite {place}: a smaller --lr may help; --resume auto "
+                    f"continues from the last checkpoint, --no-stop-on-nan ignores it"
+                )
             self.report.warning(
                 f"the loss is not finite {place}; going on, as --no-stop-on-nan says"
             )
-            return
-        self.metrics.close()
-        # All ranks are here in the same step, so one alone says it.
-        error = UsageError if self.world.rank == 0 else PeerError
-        raise error(
-            f"the loss is not finite {place}: a smaller --lr may help; --resume auto continues "
-            f"from the last checkpoint, --no-stop-on-nan ignores it"
-        )
+        if is_over and not number:
+            raise CommunicationError("ranks were lost, or others want to join")
+        return number
 
     def _end_epoch(self) -> float:
         loss, correct, count = self._totals_of_all().tolist()
@@ -359,28 +244,6 @@ class Trainer:
     def _evaluate(self) -> float:
         return accuracy(self.model, self.data.test, self.world, self.settings.precision)
 
-    def _totals_of_all(self) -> torch.Tensor:
-        """The sums of all ranks' totals. Collective."""
-        # A copy: later steps need this rank's own.
-        totals = self.totals.clone()
-        if not self.membership.goes_on:
-            dist.all_reduce(totals)
-        return totals
-
-    # Ranks that are lost, and others that join ----------------------------------------------------
-
-    @property
-    def _position(self) -> int:
-        """The number of steps and of ends of epochs that are behind this rank."""
-        return self.global_step + self.epoch
-
-    def _lose(self, error: Exception) -> None:
-        """Leaves the group after the loss of a rank; raises any other error again."""
-        if not self.membership.goes_on or not is_communication_error(error):
-            self.membership.note_failure(self._position, error)
-            raise error
-        self.membership.lose(error)
-
     def _go_on(self, left: float) -> None:
         """Goes on with the ranks that there are, from the last step that any of them finished."""
         while True:
@@ -393,146 +256,6 @@ class Trainer:
             self._restore(state)
         self.reducer.set_step(self.global_step, self.settings.seed)
         self.regrouped = left, time.monotonic()
-
-    def _meet(self) -> checkpoint.State | None:
-        """Opens the next generation's group, and makes this rank one of it. Collective.
-
-        Returns:
-            The state of the rank that is ahead of others; None where all are equal or at the start.
-        """
-        meeting = self.membership.meet(self._position)
-        self.world = self.membership.world
-        self.report.speaks = self.world.rank == 0
-        if not self.world.one_machine:
-            # Until now each has seen its own machine's command alone.
-            require_alike(self.settings, self.group, _ASKED)
-        with together(self.group):
-            self.data = RankData(self.images, self.settings, self.world)
-            if not self.writes:
-                self._open_outputs()
-        if meeting.source is None or meeting.alike:
-            return None
-        mine = None
-        if self.world.rank == meeting.source:
-            mine = self._state() | {"rng": [], "totals": self.totals}
-        found: checkpoint.State = hand_on(mine, meeting.source)
-        return found
-
-    # Checkpoints --------------------------------------------------------------------------------
-
-    def _save(self) -> None:
-        """Writes a checkpoint where one is asked for. Collective."""
-        if self.settings.checkpoint_dir is None:
-            return
-        # Gathered by all ranks first: inside `together` rank 0 works alone.
-        generators: list[Any] = []
-        # With shards they are seeded in each step.
-        if self.settings.shards is None:
-            generators = [None] * self.world.world_size
-            dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
-        of_all = {
-            "rng": generators,
-            "compression": self.compression.state(),
-            "totals": self._totals_of_all(),
-        }
-        with together(self.group):
-            if self.world.rank == 0:
-                self.saved_as = checkpoint.save(
-                    self.settings.checkpoint_dir, self._state() | of_all
-                )
-
-    def _state(self) -> checkpoint.State:
-        """The part of a checkpoint that is alike on every rank."""
-        batch = self.data.global_batch_size
-        return {
-            "model": self.model.state_dict(),
-            "model_spec": self.data.model_spec,
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "ready_order": self.reducer.ready_order,
-            "buckets": bucket_choice.chosen(self.reducer),
-            "epoch": self.epoch,
-            "step": self.step,
-            "images": self.step * batch,  # of this epoch's permutation
-            "settings": self.settings.as_saved(),
-            "world_size": self.world.world_size,
-            "global_batch_size": batch,
-        }
-
-    def _restore(self, state: checkpoint.State) -> None:
-        self.model.load_state_dict(state["model"])
-        # Settings decide on momentum and weight decay, as they do on all else.
-        groups = {"param_groups": self.optimizer.state_dict()["param_groups"]}
-        self.optimizer.load_state_dict(state["optimizer"] | groups)
-        if state["scaler"]:  # empty where the precision was another
-            self.scaler.load_state_dict(state["scaler"])
-        self.epoch = state["epoch"]
-        # With another global batch: images that do not fill one count as not seen yet.
-        self.step = min(state["images"] // self.data.global_batch_size, self.data.steps_per_epoch)
-        self.global_step = self.epoch * self.data.steps_per_epoch + self.step
-        # The totals are of all ranks: on one of them, the sum stays right.
-        if (self.world.rank == 0 or self.membership.goes_on) and self.step == state["step"]:
-            self.totals.copy_(state["totals"])
-        if self.world.rank < len(state["rng"]):
-            checkpoint.set_rng_state(state["rng"][self.world.rank])
-
-    def _report_changes(self, state: checkpoint.State) -> None:
-        changes = self.settings.changes_since(state["settings"])
-        for name, now in (
-            ("world_size", self.world.world_size),
-            ("global_batch_size", self.data.global_batch_size),
-        ):
-            if state[name] != now and not (name == "world_size" and self.settings.shards):
-                changes.append(f"{name} {state[name]} -> {now}")
-        if changes:
-            self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
-
-    # Printing -----------------------------------------------------------------------------------
-
-    def _report_stragglers(self, found: StragglerReport) -> None:
-        self.report.line(str(found))
-        batch = self.data.global_batch_size
-        # Called in the last backward pass of a step, which is not counted yet.
-        self.metrics.log(self.global_step + 1, **straggler_values(found, self.reducer, batch))
-
-    def _report_regrouping(self, left: float, met: float) -> None:
-        """Reports a new group behind its first step."""
-        self.regrouped = None
-        ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
-        self.report.line(
-            f"continuing with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: another "
-            f"group after {1e3 * grouped:.0f} ms, the step after {1e3 * repeated:.0f} ms"
-        )
-        self.metrics.log(
-            self.global_step, ranks=ranks, group_seconds=grouped, step_seconds=repeated
-        )
-
-    def _report_stop(self, number: int) -> None:
-        self._save()
-        saved = "nothing was saved (no --checkpoint-dir)"
-        if self.saved_as is not None:
-            saved = f"saved {self.saved_as}: --resume auto continues"
-        steps = self.data.steps_per_epoch
-        self.report.result(f"stopped in epoch {self.epoch + 1}, step {self.step}/{steps}; {saved}")
-        self.metrics.close()
-        # No rank may end, and its launcher end the others, before rank 0 has written and said so.
-        dist.barrier(group=self.group)
-
-    def _report_end(self, test_accuracy: float, seconds: float) -> None:
-        settings, batch = self.settings, self.data.global_batch_size
-        self.metrics.close()
-        self.report.line(
-            f"{settings.backend}, {self.world.world_size} ranks, global batch {batch}, "
-            f"{settings.model}, {seconds:.1f} s"
-        )
-        for line in (bucket_choice.summary(settings, self.reducer), self.compression.summary()):
-            if line is not None:
-                self.report.line(line)
-        if self.saved_as is not None:
-            self.report.line(f"checkpoint {self.saved_as}")
-        if settings.log_dir is not None:
-            self.report.line(f"metrics {settings.log_dir}")
-        self.report.result(f"{settings.dataset} test accuracy {test_accuracy:.4f}")
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ Examples:
 # Imports torch only in a process that trains: --help, a wrong option and the parent of the ranks
 # answer at once.
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
 from ddp_from_scratch.training.cli import parse
-from ddp_from_scratch.training.settings import MAX_RESTARTS, Settings, option_of
+from ddp_from_scratch.training.settings import MAX_RESTARTS, Command, Settings, option_of
 
 _TRAINER = "ddp_from_scratch.training.loop"
 
@@ -45,7 +44,8 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         import tqdm  # noqa: F401  # before any rank is started, which would report it each
     if settings.elastic and settings.shards is None:
         # The same in each rank, which reads the same command line.
-        settings = replace(settings, shards=_power_of_two(sum(_counts(settings, options))))
+        least = sum(_counts(settings, options))
+        settings = replace(settings, shards=1 << (least - 1).bit_length())  # a power of two
     # A job's interactive shell, as `srun --pty bash` gives it, is a step with a single task.
     in_slurm_shell = (
         environment.launcher() == "srun" and environment.started() == 1 and options.nproc
@@ -55,25 +55,34 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         if code is not None:
             return code
     elif not environment.started_here():
-        _refuse_starting(settings, options)
-    return _train_or_test(settings, options)
-
-
-def _refuse_starting(settings: Settings, options: argparse.Namespace) -> None:
-    if settings.elastic:
-        raise UsageError(
-            f"--elastic is for starting without a launcher: {environment.launcher()} ends or "
-            f"restarts all ranks when one fails"
-        )
-    for name in ("nproc", "node_rank", "master_addr", "master_port"):
-        if getattr(options, name) is not None:
+        if settings.elastic:
             raise UsageError(
-                f"{option_of(name)} is for starting without a launcher, but "
-                f"{environment.launcher()} has started this process already: leave it out"
+                f"--elastic is for starting without a launcher: {environment.launcher()} ends or "
+                f"restarts all ranks when one fails"
             )
+        for name in ("nproc", "node_rank", "master_addr", "master_port"):
+            if getattr(options, name) is not None:
+                raise UsageError(
+                    f"{option_of(name)} is for starting without a launcher, but "
+                    f"{environment.launcher()} has started this process already: leave it out"
+                )
+
+    # Imported here, in a process that trains or tests.
+    from ddp_from_scratch.training.evaluate import test
+    from ddp_from_scratch.training.loop import Trainer
+    from ddp_from_scratch.world.process_group import process_group
+
+    with process_group(settings.backend, timeout=settings.timeout) as world:
+        if options.command == "test":
+            assert options.checkpoint is not None, "`parse` has seen it"
+            test(settings, options.dataset, options.checkpoint, world)
+            return 0
+        # As a shell reports a signal's end. Every rank returns the same.
+        number = Trainer(settings, world).run()
+        return 128 + number if number else 0
 
 
-def _start(settings: Settings, options: argparse.Namespace, command: Sequence[str]) -> int | None:
+def _start(settings: Settings, options: Command, command: Sequence[str]) -> int | None:
     """Starts the ranks; None where this process is the only one."""
     backend, counts = settings.backend, _counts(settings, options)
     if len(counts) > 1:
@@ -98,7 +107,7 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
     allowed = settings.max_restarts if settings.max_restarts is not None else MAX_RESTARTS
     asked = {}
     if settings.elastic and len(counts) > 1:
-        from ddp_from_scratch.training.process_setup import versions
+        from ddp_from_scratch.training.coordination import versions
 
         asked = versions() | settings.to_compare()
     return start_ranks(
@@ -115,37 +124,15 @@ def _start(settings: Settings, options: argparse.Namespace, command: Sequence[st
     )
 
 
-def _counts(settings: Settings, options: argparse.Namespace) -> tuple[int, ...]:
+def _counts(settings: Settings, options: Command) -> tuple[int, ...]:
     """The number of ranks on each machine."""
-    default = _visible_gpus() if settings.backend == "nccl" else 2
+    default = 2
+    if settings.backend == "nccl":
+        from ddp_from_scratch import gpu
+
+        default = gpu.count()
+        if default == 0:
+            raise UsageError(
+                "--backend nccl needs a GPU, and none is visible here: use --backend gloo or mpi"
+            )
     return environment.parse_counts(options.nproc or str(default), options.node_rank or 0)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
-
-
-def _visible_gpus() -> int:
-    from ddp_from_scratch import gpu
-
-    count = gpu.count()
-    if count == 0:
-        raise UsageError(
-            "--backend nccl needs a GPU, and none is visible here: use --backend gloo or mpi"
-        )
-    return count
-
-
-def _train_or_test(settings: Settings, options: argparse.Namespace) -> int:
-    """Trains or tests as one rank; returns its exit code."""
-    from ddp_from_scratch.training.evaluate import test
-    from ddp_from_scratch.training.loop import Trainer
-    from ddp_from_scratch.world.process_group import process_group
-
-    with process_group(settings.backend, timeout=settings.timeout) as world:
-        if options.command == "test":
-            test(settings, options.dataset, options.checkpoint, world)
-            return 0
-        # As a shell reports a signal's end. Every rank returns the same.
-        number = Trainer(settings, world).run()
-        return 128 + number if number else 0

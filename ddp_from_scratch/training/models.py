@@ -2,6 +2,7 @@
 
 import difflib
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,15 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
     if name == "cnn":
         return _cnn(channels, image_size, num_classes)
     if name == "mlp":
-        return _mlp(channels, image_size, num_classes)
+        # Two hidden layers of 256.
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(channels * image_size**2, 256),
+            nn.ReLU(inplace=True),
+            nn.Linear(256, 256),
+            nn.ReLU(inplace=True),
+            nn.Linear(256, num_classes),
+        )
     # Here and not above: it takes longer to import than torch.
     with needs_extra("train"):
         import torchvision
@@ -65,18 +74,6 @@ def _block(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
     )
 
 
-def _mlp(channels: int, image_size: int, num_classes: int) -> nn.Sequential:
-    """Two hidden layers of 256."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(channels * image_size**2, 256),
-        nn.ReLU(inplace=True),
-        nn.Linear(256, 256),
-        nn.ReLU(inplace=True),
-        nn.Linear(256, num_classes),
-    )
-
-
 def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) -> nn.Module:
     """Builds a torchvision model, behind an enlargement to the first size that it takes."""
     model: nn.Module | None = None
@@ -85,7 +82,13 @@ def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) 
             if model is None:
                 # vit and maxvit are made for one size, and refuse a wrong one here.
                 model = _torchvision_model(name, channels, size, num_classes)
-            _dry_run(model, (2, channels, size, size))
+            # A forward pass in train mode, on shapes alone. On the meta device: the model's own
+            # parameters, buffers and generators stay as they are.
+            named = [*model.named_parameters(), *model.named_buffers()]
+            shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
+            with torch.no_grad(), torch.device("meta"):
+                images = torch.empty(2, channels, size, size)
+                torch.func.functional_call(model, shapes, (images,))
         except (AssertionError, RuntimeError, ValueError) as error:  # vit, most, maxvit
             reason = one_line(error)
             continue
@@ -97,15 +100,6 @@ def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) 
         f"{name} takes no images of {image_size}x{image_size}, not even enlarged to {size}x{size} "
         f"({reason}); choose another model"
     )
-
-
-def _dry_run(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Runs a forward pass in train mode, on shapes alone."""
-    # On the meta device: the model's own parameters, buffers and generators stay as they are.
-    named = [*model.named_parameters(), *model.named_buffers()]
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
-    with torch.no_grad(), torch.device("meta"):
-        torch.func.functional_call(model, shapes, (torch.empty(shape),))
 
 
 def _torchvision_model(name: str, channels: int, size: int, num_classes: int) -> nn.Module:
@@ -126,22 +120,12 @@ def _torchvision_model(name: str, channels: int, size: int, num_classes: int) ->
         name, weights=None, num_classes=num_classes, **options
     )
     if channels != 3:
-        _replace_first_convolution(model, channels)
+        # The first convolution that a torchvision model registers is the one that sees the image.
+        path, old = next(
+            (path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d)
+        )
+        new: Any = nn.Conv2d
+        shape = {"kernel_size": old.kernel_size, "stride": old.stride, "padding": old.padding}
+        bias = old.bias is not None
+        model.set_submodule(path, new(channels, old.out_channels, **shape, bias=bias))
     return model
-
-
-def _replace_first_convolution(model: nn.Module, channels: int) -> None:
-    """Replaces the convolution that sees the image by one with `channels` input channels."""
-    # The first convolution that a torchvision model registers is the one that sees the image.
-    path, old = next(
-        (path, module) for path, module in model.named_modules() if isinstance(module, nn.Conv2d)
-    )
-    new = nn.Conv2d(
-        channels,
-        old.out_channels,
-        old.kernel_size,  # type: ignore[arg-type]  # typed as a tuple of any length
-        stride=old.stride,  # type: ignore[arg-type]
-        padding=old.padding,  # type: ignore[arg-type]
-        bias=old.bias is not None,
-    )
-    model.set_submodule(path, new)

@@ -1,15 +1,20 @@
-"""The options of a training run, checked before any process waits for another."""
+"""The options of run.py, each declared once: its default, help and limits.
+
+Does not import torch: --help and a mistake are answered at once.
+"""
 
 import math
+from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddp_from_scratch.core.layout import AUTO
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.environment import MOST_HERE
-from ddp_from_scratch.world.backends import MAX_TIMEOUT
+from ddp_from_scratch.world.backends import BACKENDS, MAX_TIMEOUT
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "fake")
 MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...)"
@@ -18,13 +23,8 @@ COMPRESSIONS = ("bf16", "fp16", "powersgd")
 POWERSGD_RANK = 2
 TIMELINE_STEPS = 5
 MAX_RESTARTS = 3
-_MOST = 10**9
-_LARGEST = 1e30  # float32 ends at 3e38
 # Settings that may differ between ranks: they concern a rank's machine, or the output of rank 0.
 _OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
-_TIMEOUT_RANGE = f"a positive number of seconds, at most {MAX_TIMEOUT:,.0f}"
-
-
 # Settings that an option switches off.
 _SWITCHED_OFF = {"overlap", "shared_memory"}
 
@@ -34,79 +34,211 @@ def option_of(name: str) -> str:
     return f"--{'no-' * (name in _SWITCHED_OFF)}{name.replace('_', '-')}"
 
 
+def _option(group: str, text: str, default: Any = None, *, must: Any = None, **how: Any) -> Any:
+    """A field and its option: the group and text in --help, `_must`, and for `add_argument`."""
+    return field(default=default, metadata={"group": group, "help": text, "must": must, "how": how})
+
+
+def _must(
+    expected: str, holds: Callable[[Any], bool], kind: Callable[[str], Any], metavar: str
+) -> dict[str, Any]:
+    return {"must": (expected, holds), "type": kind, "metavar": metavar}
+
+
+def _check(options: Any) -> None:
+    for one in fields(options):
+        value, must = getattr(options, one.name), one.metadata.get("must")
+        if value is not None and must is not None and not must[1](value):
+            raise UsageError(f"{option_of(one.name)} must be {must[0]}, got {value}")
+
+
+def _size(text: str) -> float | str:
+    try:
+        return text if text == AUTO else float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"must be a number or auto, got {text!r}") from None
+
+
+# The groups of --help, in its order.
+GROUPS = ("processes", "data", "training", "synchronisation", "what is kept")
+_processes, _data, _training, _synchronisation, _kept = (partial(_option, g) for g in GROUPS)
+
+# What values must be, and how argparse reads them.
+_MOST, _LARGEST = 10**9, 1e30  # float32 ends at 3e38
+_COUNT = _must(f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST, int, "N")
+_FROM_0 = _must("0 or more", lambda value: value >= 0, int, "N")
+_FROM_1 = _must("1 or more", lambda value: value >= 1, int, "N")
+_SEED = _must("0 to 2**62 - 1", lambda value: 0 <= value < 2**62, int, "N")
+_THREADS = _must(f"1 to {MOST_HERE:,}", lambda value: 1 <= value <= MOST_HERE, int, "N")
+_WORKERS = _must(f"0 to {MOST_HERE:,}", lambda value: 0 <= value <= MOST_HERE, int, "N")
+_SHARDS = _must("a power of two", lambda value: value > 0 and not value & value - 1, int, "V")
+_PORT = _must("1 to 65535", lambda value: 1 <= value <= 65535, int, "P")
+_SHARE = _must(f"0 to {_LARGEST:g}", lambda value: 0 <= value <= _LARGEST, float, "X")
+_POSITIVE = f"a positive number, at most {_LARGEST:g}"
+_RATE = _must(_POSITIVE, lambda value: 0 < value <= _LARGEST, float, "X")
+_SECONDS = f"a positive number of seconds, at most {MAX_TIMEOUT:,.0f}"
+_TIMEOUT = _must(_SECONDS, lambda value: 0 < value <= MAX_TIMEOUT, float, "S")
+_STALL = _must(
+    f"{_SECONDS}, or inf", lambda value: 0 < value <= MAX_TIMEOUT or value == math.inf, float, "S"
+)
+_CAP = _must("0 or more, or auto", lambda value: value == AUTO or value >= 0, _size, "MB")
+_FOLDER: dict[str, Any] = {"type": Path, "metavar": "DIR"}
+
+
 @dataclass(frozen=True)
-class Settings:
-    """A training run. Each field is the command line's option of the same name.
+class Command:
+    """The command, and what it needs beside the settings: the ranks to start, the file to test.
 
     Raises:
-        UsageError: a value out of its range; the text names the option.
+        UsageError: a value out of its range.
     """
 
-    backend: str = "gloo"
-    dataset: str = "digits"
-    data_dir: Path = Path("data")
-    download: bool = False
-    model: str = "cnn"
-    epochs: int = 10
-    batch_size: int = 32
-    global_batch_size: int | None = None
-    lr: float = 0.05
-    scale_lr: bool = False
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
-    bucket_cap_mb: float | str | None = None  # or "auto"
-    overlap: bool = True
-    shared_memory: bool = True
-    compress: str | None = None
-    powersgd_rank: int | None = None
-    sync_batch_norm: bool = False
-    accumulate: int = 1
-    shards: int | None = None
-    precision: str = "fp32"
-    seed: int = 0
-    deterministic: bool = False
-    stop_on_nan: bool = True
-    workers: int = 0
-    threads: int = 1
-    elastic: bool = False
-    max_restarts: int | None = None
-    timeout: float = 600.0
-    stall_after: float = 60.0
-    checkpoint_dir: Path | None = None
-    resume: str | None = None
-    log_dir: Path | None = None
-    timeline: Path | None = None
-    timeline_steps: int | None = None
-    stragglers: int | None = None
-    check_sync: int | None = None
-    quiet: bool = False
+    command: str = "train"
+    dataset: str | None = None  # as given: a test without it takes the one of the model's training
+    nproc: str | None = _processes(
+        "processes to start: a number, or one for each machine as in 8,2. Default: 2, with nccl "
+        "one for each visible GPU. Only without a launcher",
+        metavar="N[,N...]",
+    )
+    node_rank: int | None = _processes(
+        "this machine's place in --nproc 8,2, from 0", type=int, metavar="N"
+    )
+    master_addr: str | None = _processes(
+        "address of machine 0, as the others reach it", metavar="HOST"
+    )
+    master_port: int | None = _processes(
+        "port of machine 0, for machines that have its DDP_SECRET (default: 29500)", **_PORT
+    )
+    checkpoint: Path | None = _kept("the file that test evaluates", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "global_batch_size", "accumulate"):
-            self._require(name, f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST)
-        for name in ("momentum", "weight_decay"):
-            self._require(name, f"0 to {_LARGEST:g}", lambda value: 0 <= value <= _LARGEST)
-        self._require("threads", f"1 to {MOST_HERE:,}", lambda value: 1 <= value <= MOST_HERE)
-        self._require("workers", f"0 to {MOST_HERE:,}", lambda value: 0 <= value <= MOST_HERE)
-        self._require("check_sync", "0 or more", lambda value: value >= 0)
-        self._require("seed", "0 to 2**62 - 1", lambda value: 0 <= value < 2**62)
-        self._require("max_restarts", "0 or more", lambda value: value >= 0)
-        self._require("powersgd_rank", "1 or more", lambda value: value >= 1)
-        self._require("stragglers", f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST)
-        self._require("timeline_steps", f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST)
-        self._require(
-            "lr", f"a positive number, at most {_LARGEST:g}", lambda value: 0 < value <= _LARGEST
-        )
-        self._require("timeout", _TIMEOUT_RANGE, lambda value: 0 < value <= MAX_TIMEOUT)
-        self._require(
-            "stall_after",
-            f"{_TIMEOUT_RANGE}, or inf",
-            lambda value: 0 < value <= MAX_TIMEOUT or value == math.inf,
-        )
-        self._require(
-            "bucket_cap_mb", "0 or more, or auto", lambda value: value == AUTO or value >= 0
-        )
-        self._require("shards", "a power of two", lambda value: value > 0 and not value & value - 1)
+        if self.command not in ("train", "test"):
+            raise UsageError(f"the command must be train or test, got {self.command!r}; see --help")
+        _check(self)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A training run.
+
+    Raises:
+        UsageError: a value out of its range, or two that do not go together; it names the option.
+    """
+
+    backend: str = _processes("gloo and mpi: CPUs; nccl: GPUs", "gloo", choices=BACKENDS)
+    elastic: bool = _processes(
+        "survive lost ranks and machines: continue with the others and restart theirs; with gloo, "
+        "without a launcher",
+        False,
+    )
+    max_restarts: int | None = _processes(
+        f"lost ranks that --elastic replaces (default: {MAX_RESTARTS})", **_FROM_0
+    )
+    timeout: float = _processes("seconds to wait for other ranks", 600.0, **_TIMEOUT)
+    stall_after: float = _processes(
+        "seconds that a step waits for other ranks before it says what for; inf: never",
+        60.0,
+        **_STALL,
+    )
+    threads: int = _processes("CPU threads of a process", 1, **_THREADS)
+    dataset: str = _data(
+        "digits ships with the project; test takes the one that the model was trained on",
+        "digits",
+        choices=DATASETS,
+    )
+    data_dir: Path = _data("folder of the other datasets", Path("data"), **_FOLDER)
+    download: bool = _data("fetch the dataset if it is not there", False)
+    workers: int = _data("loading processes of a rank; 0: none", 0, **_WORKERS)
+    model: str = _training(MODELS, "cnn", metavar="NAME")
+    epochs: int = _training("passes over the training images", 10, **_COUNT)
+    batch_size: int = _training("images of a rank in a backward pass", 32, **_COUNT)
+    global_batch_size: int | None = _training(
+        "images of all ranks in an optimizer step, instead of --batch-size", **_COUNT
+    )
+    lr: float = _training("learning rate of SGD", 0.05, **_RATE)
+    scale_lr: bool = _training(
+        "--lr is meant for one rank's batch: multiply it by the number of batches in a step, with "
+        "a warm-up over 5 epochs (Goyal et al. 2017)",
+        False,
+    )
+    momentum: float = _training("of SGD", 0.9, **_SHARE)
+    weight_decay: float = _training("of SGD", 1e-4, **_SHARE)
+    accumulate: int = _training("backward passes in an optimizer step", 1, **_COUNT)
+    shards: int | None = _training(
+        "parts of a batch, a power of two: a rank computes several, and the result has the same "
+        "bits on any number of ranks. --batch-size is that of a shard",
+        **_SHARDS,
+    )
+    precision: str = _training(
+        "of the forward pass (autocast); fp16 with loss scaling", "fp32", choices=PRECISIONS
+    )
+    seed: int = _training(
+        "of the model, the order of images, and all that torch, numpy and Python's random draw",
+        0,
+        **_SEED,
+    )
+    deterministic: bool = _training("only algorithms that repeat exactly", False)
+    stop_on_nan: bool = _training(
+        "end all ranks where a loss is not finite, and save nothing of it; else it is only said",
+        True,
+        action=BooleanOptionalAction,
+    )
+    bucket_cap_mb: float | str | None = _synchronisation(
+        "size in MiB at which a bucket of gradients is sent; 0: one for each parameter; inf: one "
+        "for all; auto: what is fastest in the first steps, during backward or after it (default: "
+        "1 for the first, 25 for the others)",
+        **_CAP,
+    )
+    overlap: bool = _synchronisation("send gradients after backward, not during it", True)
+    shared_memory: bool = _synchronisation(
+        "on gloo, average by messages alone: by default a machine's ranks do it in memory that "
+        "they share",
+        True,
+    )
+    compress: str | None = _synchronisation(
+        "send gradients as bf16 or fp16, half the bytes, or as matrices of low rank (Vogels et al. "
+        "2019)",
+        choices=COMPRESSIONS,
+    )
+    powersgd_rank: int | None = _synchronisation(
+        "of the matrices of --compress powersgd: more is closer to the gradients, and larger "
+        f"(default: {POWERSGD_RANK})",
+        **_FROM_1,
+    )
+    sync_batch_norm: bool = _synchronisation(
+        "batch norm over the batches of all ranks (or --shards), not of each by itself", False
+    )
+    check_sync: int | None = _synchronisation(
+        "after each epoch compare all ranks' parameters and optimizer state bit for bit and print "
+        "the parameters' checksum; with N also in every Nth step, without printing",
+        nargs="?",
+        const=0,
+        **_FROM_0,
+    )
+    checkpoint_dir: Path | None = _kept(
+        "save after each epoch, and on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1; the newest two stay",
+        **_FOLDER,
+    )
+    resume: str | None = _kept(
+        "continue from FILE, or from the newest whole checkpoint of --checkpoint-dir; auto starts "
+        "anew where there is none",
+        metavar="auto|FILE",
+    )
+    log_dir: Path | None = _kept("metrics.jsonl and TensorBoard events", **_FOLDER)
+    timeline: Path | None = _kept(
+        "record some steps of all ranks, print one, and write a page, a picture and a trace there",
+        **_FOLDER,
+    )
+    timeline_steps: int | None = _kept(f"steps to record (default: {TIMELINE_STEPS})", **_COUNT)
+    stragglers: int | None = _kept(
+        "every N steps name the rank that the others wait for: how often, how long and in which "
+        "phase; --log-dir gets the same as scalars, with throughput and exposed communication",
+        **_COUNT,
+    )
+    quiet: bool = _kept("print the result alone", False)
+
+    def __post_init__(self) -> None:
+        _check(self)
         if self.shards is not None and self.compress is not None:
             raise UsageError("--compress cannot be used with --shards: leave it out")
         if self.shards is not None and self.bucket_cap_mb == AUTO:
@@ -128,27 +260,18 @@ class Settings:
             raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
         if self.timeline_steps is not None and self.timeline is None:
             raise UsageError("--timeline-steps is for --timeline, which is not given")
-        if self.elastic:
-            self._check_elastic()
-        elif self.max_restarts is not None:
+        if not self.elastic and self.max_restarts is not None:
             raise UsageError("--max-restarts is for --elastic, which is not given")
-        if self.resume == "auto" and self.checkpoint_dir is None:
-            raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
-
-    def _check_elastic(self) -> None:
-        if self.backend != "gloo":
+        if self.elastic and self.backend != "gloo":
             raise UsageError(
                 f"--elastic is for gloo, and the backend is {self.backend}: leave one of them out"
             )
         # What each rank has recorded by itself is lost with it.
         for name in ("timeline", "stragglers"):
-            if getattr(self, name) is not None:
+            if self.elastic and getattr(self, name) is not None:
                 raise UsageError(f"{option_of(name)} cannot be used with --elastic: leave one out")
-
-    def _require(self, name: str, expected: str, holds: Callable[[Any], bool]) -> None:
-        value = getattr(self, name)
-        if value is not None and not holds(value):
-            raise UsageError(f"{option_of(name)} must be {expected}, got {value}")
+        if self.resume == "auto" and self.checkpoint_dir is None:
+            raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
 
     def parts(self, world_size: int) -> int:
         """The parts of a batch, each with a backward pass of its own: shards, or ranks."""

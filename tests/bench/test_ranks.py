@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddp_from_scratch.bench import contenders as c
-from ddp_from_scratch.bench import prepare, timing
+from ddp_from_scratch.bench import timing
 from ddp_from_scratch.bench.workloads import Transformer, Workload, text_batch
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
@@ -41,14 +41,14 @@ def test_every_contender_trains_to_the_same_parameters(ranks, backend, optimizer
 @on("gloo-2")
 def test_what_did_not_train_alike_is_not_compared(world):
     def wrong(model, group, optimizers):
-        training = prepare.reducer()(model, group, optimizers)
-        return prepare.Training(
+        training = c.reducer()(model, group, optimizers)
+        return c.Training(
             training.forward, training.zero_grad, lambda loss: training.update(2 * loss)
         )
 
     references = [s for s in c.CONTENDERS if s.name in c.REFERENCES]
     for way, error in {
-        prepare.alone: "not the same on all",
+        c.alone: "not the same on all",
         wrong: "x and torch DDP, default have",
     }.items():
         torch.manual_seed(world.rank)

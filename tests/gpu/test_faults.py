@@ -119,7 +119,7 @@ def test_a_model_can_be_saved(nccl2):
 
 
 def late_loss(world):
-    from ddp_from_scratch.training.report import LossWatch, as_number
+    from ddp_from_scratch.training.coordination import LossWatch, as_number
 
     watch = LossWatch(world.rank, world.device)
     nan, good = (torch.tensor(loss).to("cuda") for loss in (float("nan"), 1.0))

@@ -27,7 +27,7 @@ from ddp_from_scratch.options.tuning import (
     choose,
     trials,
 )
-from ddp_from_scratch.training import bucket_choice
+from ddp_from_scratch.training.engine import buckets_to_begin_with
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
@@ -279,7 +279,7 @@ def run(world, folder, resume):
         trainer = make(kind=lambda **auto: Trainer(settings, world))
         began = trainer.reducer.bucket_cap_mb
         trainer.run()
-    return began, bucket_choice.chosen(trainer.reducer), [call.args[0] for call in line.mock_calls]
+    return began, trainer._state()["buckets"], [call.args[0] for call in line.mock_calls]
 
 
 def test_run_py_keeps_and_tells_what_it_chose(ranks, tmp_path):
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_other_settings_does_not_decide():
     found, anew = [{"bucket_cap_mb": cap, "overlap": cap == "auto"} for cap in (4.0, "auto")]
     settings = Settings(bucket_cap_mb="auto")
     state = {"world_size": 2, "settings": settings.as_saved(), "buckets": found}
-    begin = bucket_choice.to_begin_with
+    begin = buckets_to_begin_with
     assert begin(settings, state, 2) == found
     assert begin(settings, state, 3) == anew
     assert begin(settings, state | {"buckets": None}, 2) == begin(settings, None, 2) == anew

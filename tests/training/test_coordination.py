@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.launch.environment import Placement
-from ddp_from_scratch.training import evaluate, process_setup
+from ddp_from_scratch.training import coordination, evaluate
 from ddp_from_scratch.training.coordination import differences
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.settings import Settings, option_of
@@ -87,15 +87,15 @@ def test_the_command_versions_and_images_are_compared(world):
         told = refused(evaluate.test, settings, None, file, world)
     assert told.startswith("the command is train on rank 0 and test on rank 1")
 
-    versions = process_setup.versions()
+    versions = coordination.versions()
     assert {"torch", "torchvision", "ddp_from_scratch's source"} <= versions.keys()
     other = versions | ({"torch": "1.0"} if world.rank else {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_setup, "versions", lambda: other)
+        patch.setattr(coordination, "versions", lambda: other)
         told = refused(Trainer, settings, world)
     assert told.startswith(f"torch is {torch.__version__} on rank 0 and 1.0 on rank 1: it must")
 
-    load = process_setup.load_dataset
+    load = coordination.load_dataset
 
     def changed(*arguments, **named):
         data = load(*arguments, **named)
@@ -103,7 +103,7 @@ def test_the_command_versions_and_images_are_compared(world):
         return data
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_setup, "load_dataset", changed)
+        patch.setattr(coordination, "load_dataset", changed)
         told = refused(Trainer, settings, world)
     assert told.startswith("--dataset digits is 1,437 + 360 images of 1x8x8, checksum ")
     assert told.count(", checksum ") == 2

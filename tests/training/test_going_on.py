@@ -22,7 +22,7 @@ from ddp_from_scratch.training.main import main
 
 me = os.environ.get("DDP_MEMBER")
 if me is not None:
-    from ddp_from_scratch.training import loop
+    from ddp_from_scratch.training import engine
     from ddp_from_scratch.training.loop import Trainer, torch
 
     def die():
@@ -95,8 +95,8 @@ def half(state, file):
 torch.save = half
 """,
     "the first meeting": """
-broadcast = loop.broadcast_parameters
-loop.broadcast_parameters = lambda model: die() if me == "1" else broadcast(model)
+broadcast = engine.broadcast_parameters
+engine.broadcast_parameters = lambda model: die() if me == "1" else broadcast(model)
 """,
     "the joining of another": """
 before("_backward", lambda t: me == "1" and t.global_step == 4 and die())

@@ -48,11 +48,12 @@ def world(rank, world_size):
 
 def train_loader(dataset, rank=0, world_size=1, batch_size=1, **more):
     settings = Settings(batch_size=batch_size, **more)
-    return loaders.train_loader(dataset, settings, world(rank, world_size))
+    return loaders.make_loader(dataset, settings, world(rank, world_size), train=True)
 
 
 def exact_loader(dataset, rank, world_size):
-    return loaders.test_loader(dataset, Settings(batch_size=2), world(rank, world_size))
+    settings = Settings(batch_size=2)
+    return loaders.make_loader(dataset, settings, world(rank, world_size), train=False)
 
 
 def batches(loader):

@@ -14,7 +14,7 @@ from torch import nn
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.training import checkpoint, loop
+from ddp_from_scratch.training import checkpoint, engine
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.settings import Settings
@@ -52,7 +52,7 @@ def model_with_dropout(name, *, channels, image_size, num_classes):
 def make_trainer(world, folder, **changes):
     settings = Settings(backend=world.backend, checkpoint_dir=folder, **SETTINGS | changes)
     make = make_model if changes.get("model") in ("cnn", "mlp") else model_with_dropout
-    with patch.object(loop, "make_model", make):
+    with patch.object(engine, "make_model", make):
         return Trainer(settings, world)
 
 
@@ -141,7 +141,7 @@ def contents(folder):
         else:
             yield name, state.tolist() if isinstance(state, torch.Tensor) else state
 
-    state = checkpoint.load(checkpoint.files(folder)[0], torch.device("cpu"))
+    state = checkpoint.load(checkpoint.files(folder)[0])
     return dict(flat({n: v for n, v in state.items() if n not in ("world_size", "settings")}))
 
 

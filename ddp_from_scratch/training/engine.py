@@ -1,0 +1,317 @@
+"""What trains on this rank: data, model, Reducer, optimizer; made, saved, restored, joined."""
+
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.core.layout import AUTO
+from ddp_from_scratch.elasticity.closing import hand_on
+from ddp_from_scratch.elasticity.membership import Membership
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.rank_process import is_communication_error
+from ddp_from_scratch.optim.flat_optimizer import SGD
+from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.shards.tree_reduction import seed_generators
+from ddp_from_scratch.sync.broadcast import broadcast_parameters
+from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from ddp_from_scratch.training import checkpoint
+from ddp_from_scratch.training.compression import Compression
+from ddp_from_scratch.training.coordination import (
+    LossWatch,
+    on_rank_zero,
+    open_dataset,
+    prepare_process,
+    require_alike,
+    together,
+)
+from ddp_from_scratch.training.loaders import RankData
+from ddp_from_scratch.training.models import make_model
+from ddp_from_scratch.training.report import MetricsWriter, Report
+from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
+from ddp_from_scratch.watch.stragglers import StragglerReport
+from ddp_from_scratch.watch.timeline import Timeline
+from ddp_from_scratch.world.process_group import World
+
+_ASKED = {"the command": "train"}
+
+
+class Engine:
+    """All that a training run has on this rank, and its position: epoch and step.
+
+    1. Data: this rank's shard.
+    2. Model: built alike on every rank, then made equal to rank 0's.
+    3. Where to begin: at the start, or where a checkpoint left off.
+    4. Engine: the Reducer, which averages gradients, and the optimizer.
+
+    Raises:
+        UsageError: the dataset, model, batch size, folder or checkpoint cannot be had. On every
+            rank alike.
+    """
+
+    def __init__(self, settings: Settings, world: World) -> None:
+        self.settings, self.world = settings, world
+        self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
+        group = prepare_process(settings, world, _ASKED)
+        # For CPU tensors. None is the default group, which --elastic replaces by others.
+        self.group = group if world.backend == "nccl" else None
+        self.images = open_dataset(settings.dataset, settings, world, self.group)
+        # Held until `run` ends: another run would remove this one's checkpoints.
+        self.lock = ExitStack()
+        self.writes = False
+        self.epoch = self.step = self.global_step = 0
+        with together(self.group):
+            # 1. Data
+            self.data = RankData(self.images, settings, world)
+            # 2. Model
+            self.model = make_model(**self.data.model_spec).to(world.device)
+            if settings.sync_batch_norm:
+                convert_sync_batchnorm(self.model)
+                if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
+                    raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
+            # With --elastic this process is alone until 3.
+            self.membership = Membership(world, settings.shards or 1, settings.timeout)
+            if not self.membership.goes_on:
+                self._open_outputs()
+        # 3. Where to begin
+        state, compressed = self._begin()
+        # 4. Engine
+        self._make_engine(state)
+        # Of this epoch, as `_count`: this rank's, and only sums over ranks leave this process; with
+        # --elastic those of all ranks, since a lost rank's cannot be asked for.
+        self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self.losses = LossWatch(world.rank, world.device)
+        self.reported_loss = False
+        self.saved_as: Path | None = None
+        # When the group was left, and when there was another; None once that is reported.
+        self.regrouped: tuple[float, float] | None = None
+        self.images_per_second = 0.0
+        if state is not None:
+            self._restore(state)
+            # Last: it sets PowerSGD's state to the restored scaler's scale.
+            self.compression.restore(compressed, self.scaler, self.report)
+        if settings.shards is not None:
+            self.reducer.set_step(self.global_step, settings.seed)
+        self.membership.note_state()
+
+    def _begin(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
+        """The state to begin with, and its "compression" on rank 0; None at the start. Collective.
+
+        It comes from a checkpoint or, where this rank joins a run, from another rank.
+        """
+        while True:
+            try:
+                if self.membership.goes_on and (state := self._meet()) is not None:
+                    return state, None
+                broadcast_parameters(self.model)
+                # From here on ranks draw different numbers: until now all have built the same
+                # model.
+                if self.settings.shards is None:
+                    seed_generators(self.settings.seed + self.world.rank)
+                return self._find_checkpoint()
+            except Exception as error:  # noqa: BLE001  # raised again where it ends the run
+                self._lose(error)
+
+    def _find_checkpoint(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
+        settings, compressed = self.settings, None
+
+        def read() -> checkpoint.State | None:
+            nonlocal compressed
+            spec, model, report = self.data.model_spec, self.model, self.report
+            state = checkpoint.find_checkpoint(settings, spec, model, report)
+            # Not for all: it is as large as the gradients, for each rank, and no rank needs
+            # another's.
+            if state is not None:
+                compressed = state.pop("compression", None)
+            return state
+
+        state = on_rank_zero(read, self.group)
+        if state is not None:
+            changes = settings.changes_since(state["settings"])
+            now = {} if settings.shards else {"world_size": self.world.world_size}
+            now["global_batch_size"] = self.data.global_batch_size
+            changes += [f"{k} {state[k]} -> {v}" for k, v in now.items() if state[k] != v]
+            if changes:
+                self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
+        return state, compressed
+
+    def _open_outputs(self) -> None:
+        """Opens the folders of checkpoints and metrics, on rank 0, which alone writes."""
+        folder = self.settings.checkpoint_dir
+        self.writes = self.world.rank == 0
+        if folder is not None and self.writes:
+            # A rank that takes over goes on with the checkpoints of the one that was lost.
+            resume = "auto" if self.membership.took_over else self.settings.resume
+            lock = checkpoint.prepare_folder(folder, resume=resume)
+            if lock is not None:
+                self.lock.enter_context(lock)
+            else:
+                self.report.warning(
+                    f"--checkpoint-dir {folder} is on a file system without locks: a second run "
+                    f"there would not be noticed"
+                )
+        self.metrics = MetricsWriter(self.settings.log_dir if self.writes else None)
+
+    def _make_engine(self, state: checkpoint.State | None) -> None:
+        settings, world = self.settings, self.world
+        self.reducer = Reducer(
+            self.model,
+            **buckets_to_begin_with(settings, state, world.world_size),
+            shared_memory=settings.shared_memory,
+            gradient_as_bucket_view=True,
+            # Every shard is judged by rank 0's running statistics.
+            broadcast_buffers=True,
+            check_every=settings.check_sync or None,
+            stall_after=settings.stall_after if settings.stall_after < math.inf else None,
+            ready_order=None if state is None else state["ready_order"],
+            shards=settings.shards,
+        )
+        self.compression = Compression(settings, self.reducer, self.group)
+        self.optimizer = SGD(
+            self.model.parameters(),
+            lr=settings.lr,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+            reducer=self.reducer,
+        )
+        if settings.stragglers is not None:
+            self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
+        self.timeline: Timeline | None = None
+        if settings.timeline is not None:
+            steps = settings.timeline_steps or TIMELINE_STEPS
+            self.timeline = Timeline(self.reducer, settings.timeline, steps)
+        # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
+        # overflow on all, and all skip the same step.
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
+
+    def _report_stragglers(self, found: StragglerReport) -> None:
+        self.report.line(str(found))
+        late = {"straggler_rank": found.rank, "straggler_ms": found.late_ms}
+        # Called in the last backward pass of a step, which is not counted yet.
+        self.metrics.log(
+            self.global_step + 1,
+            images_per_second=1e3 * self.data.global_batch_size / max(found.step_ms, 1e-3),
+            step_ms=found.step_ms,
+            **{f"{phase}_ms": ms for phase, ms in found.others_ms.items()},
+            exposed_ms=found.exposed_ms,
+            averaged_bytes=sum(self.reducer.stats().bucket_bytes),
+            **(late if found.is_late else {}),
+        )
+
+    # Ranks that are lost, and others that join ----------------------------------------------------
+
+    @property
+    def _position(self) -> int:
+        """The number of steps and of ends of epochs that are behind this rank."""
+        return self.global_step + self.epoch
+
+    def _lose(self, error: Exception) -> None:
+        """Leaves the group after the loss of a rank; raises any other error again."""
+        if not self.membership.goes_on or not is_communication_error(error):
+            self.membership.note_failure(self._position, error)
+            raise error
+        self.membership.lose(error)
+
+    def _meet(self) -> checkpoint.State | None:
+        """Opens the next generation's group, and makes this rank one of it. Collective.
+
+        Returns:
+            The state of the rank that is ahead of others; None where all are equal or at the start.
+        """
+        meeting = self.membership.meet(self._position)
+        self.world = self.membership.world
+        self.report.speaks = self.world.rank == 0
+        if not self.world.one_machine:
+            # Until now each has seen its own machine's command alone.
+            require_alike(self.settings, self.group, _ASKED)
+        with together(self.group):
+            self.data = RankData(self.images, self.settings, self.world)
+            if not self.writes:
+                self._open_outputs()
+        if meeting.source is None or meeting.alike:
+            return None
+        mine = None
+        if self.world.rank == meeting.source:
+            mine = self._state() | {"rng": [], "totals": self.totals}
+        found: checkpoint.State = hand_on(mine, meeting.source)
+        return found
+
+    # Checkpoints --------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Writes a checkpoint where one is asked for. Collective."""
+        if self.settings.checkpoint_dir is None:
+            return
+        # Gathered by all ranks first: inside `together` rank 0 works alone.
+        generators: list[Any] = []
+        if self.settings.shards is None:  # with shards they are seeded in each step
+            generators = [None] * self.world.world_size
+            dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
+        compressed, totals = self.compression.state(), self._totals_of_all()
+        of_all = {"rng": generators, "compression": compressed, "totals": totals}
+        with together(self.group):
+            if self.world.rank == 0:
+                folder = self.settings.checkpoint_dir
+                self.saved_as = checkpoint.save(folder, self._state() | of_all)
+
+    def _state(self) -> checkpoint.State:
+        """The part of a checkpoint that is alike on every rank."""
+        batch, buckets = self.data.global_batch_size, None
+        if self.reducer.bucket_cap_mb is not None:  # None where "auto" has not settled
+            buckets = {"bucket_cap_mb": self.reducer.bucket_cap_mb, "overlap": self.reducer.overlap}
+        return {
+            "model": self.model.state_dict(),
+            "model_spec": self.data.model_spec,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "ready_order": self.reducer.ready_order,
+            "buckets": buckets,
+            "epoch": self.epoch,
+            "step": self.step,
+            "images": self.step * batch,  # of this epoch's permutation
+            "settings": self.settings.as_saved(),
+            "world_size": self.world.world_size,
+            "global_batch_size": batch,
+        }
+
+    def _restore(self, state: checkpoint.State) -> None:
+        self.model.load_state_dict(state["model"])
+        # Settings decide on momentum and weight decay, as they do on all else.
+        groups = {"param_groups": self.optimizer.state_dict()["param_groups"]}
+        self.optimizer.load_state_dict(state["optimizer"] | groups)
+        if state["scaler"]:  # empty where the precision was another
+            self.scaler.load_state_dict(state["scaler"])
+        self.epoch = state["epoch"]
+        # With another global batch: images that do not fill one count as not seen yet.
+        self.step = min(state["images"] // self.data.global_batch_size, self.data.steps_per_epoch)
+        self.global_step = self.epoch * self.data.steps_per_epoch + self.step
+        # The totals are of all ranks: on one of them, the sum stays right.
+        if (self.world.rank == 0 or self.membership.goes_on) and self.step == state["step"]:
+            self.totals.copy_(state["totals"])
+        if self.world.rank < len(state["rng"]):
+            checkpoint.set_rng_state(state["rng"][self.world.rank])
+
+    def _totals_of_all(self) -> torch.Tensor:
+        """The sums of all ranks' totals. Collective."""
+        # A copy: later steps need this rank's own.
+        totals = self.totals.clone()
+        if not self.membership.goes_on:
+            dist.all_reduce(totals)
+        return totals
+
+
+def buckets_to_begin_with(
+    settings: Settings, state: checkpoint.State | None, world_size: int
+) -> dict[str, Any]:
+    """`bucket_cap_mb` and `overlap` of the Reducer: as asked for, or as "auto" chose before."""
+    if settings.bucket_cap_mb == AUTO and state is not None:
+        # None where the run was stopped before it had found them: they are looked for again.
+        before: dict[str, Any] | None = state.get("buckets")
+        # With other settings or another number of ranks other buckets may be the best.
+        same = state["world_size"] == world_size and not settings.changes_since(state["settings"])
+        if same and before is not None:
+            return before
+    return {"bucket_cap_mb": settings.bucket_cap_mb, "overlap": settings.overlap}
