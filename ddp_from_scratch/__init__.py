@@ -9,7 +9,7 @@
         reducer = ddp.Reducer(model)
         ...                                  # backward() now leaves averages in .grad
 
-To follow one gradient, begin in `reducer/reducer.py`. Names here are imported when first used.
+To follow one gradient, begin in `core/reducer.py`. Names here are imported when first used.
 """
 
 from importlib import import_module
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
     from ddp_from_scratch.optim.node_shared import NodeSharedAdam, NodeSharedAdamW, NodeSharedSGD
     from ddp_from_scratch.options import power_sgd
-    from ddp_from_scratch.options.join import JoinableReducer, join
     from ddp_from_scratch.reducer import Reducer
     from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
     from ddp_from_scratch.sync.check_sync import check_sync
     from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from ddp_from_scratch.torch_ddp.join import JoinableReducer, join
     from ddp_from_scratch.torch_ddp.wrapper import DistributedDataParallel
     from ddp_from_scratch.watch.timeline import timeline
     from ddp_from_scratch.world.process_group import World, process_group
@@ -66,7 +66,7 @@ _MODULES = {
     "Adam": "optim.flat_optimizer",
     "AdamW": "optim.flat_optimizer",
     "DistributedDataParallel": "torch_ddp.wrapper",
-    "JoinableReducer": "options.join",
+    "JoinableReducer": "torch_ddp.join",
     "NodeSharedAdam": "optim.node_shared",
     "NodeSharedAdamW": "optim.node_shared",
     "NodeSharedSGD": "optim.node_shared",
@@ -80,7 +80,7 @@ _MODULES = {
     "comm_hooks": "comm_hooks",
     "convert_sync_batchnorm": "sync.sync_batch_norm",
     "elastic": "elasticity.run",
-    "join": "options.join",
+    "join": "torch_ddp.join",
     "power_sgd": "options.power_sgd",
     "process_group": "world.process_group",
     "start_ranks": "launch.supervisor",

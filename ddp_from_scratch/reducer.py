@@ -71,9 +71,9 @@ class Reducer(CoreReducer):
             that step these parameters. None means never, unless forward passes write to parameters:
             then in the first average, and in every hundredth.
         stall_after: seconds after which a step that waits is reported, with the ranks it waits for
-            (`stall_watch.py`). None means never.
+            (`watch/stall.py`). None means never.
         straggler_every: print on rank 0, in every so many averages, which rank the others waited
-            for, how often, how long, and in which phase (`straggler_watch.py`). None means never.
+            for, how often, how long, and in which phase (`watch/stragglers.py`). None means never.
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
         shards: a power of two. A step's batch is this many equal shards, each rank runs those of

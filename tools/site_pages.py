@@ -119,8 +119,9 @@ def _pages() -> list[Path]:
 
 
 def _rooms() -> list[Path]:
-    """The package's folders of code."""
-    return sorted(init.parent for init in PACKAGE.glob("*/__init__.py"))
+    """The package's folders of code, and the modules beside them, each as a folder of one."""
+    alone = [path.with_suffix("") for path in PACKAGE.glob("*.py") if path.stem[:2] != "__"]
+    return sorted([*alone, *(init.parent for init in PACKAGE.glob("*/__init__.py"))])
 
 
 def _programs() -> list[Path]:
@@ -131,6 +132,7 @@ def _programs() -> list[Path]:
 
 def _reference(room: Path) -> str:
     """The page of a room: its docstring, and all its modules."""
-    modules = sorted(path for path in room.glob("*.py") if not path.stem.startswith("__"))
+    found = room.glob("*.py") if room.is_dir() else [room.with_suffix(".py")]
+    modules = sorted(path for path in found if not path.stem.startswith("__"))
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules]
     return "\n\n".join([f"# {room.name}", *(f"::: {name}" for name in names)]) + "\n"

@@ -185,7 +185,10 @@ class Bucket:
             else:
                 raise self._gone(parameter)
         if self._together or scale == 1:
-            self._copy(windows, sources)
+            if self._on_gpu:
+                windows, sources = self._copy_strided(windows, sources)
+            if windows:
+                torch._foreach_copy_(windows, sources)
             if scale != 1:
                 self.flat.mul_(scale)
         else:
@@ -202,20 +205,20 @@ class Bucket:
             f"it was counted in and before it was averaged"
         )
 
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        if self._on_gpu:
-            # One kernel copies them all, unless the strides of a single pair differ: then each pair
-            # takes a kernel of its own.
-            pairs = list(zip(targets, sources, strict=True))
-            targets, sources = [], []
-            for target, source in pairs:
-                if target.stride() == source.stride():
-                    targets.append(target)
-                    sources.append(source)
-                else:
-                    target.copy_(source)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+    def _copy_strided(
+        self, targets: list[torch.Tensor], sources: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Copies the pairs whose strides differ, and returns the others, for one kernel for all.
+
+        On a GPU: if the strides of a single pair differ, each pair takes a kernel of its own.
+        """
+        alike: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for target, source in zip(targets, sources, strict=True):
+            if target.stride() == source.stride():
+                alike.append((target, source))
+            else:
+                target.copy_(source)
+        return [target for target, _ in alike], [source for _, source in alike]
 
     # Launch -------------------------------------------------------------------------------------
 
@@ -314,7 +317,10 @@ class Bucket:
                     # A used member had a gradient at the launch. If it has none now, the user has
                     # dropped it since.
                     parameter.grad = view.clone()
-            self._copy(gradients, windows)
+            if self._on_gpu:
+                gradients, windows = self._copy_strided(gradients, windows)
+            if gradients:
+                torch._foreach_copy_(gradients, windows)
         self.reset()
 
     def reset(self) -> None:

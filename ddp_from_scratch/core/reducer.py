@@ -303,7 +303,8 @@ class CoreReducer:
         for may_launch in self._calls["may_launch"]:
             if not may_launch():
                 return False
-        return self.has_fixed_order() or not self.layers_communicate()
+        fixed = self.concurrent and not self.may_be_unused  # `has_fixed_order`
+        return fixed or not self.layers_communicate()
 
     def has_fixed_order(self) -> bool:
         """True if these collectives have a fixed place among those that layers issue in backward.

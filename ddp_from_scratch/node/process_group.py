@@ -81,11 +81,10 @@ class ProcessGroupNode(SharedMemoryGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         # Sparse tensors, and dtypes that are summed by gloo alone, if at all.
-        if any(
-            not tensor.is_cpu or tensor.layout is not torch.strided or tensor.dtype not in REDUCED
-            for tensor in tensors
-        ):
-            return self.gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
+        for tensor in tensors:
+            dense = tensor.is_cpu and tensor.layout is torch.strided
+            if not dense or tensor.dtype not in REDUCED:
+                return self.gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
         return super().allreduce(tensors, opts)
 
     allgather = _by_gloo("allgather")

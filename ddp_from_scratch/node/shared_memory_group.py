@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -154,8 +155,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        operations = [self._all_reduce(tensor, op) for tensor in tensors]
-        return self._submit("all_reduce", tensors, opts, *operations)
+        return self._submit(
+            "all_reduce", tensors, opts, *map(self._all_reduce, tensors, repeat(op))
+        )
 
     def sum_compressed(self, tensor: torch.Tensor, dtype: torch.dtype) -> dist.Work:
         """Sums as `allreduce` does, but in `dtype` from machine to machine. Collective."""
@@ -291,7 +293,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Gives the operations to the group's thread, under one handle."""
         # Not for a call whose arguments were refused: that raised before.
         self._sequence += 1
-        name = partial(_name_call, kind, self._sequence, self._nodes.everyone.world_rank, tensors)
+        name = partial(_name_call, kind, self._sequence, self._nodes.everyone, tensors)
         run = partial(run_in_turn, operations, self.checked_barrier, self._timeout.total_seconds())
         if torch.is_inference_mode_enabled() or any(map(torch.Tensor.is_inference, tensors)):
             run = torch.inference_mode()(run)  # such tensors may be written to there alone
@@ -318,6 +320,6 @@ def _show_profiler(name: str, tensors: Tensors, work: NodeWork) -> None:
         of_call._call_end_callbacks_on_future(work.get_future())
 
 
-def _name_call(kind: str, sequence: int, rank: int, tensors: Tensors) -> str:
+def _name_call(kind: str, sequence: int, everyone: Communicator, tensors: Tensors) -> str:
     size = sum(tensor.nbytes for tensor in tensors)
-    return f"{kind} number {sequence} on rank {rank} ({size} bytes)"
+    return f"{kind} number {sequence} on rank {everyone.world_rank} ({size} bytes)"

@@ -1,8 +1,9 @@
 """Raises if averages would be missing or wrong, and names the parameter and the rank."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.errors import AGAIN, shortened
 from ddp_from_scratch.group import on_gpu_of
 from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gather_integers
+
+# Called for all parameters before every forward pass: without a Python call for each.
+_version = attrgetter("_version")
+_requires_grad, _dtype, _device = map(attrgetter, ("requires_grad", "dtype", "device"))
 
 
 class Checks(Extension):
@@ -46,28 +51,31 @@ class Checks(Extension):
 
     def on_forward(self) -> None:
         """Raises, in training, if averages after this forward pass would be missing or wrong."""
-        reducer = self._reducer
-        training = trains(reducer.module)
+        reducer, module = self._reducer, self._reducer.module
+        # Recomputing a forward pass, for activation checkpointing, is part of backward.
+        recomputing = torch._C._current_graph_task_id() != -1
+        # One rank alone may evaluate. But a module in training mode without gradients may be inside
+        # a reentrant checkpoint, which runs its forward pass without them first.
+        training = not recomputing and (torch.is_grad_enabled() or module.training)
+        # Forgets an earlier forward pass that an exception has ended.
+        self._before = None
         if training:
-            difference = self._snapshot.difference(reducer.module, may_freeze=reducer.keeps_layout)
+            difference = self._snapshot.difference(module, may_freeze=reducer.keeps_layout)
             if difference is not None:
                 rank = dist.get_rank(reducer.process_group)
                 raise RuntimeError(
                     f"{difference} on rank {rank} after the Reducer was made: {AGAIN}"
                 )
             reducer.check_complete()
-        # Forgets an earlier forward pass that an exception has ended.
-        self._before = self._versions() if training and self._watches_writes else None
-
-    def _versions(self) -> list[int]:
-        return [*map(attrgetter("_version"), self._snapshot.parameters.values())]
+            if self._watches_writes:
+                self._before = [*map(_version, self._snapshot.parameters.values())]
 
     def on_forwarded(self, outputs: object) -> None:
         """Raises if forward has written to parameters and ranks will not be compared."""
         before, self._before = self._before, None
         if before is None:
             return
-        now = self._versions()
+        now = [*map(_version, self._snapshot.parameters.values())]
         if now == before:
             return
         names = self._snapshot.parameters
@@ -106,15 +114,6 @@ def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:
     ]
 
 
-def trains(module: torch.nn.Module) -> bool:
-    """True if a forward pass of training begins, in which all ranks take part."""
-    # Recomputing a forward pass, for activation checkpointing, is part of backward.
-    recomputing = torch._C._current_graph_task_id() != -1
-    # One rank alone may evaluate. But a module in training mode without gradients may be inside a
-    # reentrant checkpoint, which runs its forward pass without them first.
-    return not recomputing and (torch.is_grad_enabled() or module.training)
-
-
 class ModuleSnapshot:
     """The parameters of a module when the Reducer was made.
 
@@ -127,15 +126,18 @@ class ModuleSnapshot:
         self._ignore = frozenset(ignore)
         self.on_change: Callable[[], None] = lambda: None
         self.parameters = self._parameters_of(module)
-        self._traits = _traits(self.parameters.values())
+        everyone = self.parameters.values()
+        self._traits = [*map(_requires_grad, everyone)], [*map(_dtype, everyone)]
+        self._devices = [*map(_device, everyone)]
         self.look_at(module)
 
     def look_at(self, module: torch.nn.Module) -> None:
         """Notes which tensors and modules each submodule owns."""
         # Comparing the ids of what submodules own is enough, and cheaper than collecting names in
         # every forward pass.
-        self._owners = [*module.modules()]
-        self._owned = _owned(self._owners)
+        pairs = ((owner._parameters, owner._modules) for owner in module.modules())
+        self._tables: list[Any] = [*chain.from_iterable(pairs)]
+        self._owned = [*map(id, chain.from_iterable(map(dict.values, self._tables)))]
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Returns the parameters that require a gradient, by name.
@@ -153,12 +155,12 @@ class ModuleSnapshot:
 
         With `may_freeze` a parameter that required a gradient may require none now.
         """
-        if _owned(self._owners) != self._owned:
+        if [*map(id, chain.from_iterable(map(dict.values, self._tables)))] != self._owned:
             now = self._parameters_of(module)
             for name in self.parameters | now:
                 then, this = self.parameters.get(name), now.get(name)
                 if this is None and hasattr(then, "_st_info"):
-                    # Inside a DTensor from the first forward on; see `torch_ddp/arguments.py`.
+                    # Inside a DTensor from the first forward on; see `torch_ddp/internals.py`.
                     continue
                 # A substitute is there for one call only (torch.func.functional_call).
                 if then is not this and not (then is not None and _is_substitute(this)):
@@ -169,10 +171,13 @@ class ModuleSnapshot:
             if not any(_is_substitute(parameter) for parameter in now.values()):
                 self.look_at(module)
                 self.on_change()
-        traits = _traits(self.parameters.values())
-        if traits == self._traits:
+        everyone = self.parameters.values()
+        traits = [*map(_requires_grad, everyone)], [*map(_dtype, everyone)]
+        devices = [*map(_device, everyone)]
+        if traits == self._traits and devices == self._devices:
             return None
-        thens, nows = zip(*self._traits, strict=True), zip(*traits, strict=True)
+        thens = zip(*self._traits, self._devices, strict=True)
+        nows = zip(*traits, devices, strict=True)
         for name, before, after in zip(self.parameters, thens, nows, strict=True):
             if before != after and not (may_freeze and before == (True, *after[1:])):
                 return f"parameter {name} became {_describe(self.parameters[name])}"
@@ -184,22 +189,6 @@ class ModuleSnapshot:
 
 def _is_substitute(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and not isinstance(parameter, torch.nn.Parameter)
-
-
-# These run before every forward pass, for all parameters: without a Python call for each.
-
-
-def _owned(modules: Iterable[torch.nn.Module]) -> list[int]:
-    tables = chain.from_iterable(map(attrgetter("_parameters", "_modules"), modules))
-    return [*map(id, chain.from_iterable(map(dict.values, tables)))]
-
-
-def _traits(
-    parameters: Collection[torch.Tensor],
-) -> tuple[list[bool], list[torch.dtype], list[torch.device]]:
-    names = "requires_grad", "dtype", "device"
-    requires_grad, dtype, device = ([*map(attrgetter(name), parameters)] for name in names)
-    return requires_grad, dtype, device
 
 
 def _describe(parameter: torch.Tensor) -> str:

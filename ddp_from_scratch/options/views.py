@@ -98,7 +98,10 @@ class ViewBucket(Bucket):
                     lent = self._lent[position]
                     parameter.grad = lent if lent.data_ptr() == address else self._lend(position)
         if self._together or scale == 1:
-            self._copy(windows, sources)
+            if self._on_gpu:
+                windows, sources = self._copy_strided(windows, sources)
+            if windows:
+                torch._foreach_copy_(windows, sources)
             _multiply(self.flat, scale)
         else:
             for window, source in zip(windows, sources, strict=True):

@@ -29,7 +29,6 @@ from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.core.layout import Caps
 from ddp_from_scratch.group import check_group
 from ddp_from_scratch.options.buffers import BufferHook, BufferSync
-from ddp_from_scratch.options.join import JoinableReducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.torch_ddp import internals
 from ddp_from_scratch.torch_ddp.internals import (
@@ -38,6 +37,7 @@ from ddp_from_scratch.torch_ddp.internals import (
     WrappedReducer,
     moved,
 )
+from ddp_from_scratch.torch_ddp.join import JoinableReducer
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):

@@ -167,7 +167,7 @@ def uneven_batches(world):
     with ddp.join(reducer):
         for _ in range(2 + world.rank):
             step(module)
-        waits = [wait for wait in trace.host_waits() if "options/join.py" in wait]
+        waits = [wait for wait in trace.host_waits() if "torch_ddp/join.py" in wait]
     faults = trace.faults()
     reducer.remove()
     return faults, waits

@@ -129,7 +129,7 @@ EXPECTED_WAITS = {
     "tolist at core/reducer.py": "the order of buckets, in the first average",
     "optim/flat_params.py": "a state that was loaded",
     "optim/update_rules.py": "whether the kernel is exact, once",
-    "options/join.py": "a rank without data, in torch's Join",
+    "torch_ddp/join.py": "a rank without data, in torch's Join",
     "options/sparse.py": "the numbers of rows",
     "options/unused.py": "a rank with unused parameters",
     "sync/broadcast.py": "a Reducer that begins",
