@@ -1,5 +1,6 @@
 """The Reducer with its options: each is an extension of `core/reducer.py`, in a file of its own."""
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ class Reducer(CoreReducer):
         caps = bucket_caps(bucket_cap_mb)
         snapshot = ModuleSnapshot(module, ignore)
         parameters = snapshot.trainable()
-        check_group(process_group)
+        self._backend = str(dist.get_backend(check_group(process_group)))
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
         if fuse_wgrad and not on_cpu:
             raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
@@ -186,7 +187,7 @@ class Reducer(CoreReducer):
             owner=several.next_name,
             extensions=options(),
         )
-        several.add(self)
+        several.add(self, self.group() if self._meets() and shards is None else None)
 
     def _meets(self) -> bool:
         """True if all ranks make this object together."""
@@ -242,9 +243,7 @@ class Reducer(CoreReducer):
             # A hook of the user's own sends through the group that it names itself, most often the
             # Reducer's, and not through one that was opened beside it.
             transport=(
-                "shared memory"
-                if self._shares[self.sends_through_group()]
-                else str(dist.get_backend(self.process_group))
+                "shared memory" if self._shares[self.sends_through_group()] else self._backend
             ),
         )
 
@@ -313,7 +312,12 @@ class Reducer(CoreReducer):
     def _straggler_watch(
         self, every: int, tell: Callable[[StragglerReport], None] | None = None
     ) -> StragglerWatch:
-        return StragglerWatch(every, self.device, self.process_group, self.layers_communicate, tell)
+        communicate = weakref.WeakMethod(self.layers_communicate)
+
+        def layers_communicate() -> bool:
+            return (found := communicate()) is not None and found()
+
+        return StragglerWatch(every, self.device, self.process_group, layers_communicate, tell)
 
     def prepare_backward(self, outputs: object) -> None:
         """Looks for unused parameters in the graph of these tensors, where backward will begin."""
@@ -368,6 +372,7 @@ class Reducer(CoreReducer):
         if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
         weight = self.agree_weight(amount)
+        self.set_weight(weight)
         # Synchronised batch norm mixes gradients of all ranks before they are multiplied.
         if sync_batch_norms(self.module) and not weight.all_equal():
             self.set_weight(None)
@@ -376,7 +381,6 @@ class Reducer(CoreReducer):
                 "mixes the gradients of all ranks before they are weighed: leave weight() out, and "
                 "multiply each rank's loss by its amount x world size / the sum of all amounts"
             )
-        self.set_weight(weight)
 
     def agree_weight(self, amount: float) -> GradientWeight:
         """Starts to agree on the sum of all ranks' amounts. Collective.

@@ -172,8 +172,11 @@ class Bucket:
         """Copies the gradients in, multiplied by `scale`.
 
         Raises:
-            RuntimeError: the gradient of a member that is not unused is gone.
+            RuntimeError: the bucket is launched already, or the gradient of a member that is not
+                unused is gone.
         """
+        if self.state is not BucketState.FILLING:
+            raise self._again()
         sources, windows = [], []
         for index, parameter, view in self._rows:
             gradient = parameter.grad
@@ -198,6 +201,9 @@ class Bucket:
     def contribute_zeros(self) -> None:
         """Sends zeros, whatever the gradients hold: 0 * NaN would be NaN."""
         self.flat.zero_()
+
+    def _again(self) -> RuntimeError:
+        return RuntimeError(f"bucket {self._index} is launched a second time")
 
     def _gone(self, parameter: torch.Tensor) -> RuntimeError:
         return RuntimeError(
@@ -232,11 +238,8 @@ class Bucket:
             aside: True calls it on a stream of its own, if the bucket is on a GPU.
 
         Raises:
-            RuntimeError: the bucket is launched already.
             TypeError: the hook returned no future.
         """
-        if self.state is not BucketState.FILLING:
-            raise RuntimeError(f"bucket {self._index} is launched a second time")
         self._sent = self.flat
         if aside and self._on_gpu:
             # From torch 2.15 on, `get_future` of NCCL makes the current stream wait for the

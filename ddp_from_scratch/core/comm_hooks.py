@@ -113,15 +113,10 @@ def keep_local(state: Any, bucket: Bucket) -> Future:
     return future
 
 
-_HOOKS: tuple[Any, ...] = (
-    average,
-    allreduce_hook,
-    fp16_compress_hook,
-    bf16_compress_hook,
-    keep_local,
-)
-for _hook in _HOOKS:
-    _hook.one_collective = True
+def has_one_collective(hook: CommHook) -> bool:
+    """True for the hooks above, and for one that says of itself: `hook.one_collective = True`."""
+    ours = average, allreduce_hook, fp16_compress_hook, bf16_compress_hook, keep_local
+    return hook in ours or getattr(hook, "one_collective", False) is True
 
 
 def divides_in_packing(hook: CommHook, state: Any) -> bool:

@@ -5,7 +5,9 @@ A step, and the methods that are called in it:
     forward      on_forward, on_forwarded
     ready        on_gradient, is_complete               for each gradient
     launch       may_launch, skips, on_launch, on_packed, on_launched     for each bucket
+                 on_agree, on_agreed                    around a wait for ranks' weights
     end          takes_over_end, before_end             autograd has no more work in this pass
+                 on_break                               or an exception has ended it
                  on_all_launched, used                  every rank has launched every bucket
     wait         on_wait, on_waited                     for each bucket
     unpack       on_finished                            for each bucket
@@ -13,6 +15,8 @@ A step, and the methods that are called in it:
     step         on_step                                the optimizer is about to step
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +34,11 @@ class Extension:
     """
 
     def attach(self, reducer: Any) -> None:
-        """Called once, when a `core.reducer.Reducer` has its buckets, before its first hook."""
+        """Called when the Reducer has its buckets, before any other method.
+
+        `self._of()` is the Reducer from then on. Weakly: it holds this object.
+        """
+        self._of: Callable[[], Any] = weakref.ref(reducer)
 
     # Forward ------------------------------------------------------------------------------------
 
@@ -120,7 +128,7 @@ class Extension:
         """
 
     def error(self) -> RuntimeError | None:
-        """Returns the error that `backward()` raises on this rank, after the average."""
+        """Returns an error for `backward()` to raise after the average, on this rank."""
         return None
 
     # Between steps ------------------------------------------------------------------------------

@@ -66,6 +66,9 @@ class CoreReducer:
 
     Attributes:
         names, parameters: an index into these stands for a parameter everywhere.
+        device, rank: of the first parameter; of this process in the group.
+        extensions: in the order in which they are called.
+        caps, overlap, comm_hook, comm_state: settings of the next average.
         all_buckets, flat_buckets: in the order of launch; the second without those of `apart`.
         bucket_of: the bucket of each parameter, by index.
         sync: True if backward passes average. `no_sync()` sets it to False and back.
@@ -75,7 +78,9 @@ class CoreReducer:
         may_be_unused: True if a parameter may get no gradient.
         concurrent: True if the comm hook allows several buckets to be under way at a time.
         pass_number: autograd's number of the backward pass under way; IDLE without one.
+        pass_thread: the thread that began it.
         broken_off: True if an exception has ended that pass: autograd will not call at its end.
+        lock: held while the buckets change.
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -102,7 +107,7 @@ class CoreReducer:
         self.names = sorted(parameters, key=lambda name: name in self._apart)
         self.parameters = [parameters[name] for name in self.names]
         self._in_flat = len(self.names) - len(self._apart)
-        self.device = self.parameters[0].device
+        self.device, self.rank = self.parameters[0].device, dist.get_rank(process_group)
         self.sync, self.iteration = True, 0
         self.ready_order = None if ready_order is None else list(ready_order)
         self.keeps_layout = self.may_be_unused = False
@@ -155,14 +160,20 @@ class CoreReducer:
         self.extensions.insert(0 if first else len(self.extensions), extension)
         for name, calls in self._calls.items():
             if getattr(type(extension), name) is not getattr(Extension, name):
-                calls.insert(0 if first else len(calls), getattr(extension, name))
+                call = getattr(extension, name)
+                if first:
+                    self._calls[name] = [call, *calls]
+                else:
+                    calls.append(call)  # is called in the phase under way, too
 
     def remove_extension(self, extension: Extension) -> None:
         """Stops calling this extension."""
         self.extensions.remove(extension)
-        for calls in self._calls.values():
-            # In place: the module's hooks hold the list.
-            calls[:] = [call for call in calls if getattr(call, "__self__", None) is not extension]
+        for name, calls in self._calls.items():
+            # A new list: an extension may take itself off in the middle of a phase.
+            self._calls[name] = [
+                call for call in calls if getattr(call, "__self__", None) is not extension
+            ]
 
     # Layout -------------------------------------------------------------------------------------
 
@@ -393,7 +404,7 @@ class CoreReducer:
         self._scale = weight or 1.0
         self._divided = comm_hooks.divides_in_packing(hook, state)
         if self._divided:
-            self._scale *= 1.0 / dist.get_world_size(self.process_group)
+            self._scale *= 1.0 / dist.get_world_size(state)
         self._prepared_for = weakref.ref(own)
         for call in self._calls["on_agreed"]:
             call()
@@ -421,7 +432,7 @@ class CoreReducer:
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.comm_hook, self.comm_state, self._prepared_for = hook, state, None
-        self.concurrent = getattr(hook, "one_collective", False) is True
+        self.concurrent = comm_hooks.has_one_collective(hook)
 
     def await_hook(self) -> None:
         """Waits until a hook that starts several collectives has finished the last bucket."""
@@ -489,7 +500,8 @@ class CoreReducer:
             used = call()
         for bucket in self.all_buckets:
             self._wait(bucket)
-            with span(f"{bucket.label}: unpack"):
+            span_of = span if bucket.state is BucketState.LANDED else nullcontext
+            with span_of(f"{bucket.label}: unpack"):
                 bucket.unpack(used if takes_part else ())
             for call in self._calls["on_finished"]:
                 call(self.iteration, bucket, takes_part)
@@ -548,7 +560,7 @@ class CoreReducer:
 
     def check_complete(self) -> None:
         """Raises unless every gradient of the last backward pass has been averaged."""
-        rank = dist.get_rank(self.process_group)
+        rank = self.rank
         if self.pass_number != IDLE and _current_pass() != -1:
             raise RuntimeError(
                 f"an optimizer stepped during backward on rank {rank}, on gradients that are not "
@@ -581,8 +593,8 @@ class CoreReducer:
 
     def _second_gradient(self, index: int) -> RuntimeError:
         return RuntimeError(
-            f"parameter {self.names[index]} got a second gradient on rank "
-            f"{dist.get_rank(self.process_group)} while the first was being averaged. Accumulate "
+            f"parameter {self.names[index]} got a second gradient on rank {self.rank} while the "
+            f"first was being averaged. Accumulate "
             f"several backward passes under no_sync(), all but the last; where one pass gives it "
             f"several gradients, or it is used outside of the module's forward, use "
             f"static_graph=True"
@@ -590,7 +602,7 @@ class CoreReducer:
 
     def _check_gradient(self, index: int, gradient: torch.Tensor, bucket: Bucket) -> None:
         """Raises if the bucket cannot hold this gradient."""
-        name, rank = self.names[index], dist.get_rank(self.process_group)
+        name, rank = self.names[index], self.rank
         if gradient.is_sparse and not bucket.is_sparse:
             raise RuntimeError(
                 f"the gradient of parameter {name} is sparse on rank {rank}, but its module has "
@@ -608,12 +620,13 @@ class _End:
     """Ends a pass; autograd drops it uncalled if an exception ends the pass."""
 
     def __init__(self, reducer: CoreReducer) -> None:
-        self._reducer, self._number, self._called = weakref.ref(reducer), _current_pass(), False
+        # Strongly: the Reducer lives until its pass is over. Autograd drops this then.
+        self._end_pass, self._reducer = reducer.end_pass, weakref.ref(reducer)
+        self._number, self._called = _current_pass(), False
 
     def __call__(self) -> None:
         self._called = True
-        if (reducer := self._reducer()) is not None:
-            reducer.end_pass()
+        self._end_pass()
 
     # Autograd does not report a failed pass; it only drops the callbacks of that pass.
     def __del__(self) -> None:

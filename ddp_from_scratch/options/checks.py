@@ -1,6 +1,6 @@
 """Raises if averages would be missing or wrong, and names the parameter and the rank."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -42,8 +42,7 @@ class Checks(Extension):
         Raises:
             ValueError: there is one.
         """
-        self._reducer = reducer
-        self._snapshot.on_change = reducer.look_at_layers
+        super().attach(reducer)
         # One rank alone cannot differ from others.
         self._watches_writes = dist.get_world_size(reducer.process_group) > 1
         if self._watches_writes:
@@ -51,7 +50,8 @@ class Checks(Extension):
 
     def on_forward(self) -> None:
         """Raises, in training, if averages after this forward pass would be missing or wrong."""
-        reducer, module = self._reducer, self._reducer.module
+        reducer: CoreReducer = self._of()
+        module = reducer.module
         # Recomputing a forward pass, for activation checkpointing, is part of backward.
         recomputing = torch._C._current_graph_task_id() != -1
         # One rank alone may evaluate. But a module in training mode without gradients may be inside
@@ -60,12 +60,14 @@ class Checks(Extension):
         # Forgets an earlier forward pass that an exception has ended.
         self._before = None
         if training:
+            tables = self._snapshot.tables
             difference = self._snapshot.difference(module, may_freeze=reducer.keeps_layout)
             if difference is not None:
-                rank = dist.get_rank(reducer.process_group)
                 raise RuntimeError(
-                    f"{difference} on rank {rank} after the Reducer was made: {AGAIN}"
+                    f"{difference} on rank {reducer.rank} after the Reducer was made: {AGAIN}"
                 )
+            if self._snapshot.tables is not tables:
+                reducer.look_at_layers()
             reducer.check_complete()
             if self._watches_writes:
                 self._before = [*map(_version, self._snapshot.parameters.values())]
@@ -82,21 +84,23 @@ class Checks(Extension):
         written = [n for n, then, this in zip(names, before, now, strict=True) if then != this]
         self._written |= dict.fromkeys(written)
         # Writes before the first average make the Reducer compare ranks. Later ones would not.
-        if written and self._reducer.iteration and not self._compares():
+        reducer: CoreReducer = self._of()
+        if written and reducer.iteration and not self._compares(reducer):
             raise RuntimeError(
-                f"a forward pass on rank {dist.get_rank(self._reducer.process_group)} has written "
+                f"a forward pass on rank {reducer.rank} has written "
                 f"to {shortened(written)}, which other ranks may not have: write to parameters "
                 f"after the step, alike on every rank; or let the Reducer compare ranks, with "
                 f"check_every=N"
             )
 
-    def _compares(self) -> bool:
-        return any(isinstance(extension, DriftCheck) for extension in self._reducer.extensions)
+    def _compares(self, reducer: CoreReducer) -> bool:
+        return any(isinstance(extension, DriftCheck) for extension in reducer.extensions)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         """Has ranks compared from now on if a forward pass on any of them has written."""
-        if iteration == 1 and self._watches_writes and not self._compares():
-            reducer, group = self._reducer, self._reducer.process_group
+        if iteration == 1 and self._watches_writes and not self._compares(self._of()):
+            reducer: CoreReducer = self._of()
+            group = reducer.process_group
             with on_gpu_of(reducer.module):
                 counts = gather_integers([len(self._written)], group)
             if any(count for (count,) in counts):
@@ -119,12 +123,11 @@ class ModuleSnapshot:
 
     Attributes:
         parameters: all but those to ignore, by name.
-        on_change: called when a layer was replaced and its parameters were kept.
+        tables: what each submodule owns; another list after a layer was replaced.
     """
 
     def __init__(self, module: torch.nn.Module, ignore: Collection[str] = ()) -> None:
         self._ignore = frozenset(ignore)
-        self.on_change: Callable[[], None] = lambda: None
         self.parameters = self._parameters_of(module)
         everyone = self.parameters.values()
         self._traits = [*map(_requires_grad, everyone)], [*map(_dtype, everyone)]
@@ -136,8 +139,8 @@ class ModuleSnapshot:
         # Comparing the ids of what submodules own is enough, and cheaper than collecting names in
         # every forward pass.
         pairs = ((owner._parameters, owner._modules) for owner in module.modules())
-        self._tables: list[Any] = [*chain.from_iterable(pairs)]
-        self._owned = [*map(id, chain.from_iterable(map(dict.values, self._tables)))]
+        self.tables: list[Any] = [*chain.from_iterable(pairs)]
+        self._owned = [*map(id, chain.from_iterable(map(dict.values, self.tables)))]
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Returns the parameters that require a gradient, by name.
@@ -155,7 +158,7 @@ class ModuleSnapshot:
 
         With `may_freeze` a parameter that required a gradient may require none now.
         """
-        if [*map(id, chain.from_iterable(map(dict.values, self._tables)))] != self._owned:
+        if [*map(id, chain.from_iterable(map(dict.values, self.tables)))] != self._owned:
             now = self._parameters_of(module)
             for name in self.parameters | now:
                 then, this = self.parameters.get(name), now.get(name)
@@ -170,7 +173,6 @@ class ModuleSnapshot:
             # are not recorded: once they are freed, Python may give their ids to other objects.
             if not any(_is_substitute(parameter) for parameter in now.values()):
                 self.look_at(module)
-                self.on_change()
         everyone = self.parameters.values()
         traits = [*map(_requires_grad, everyone)], [*map(_dtype, everyone)]
         devices = [*map(_device, everyone)]

@@ -49,7 +49,7 @@ class FusedWgrad(Extension):
 
     def attach(self, reducer: CoreReducer) -> None:
         """Replaces the forward of the layers."""
-        self._reducer: CoreReducer | None = reducer
+        super().attach(reducer)
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Claimed and not arrived yet: a second gradient of the parameter must not overwrite it.
         self._claimed: set[int] = set()
@@ -72,9 +72,10 @@ class FusedWgrad(Extension):
         """
         if index is None or index in self._claimed or not _will_run(accumulation):
             return None
-        if self._reducer is None:  # a graph that has outlived it
+        reducer: CoreReducer | None = self._of()
+        if reducer is None:  # a graph that has outlived it
             return None
-        bucket = self._reducer.bucket_of[index]
+        bucket = reducer.bucket_of[index]
         if bucket.state is not BucketState.FILLING or index not in bucket.missing:
             return None
         window = bucket.claim(index) if bucket.packs_early else None
@@ -95,7 +96,7 @@ class FusedWgrad(Extension):
     def remove(self) -> None:
         """Gives the layers their own forward back. Idempotent."""
         # Graphs that are still alive get no window any more.
-        self._reducer = None
+        self._of = lambda: None
         for layer in self._layers:
             vars(layer).pop("forward", None)
         self._layers.clear()

@@ -27,19 +27,20 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 
 
 def next_name(memory_of: dist.ProcessGroup | None) -> str:
-    """Counts a new Reducer, and returns its name, the same on all ranks.
+    """Returns the name of a new Reducer, the same on all ranks.
 
     Those are counted that all ranks of a group make together, to share memory: one rank may make
     another alone.
     """
-    if memory_of is None:
+    if not isinstance(memory_of, SharedMemoryGroup):
         return "a Reducer"
-    number = _numbers[memory_of] = _numbers.get(memory_of, 0) + 1
-    return f"Reducer {number}" if isinstance(memory_of, SharedMemoryGroup) else "a Reducer"
+    return f"Reducer {_numbers.get(memory_of, 0) + 1}"
 
 
-def add(reducer: CoreReducer) -> None:
-    """Puts a new Reducer first in the order of launch."""
+def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
+    """Puts a new Reducer first in the order of launch, and counts it."""
+    if memory_of is not None:
+        _numbers[memory_of] = _numbers.get(memory_of, 0) + 1
     _made[next(_count)] = reducer
     everyone = living()
     for each in everyone if len(everyone) > 1 else []:
@@ -63,23 +64,19 @@ class Several(Extension):
 
     def attach(self, reducer: CoreReducer) -> None:
         """Begins with no pass."""
-        self._of = weakref.ref(reducer)
+        super().attach(reducer)
         # Alone it has not watched for exceptions (`on_break`).
         reducer.broken_off = reducer.pass_number != IDLE and not reducer.is_in_pass()
         # The Reducers that launch before this one in a pass, with their iteration; and the pass.
         self._ahead: tuple[int, dict[CoreReducer, int]] = (IDLE, {})
 
-    @property
-    def _reducer(self) -> CoreReducer:
-        reducer = self._of()
-        assert reducer is not None, "it called this"
-        return reducer
-
     def may_launch(self) -> bool:
         """True if the Reducers that come first in this pass have launched all their buckets."""
-        reducer, everyone = self._reducer, living()
-        unused = _unused(reducer)
-        if reducer.may_be_unused and unused is not None and unused.hides_parameters:
+        reducer, everyone = self._of(), living()
+        if len(everyone) < 2:
+            return True
+        unused = _unused(reducer) if reducer.may_be_unused else None
+        if unused is not None and unused.hides_parameters:
             # What the checkpoint hides is known at the end, and another Reducer's may be among it.
             return False
         if any(_is_inside(reducer, other) for other in everyone):
@@ -100,7 +97,7 @@ class Several(Extension):
 
     def takes_over_end(self) -> bool:
         """Ends the pass for all Reducers in it."""
-        reducer, everyone = self._reducer, living()
+        reducer, everyone = self._of(), living()
         if reducer.broken_off:
             return False
         for other in everyone:

@@ -136,7 +136,7 @@ class BucketTuning(Extension):
         """Begins with the default layout."""
         self.settled = False
         self.present = Candidate(DEFAULT, reducer.overlap)
-        self._reducer = reducer
+        super().attach(reducer)
         # The order that the present layout was made for. A new order means new buckets, made by the
         # Reducer.
         self._known_order = reducer.ready_order
@@ -154,12 +154,12 @@ class BucketTuning(Extension):
         if self.settled:
             return
         # The Reducer has just laid out the buckets again, so the time of this step is of no use.
-        if self._reducer.ready_order is not self._known_order:
-            self._known_order = self._reducer.ready_order
+        if self._of().ready_order is not self._known_order:
+            self._known_order = self._of().ready_order
             return
-        now, order = clock(self._reducer.device), self._reducer.present_order()
+        now, order = clock(self._of().device), self._of().present_order()
         if self._ahead is None:
-            layouts = {cap: self._reducer.plan(order, bucket_caps(cap)) for cap in CAPS}
+            layouts = {cap: self._of().plan(order, bucket_caps(cap)) for cap in CAPS}
             groups = candidates(layouts, self._overlap)
             self._times = {candidate: [] for group in groups for candidate in group}
             self._ahead = trials(groups)
@@ -184,19 +184,19 @@ class BucketTuning(Extension):
 
     def _settle(self, order: Sequence[str]) -> None:
         if len(self._times) > 1:
-            device = self._reducer.device
+            device = self._of().device
             times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
             # The longest time over ranks is the step's time. From the same times every rank makes
             # the same choice.
-            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._reducer.process_group)
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._of().process_group)
             self._times = dict(zip(self._times, times.tolist(), strict=True))
             self._apply(choose(self._times), order)
         self.settled = True
 
     def _apply(self, candidate: Candidate, order: Sequence[str]) -> None:
         if candidate.bucket_cap_mb != self.present.bucket_cap_mb:
-            self._reducer.lay_out(order, bucket_caps(candidate.bucket_cap_mb))
-        self._reducer.overlap = candidate.overlap
+            self._of().lay_out(order, bucket_caps(candidate.bucket_cap_mb))
+        self._of().overlap = candidate.overlap
         self.present = candidate
 
 

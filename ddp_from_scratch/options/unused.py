@@ -49,7 +49,7 @@ class Unused(Extension):
 
     def attach(self, reducer: CoreReducer) -> None:
         """Notes the gradients that are there already."""
-        self._reducer = reducer
+        super().attach(reducer)
         self._count = len(reducer.parameters)
         # Parameters whose `.grad` is older than the Reducer. No hook of ours has seen it, and other
         # ranks may have none, but it is averaged like any other.
@@ -59,8 +59,8 @@ class Unused(Extension):
         self._update()
 
     def _update(self) -> None:
-        self._reducer.may_be_unused = self.find_unused or self.is_static
-        self._reducer.keeps_layout = self.varies
+        self._of().may_be_unused = self.find_unused or self.is_static
+        self._of().keeps_layout = self.varies
 
     @property
     def varies(self) -> bool:
@@ -86,7 +86,7 @@ class Unused(Extension):
 
     def prepare(self, outputs: object) -> None:
         """Looks for unused parameters in the graph of these tensors."""
-        if self._reducer.may_be_unused:
+        if self._of().may_be_unused:
             self._graphs.on_forward(outputs, as_before=self.is_static)
 
     def on_forwarded(self, outputs: object) -> None:
@@ -95,7 +95,7 @@ class Unused(Extension):
 
     def _on_enter(self, unreached: set[int]) -> None:
         """Marks unreached parameters unused, as a backward pass enters the graph of an output."""
-        reducer = self._reducer
+        reducer: CoreReducer = self._of()
         with reducer.lock:
             if not reducer.sync or reducer.is_in_pass():
                 return
@@ -118,15 +118,15 @@ class Unused(Extension):
 
     def before_end(self) -> None:
         """Marks all parameters without a gradient in this pass as unused."""
-        if self._reducer.may_be_unused:
-            self._reducer.mark_unused(range(self._count))
+        if self._of().may_be_unused:
+            self._of().mark_unused(range(self._count))
 
     def used(self) -> set[int] | None:
         """Returns the parameters that some rank used since the last average; None means all.
 
         Collective. Waits for other ranks only if this rank did not use every parameter.
         """
-        reducer = self._reducer
+        reducer: CoreReducer = self._of()
         used, self._used = self._used, set()
         # Without those that `zero_grad()` has dropped.
         inherited = {i for i in self._inherited if reducer.parameters[i].grad is not None} - used
@@ -167,11 +167,11 @@ class Unused(Extension):
         differences += [(index, 1, 0) for index in sorted(unforeseen)]
         if not differences:
             return None
-        names = self._reducer.names
+        names = self._of().names
         counts = [f"{names[i]} {now} instead of {then}" for i, now, then in differences]
         return RuntimeError(
             f"static_graph=True, but this backward pass on rank "
-            f"{dist.get_rank(self._reducer.process_group)} gave other numbers of gradients than "
+            f"{self._of().rank} gave other numbers of gradients than "
             f"the first: {shortened(counts)}"
         )
 

@@ -73,6 +73,8 @@ class ViewBucket(Bucket):
     @torch.no_grad()
     def pack(self, scale: float) -> None:
         """Copies the rest of the gradients in; see `Bucket.pack`."""
+        if self.state is not BucketState.FILLING:
+            raise self._again()
         sources, windows, in_place = [], [], []
         packed, unused = self._packed, self.unused
         for position, (index, parameter, view) in enumerate(self._rows):
@@ -162,13 +164,12 @@ class Views(Extension):
 
     def attach(self, reducer: Any) -> None:
         """Makes the buckets again, in the same memory."""
-        self._reducer = reducer
+        super().attach(reducer)
         reducer.make_buckets(ViewBucket)
 
     def on_break(self, number: int) -> None:
         """Restores gradients after an exception in a pass."""
-        for bucket in self._reducer.flat_buckets:
-            bucket.restore_grads()
+        self._of().restore_grads()
 
 
 def _multiply(tensor: torch.Tensor, factor: float) -> None:

@@ -95,14 +95,15 @@ class Shards(Extension):
         """
         if len(reducer.flat_buckets) < len(reducer.all_buckets):
             raise ValueError("sparse gradients cannot be summed over shards: use sparse=False")
-        self._reducer, self._process_group = reducer, reducer.process_group
+        super().attach(reducer)
+        self._process_group = reducer.process_group
         self._check()
         reducer.set_hook(self.reduction.average, reducer.process_group)
 
     def _check(self) -> None:
         self.range()
         ours = self._process_group or dist.group.WORLD
-        for layer in sync_batch_norms(self._reducer.module):
+        for layer in sync_batch_norms(self._of().module):
             if not isinstance(layer, SyncBatchNorm):
                 raise ValueError(
                     "torch.nn.SyncBatchNorm cannot be used with shards=V: convert the module with "
@@ -138,7 +139,7 @@ class Shards(Extension):
     def run(self, index: int, owner: Averaging) -> Iterator[None]:
         """Runs a shard inside. An exception drops the step, and goes on."""
         try:
-            if sync_batch_norms(self._reducer.module):
+            if sync_batch_norms(self._of().module):
                 raise RuntimeError(
                     "the module has synchronised batch norm, which takes all shards at once: use "
                     "reducer.run_shards(function) and not `with reducer.shard(i)`"
@@ -161,7 +162,7 @@ class Shards(Extension):
             raise RuntimeError(f"run_shards was called inside shard {self.inside}")
         order = self.range()
         try:
-            if not sync_batch_norms(self._reducer.module):
+            if not sync_batch_norms(self._of().module):
                 for index in order:
                     run(index)
                 return
@@ -189,7 +190,7 @@ class Shards(Extension):
             self.reduction.add(index, self._take_gradients())
             self._due.remove(index)
         elif self._due:
-            missing = shortened(self._reducer.missing())
+            missing = shortened(self._of().missing())
             raise RuntimeError(
                 f"shard {index} ended without gradients of {missing}: one backward pass "
                 f"of it must be outside of no_sync(), and parameters that it does not use need "
@@ -220,7 +221,7 @@ class Shards(Extension):
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
         found = {}
-        for index, parameter in enumerate(self._reducer.parameters):
+        for index, parameter in enumerate(self._of().parameters):
             if parameter.grad is not None:
                 found[index] = parameter.grad
                 parameter.grad = None

@@ -112,7 +112,7 @@ class Recorder(Extension):
             self.step.events.append((event, self.marks.take()))
             self._in_backward = event in ("backward", "waited")
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Ends the recording, and removes the hooks of optimizers."""
         self.step = None
         for remove in self._optimizers.values():
@@ -231,8 +231,8 @@ class BucketRecorder(Recorder):
             self.steps.append(step)
             self.begin(step)
 
-    def remove(self) -> None:
-        super().remove()
+    def close(self) -> None:
+        super().close()
         self._reducer.remove_extension(self)
         for handle in self._arrivals.handles:
             handle.remove()

@@ -165,7 +165,7 @@ class StragglerWatch(Recorder):
             raise ValueError(f"straggler_every must be a number of averages, got {every!r}")
         super().__init__(device)
         self._every, self._device, self._process_group = every, device, process_group
-        self._layers_communicate, self._tell = layers_communicate, tell or self._print
+        self._layers_communicate, self._tell = layers_communicate, tell
         # Those since the last report. The first begins behind the first average.
         self._steps: list[StepMarks] = []
 
@@ -196,7 +196,8 @@ class StragglerWatch(Recorder):
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._process_group))]
         dist.all_gather(everyone, own, group=self._process_group)
         only = ("data", "optimizer") if self._layers_communicate() else WORK
-        self._tell(compare(torch.stack(everyone).cpu(), iteration, only))
+        tell = self._tell or self._print
+        tell(compare(torch.stack(everyone).cpu(), iteration, only))
 
     def _seconds(self, step: StepMarks) -> list[float]:
         found = phases(step.events)

@@ -82,7 +82,7 @@ class Timeline:
         """Ends the recording and drops it, on this rank alone. Idempotent."""
         if self._open:
             self._open = False
-            self._recorder.remove()
+            self._recorder.close()
 
     def _on_rank_0(self, write: Callable[[], T]) -> T | None:
         """Writes on rank 0; where it cannot, the other ranks raise a PeerError. Collective."""

@@ -1,0 +1,135 @@
+"""Combinations of two features that were right alone."""
+
+import functools
+import gc
+import tempfile
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_from_scratch as ddp
+from ddp_from_scratch import Reducer, comm_hooks
+from ddp_from_scratch.core.extension import Extension
+from tests.support.on_ranks import on
+from tests.support.terms import Terms, mean, own
+
+
+@pytest.mark.parametrize("name", ["average", "bf16_compress_hook"])
+@on("gloo-2")
+def test_a_hook_divides_by_the_size_of_the_group_that_its_state_names(world, name):
+    hook, alone = (
+        getattr(comm_hooks, name),
+        [dist.new_group([rank]) for rank in range(2)][world.rank],
+    )
+    for of_reducer, of_hook, expected in ((alone, None, mean(world)), (None, alone, own(world))):
+        model = Terms(3)
+        reducer = Reducer(model, of_reducer, shared_memory=False)
+        reducer.register_comm_hook(of_hook, hook)
+        model(own(world)).backward()
+        assert model.p0.grad.tolist() == [expected] * 3
+    dist.destroy_process_group(alone)
+
+
+OPTIONS = [{}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}]
+OPTIONS += [{"bucket_cap_mb": "auto"}, {"straggler_every": 2}, {"fuse_wgrad": True}]
+
+
+@pytest.mark.parametrize("number", range(len(OPTIONS)))
+@on("gloo-2")
+def test_a_removed_reducer_and_its_group_are_freed_at_once(world, number):
+    """Its buckets are as large as the model, and gloo's group has threads."""
+    gc.collect()
+    gc.disable()
+    try:
+        model, group = nn.Linear(300, 300), dist.new_group([0, 1])
+        reducer = Reducer(model, group, **OPTIONS[number])
+        model(torch.ones(1, 300)).sum().backward()
+        reducer.remove()
+        found = weakref.ref(reducer), weakref.ref(group)
+        del reducer
+        model.zero_grad()
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        assert [each() for each in found] == [None, None]
+    finally:
+        gc.enable()
+
+
+@on("gloo-2")
+def test_a_reducer_lives_to_the_end_of_its_pass(world):
+    def made():
+        model = Terms(2, 2, 2)
+        options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 100}
+        Reducer(model, shared_memory=False, **options)
+        return list(model.parameters()), model(own(world))
+
+    parameters, loss = made()
+    parameters[1].register_post_accumulate_grad_hook(lambda _: print(gc.collect()))
+    loss.backward()
+    assert [p.grad.tolist() for p in parameters] == [[k * mean(world)] * 2 for k in (1, 2, 3)]
+
+
+@on("gloo-1")
+def test_a_closed_group_does_not_stop_what_needs_none(world):
+    group = dist.new_group([0])
+    model = nn.Linear(2, 2)
+    reducer, optimizer = Reducer(model, group), torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2)).sum().backward()
+    dist.destroy_process_group(group)
+    assert "gloo" in repr(reducer) or "shared memory" in repr(reducer)
+    optimizer.step()
+    model(torch.ones(2))
+    reducer.remove()
+
+
+@on("gloo-1")
+def test_a_timeline_may_outlast_its_reducers_hooks(world):
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model)
+    with tempfile.TemporaryDirectory() as folder:
+        with ddp.timeline(reducer, folder, steps=50, skip=0):
+            for _ in range(3):
+                model(torch.ones(2)).sum().backward()
+            reducer.remove()
+        assert any(Path(folder).iterdir())
+
+
+class Once(Extension):
+    """Takes itself off in its first average."""
+
+    def on_average(self, iteration, takes_part):
+        self._of().remove_extension(self)
+
+
+class Counts(Extension):
+    def __init__(self):
+        self.count = 0
+
+    def on_average(self, iteration, takes_part):
+        self.count += 1
+
+
+@on("gloo-2")
+def test_an_extension_that_takes_itself_off_hides_no_other(world):
+    model, counts = Terms(1), Counts()
+    Reducer(model, extensions=[Once(), counts])
+    for _ in range(3):
+        model(own(world)).backward()
+    assert counts.count == 3
+
+
+def test_a_wrapper_of_a_hook_may_start_several_collectives():
+    @functools.wraps(comm_hooks.average)
+    def mine(state, bucket):
+        raise AssertionError
+
+    with ddp.process_group("gloo"):
+        reducer = Reducer(Terms(1))
+        assert reducer.concurrent
+        reducer.register_comm_hook(None, mine)
+        assert not reducer.concurrent
