@@ -28,7 +28,7 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
-ENGINE = ["reducer", "buckets", "comm_hooks", "shards/tree.py"]
+ENGINE = ["core", "options", "shards/tree.py"]
 # The folders that find most first: a mutant's run ends with the first failure.
 TESTS = ["reducer", "buckets", "comm_hooks", "shards", "autograd", "sync", "optim", "torch_ddp"]
 
