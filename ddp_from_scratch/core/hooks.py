@@ -45,6 +45,9 @@ class Hooks:
         forward, forwarded: bound methods, called around each forward pass of the module, with the
             arguments of torch's hooks.
         step: a bound method, called before any optimizer steps one of the parameters.
+
+    Attributes:
+        nodes: by parameter, the node of autograd's graph that accumulates its gradient.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Hooks:
         # made. All are made here and kept, so that all of them, and our hooks, run on one stream:
         # a full bucket is packed behind all its gradients, whatever streams forward used. torch's
         # DDP does the same.
-        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
+        self.nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
         # Held weakly: the garbage collector cannot see a cycle through a parameter's hooks, and the
         # parameters may outlive the module. Not a WeakMethod: it is slow Python code, and this hook
         # runs for every gradient.
@@ -135,6 +138,15 @@ def _on_any_step(*arguments: Any) -> None:
 def _remove_all(handles: Iterable[Handle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def will_accumulate_any(reducer: Any) -> bool:
+    """True if the backward pass under way will add to the `.grad` of one of its parameters."""
+    try:
+        # Without a Python call for each: there may be thousands, and another Reducer asks.
+        return any(map(torch._C._will_engine_execute_node, reducer.hooks.nodes))
+    except RuntimeError:  # autograd.grad with respect to one of them
+        return any(map(will_accumulate, reducer.parameters))
 
 
 def will_accumulate(parameter: torch.Tensor) -> bool:

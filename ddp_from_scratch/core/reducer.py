@@ -81,6 +81,7 @@ class CoreReducer:
         pass_thread: the thread that began it.
         broken_off: True if an exception has ended that pass: autograd will not call at its end.
         lock: held while the buckets change.
+        hooks: by which autograd, the module and optimizers call this object.
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -150,7 +151,7 @@ class CoreReducer:
         for extension in extensions:
             self.add_extension(extension)
         around = self._before_forward, self._after_forward
-        self._hooks = Hooks(self, type(self)._ready, *around, self._before_step)
+        self.hooks = Hooks(self, type(self)._ready, *around, self._before_step)
 
     # Extensions ---------------------------------------------------------------------------------
 
@@ -552,7 +553,7 @@ class CoreReducer:
 
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
-        self._hooks.remove()
+        self.hooks.remove()
         for call in self._calls["remove"]:
             call()
 

@@ -13,7 +13,7 @@ import weakref
 import torch.distributed as dist
 
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.core.hooks import will_accumulate
+from ddp_from_scratch.core.hooks import will_accumulate_any
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.options.unused import Unused
@@ -156,6 +156,6 @@ def _takes_part(reducer: CoreReducer) -> bool:
     # A pass may go through the module and use none of its parameters.
     return (
         _is_running(reducer)
-        or any(map(will_accumulate, reducer.parameters))
+        or will_accumulate_any(reducer)
         or (unused is not None and unused.will_run())
     )
