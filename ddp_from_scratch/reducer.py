@@ -240,6 +240,7 @@ class Reducer(CoreReducer):
             find_unused_parameters=unused is not None and unused.varies,
             static_graph=unused is not None and unused.is_static,
             comm_hook=getattr(self.comm_hook, "__qualname__", str(self.comm_hook)),
+            hook_per_bucket=self.hook_per_bucket,
             # A hook of the user's own sends through the group that it names itself, most often the
             # Reducer's, and not through one that was opened beside it.
             transport=(
@@ -446,7 +447,7 @@ class Reducer(CoreReducer):
         self._with_shards().set_step(step, seed)
         self.iteration = step
         self.pass_number = IDLE
-        for call in self._calls["on_set_step"]:
+        for call in self.calls["on_set_step"]:
             call()
 
     def abort_step(self) -> None:
@@ -478,6 +479,8 @@ class ReducerStats:
         rebuilt: True if the buckets are in the order in which gradients became ready.
         overlap, gradient_as_bucket_view, find_unused_parameters, static_graph: settings.
         comm_hook: its name.
+        hook_per_bucket: True if autograd calls the Reducer for the last gradient of each bucket
+            alone, and notes the others.
         transport: "shared memory" if a machine's ranks reduce there, else the backend's name.
     """
 
@@ -492,6 +495,7 @@ class ReducerStats:
     find_unused_parameters: bool
     static_graph: bool
     comm_hook: str
+    hook_per_bucket: bool
     transport: str
 
     def __str__(self) -> str:
@@ -505,6 +509,7 @@ class ReducerStats:
             if getattr(self, name)
         ]
         settings = [f"overlap={self.overlap}", f"comm_hook={self.comm_hook}", *on]
+        settings += ["a hook per bucket"] if self.hook_per_bucket else []
         settings.append(f"by {self.transport}")
         return (
             f"{self.parameters} parameters in {len(sizes)} {noun} of {shown}{more} MiB, "

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, auto
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.core.memory import dense_strides, in_huge_pages
@@ -13,6 +15,8 @@ from ddp_from_scratch.core.memory import dense_strides, in_huge_pages
 Future: TypeAlias = torch.futures.Future[Any]
 CommHook: TypeAlias = Callable[[Any, Any], Future]
 
+# Called for all gradients in a loop that is not Python's.
+gradient_of = attrgetter("grad")
 # Mean size in bytes of a bucket's gradients. Below it a call for each costs more than the copy.
 _SMALL = 2**15
 
@@ -63,7 +67,10 @@ class Bucket:
         missing: members that are neither ready nor unused.
         unused: members without a gradient in this pass. They contribute the `.grad` that earlier
             passes have left, or zeros.
-        divided: True if packing has multiplied by 1 / world size already.
+        noted: members whose gradient is there, though the Reducer has not been called for it,
+            and their parameters.
+        op: the reduction that averages what packing leaves in the buffer; None leaves that to the
+            comm hook.
     """
 
     is_sparse = False
@@ -99,8 +106,12 @@ class Bucket:
         self._rows = list(zip(self.members, self._parameters, self.views, strict=True))
         # One call copies all members if a call for each would cost more than the copy itself.
         self._together = self._on_gpu or flat.nbytes < _SMALL * len(self._parameters)
-        self.state, self.divided = BucketState.FILLING, False
+        self.state = BucketState.FILLING
         self.missing, self.unused = set(self.members), set[int]()
+        self.noted: dict[int, torch.Tensor] = {}
+        self.op: dist.ReduceOp.RedOpType | None = None
+        # Held until the average is there: a tensor that Python holds is not wrapped again.
+        self._sources: list[torch.Tensor] = []
         # Kept from pass to pass: compressing then allocates no temporary tensors.
         self._scratch: torch.Tensor | None = None
         # None unless LAUNCHED or LANDED.
@@ -157,7 +168,7 @@ class Bucket:
     @property
     def begun(self) -> bool:
         """True if a member is ready or unused."""
-        return len(self.missing) < len(self._parameters)
+        return len(self.missing) < len(self._parameters) or bool(self.noted)
 
     def mark_unused(self, index: int) -> None:
         """Marks a member as one without a gradient in this pass. A no-op if it is ready."""
@@ -177,16 +188,23 @@ class Bucket:
         """
         if self.state is not BucketState.FILLING:
             raise self._again()
-        sources, windows = [], []
-        for index, parameter, view in self._rows:
-            gradient = parameter.grad
-            if gradient is not None:
-                sources.append(gradient)
-                windows.append(view)
-            elif index in self.unused:
-                view.zero_()
-            else:
-                raise self._gone(parameter)
+        windows, sources = self.views, [*map(gradient_of, self._parameters)]
+        if any(map(is_, sources, repeat(None))):
+            windows = []
+            for index, parameter, view in self._rows:
+                if parameter.grad is not None:
+                    windows.append(view)
+                elif index in self.unused:
+                    view.zero_()
+                else:
+                    raise self._gone(parameter)
+            sources = [gradient for gradient in sources if gradient is not None]
+        self._sources = sources
+        self._copy_scaled(windows, sources, scale)
+
+    def _copy_scaled(
+        self, windows: list[torch.Tensor], sources: list[torch.Tensor], scale: float
+    ) -> None:
         if self._together or scale == 1:
             if self._on_gpu:
                 windows, sources = self._copy_strided(windows, sources)
@@ -313,8 +331,8 @@ class Bucket:
             for index, parameter, view in self._rows:
                 if used is not None and index not in used:
                     continue
-                if parameter.grad is not None:
-                    gradients.append(parameter.grad)
+                if (gradient := parameter.grad) is not None:
+                    gradients.append(gradient)
                     windows.append(view)
                 elif index in self.unused:
                     # A used member had a gradient at the launch. If it has none now, the user has
@@ -329,6 +347,8 @@ class Bucket:
     def reset(self) -> None:
         """Empties the bucket, whatever has become of its launch. Idempotent."""
         self._future = self._launched = None
+        self._sources = []
+        self.noted.clear()
         self._sent, self.state = self.flat, BucketState.FILLING
         self.missing.update(self.members)
         self.unused.clear()

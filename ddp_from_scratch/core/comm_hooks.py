@@ -13,7 +13,7 @@ the averaged flat tensor, of any floating dtype, or a list that holds only that 
 
 The division by the world size comes before the sum, as in torch's DDP: n summands of 1/n each
 cannot overflow a 16-bit float where the average would not. A Reducer that calls one of the hooks
-here divides while it packs (`divides_in_packing`), which saves a pass over the bucket. Called from
+here divides while it packs (`reduction`), which saves a pass over the bucket. Called from
 another hook, or with torch's DDP, they divide by themselves.
 
 A hook that starts one collective and no more says so: `hook.one_collective = True`. Several buckets
@@ -73,12 +73,13 @@ def average(process_group: Group, bucket: Bucket) -> Future:
 
     The result has the same bits as torch's DDP.
     """
+    op: Any = getattr(bucket, "op", None)  # torch's buckets have no such attribute
+    if op is None:
+        op = reduction(average, process_group)
+        if op == dist.ReduceOp.SUM:
+            bucket.buffer().mul_(1.0 / dist.get_world_size(process_group))
     # The future is the collective's own, whose value is a list: nothing runs on its thread.
-    if not getattr(bucket, "divided", False):  # torch's buckets have no such attribute
-        if _backend_divides(process_group):
-            return _all_reduce(bucket, bucket.buffer(), process_group, dist.ReduceOp.AVG)
-        bucket.buffer().mul_(1.0 / dist.get_world_size(process_group))
-    return _all_reduce(bucket, bucket.buffer(), process_group)
+    return _all_reduce(bucket, bucket.buffer(), process_group, op)
 
 
 def allreduce_hook(process_group: Group, bucket: Bucket) -> Future:
@@ -119,12 +120,18 @@ def has_one_collective(hook: CommHook) -> bool:
     return hook in ours or getattr(hook, "one_collective", False) is True
 
 
-def divides_in_packing(hook: CommHook, state: Any) -> bool:
-    """True if a Reducer divides while it packs, and not the hook."""
-    # Multiplying the whole bucket after packing would cost one more pass over memory.
-    if hook is average:
-        return not _backend_divides(state)
-    return hook is fp16_compress_hook or hook is bf16_compress_hook
+def reduction(hook: CommHook, state: Any) -> dist.ReduceOp.RedOpType | None:
+    """Returns the reduction that averages the bucket; None leaves that to the hook.
+
+    SUM: a Reducer divides while it packs. Multiplying the whole bucket after packing would cost one
+    more pass over memory.
+    """
+    # Not NCCL's AVG: NVSwitches (NVLS) compute sums of floats, but no averages.
+    group = state or dist.group.WORLD if hook is average else None
+    if isinstance(group, SharedMemoryGroup) and group.divides_first:
+        return dist.ReduceOp.AVG  # with the bits of a division before the sum
+    divides = hook is average or hook is fp16_compress_hook or hook is bf16_compress_hook
+    return dist.ReduceOp.SUM if divides else None
 
 
 def is_ours(hook: CommHook) -> bool:
@@ -132,16 +139,9 @@ def is_ours(hook: CommHook) -> bool:
     return getattr(hook, "__module__", "").startswith("ddp_from_scratch.")
 
 
-def _backend_divides(process_group: Group) -> bool:
-    """True if the backend has ReduceOp.AVG, with the bits of a division before the sum."""
-    # Not NCCL's AVG: NVSwitches (NVLS) compute sums of floats, but no averages.
-    group = process_group or dist.group.WORLD
-    return isinstance(group, SharedMemoryGroup) and group.divides_first
-
-
 def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Future:
     buffer = bucket.buffer()
-    if not getattr(bucket, "divided", False):
+    if getattr(bucket, "op", None) is None:  # torch's buckets have no such attribute
         buffer.mul_(1.0 / dist.get_world_size(process_group))
     if buffer.is_complex():
         buffer = torch.view_as_real(buffer)

@@ -1,9 +1,10 @@
-"""Hooks on the module, its parameters and their optimizers, by which a Reducer is called."""
+"""Hooks on parameters and on optimizers, by which a Reducer is called."""
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -12,53 +13,27 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 Handle = torch.utils.hooks.RemovableHandle
 
 
-class ModuleHook:
-    """A hook on a module's forward that does nothing in a copy of the module, deep or pickled.
-
-    Args:
-        function: called with the hook's arguments, and kept alive: a Reducer lives as long as its
-            module.
-    """
-
-    def __init__(self, function: Callable[..., None] | None = None) -> None:
-        self._function = function
-
-    def __call__(self, *arguments: object) -> None:
-        """Calls the function, but not while torch.compile traces the module."""
-        # Traced, it would break a compiled model's graph in two. The check before an optimizer's
-        # step still runs.
-        if self._function is not None and not torch.compiler.is_compiling():
-            self._function(*arguments)
-
-    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
-        # Copies get an inert hook: their gradients are not this Reducer's.
-        return ModuleHook, ()
-
-
 class Hooks:
     """The hooks of one Reducer.
 
     Args:
-        reducer: called with the index of each parameter whose `.grad` is complete. Held weakly, but
-            by the module's hooks.
-        ready: the function of its class that is called so.
-        forward, forwarded: bound methods, called around each forward pass of the module, with the
-            arguments of torch's hooks.
+        reducer: held weakly.
+        ready: called with a weak reference to it, an index and the parameter, when the parameter's
+            `.grad` is complete.
         step: a bound method, called before any optimizer steps one of the parameters.
 
     Attributes:
         nodes: by parameter, the node of autograd's graph that accumulates its gradient.
+        handles: all hooks, those of the parameters first; the Reducer adds those of its module.
     """
 
     def __init__(
         self,
         reducer: Any,
         ready: Callable[[Any, int, torch.Tensor], None],
-        forward: Callable[..., None],
-        forwarded: Callable[..., None],
         step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        parameters: Sequence[torch.Tensor] = reducer.parameters
+        parameters: list[torch.Tensor] = reducer.parameters
         # A node that accumulates a gradient runs on the stream that was current when the node was
         # made. All are made here and kept, so that all of them, and our hooks, run on one stream:
         # a full bucket is packed behind all its gradients, whatever streams forward used. torch's
@@ -68,35 +43,32 @@ class Hooks:
         # parameters may outlive the module. Not a WeakMethod: it is slow Python code, and this hook
         # runs for every gradient.
         found = weakref.ref(reducer)
-        self._handles: list[Handle] = [
-            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, found, ready, index))
-            for index, parameter in enumerate(parameters)
+        self._ready = [partial(ready, found, index) for index in range(len(parameters))]
+        self.handles: list[Handle] = [
+            parameter.register_post_accumulate_grad_hook(hook)
+            for parameter, hook in zip(parameters, self._ready, strict=True)
         ]
+        # Module hooks run only if the model is called as a whole; this check always runs.
         ours = frozenset(id(parameter) for parameter in parameters)
-        self._handles += [
-            reducer.module.register_forward_pre_hook(ModuleHook(forward)),
-            reducer.module.register_forward_hook(ModuleHook(forwarded)),
-            # Module hooks run only if the model is called as a whole; this check always runs.
-            _before_steps(partial(_on_step, weakref.WeakMethod(step), ours)),
-        ]
+        self.handles.append(_before_steps(partial(_on_step, weakref.WeakMethod(step), ours)))
         # The parameters may live on without the Reducer. Then their hooks go with it.
-        weakref.finalize(self, _remove_all, self._handles)
+        weakref.finalize(self, _remove_all, self.handles)
+
+    def note(self, places: Mapping[int, dict[int, torch.Tensor]]) -> None:
+        """Has autograd put some parameters into dictionaries, by index, in place of `ready`.
+
+        Which is no Python call: a hook is `setitem` there.
+        """
+        for index, (ready, handle) in enumerate(zip(self._ready, self.handles, strict=False)):
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                # In its place: hooks run in the order in which they were registered.
+                note = partial(setitem, places[index], index) if index in places else ready
+                hooks[handle.id] = note
 
     def remove(self) -> None:
         """Removes all hooks. Idempotent."""
-        _remove_all(self._handles)
-
-
-def _on_gradient(
-    reducer: weakref.ref[Any],
-    ready: Callable[[Any, int, torch.Tensor], None],
-    index: int,
-    parameter: torch.Tensor,
-) -> None:
-    # Autograd passes the parameter, not its gradient, and calls also for an undefined gradient.
-    found, gradient = reducer(), parameter.grad
-    if found is not None and gradient is not None:
-        ready(found, index, gradient)
+        _remove_all(self.handles)
 
 
 def _on_step(

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from ddp_from_scratch.core import comm_hooks
-from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook
+from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook, gradient_of
 from ddp_from_scratch.core.extension import METHODS, Extension
 from ddp_from_scratch.core.hooks import Hooks
 from ddp_from_scratch.core.memory import FlatMemory
@@ -82,6 +84,7 @@ class CoreReducer:
         broken_off: True if an exception has ended that pass: autograd will not call at its end.
         lock: held while the buckets change.
         hooks: by which autograd, the module and optimizers call this object.
+        hook_per_bucket: True if autograd does not call for every gradient; see `_listen`.
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -130,7 +133,8 @@ class CoreReducer:
         # would keep its threads.
         self._prepared_for: weakref.ref[dist.ProcessGroup] | None = None
         self._hook, self._state, self._aside = self.comm_hook, self.comm_state, False
-        self._scale, self._mean, self._divided = 1.0, 1.0, False
+        self._scale, self._mean = 1.0, 1.0
+        self._op: dist.ReduceOp.RedOpType | None = None
 
         self.caps = bucket_caps
         memory_of = self.group() if meets else None
@@ -141,17 +145,23 @@ class CoreReducer:
         self.all_buckets: tuple[Bucket, ...] = ()
         self.flat_buckets: tuple[Bucket, ...] = ()
         self.bucket_of: dict[int, Bucket] = {}
+        self.extensions: list[Extension] = []
+        # The methods to call in each phase: those that an extension overrides.
+        self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
+        self.hooks: Hooks | None = None
+        self._in_parts = False  # a pass has ended without all gradients
         self._order: Sequence[str] = self.present_order()
         self.make_buckets()
         self.look_at_layers()
 
-        self.extensions: list[Extension] = []
-        # The methods to call in each phase: those that an extension overrides.
-        self._calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
         for extension in extensions:
             self.add_extension(extension)
-        around = self._before_forward, self._after_forward
-        self.hooks = Hooks(self, type(self)._ready, *around, self._before_step)
+        self.hooks = Hooks(self, self._ready, self._before_step)
+        # By these the Reducer lives as long as its module.
+        before, after = ModuleHook(self, "on_forward"), ModuleHook(self, "on_forwarded")
+        self.hooks.handles.append(module.register_forward_pre_hook(before))
+        self.hooks.handles.append(module.register_forward_hook(after))
+        self._listen()
 
     # Extensions ---------------------------------------------------------------------------------
 
@@ -159,22 +169,24 @@ class CoreReducer:
         """Calls this extension in each phase from now on."""
         extension.attach(self)
         self.extensions.insert(0 if first else len(self.extensions), extension)
-        for name, calls in self._calls.items():
+        for name, calls in self.calls.items():
             if getattr(type(extension), name) is not getattr(Extension, name):
                 call = getattr(extension, name)
                 if first:
-                    self._calls[name] = [call, *calls]
+                    self.calls[name] = [call, *calls]
                 else:
                     calls.append(call)  # is called in the phase under way, too
+        self._listen()
 
     def remove_extension(self, extension: Extension) -> None:
         """Stops calling this extension."""
         self.extensions.remove(extension)
-        for name, calls in self._calls.items():
+        for name, calls in self.calls.items():
             # A new list: an extension may take itself off in the middle of a phase.
-            self._calls[name] = [
+            self.calls[name] = [
                 call for call in calls if getattr(call, "__self__", None) is not extension
             ]
+        self._listen()
 
     # Layout -------------------------------------------------------------------------------------
 
@@ -232,6 +244,7 @@ class CoreReducer:
             )
         self.all_buckets = tuple(buckets)
         self.bucket_of = {index: bucket for bucket in self.all_buckets for index in bucket.members}
+        self._listen()
 
     def _agree_on_order(self) -> None:
         """Lays the buckets out in the order in which rank 0's gradients became ready. Collective.
@@ -244,52 +257,115 @@ class CoreReducer:
         dist.broadcast(order, group=self.process_group, group_src=0)
         self.ready_order = [self.names[index] for index in order.tolist()]
         self.lay_out(self.ready_order)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Has autograd call for the last gradient of each bucket alone, if that is enough.
+
+        A Python call for each gradient is what many small layers pay most for. Once the order is
+        agreed on, the others are only noted in their bucket (`noted`), and counted together with
+        the last one. The first of all is told, too: with it the pass begins.
+        """
+        if self.hooks is None:
+            return
+        self._count_noted(*self.all_buckets)
+        each = self.calls["on_gradient"] or self.calls["is_complete"] or self._in_parts
+        noted: dict[int, dict[int, torch.Tensor]] = {}
+        if self.ready_order is not None and not each:
+            first = self.names.index(self.ready_order[0])
+            for bucket in self.flat_buckets:
+                for index in bucket.members[:-1] if not bucket.packs_early else ():
+                    noted[index] = bucket.noted
+            noted.pop(first, None)
+        self.hooks.note(noted)
+        self.hook_per_bucket = bool(noted)
 
     # Ready --------------------------------------------------------------------------------------
 
-    def _ready(self, index: int, gradient: torch.Tensor) -> None:
+    @staticmethod
+    def _ready(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
         """Marks parameter `index` ready: its `.grad` is complete. Called by autograd."""
-        for call in self._calls["on_gradient"]:
+        # Autograd passes the parameter, not its gradient, and calls also for an undefined gradient.
+        self, gradient = me(), parameter.grad
+        if self is None or gradient is None:
+            return
+        for call in self.calls["on_gradient"]:
             call(index)
         with self.lock:
             bucket = self.bucket_of[index]
-            if not self.sync:
-                if bucket.state is not BucketState.FILLING:
-                    raise self._second_gradient(index)
+            if not bucket.noted:
+                self._count(index, gradient)
                 return
-            if gradient.is_sparse or gradient.requires_grad:
-                self._check_gradient(index, gradient, bucket)
-            # Reentrant checkpointing runs passes inside a pass. Unused parameters are known at the
-            # end of the outermost one.
-            if self.pass_number != _current_pass() and not (
-                self.may_be_unused and self.pass_number != IDLE
+            bucket.noted[index] = parameter
+            complete = bucket.noted.keys() == bucket.missing
+            # The common case, without a Python call for each gradient. Kept until the launch: a
+            # tensor that Python holds already is not wrapped again.
+            gradients = [*map(gradient_of, bucket.noted.values())]
+            if (
+                not (complete and self.sync)
+                or torch.is_grad_enabled()
+                or any(map(is_, gradients, repeat(None)))
             ):
-                self.begin_pass()
-            if self.ready_order is None:
-                # The order is agreed on once. A gradient that comes again counts at its last place.
-                self._seen.pop(index, None)
-                self._seen[index] = None
-            for is_complete in self._calls["is_complete"]:
-                if not is_complete(index):
-                    return
-            if bucket.state is not BucketState.FILLING:
-                # Not raised yet: other ranks count on this rank's other buckets.
-                self._error = self._second_gradient(index)
+                self._count_each(bucket)
                 return
-            if bucket.packs_early:
-                self._prepare()
-                bucket.pack_one(index, self._scale)
-            bucket.missing.discard(index)
-            bucket.unused.discard(index)
-            if not bucket.missing and self.may_launch():
-                self.launch_full_buckets()
+            if self.pass_number != _current_pass():
+                self.begin_pass()
+            bucket.noted.clear()
+            bucket.missing.clear()
+            self.launch_full_buckets(early=True)
+
+    def _count_noted(self, *buckets: Bucket) -> None:
+        """Counts gradients of which autograd has told the bucket alone; see `_listen`."""
+        for bucket in buckets:
+            if bucket.noted:
+                with self.lock:
+                    self._count_each(bucket)
+
+    def _count_each(self, bucket: Bucket) -> None:
+        for index in [*bucket.noted]:
+            parameter = bucket.noted.pop(index)
+            if (gradient := parameter.grad) is not None:
+                self._count(index, gradient)
+
+    def _count(self, index: int, gradient: torch.Tensor) -> None:
+        bucket = self.bucket_of[index]
+        if not self.sync:
+            if bucket.state is not BucketState.FILLING:
+                raise self._second_gradient(index)
+            return
+        if gradient.is_sparse or gradient.requires_grad:
+            self._check_gradient(index, gradient, bucket)
+        # Reentrant checkpointing runs passes inside a pass. Unused parameters are known at the end
+        # of the outermost one.
+        if self.pass_number != _current_pass() and not (
+            self.may_be_unused and self.pass_number != IDLE
+        ):
+            self.begin_pass()
+        if self.ready_order is None:
+            # The order is agreed on once. A gradient that comes again counts at its last place.
+            self._seen.pop(index, None)
+            self._seen[index] = None
+        for is_complete in self.calls["is_complete"]:
+            if not is_complete(index):
+                return
+        if bucket.state is not BucketState.FILLING:
+            # Not raised yet: other ranks count on this rank's other buckets.
+            self._error = self._second_gradient(index)
+            return
+        if bucket.packs_early:
+            self._prepare()
+            bucket.pack_one(index, self._scale)
+        bucket.missing.discard(index)
+        bucket.unused.discard(index)
+        if not bucket.missing:
+            self.launch_full_buckets(early=True)
 
     def begin_pass(self) -> None:
         """Begins the pass that autograd is executing: autograd will call at its end."""
         self.pass_number, self.broken_off = _current_pass(), False
         self.pass_thread = threading.get_ident()
         end: Callable[[], None] = self.end_pass
-        if self._calls["on_break"]:
+        if self.calls["on_break"]:
             end = _End(self)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -307,16 +383,6 @@ class CoreReducer:
         return [
             self.names[index] for bucket in self.all_buckets for index in sorted(bucket.missing)
         ]
-
-    def may_launch(self) -> bool:
-        """True if full buckets are launched now, during backward, and not at its end."""
-        if not self.overlap:
-            return False
-        for may_launch in self._calls["may_launch"]:
-            if not may_launch():
-                return False
-        fixed = self.concurrent and not self.may_be_unused  # `has_fixed_order`
-        return fixed or not self.layers_communicate()
 
     def has_fixed_order(self) -> bool:
         """True if these collectives have a fixed place among those that layers issue in backward.
@@ -338,8 +404,21 @@ class CoreReducer:
 
     # Pack, launch -------------------------------------------------------------------------------
 
-    def launch_full_buckets(self) -> None:
-        """Launches buckets in order, up to the first that is not full. Idempotent."""
+    def launch_full_buckets(self, early: bool = False) -> None:
+        """Launches buckets in order, up to the first that is not full. Idempotent.
+
+        Args:
+            early: backward still runs: launch none if they must wait for its end.
+        """
+        if early:
+            if not self.overlap:
+                return
+            for may_launch in self.calls["may_launch"]:
+                if not may_launch():
+                    return
+            fixed = self.concurrent and not self.may_be_unused  # `has_fixed_order`
+            if not fixed and self.layers_communicate():
+                return
         # By index and not by readiness, which differs between ranks: all must issue the same
         # collectives in the same order.
         while (
@@ -350,7 +429,7 @@ class CoreReducer:
             if not self.concurrent:
                 self.await_hook()
             skipped = False
-            for skips in self._calls["skips"]:
+            for skips in self.calls["skips"]:
                 skipped = skipped or skips(bucket)
             if not skipped:
                 self._pack_and_launch(bucket)
@@ -358,22 +437,32 @@ class CoreReducer:
 
     def _pack_and_launch(self, bucket: Bucket) -> None:
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
-        for call in self._calls["on_launch"]:
+        own = self.process_group or dist.group.WORLD
+        for call in self.calls["on_launch"]:
             call(bucket)
         # A hook may raise. Extensions that have begun something end it all the same.
         try:
             with span(f"{bucket.label}: pack"):
-                self._prepare()
-                bucket.divided = self._divided
-                bucket.pack(self._mean if bucket.is_sparse else self._scale)
+                if self._prepared_for is None or self._prepared_for() is not own:
+                    self._prepare()
+                bucket.op = self._op
+                try:
+                    bucket.pack(self._mean if bucket.is_sparse else self._scale)
+                except RuntimeError:
+                    # Not asked of each gradient when all goes well: a flat buffer takes no sparse
+                    # ones.
+                    for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
+                        if parameter.grad is not None:
+                            self._check_gradient(index, parameter.grad, bucket)
+                    raise
                 if self._mean == 0:
                     bucket.contribute_zeros()
-            for call in self._calls["on_packed"]:
+            for call in self.calls["on_packed"]:
                 call(bucket)
             with span(f"{bucket.label}: launch"):
                 bucket.launch(self._hook, self._state, self._aside)
         finally:
-            for call in self._calls["on_launched"]:
+            for call in self.calls["on_launched"]:
                 call(bucket)
 
     def _prepare(self) -> None:
@@ -385,7 +474,7 @@ class CoreReducer:
         own = self.process_group or dist.group.WORLD
         if own is not None and self._prepared_for is not None and self._prepared_for() is own:
             return
-        for call in self._calls["on_agree"]:
+        for call in self.calls["on_agree"]:
             call()
         weight = 1.0 if self._weight is None else self._weight.value()
         own, sends = check_group(self.process_group), self.group()
@@ -403,11 +492,11 @@ class CoreReducer:
         self._mean = weight / dist.get_world_size(self.process_group)
         # With weight 0 the bucket writes zeros itself: gradients need only the division.
         self._scale = weight or 1.0
-        self._divided = comm_hooks.divides_in_packing(hook, state)
-        if self._divided:
+        self._op = comm_hooks.reduction(hook, state)
+        if self._op == dist.ReduceOp.SUM:
             self._scale *= 1.0 / dist.get_world_size(state)
         self._prepared_for = weakref.ref(own)
-        for call in self._calls["on_agreed"]:
+        for call in self.calls["on_agreed"]:
             call()
 
     def group(self) -> dist.ProcessGroup:
@@ -446,18 +535,19 @@ class CoreReducer:
         """Launches the rest, and waits. Called by autograd when the pass is over. Idempotent."""
         if self.pass_number == IDLE:
             return
-        for takes_over in self._calls["takes_over_end"]:
+        for takes_over in self.calls["takes_over_end"]:
             if takes_over():
                 return
-        if self.launch_rest():
-            error = self.finish_pass()
-            if error is not None:
-                raise error
+        if self.launch_rest() and (error := self.finish_pass()) is not None:
+            raise error
 
     def launch_rest(self) -> bool:
         """Ends the pass and launches the rest; True if all buckets are under way."""
+        for bucket in self.all_buckets:
+            if bucket.noted:
+                self._count_noted(bucket)
         self.pass_number, self.broken_off = IDLE, False
-        for call in self._calls["before_end"]:
+        for call in self.calls["before_end"]:
             call()
         if self.next_bucket < len(self.all_buckets):
             self.launch_full_buckets()
@@ -467,6 +557,8 @@ class CoreReducer:
             # Gradients are missing, so nothing is unpacked. A later pass may bring them (a loss
             # computed in parts, reentrant checkpointing), or else the next forward pass raises.
             self.restore_grads()
+            self._in_parts = True
+            self._listen()
             return False
         return True
 
@@ -480,7 +572,7 @@ class CoreReducer:
         """Finishes the average; returns the error of this rank alone."""
         error, self._error = self._error, None
         self.finish(takes_part=error is None)
-        for call in self._calls["error"]:
+        for call in self.calls["error"]:
             error = error or call()
         return error
 
@@ -488,23 +580,23 @@ class CoreReducer:
         """Notes that an exception has ended the pass, before `backward()` raises it."""
         if self.pass_number == number:
             self.broken_off = True
-        for call in self._calls["on_break"]:
+        for call in self.calls["on_break"]:
             call(number)
 
     def finish(self, takes_part: bool) -> None:
         """Waits for each bucket in order and unpacks it, but not on a rank that takes no part."""
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
-        for call in self._calls["on_all_launched"]:
+        for call in self.calls["on_all_launched"]:
             call()
         used: set[int] | None = None
-        for call in self._calls["used"]:
+        for call in self.calls["used"]:
             used = call()
         for bucket in self.all_buckets:
             self._wait(bucket)
             span_of = span if bucket.state is BucketState.LANDED else nullcontext
             with span_of(f"{bucket.label}: unpack"):
                 bucket.unpack(used if takes_part else ())
-            for call in self._calls["on_finished"]:
+            for call in self.calls["on_finished"]:
                 call(self.iteration, bucket, takes_part)
         self.next_bucket = 0
         if self._weight is not None:
@@ -515,18 +607,18 @@ class CoreReducer:
         # here every rank takes part.
         if self.ready_order is None and not self.keeps_layout:
             self._agree_on_order()
-        for call in self._calls["on_average"]:
+        for call in self.calls["on_average"]:
             call(self.iteration, takes_part)
 
     def _wait(self, bucket: Bucket) -> None:
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
-        for call in self._calls["on_wait"]:
+        for call in self.calls["on_wait"]:
             call(bucket)
         try:
             with span(f"{bucket.label}: wait"):
                 bucket.wait()
         finally:
-            for call in self._calls["on_waited"]:
+            for call in self.calls["on_waited"]:
                 call(bucket)
 
     # For programs -------------------------------------------------------------------------------
@@ -535,10 +627,12 @@ class CoreReducer:
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients locally inside; the next backward outside averages the sum."""
         # Restored and not set to True: contexts may be nested.
+        self._count_noted(*self.all_buckets)
         before, self.sync = self.sync, False
         try:
             yield
         finally:
+            self._count_noted(*self.all_buckets)
             self.sync = before
 
     def abort_step(self) -> None:
@@ -548,13 +642,14 @@ class CoreReducer:
             bucket.reset()
         self.set_weight(None)
         self.next_bucket, self._error = 0, None
-        for call in self._calls["on_abort"]:
+        for call in self.calls["on_abort"]:
             call()
 
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
-        self.hooks.remove()
-        for call in self._calls["remove"]:
+        if self.hooks is not None:
+            self.hooks.remove()
+        for call in self.calls["remove"]:
             call()
 
     # Errors -------------------------------------------------------------------------------------
@@ -572,6 +667,8 @@ class CoreReducer:
         if self.pass_number != IDLE or self.all_buckets[-1].state is not BucketState.FILLING:
             raise RuntimeError(f"the last backward pass on rank {rank} was broken off: {AGAIN}")
         for bucket in self.all_buckets:
+            if bucket.noted:
+                self._count_noted(bucket)
             if len(bucket.missing) < len(bucket.members):
                 raise RuntimeError(
                     f"no gradient in the last backward pass on rank {rank} for: "
@@ -579,17 +676,9 @@ class CoreReducer:
                     f"every rank, unless the Reducer has find_unused_parameters=True"
                 )
 
-    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
-        for call in self._calls["on_forward"]:
-            call()
-
-    def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
-        for call in self._calls["on_forwarded"]:
-            call(outputs)
-
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.check_complete()
-        for call in self._calls["on_step"]:
+        for call in self.calls["on_step"]:
             call(optimizer)
 
     def _second_gradient(self, index: int) -> RuntimeError:
@@ -615,6 +704,29 @@ class CoreReducer:
                 f"backward(create_graph=True) on rank {rank}: the gradient of parameter {name} "
                 f"cannot keep its graph, since it is {bucket.keeps_no_graph}"
             )
+
+
+class ModuleHook:
+    """Calls a Reducer's extensions around a forward pass; does nothing in a copy of the module.
+
+    Args:
+        reducer: kept alive.
+        phase: a key of its `calls`.
+    """
+
+    def __init__(self, reducer: CoreReducer | None = None, phase: str = "") -> None:
+        self._reducer, self._phase = reducer, phase
+
+    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
+        # Traced by torch.compile, it would break a compiled model's graph in two. The check before
+        # an optimizer's step still runs.
+        if self._reducer is not None and not torch.compiler.is_compiling():
+            for call in self._reducer.calls[self._phase]:
+                call(*outputs)
+
+    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
+        # Copies get an inert hook: their gradients are not this Reducer's.
+        return ModuleHook, ()
 
 
 class _End:

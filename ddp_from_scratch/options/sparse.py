@@ -57,7 +57,7 @@ class SparseBucket(Bucket):
         self.name, self.label, self._index = name, label, index
         self._process_group = process_group
         self.missing, self.unused = set(self.members), set[int]()
-        self.state, self.divided = BucketState.FILLING, True
+        self.state, self.noted = BucketState.FILLING, {}
         self._work: dist.Work | None = None
         # This rank's part, divided by the world size: (indices, values) of a sparse gradient,
         # (gradient,) of a dense one, () of none.

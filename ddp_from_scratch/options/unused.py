@@ -101,8 +101,7 @@ class Unused(Extension):
                 return
             reducer.begin_pass()
             reducer.mark_unused(unreached if self._static is None else self._static.unused())
-            if reducer.may_launch():
-                reducer.launch_full_buckets()
+            reducer.launch_full_buckets(early=True)
 
     def on_gradient(self, index: int) -> None:
         """Records a gradient, also one under `no_sync()`: those are averaged later."""

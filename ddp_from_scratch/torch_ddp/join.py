@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp_from_scratch.core.hooks import ModuleHook
+from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.reducer import Reducer
@@ -175,13 +175,8 @@ def join(
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
     """
     joinable = JoinableReducer(reducer)
-
-    def before_forward(module: torch.nn.Module, inputs: object) -> None:
-        # Not for an evaluation, nor for a forward pass that a checkpoint recomputes in backward.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            joinable.notify()
-
-    hook = reducer.module.register_forward_pre_hook(ModuleHook(before_forward))
+    notify = _Notify(joinable)
+    reducer.add_extension(notify)
     context = Join(
         [joinable],
         enable,
@@ -194,4 +189,14 @@ def join(
             yield
     finally:
         reducer.set_joining(False)
-        hook.remove()
+        reducer.remove_extension(notify)
+
+
+class _Notify(Extension):
+    def __init__(self, joinable: JoinableReducer) -> None:
+        self._joinable = joinable
+
+    def on_forward(self) -> None:
+        # Not for an evaluation, nor for a forward pass that a checkpoint recomputes in backward.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._joinable.notify()
