@@ -52,7 +52,6 @@ def test_an_exception_ends_all_ranks_with_one_line(how, line):
     ],
 )
 def test_what_gloo_says_of_a_lost_rank_is_one_sentence(ending):
-    try:
+    with pytest.raises(RuntimeError) as raised:
         raise RuntimeError(f"[gloo/transport/tcp/pair.cc:545] {ending}")
-    except RuntimeError as error:
-        assert "waited for another rank in vain" in _describe(error)
+    assert "waited for another rank in vain" in _describe(raised.value)
