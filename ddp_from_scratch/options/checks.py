@@ -18,6 +18,8 @@ from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gat
 # Called for all parameters before every forward pass: without a Python call for each.
 _version = attrgetter("_version")
 _requires_grad, _dtype, _device = map(attrgetter, ("requires_grad", "dtype", "device"))
+# What costs most is looked at in so many forward passes at first, and then in every one of so many.
+_OFTEN = 10
 
 
 class Checks(Extension):
@@ -35,6 +37,7 @@ class Checks(Extension):
         # not count them.
         self._before: list[int] | None = None
         self._written: dict[str, None] = {}  # by forward passes so far
+        self._forwards = 0
 
     def attach(self, reducer: CoreReducer) -> None:
         """Looks for layers that are known to write to parameters in forward.
@@ -46,6 +49,7 @@ class Checks(Extension):
         # One rank alone cannot differ from others.
         self._watches_writes = dist.get_world_size(reducer.process_group) > 1
         if self._watches_writes:
+            reducer.add_extension(_FirstAverage(self))
             check_rescaling(reducer.module, self._snapshot.parameters)
 
     def on_forward(self) -> None:
@@ -59,18 +63,21 @@ class Checks(Extension):
         training = not recomputing and (torch.is_grad_enabled() or module.training)
         # Forgets an earlier forward pass that an exception has ended.
         self._before = None
-        if training:
-            tables = self._snapshot.tables
-            difference = self._snapshot.difference(module, may_freeze=reducer.keeps_layout)
+        if not training:
+            return
+        self._forwards += 1
+        all_of_it = self._forwards <= _OFTEN or self._forwards % _OFTEN == 0
+        snapshot = self._snapshot
+        if snapshot.looks_different(all_of_it):
+            difference = snapshot.difference(module, may_freeze=reducer.keeps_layout)
             if difference is not None:
                 raise RuntimeError(
                     f"{difference} on rank {reducer.rank} after the Reducer was made: {AGAIN}"
                 )
-            if self._snapshot.tables is not tables:
-                reducer.look_at_layers()
-            reducer.check_complete()
-            if self._watches_writes:
-                self._before = [*map(_version, self._snapshot.parameters.values())]
+            reducer.look_at_layers()
+        reducer.check_complete()
+        if self._watches_writes and all_of_it:
+            self._before = [*map(_version, snapshot.parameters.values())]
 
     def on_forwarded(self, outputs: object) -> None:
         """Raises if forward has written to parameters and ranks will not be compared."""
@@ -96,10 +103,10 @@ class Checks(Extension):
     def _compares(self, reducer: CoreReducer) -> bool:
         return any(isinstance(extension, DriftCheck) for extension in reducer.extensions)
 
-    def on_average(self, iteration: int, takes_part: bool) -> None:
+    def compare_writers(self) -> None:
         """Has ranks compared from now on if a forward pass on any of them has written."""
-        if iteration == 1 and self._watches_writes and not self._compares(self._of()):
-            reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._of()
+        if not self._compares(reducer):
             group = reducer.process_group
             with on_gpu_of(reducer.module):
                 counts = gather_integers([len(self._written)], group)
@@ -107,6 +114,18 @@ class Checks(Extension):
                 every = EVERY_AFTER_WRITES
                 drift = DriftCheck(every, reducer.module, group, self._ignore, after_writes=True)
                 reducer.add_extension(drift)  # which is called in this average, too
+
+
+class _FirstAverage(Extension):
+    def __init__(self, checks: Checks) -> None:
+        self._checks = checks
+
+    def on_average(self, iteration: int, takes_part: bool) -> None:
+        if iteration == 1:
+            self._checks.compare_writers()
+        else:
+            # Not in the first, which may be repeated (`abort_step`).
+            self._of().remove_extension(self)
 
 
 def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:
@@ -123,7 +142,6 @@ class ModuleSnapshot:
 
     Attributes:
         parameters: all but those to ignore, by name.
-        tables: what each submodule owns; another list after a layer was replaced.
     """
 
     def __init__(self, module: torch.nn.Module, ignore: Collection[str] = ()) -> None:
@@ -136,11 +154,32 @@ class ModuleSnapshot:
 
     def look_at(self, module: torch.nn.Module) -> None:
         """Notes which tensors and modules each submodule owns."""
+        pairs = ((owner._parameters, owner._modules) for owner in module.modules())
+        tables: list[Any] = [*chain.from_iterable(pairs)]
+        self._tables = [table for table in tables if table]
+        self._empty = [table for table in tables if not table]
+        self._owned = self._ids()
+
+    def _ids(self) -> list[int]:
         # Comparing the ids of what submodules own is enough, and cheaper than collecting names in
         # every forward pass.
-        pairs = ((owner._parameters, owner._modules) for owner in module.modules())
-        self.tables: list[Any] = [*chain.from_iterable(pairs)]
-        self._owned = [*map(id, chain.from_iterable(map(dict.values, self.tables)))]
+        return [*map(id, chain.from_iterable(map(dict.values, self._tables)))]
+
+    def looks_different(self, all_of_it: bool) -> bool:
+        """True if `difference` is to look for a change; asked in every forward pass.
+
+        Args:
+            all_of_it: compare dtypes and devices, too.
+        """
+        everyone = self.parameters.values()
+        if [*map(_requires_grad, everyone)] != self._traits[0]:
+            return True
+        if self._ids() != self._owned or any(self._empty):
+            return True
+        if not all_of_it:
+            return False
+        now = [*map(_dtype, everyone)], [*map(_device, everyone)]
+        return now != (self._traits[1], self._devices)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Returns the parameters that require a gradient, by name.
@@ -158,7 +197,7 @@ class ModuleSnapshot:
 
         With `may_freeze` a parameter that required a gradient may require none now.
         """
-        if [*map(id, chain.from_iterable(map(dict.values, self.tables)))] != self._owned:
+        if self._ids() != self._owned or any(self._empty):
             now = self._parameters_of(module)
             for name in self.parameters | now:
                 then, this = self.parameters.get(name), now.get(name)
@@ -176,8 +215,6 @@ class ModuleSnapshot:
         everyone = self.parameters.values()
         traits = [*map(_requires_grad, everyone)], [*map(_dtype, everyone)]
         devices = [*map(_device, everyone)]
-        if traits == self._traits and devices == self._devices:
-            return None
         thens = zip(*self._traits, self._devices, strict=True)
         nows = zip(*traits, devices, strict=True)
         for name, before, after in zip(self.parameters, thens, nows, strict=True):

@@ -1,11 +1,13 @@
 """`gradient_as_bucket_view`: a parameter's `.grad` is a window of its bucket, not a copy."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import repeat
+from operator import eq, is_
 from typing import Any
 
 import torch
 
-from ddp_from_scratch.core.bucket import Bucket, BucketState
+from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.memory import lies_at
 
@@ -75,17 +77,23 @@ class ViewBucket(Bucket):
         """Copies the rest of the gradients in; see `Bucket.pack`."""
         if self.state is not BucketState.FILLING:
             raise self._again()
+        gradients = [*map(gradient_of, self._parameters)]
+        if not self._packed and self._are_new(gradients):
+            self._copy_scaled(self.views, gradients, scale)
+            for parameter, lent in zip(self._parameters, self._lent, strict=True):
+                parameter.grad = lent
+            return
         sources, windows, in_place = [], [], []
         packed, unused = self._packed, self.unused
         for position, (index, parameter, view) in enumerate(self._rows):
-            if packed and index in packed:
+            if index in packed:
                 continue
-            gradient, address = parameter.grad, self._addresses[position]
+            gradient = gradients[position]
             if gradient is None:
                 if index not in unused:
                     raise self._gone(parameter)
                 view.zero_()
-            elif gradient.data_ptr() == address and gradient.stride() == view.stride():
+            elif lies_at(gradient, view):
                 in_place.append(view)
                 if index in unused:
                     # The buffer will hold the average. If no rank has used this parameter, `.grad`
@@ -94,33 +102,35 @@ class ViewBucket(Bucket):
             else:
                 sources.append(gradient)
                 windows.append(view)
-                if not (unused and index in unused):
-                    # Frees the memory of the gradient before the average is there. `_lend` is only
-                    # called where it has more to do: this runs once for every gradient.
-                    lent = self._lent[position]
-                    parameter.grad = lent if lent.data_ptr() == address else self._lend(position)
-        if self._together or scale == 1:
-            if self._on_gpu:
-                windows, sources = self._copy_strided(windows, sources)
-            if windows:
-                torch._foreach_copy_(windows, sources)
-            _multiply(self.flat, scale)
-        else:
-            for window, source in zip(windows, sources, strict=True):
-                torch.mul(source, scale, out=window)
+                if index not in unused:
+                    # Frees the memory of the gradient before the average is there.
+                    parameter.grad = self._lend(position)
+        self._copy_scaled(windows, sources, scale)
+        if not (self._together or scale == 1):
             for view in in_place:
                 view.mul_(scale)
+
+    def _are_new(self, gradients: Sequence[Any]) -> bool:
+        """True in most passes: no gradient lies in the bucket yet, but all the windows to lend do.
+
+        Without a Python call for each.
+        """
+        if any(map(is_, gradients, repeat(None))):
+            return False
+        at = self._addresses
+        lent = [*map(torch.Tensor.data_ptr, self._lent)]
+        return lent == at and not any(map(eq, map(torch.Tensor.data_ptr, gradients), at))
 
     @torch.no_grad()
     def unpack(self, used: Collection[int] | None = None) -> None:
         """Makes each `.grad` its window; see `Bucket.unpack`."""
         if self.state is BucketState.LANDED:
-            for position, (index, parameter, _) in enumerate(self._rows):
-                if used is not None and index not in used:
-                    continue
-                gradient = parameter.grad
-                # `pack` has put most of them there. Looking costs less than putting them again.
-                if gradient is None or gradient.data_ptr() != self._addresses[position]:
+            # `pack` has put most of them there.
+            gradients = map(gradient_of, self._parameters)
+            there = all(map(is_, gradients, self._lent))
+            there = there and [*map(torch.Tensor.data_ptr, self._lent)] == self._addresses
+            for position, (index, parameter, _) in enumerate(() if there else self._rows):
+                if used is None or index in used:
                     parameter.grad = self._lend(position)
         self.reset()
 
