@@ -85,6 +85,7 @@ class CoreReducer:
         lock: held while the buckets change.
         hooks: by which autograd, the module and optimizers call this object.
         hook_per_bucket: True if autograd does not call for every gradient; see `_listen`.
+        needs_each: True if it must: a pass may end before all gradients are there.
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -149,7 +150,7 @@ class CoreReducer:
         # The methods to call in each phase: those that an extension overrides.
         self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
         self.hooks: Hooks | None = None
-        self._in_parts = False  # a pass has ended without all gradients
+        self.needs_each = False
         self._order: Sequence[str] = self.present_order()
         self.make_buckets()
         self.look_at_layers()
@@ -269,7 +270,7 @@ class CoreReducer:
         if self.hooks is None:
             return
         self._count_noted(*self.all_buckets)
-        each = self.calls["on_gradient"] or self.calls["is_complete"] or self._in_parts
+        each = self.calls["on_gradient"] or self.calls["is_complete"] or self.needs_each
         noted: dict[int, dict[int, torch.Tensor]] = {}
         if self.ready_order is not None and not each:
             first = self.names.index(self.ready_order[0])
@@ -380,6 +381,7 @@ class CoreReducer:
 
     def missing(self) -> list[str]:
         """Returns the names of the parameters that have no gradient yet."""
+        self._count_noted(*self.all_buckets)
         return [
             self.names[index] for bucket in self.all_buckets for index in sorted(bucket.missing)
         ]
@@ -557,7 +559,7 @@ class CoreReducer:
             # Gradients are missing, so nothing is unpacked. A later pass may bring them (a loss
             # computed in parts, reentrant checkpointing), or else the next forward pass raises.
             self.restore_grads()
-            self._in_parts = True
+            self.needs_each = True
             self._listen()
             return False
         return True

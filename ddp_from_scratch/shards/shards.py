@@ -96,6 +96,7 @@ class Shards(Extension):
         if len(reducer.flat_buckets) < len(reducer.all_buckets):
             raise ValueError("sparse gradients cannot be summed over shards: use sparse=False")
         super().attach(reducer)
+        reducer.needs_each = True  # several shards' backward passes may be under way at a time
         self._process_group = reducer.process_group
         self._check()
         reducer.set_hook(self.reduction.average, reducer.process_group)

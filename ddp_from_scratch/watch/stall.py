@@ -49,10 +49,11 @@ class Progress(NamedTuple):
                 waits = f"bucket {bucket.index()} of {len(buckets)} ({inside})"
                 break
         # Buckets that are unpacked miss all their members again, for the next step.
-        missing = sum(len(b.missing) for b in buckets) if launched < len(buckets) else 0
-        text = f"{len(names) - missing} of {len(names)} gradients have arrived"
-        if launched < len(buckets) and buckets[launched].missing:
-            inside = shortened([names[index] for index in sorted(buckets[launched].missing)])
+        missing = [sorted(b.missing.difference([*b.noted])) for b in buckets[launched:]]
+        count = len(names) - sum(map(len, missing))
+        text = f"{count} of {len(names)} gradients have arrived"
+        if missing and missing[0]:
+            inside = shortened([names[index] for index in missing[0]])
             text += f", bucket {launched} waits for {inside}"
         return cls(step, waits, text)
 
