@@ -141,7 +141,6 @@ class Reducer(CoreReducer):
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
         self._auto = bucket_cap_mb == AUTO
         self.buffer_sync = BufferSync(module, process_group, ignore)
-        self._shares = (False, False)  # by `sends_through_group()`
         self._shards: Shards | None = None
         if shards is not None:
             self._shards = Shards(shards, self.buffer_sync.named, fuse_wgrad)
@@ -193,14 +192,6 @@ class Reducer(CoreReducer):
         """True if all ranks make this object together."""
         return True
 
-    def group(self) -> dist.ProcessGroup:
-        """Returns the group that sends buckets. Collective where `shared_memory_beside` is."""
-        sends = super().group()
-        # Noted here: a look at the transport must not be collective.
-        own = check_group(self.process_group)
-        self._shares = _shares_memory(own), _shares_memory(sends)
-        return sends
-
     # Looking at it ------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
@@ -226,6 +217,11 @@ class Reducer(CoreReducer):
     def stats(self) -> "ReducerStats":
         """Returns settings, buckets and their sizes at this moment."""
         unused = self.extension(Unused)
+        # A hook of the user's own sends through the group that it names itself, most often the
+        # Reducer's, and not through one that was opened beside it.
+        sends = self.sends() if self.sends_through_group() else self.process_group
+        sends = sends or dist.group.WORLD
+        shared = isinstance(sends, SharedMemoryGroup) and sends.shares_memory
         return ReducerStats(
             bucket_bytes=tuple(
                 sum(p.nbytes for p in bucket.parameters()) for bucket in self.all_buckets
@@ -241,11 +237,7 @@ class Reducer(CoreReducer):
             static_graph=unused is not None and unused.is_static,
             comm_hook=getattr(self.comm_hook, "__qualname__", str(self.comm_hook)),
             hook_per_bucket=self.hook_per_bucket,
-            # A hook of the user's own sends through the group that it names itself, most often the
-            # Reducer's, and not through one that was opened beside it.
-            transport=(
-                "shared memory" if self._shares[self.sends_through_group()] else self._backend
-            ),
+            transport="shared memory" if shared else self._backend,
         )
 
     def _progress(self) -> Progress:
@@ -519,7 +511,3 @@ class ReducerStats:
 
 def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
-
-
-def _shares_memory(group: dist.ProcessGroup) -> bool:
-    return isinstance(group, SharedMemoryGroup) and group.shares_memory

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -86,6 +86,7 @@ class CoreReducer:
         hooks: by which autograd, the module and optimizers call this object.
         hook_per_bucket: True if autograd does not call for every gradient; see `_listen`.
         needs_each: True if it must: a pass may end before all gradients are there.
+        sends: a weak reference to the group that `group()` has returned last.
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -111,6 +112,7 @@ class CoreReducer:
         # Those apart come last: so the indices below `_in_flat` are those of flat buckets.
         self.names = sorted(parameters, key=lambda name: name in self._apart)
         self.parameters = [parameters[name] for name in self.names]
+        self._index_of = {name: index for index, name in enumerate(self.names)}
         self._in_flat = len(self.names) - len(self._apart)
         self.device, self.rank = self.parameters[0].device, dist.get_rank(process_group)
         self.sync, self.iteration = True, 0
@@ -197,10 +199,9 @@ class CoreReducer:
 
     def plan(self, order: Sequence[str], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Returns the members of the buckets that `lay_out` would make."""
-        index_of = {name: index for index, name in enumerate(self.names)}
-        indices = [index_of[name] for name in order]
-        flat = self._memory.plan((index for index in indices if index < self._in_flat), caps)
-        return *flat, *((index,) for index in indices if index >= self._in_flat)
+        indices = [*map(self._index_of.__getitem__, order)]
+        apart = zip(filter(self._in_flat.__le__, indices), strict=True)
+        return *self._memory.plan([*filter(self._in_flat.__gt__, indices)], caps), *apart
 
     def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> None:
         """Replaces the buckets by new ones for gradients that become ready in this order.
@@ -212,7 +213,7 @@ class CoreReducer:
             caps: the new caps; None keeps the old ones.
         """
         self.caps = caps or self.caps
-        if self.plan(order, self.caps) != tuple(bucket.members for bucket in self.all_buckets):
+        if self.plan(order, self.caps) != tuple(map(attrgetter("members"), self.all_buckets)):
             self._order = order
             self.make_buckets()
 
@@ -253,10 +254,10 @@ class CoreReducer:
         Ranks may have had their gradients ready in different orders. All must lay out the same
         buckets, so one rank decides.
         """
-        unused = [i for i in reversed(range(len(self.names))) if i not in self._seen]
-        order = torch.tensor([*self._seen, *unused], device=self.device)
+        seen_first = dict.fromkeys([*self._seen, *reversed(range(len(self.names)))])
+        order = torch.tensor([*seen_first], device=self.device)
         dist.broadcast(order, group=self.process_group, group_src=0)
-        self.ready_order = [self.names[index] for index in order.tolist()]
+        self.ready_order = [*map(self.names.__getitem__, order.tolist())]
         self.lay_out(self.ready_order)
         self._listen()
 
@@ -273,7 +274,7 @@ class CoreReducer:
         each = self.calls["on_gradient"] or self.calls["is_complete"] or self.needs_each
         noted: dict[int, dict[int, torch.Tensor]] = {}
         if self.ready_order is not None and not each:
-            first = self.names.index(self.ready_order[0])
+            first = self._index_of[self.ready_order[0]]
             for bucket in self.flat_buckets:
                 for index in bucket.members[:-1] if not bucket.packs_early else ():
                     noted[index] = bucket.noted
@@ -473,13 +474,13 @@ class CoreReducer:
         They hold until the hook, the weight or the group changes: a program may close the default
         group and open another one. Waits for all ranks' weights, if any are set.
         """
-        own = self.process_group or dist.group.WORLD
+        own: Any = self.process_group or dist.group.WORLD
         if own is not None and self._prepared_for is not None and self._prepared_for() is own:
             return
         for call in self.calls["on_agree"]:
             call()
         weight = 1.0 if self._weight is None else self._weight.value()
-        own, sends = check_group(self.process_group), self.group()
+        sends = self.group()
         hook: Any = self.comm_hook
         state = self.comm_state
         # Our hooks take a group as their state. The Reducer's own stands for the one that sends.
@@ -503,7 +504,9 @@ class CoreReducer:
 
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective where `transport` is."""
-        return self._transport(check_group(self.process_group))
+        sends = self._transport(check_group(self.process_group))
+        self.sends = weakref.ref(sends)
+        return sends
 
     def sends_through_group(self) -> bool:
         """True if the comm hook sends through `group()`, and not through one that it names."""

@@ -101,7 +101,7 @@ class Checks(Extension):
             )
 
     def _compares(self, reducer: CoreReducer) -> bool:
-        return any(isinstance(extension, DriftCheck) for extension in reducer.extensions)
+        return DriftCheck in map(type, reducer.extensions)
 
     def compare_writers(self) -> None:
         """Has ranks compared from now on if a forward pass on any of them has written."""
@@ -110,7 +110,7 @@ class Checks(Extension):
             group = reducer.process_group
             with on_gpu_of(reducer.module):
                 counts = gather_integers([len(self._written)], group)
-            if any(count for (count,) in counts):
+            if any(map(any, counts)):
                 every = EVERY_AFTER_WRITES
                 drift = DriftCheck(every, reducer.module, group, self._ignore, after_writes=True)
                 reducer.add_extension(drift)  # which is called in this average, too
