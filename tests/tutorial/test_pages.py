@@ -76,3 +76,18 @@ def test_the_tables_of_chapter_15_name_what_is_there():
             there = {name.rpartition(".")[2] for name in functions(file)}
             assert re.findall(r"`(\w+)`", named), place
             assert set(re.findall(r"`(\w+)`", named)) <= there, place
+
+
+def test_chapter_15_shows_the_lines_of_chapter_7_and_of_the_library():
+    page = TUTORIAL_PAGES[15].read_text()
+    sections = re.findall(
+        r"\]\(../../ddp_from_scratch/([\w/.]+)\):\n\n```diff\n(.*?)```", page, re.DOTALL
+    )
+    assert len(sections) == page.count("```diff") == 4
+    for name, difference in sections:
+        files = {"-": TUTORIAL / "07_buckets" / "buckets.py", "+": LIBRARY / name}
+        for sign, path in files.items():
+            shown = [line[1:].strip() for line in difference.splitlines() if line[0] == sign]
+            rest = iter(path.read_text().split("\n"))
+            lost = [line for line in shown if not any(line == other.strip() for other in rest)]
+            assert lost == [], name  # in this order
