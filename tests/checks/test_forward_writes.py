@@ -82,6 +82,8 @@ def test_a_write_that_comes_later_is_named(ranks):
         assert step == 2
         assert f"on rank {rank} has written to mean, linear.weight" in error
     assert pair(checked, 4, alike, 3) == [(None, 4)] * 2
+    # After the first ten passes every tenth is looked at.
+    assert [step for _, step in pair(train, 30, alike, 12)] == [19, 19]
 
 
 def checked(world, *arguments):
