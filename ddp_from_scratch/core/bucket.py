@@ -327,17 +327,19 @@ class Bucket:
                 is. None means all.
         """
         if self.state is BucketState.LANDED:
-            gradients, windows = [], []
-            for index, parameter, view in self._rows:
-                if used is not None and index not in used:
-                    continue
-                if (gradient := parameter.grad) is not None:
-                    gradients.append(gradient)
-                    windows.append(view)
-                elif index in self.unused:
-                    # A used member had a gradient at the launch. If it has none now, the user has
-                    # dropped it since.
-                    parameter.grad = view.clone()
+            windows, gradients = self.views, [*map(gradient_of, self._parameters)]
+            if used is not None or any(map(is_, gradients, repeat(None))):
+                windows, gradients = [], []
+                for index, parameter, view in self._rows:
+                    if used is not None and index not in used:
+                        continue
+                    if (gradient := parameter.grad) is not None:
+                        gradients.append(gradient)
+                        windows.append(view)
+                    elif index in self.unused:
+                        # A used member had a gradient at the launch. If it has none now, the user
+                        # has dropped it since.
+                        parameter.grad = view.clone()
             if self._on_gpu:
                 gradients, windows = self._copy_strided(gradients, windows)
             if gradients:
