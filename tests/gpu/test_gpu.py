@@ -500,7 +500,7 @@ def test_every_way_to_send_is_exact(world, hook, dtype, views):
 
 @on("crew")
 def test_power_sgd_forgets_an_overflow(world):
-    """The next average is finite again. Its bookkeeping is in tests/comm_hooks."""
+    """The next average is finite again. Its bookkeeping is in tests/options/test_power_sgd.py."""
     model = network(width=64, depth=2)
     ddp.broadcast_parameters(model)
     state = ddp.power_sgd.PowerSGDState(rank=2, start=0)

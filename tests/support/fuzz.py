@@ -12,7 +12,7 @@ that all ranks raise, they must train on with a new Reducer.
 With `--shards V` programs are played on V shards, by one rank and by `--ranks`: each shard plays
 the part of a rank of an ordinary program, and crews of all sizes must hold the same bits.
 
-tests/reducer/test_table.py has programs that are chosen by hand, with the same oracle.
+tests/core/test_table.py has programs that are chosen by hand, with the same oracle.
 A failure is shrunk to a program of a few lines, which is printed; exit code 1.
 """
 

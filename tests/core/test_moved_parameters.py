@@ -1,4 +1,4 @@
-"""Parameters that one rank transposes. More: tests/reducer/test_table.py."""
+"""Parameters that one rank transposes. More: tests/core/test_table.py."""
 
 import pytest
 import torch

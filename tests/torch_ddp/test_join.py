@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches. More is in tests/reducer/test_table.py."""
+"""Ranks with different numbers of batches. More: tests/core/test_table.py."""
 
 import pytest
 import torch

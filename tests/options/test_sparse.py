@@ -1,6 +1,6 @@
 """Sparse gradients: rows that differ in number and place on every rank, averaged exactly.
 
-Rank r's gradients are made of r + 1, so that averages are known. More: tests/reducer/test_table.py.
+Rank r's gradients are made of r + 1, so that averages are known. More: tests/core/test_table.py.
 """
 
 import torch

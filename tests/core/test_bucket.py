@@ -1,6 +1,6 @@
 """Where gradients lie, and what a hook sees, with a fake one for the other ranks.
 
-Averages are in tests/reducer/test_table.py.
+Averages are in tests/core/test_table.py.
 """
 
 import pytest
