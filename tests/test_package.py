@@ -34,9 +34,6 @@ def python(*arguments: object, folder: Path, **environment: str) -> subprocess.C
     )
 
 
-# Programs ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("program", [*TUTORIAL, *sorted(EXAMPLES)], ids=lambda path: path.stem)
 def test_a_program_runs_as_a_path_from_any_folder(program, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -44,9 +41,6 @@ def test_a_program_runs_as_a_path_from_any_folder(program, tmp_path, monkeypatch
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(str(program), run_name="__main__")
     assert capsys.readouterr().out.startswith("usage: ")
-
-
-# Extras -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -80,8 +74,6 @@ def test_what_is_missing_is_one_line(tmp_path):
     assert (done.returncode, done.stderr) == (2, told)
 
 
-# Entry points -----------------------------------------------------------------------------------
-
 WITHOUT_AN_IMPORT = """
 import sys, torch, torch.distributed as dist
 dist.init_process_group("node", rank=0, world_size=1, store=dist.HashStore())
@@ -106,9 +98,6 @@ def test_torch_finds_the_node_backend_without_an_import(tmp_path):
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     done = python("-c", WITHOUT_AN_IMPORT, folder=tmp_path, PYTHONPATH=path)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# The package's page -----------------------------------------------------------------------------
 
 
 def test_the_packages_page_shows_the_readmes_example_and_links_nowhere_relative():

@@ -87,9 +87,6 @@ def test_nothing_is_compressed_within_a_machine(world, name):
     assert module.weight.grad.unique().item() == 1 + 1.5 * 2**-20
 
 
-# In training ------------------------------------------------------------------------------------
-
-
 def build(world) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """A model that is the same everywhere, and this rank's part of the data."""
     torch.manual_seed(0)
@@ -184,8 +181,6 @@ def test_a_hook_of_two_collectives_beside_synchronised_batch_norm(world):
         assert told[0] == "last gradient"
         assert model[2].bias.grad.tolist() == [16.0]  # 4 on each of 2 ranks, summed twice
 
-
-# torch's own ------------------------------------------------------------------------------------
 
 TORCHS = {
     "fp16": (default_hooks.fp16_compress_hook, 2e-3),

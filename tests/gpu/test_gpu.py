@@ -111,8 +111,6 @@ def assert_alike(mine: Any) -> None:
     assert all(other == mine for other in everyone), "ranks have drifted apart"
 
 
-# As torch's class ---------------------------------------------------------------------------------
-
 # Our wrapper or a bare Reducer, its options, our optimizer's name if it is ours, and its one call.
 BESIDE_TORCH = {
     "copies": (False, {}, None, False),
@@ -160,9 +158,6 @@ def test_as_torch_bit_for_bit(world, name):
             assert torch.equal(p, q), f"{name} after step {step}"
     assert len(reducer.buckets) == 3
     assert_alike(bits(ours.parameters()))
-
-
-# What the host and the streams do -----------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -396,9 +391,6 @@ def test_buckets_are_sent_during_backward(world, overlap):
     assert bool(beside) == overlap
 
 
-# CPU and GPU in one model -------------------------------------------------------------------------
-
-
 class Halves(nn.Module):
     """The model-parallel example of torch's tutorials, one half on the CPU."""
 
@@ -439,9 +431,6 @@ def test_a_model_on_cpu_and_gpu(world, wrapper, flat_sgd):
     ddp.check_sync(ours, group)
     dist.destroy_process_group(group)
     assert_alike(bits(ours.parameters()))
-
-
-# What else is done on the way ---------------------------------------------------------------------
 
 
 @each_sgd
@@ -620,9 +609,6 @@ def test_a_timeline_has_the_times_of_the_gpu(world):
                 assert bucket.pack[0] <= bucket.pack[1] <= bucket.sent[1] <= bucket.unpack[1]
 
 
-# Memory -------------------------------------------------------------------------------------------
-
-
 def peak(kind: Any) -> int:
     """Bytes at the peak of a step, beyond those in use before the model is made."""
     gc.collect()
@@ -647,9 +633,6 @@ def test_memory_with_views_is_that_of_torch(world):
     assert theirs > 250e6  # parameters, gradients, momentum
     # Buckets are 25 MB and begin with 1 MB; one of them and the workspace lie beside.
     assert ours <= 1.2 * theirs
-
-
-# What can go wrong --------------------------------------------------------------------------------
 
 
 def started(*program: str, **variables: str) -> "subprocess.Popen[str]":

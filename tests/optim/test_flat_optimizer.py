@@ -124,9 +124,6 @@ def test_one_call_per_bucket(monkeypatch, options, rule, widths):
         assert len({p.untyped_storage().data_ptr() for p in bucket.parameters()}) == 1
 
 
-# Groups -----------------------------------------------------------------------------------------
-
-
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     own = dict(model.named_parameters())
     first = [own.pop("p1"), own.pop("p6")]
@@ -173,9 +170,6 @@ def test_two_optimizers_for_one_reducer_one_with_a_parameter_of_no_bucket():
     assert_same(model, reference)
     assert torch.equal(extra, theirs_too)
     assert not torch.equal(extra, torch.ones(5))
-
-
-# Programs ---------------------------------------------------------------------------------------
 
 
 def schedulers(pair):
@@ -265,9 +259,6 @@ def test_parameters_in_shared_memory_stay_shared(options):
     pair = Pair(make, **options)
     pair.train()
     assert pair.ours.p6.data_ptr() == pair.ours.p5.data_ptr()
-
-
-# Backward and step in one -------------------------------------------------------------------------
 
 
 def test_backward_and_step_counts_as_a_step_after_accumulation():

@@ -150,9 +150,6 @@ def test_an_overflow_is_not_remembered(world, view):
         assert all(torch.equal(a, b) for a, b in zip(expected, following, strict=True))
 
 
-# Ranks that share memory -------------------------------------------------------------------------
-
-
 @on("gloo-2")
 def test_on_one_machine_nothing_is_compressed(world):
     model, state = Given(), PowerSGDState(rank=1, start=1)

@@ -37,8 +37,6 @@ from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 SMALL, LARGE, ALL = 8 * BYTES, 16 * BYTES, math.inf
 
 
-# Arithmetic -------------------------------------------------------------------------------------
-
 A, A_AFTER, B = Candidate(1.0, True), Candidate(1.0, False), Candidate(math.inf, True)
 
 
@@ -73,8 +71,6 @@ def test_layouts_take_turns_and_the_first_step_of_each_does_not_count():
 def test_choice(times, chosen):
     assert choose(times) == chosen
 
-
-# Ranks ------------------------------------------------------------------------------------------
 
 Cost = Callable[[Candidate], float]
 
@@ -206,9 +202,6 @@ def test_a_model_of_one_bucket_settles_at_once(world):
         assert (sent, reducer.bucket_cap_mb, reducer.overlap) == ([10], chosen, True)
 
 
-# What is built on the buckets -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["backward_and_step", "PowerSGD"])
 @on("gloo-2")
 def test_training_has_the_bits_of_one_cap(world, how):
@@ -266,9 +259,6 @@ def test_a_rank_without_data_goes_along(world):
                 reducer.module(own(world)).backward()
     assert (reducer.bucket_cap_mb, reducer.overlap) == (LARGE, False)
     assert reducer.buckets == (("p3",), ("p2", "p1"), ("p0",))
-
-
-# run.py -----------------------------------------------------------------------------------------
 
 
 def run(world, folder, resume):

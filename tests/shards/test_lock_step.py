@@ -58,9 +58,6 @@ def test_a_step_is_that_of_one_process_with_the_whole_batch(world):
     torch.testing.assert_close(ours.state_dict(), whole.state_dict(), rtol=1e-10, atol=1e-10)
 
 
-# Steps that fail ----------------------------------------------------------------------------------
-
-
 def stopped(world, name):
     training = Training(IN_LOCK_STEP[name], None, True)
     norm = next(layer for layer in training.model.modules() if isinstance(layer, ddp.SyncBatchNorm))

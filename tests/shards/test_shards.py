@@ -31,9 +31,6 @@ def test_bits_are_those_of_one_process(ranks, crew):
         assert_bits(by_definition(name), found, name)
 
 
-# Steps that fail ----------------------------------------------------------------------------------
-
-
 class Stop(Exception):
     """Ends a shard."""
 
@@ -105,8 +102,6 @@ def test_a_rank_is_killed_and_the_others_repeat_the_step(tmp_path, name):
         crew.end()
     assert_bits(by_definition(name), found[::2])
 
-
-# What is refused ----------------------------------------------------------------------------------
 
 X = torch.ones(1, 2)
 
@@ -185,9 +180,6 @@ def test_each_mistake_has_its_error_and_the_next_step_is_right(alone):
         run(3, 2, 1, 0)
         assert model.bias.grad.tolist() == [1, 1]
         optimizer.step()
-
-
-# Memory, and what else a program may do -----------------------------------------------------------
 
 
 @on("gloo-3")

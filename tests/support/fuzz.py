@@ -148,9 +148,6 @@ def _near(value: Any, correct: Any, tolerance: float) -> bool:
     return bool((np.abs(value - correct) <= tolerance).all())
 
 
-# On shards ----------------------------------------------------------------------------------------
-
-
 def check_shards(crews: Sequence[Crew], case: Case) -> None:
     """Plays a case on all crews, those of three ranks or more also as two machines.
 
@@ -177,8 +174,6 @@ def check_shards(crews: Sequence[Crew], case: Case) -> None:
                 assert same, f"{where} has not the bits of\n{values[0]}{told}"
                 assert _near(value, correct, oracle.tolerance), f"{where} not\n{correct}{told}"
 
-
-# Random cases -------------------------------------------------------------------------------------
 
 CAPS: list[Any] = [None, 0, 20 * BYTES, 80 * BYTES, (12 * BYTES, 100 * BYTES), float("inf")]
 
@@ -347,9 +342,6 @@ def sharded_cases(draw: st.DrawFn, shards: int) -> Case:
         **dict.fromkeys(("wrapped", "static_graph", "divided", "node_shared", "halves"), False),
         **dict.fromkeys(("hook", "writes", "straggler_every"), None),
     )
-
-
-# Runs ---------------------------------------------------------------------------------------------
 
 
 def run(check_case: Callable[[Case], Any], strategy: Any, count: int, seed: int) -> Counter[str]:

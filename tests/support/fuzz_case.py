@@ -32,8 +32,6 @@ DIVIDED_LIMIT_S = 1.5
 # With the bits of this library's.
 TORCHS = {"SGD": torch.optim.SGD, "AdamW": partial(torch.optim.AdamW, fused=True)}
 
-# Operations ---------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -125,9 +123,6 @@ class Again:
 @dataclass(frozen=True)
 class KeepViews:
     """Gradients lie in their buckets from now on."""
-
-
-# The case -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -227,9 +222,6 @@ class Case:
         parts = [("parameter ", self.parameters), ("branch ", self.branches), ("", self.operations)]
         lines = [f"{kind}{i}: {each}" for kind, every in parts for i, each in enumerate(every)]
         return "\n".join([", ".join(settings), *lines])
-
-
-# The model ----------------------------------------------------------------------------------------
 
 
 def weight_of(
@@ -386,9 +378,6 @@ def loss_of(graph: dict[int, Any], outputs: str = "all") -> torch.Tensor:
     losses = [(1 + branch) * h.double().square().mean() for branch, (h, _) in graph.items()]
     chosen = part(losses, outputs)
     return torch.stack(chosen).sum() if chosen else torch.zeros(())
-
-
-# One rank -----------------------------------------------------------------------------------------
 
 
 class Player:
@@ -623,9 +612,6 @@ HOOKS = {
     "in_halves": in_halves,
     "gathered": gathered,
 }
-
-
-# A rank's process ---------------------------------------------------------------------------------
 
 
 @dataclass

@@ -12,8 +12,6 @@ from ddp_from_scratch import DistributedDataParallel as Ours
 from ddp_from_scratch import Reducer, broadcast_parameters
 from tests.support.tiers import slow
 
-# What the Reducer sends, and when -----------------------------------------------------------------
-
 
 class Counted(nn.Module):
     def __init__(self, value):
@@ -64,9 +62,6 @@ def as_switched(world):
     assert after_an_average(model) == [1, 1]
     with pytest.warns(FutureWarning, match="is deprecated"):
         assert Ours(Counted(own[0]), broadcast_buffers=False).module.b.tolist() == own
-
-
-# Graphs that are still alive ----------------------------------------------------------------------
 
 
 def statistics_while_graphs_live(world):

@@ -48,9 +48,6 @@ def test_one_bit_anywhere_changes_the_checksum():
     assert len(found) == 1 + 6 * 3
 
 
-# check_sync -------------------------------------------------------------------------------------
-
-
 def model(fill=0.5):
     layers = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(1, 2, 2), nn.Linear(2, 2).bfloat16())
     for parameter in layers.parameters():
@@ -140,9 +137,6 @@ def all_differing(world):
 def test_one_text_on_every_rank_names_the_first_difference(ranks, backend):
     for found in ranks(backend, 3)(all_differing):
         assert found == [f"{on} is not the same on all ranks: {by}" for *_, on, by in DIFFERENCES]
-
-
-# Reducer(check_every=N) -------------------------------------------------------------------------
 
 
 def training(every, kind=torch.optim.SGD, **options):

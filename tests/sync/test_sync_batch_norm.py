@@ -40,9 +40,6 @@ def test_sums_are_of_full_precision(dtype):
     torch.testing.assert_close(moments.variance, variance, rtol=1e-5, atol=0)
 
 
-# A layer ----------------------------------------------------------------------------------------
-
-
 @contextmanager
 def collectives() -> Iterator[Callable[[], tuple[int, int]]]:
     """How many gathers and sums have been called."""
@@ -173,9 +170,6 @@ def group_of_some_ranks(world):
         SyncBatchNorm(1, process_group=groups[int(world.rank == 0)])(torch.zeros(2, 1))
 
 
-# Training ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_a_branch_below_the_layer_that_some_ranks_take(crew, option):
@@ -239,9 +233,6 @@ def a_rank_out_of_data_is_told(world):
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
 def test_synchronised(crew, program):
     crew(program)
-
-
-# Conversion -------------------------------------------------------------------------------------
 
 
 def test_every_batch_norm_is_converted_in_place():

@@ -92,9 +92,6 @@ def mixed_precision(world):
         assert weight.grad.tolist() == [[8.0] * 4] * 4
 
 
-# Copies, groups and meshes ------------------------------------------------------------------------
-
-
 def copies(world):
     """They average on their own, and need no other rank; their settings are the wrapper's."""
     for how in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):

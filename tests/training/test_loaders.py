@@ -69,9 +69,6 @@ def epoch_of(loader, epoch):
     return batches(loader)
 
 
-# Training -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "world_size", "batch_size", "expected"),
     [(20, 3, 3, 2), (18, 3, 3, 2), (17, 3, 3, 1), (23, 1, 5, 4)],

@@ -22,8 +22,6 @@ from tests.support.on_ranks import on
 from tests.support.terms import BYTES
 from tests.support.tiers import slow
 
-# Arithmetic -------------------------------------------------------------------------------------
-
 
 def seconds(*ranks):
     """The same step of 46 ms three times, but for the times of some ranks' phases."""
@@ -60,9 +58,6 @@ def test_who_is_late(ranks, late):
     found = compare(seconds(*ranks), len(ranks[0]))
     assert found.is_late == (late is not None)
     assert late is None or (found.rank, found.phase) == late
-
-
-# On ranks, with a clock that stands still but for what a test adds --------------------------------
 
 
 @contextlib.contextmanager

@@ -72,9 +72,6 @@ def both(ranks, request):
     return ranks(request.param, 2)
 
 
-# What is recorded -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("at_once", [False, slow(True)])
 @on("both")
 def test_every_event_of_every_step_is_recorded_in_its_order(world, tmp_path, at_once):
@@ -223,9 +220,6 @@ def test_a_group_beside_the_gpus(world):
         assert clock_offsets(["a", "b"], timeline._group)[0] == (0, 0)
         step(2)
         assert len(closed(timeline)) == 1
-
-
-# What fails -------------------------------------------------------------------------------------
 
 
 @on("gloo-2")
