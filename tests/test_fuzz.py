@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
-from tests.support.fuzz import cases, check, check_shards, run, sharded_cases
+from tests.support.fuzz import cases, check, run
 from tests.support.fuzz_case import (
     Again,
     Backward,
@@ -29,14 +29,6 @@ def test_random_programs_do_what_one_process_does(ranks, backend, world_size, co
         return check(ranks(backend, world_size), case)
 
     assert run(check_one, cases(world_size), count, seed=4)["cases"] >= count
-
-
-@pytest.mark.parametrize(("backend", "count"), [("gloo", 6), slow("mpi", 12)])
-def test_random_programs_on_shards_have_one_result(ranks, backend, count):
-    def check_one(case):
-        check_shards([ranks("gloo", 1), ranks(backend, 2), ranks(backend, 3)], case)
-
-    assert run(check_one, sharded_cases(4), count, seed=4)["cases"] >= count // 2
 
 
 def both(*branches: int) -> Forward:

@@ -168,6 +168,14 @@ PROGRAMS = {
         )
         for how in ("half", "data", "detached")
     },
+    "moved on a rank": program(
+        *(*STEP, Move("contiguous", rank=0), *STEP, *LOCAL, *STEP),
+        parameters=tuple(Parameter(2, kind="conv") for _ in range(3)),
+    ),
+    "moved on a rank, at first": program(
+        *(Move("contiguous", rank=0), *STEP, *STEP),
+        parameters=tuple(Parameter(2, kind="conv") for _ in range(3)),
+    ),
     "views from now on": program(
         *(KeepViews(), *LOCAL, *STEP, *LOCAL, KeepViews(), ALL, Backward(), KeepViews(), *STEP),
     ),
