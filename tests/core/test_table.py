@@ -177,7 +177,7 @@ PROGRAMS = {
         parameters=tuple(Parameter(2, kind="conv") for _ in range(3)),
     ),
     "views from now on": program(
-        *(KeepViews(), *LOCAL, *STEP, *LOCAL, KeepViews(), ALL, Backward(), KeepViews(), *STEP),
+        *(KeepViews(), *LOCAL, *STEP, *LOCAL, KeepViews(), ALL, Backward(), KeepViews(), *STEP)
     ),
     "another Reducer": program(*STEP, *LOCAL, Again(), ALL, Backward(), Step(), Zero(), *STEP),
     "transformed on a rank": program(Transform(0), *STEP, Transform(1), *STEP),

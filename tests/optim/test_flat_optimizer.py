@@ -156,10 +156,7 @@ def test_two_optimizers_for_one_reducer_one_with_a_parameter_of_no_bucket():
     others = [nn.Parameter(torch.ones(5)) for _ in models]
     (own, other), (extra, theirs_too) = ([*m.parameters()] for m in models), others
     halves = [SGD([*own[:3], extra], 0.1, 0.9, reducer=reducer), SGD(own[3:], 0.2, reducer=reducer)]
-    theirs = [
-        torch.optim.SGD([*other[:3], theirs_too], 0.1, 0.9),
-        torch.optim.SGD(other[3:], 0.2),
-    ]
+    theirs = [torch.optim.SGD([*other[:3], theirs_too], 0.1, 0.9), torch.optim.SGD(other[3:], 0.2)]
     for x in inputs(4):
         for each, beside in zip(models, others, strict=True):
             each.zero_grad()
@@ -242,8 +239,7 @@ def a_copy(pair):
 
 @each_kind
 @pytest.mark.parametrize(
-    "program",
-    [schedulers, a_scaler_that_skips_a_step, replaced_data_and_gradients, a_copy],
+    "program", [schedulers, a_scaler_that_skips_a_step, replaced_data_and_gradients, a_copy]
 )
 def test_bits_are_those_of_torch_with(program, options):
     program(Pair(**options))

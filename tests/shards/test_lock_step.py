@@ -9,12 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from tests.shards.programs import (
-    IN_LOCK_STEP,
-    Training,
-    assert_bits,
-    trained,
-)
+from tests.shards.programs import IN_LOCK_STEP, Training, assert_bits, trained
 from tests.shards.test_shards import Stop, stop
 from tests.support.on_ranks import on
 from tests.support.tiers import slow

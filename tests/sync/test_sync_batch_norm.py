@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch import (
-    DistributedDataParallel,
-    Reducer,
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-)
+from ddp_from_scratch import DistributedDataParallel, Reducer, SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.sync import sync_batch_norm
 from tests.support.fuzz import check
 from tests.support.fuzz_case import Backward, Case, Forward, Parameter, Step, Zero
