@@ -98,6 +98,7 @@ PROGRAMS = {
     "views": {"gradient_as_bucket_view": True},
     "no overlap": {"overlap": False},
     "static": {"static_graph": True},
+    "all used": {"find_unused_parameters": True},
     "unused": {"make": Branches, "find_unused_parameters": True},
     "sparse": {"make": Rows},
     "stall watch": {"stall_after": 60.0},
@@ -119,28 +120,37 @@ PROGRAMS = {
 }
 
 
-def train(world, name):
-    """Trains for some steps; returns the parameters, and what the simulated GPU has seen."""
+def made(name, device):
+    """A program's module, Reducer and optimizer."""
     options = dict(PROGRAMS[name])
     make, optimizer = options.pop("make", plain), options.pop("optimizer", sgd)
-    hook, side, start = (options.pop(name, None) for name in ("hook", "side", "start"))
-    on_gpu = world.device.type == "cuda"
+    hook, start, _ = (options.pop(name, None) for name in ("hook", "start", "side"))
     torch.manual_seed(0)
-    if on_gpu:
-        from tests.support.simgpu import device, trace
-
-        device.clear()
-    module = make().to(world.device)
+    module = make().to(device)
     if start:
         ddp.broadcast_parameters(module)
     reducer = ddp.Reducer(module, bucket_cap_mb=0.01, **options)
     if hook is not None:
         hook(reducer)
-    step = optimizer(module, reducer)
-    stream = torch.Stream(world.device) if side and on_gpu else None
+    return module, reducer, optimizer(module, reducer)
+
+
+def batch(world, number):
+    seed = torch.Generator().manual_seed(10 * number + world.rank)
+    return torch.randn(16, 32, generator=seed).to(world.device)
+
+
+def train(world, name):
+    """Trains for some steps; returns the parameters, and what a simulated GPU has seen."""
+    side, simulated = PROGRAMS[name].get("side"), "tests.support.simgpu.device" in sys.modules
+    if simulated:
+        from tests.support.simgpu import device, trace
+
+        device.clear()
+    module, reducer, step = made(name, world.device)
+    stream = torch.Stream(world.device) if side and world.device.type == "cuda" else None
     for number in range(STEPS):
-        seed = torch.Generator().manual_seed(10 * number + world.rank)
-        data = torch.randn(16, 32, generator=seed).to(world.device)
+        data = batch(world, number)
         if stream is not None:
             stream.wait_stream(torch.accelerator.current_stream())
         with stream or nullcontext():
@@ -156,9 +166,17 @@ def train(world, name):
             with stream or nullcontext():
                 data + 1  # at once, in memory that is free on this stream
             step.step()
-    found = (trace.faults(), trace.unexpected_waits()) if on_gpu else ()
+    found = (trace.faults(), trace.unexpected_waits()) if simulated else ([], [])
     reducer.remove()
     return [p.detach().cpu().tolist() for p in module.parameters()], found
+
+
+def assert_numbers_of_the_cpu(name, found, expected):
+    for (numbers, (faults, waits)), (reference, _) in zip(found, expected, strict=True):
+        assert faults == waits == []
+        # On the CPU, ranks of one machine add up in full precision what PowerSGD compresses here.
+        near = {"rtol": 0.05, "atol": 2e-3} if "PowerSGD" in name else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(numbers, reference, **near)
 
 
 FIRST = ("views", "unused", "sparse", "future made by hand", "buffers", "side stream, PowerSGD")
@@ -166,12 +184,14 @@ FIRST = ("views", "unused", "sparse", "future made by hand", "buffers", "side st
 
 @pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])
 def test_numbers_of_the_cpu_and_no_race(ranks, sim, name):
-    expected = ranks("gloo", 2)(train, name)
-    for (numbers, (faults, waits)), (reference, _) in zip(sim(train, name), expected, strict=True):
-        assert faults == waits == []
-        # On the CPU, ranks of one machine add up in full precision what PowerSGD compresses here.
-        near = {"rtol": 0.05, "atol": 2e-3} if "PowerSGD" in name else {"rtol": 1e-4, "atol": 1e-5}
-        torch.testing.assert_close(numbers, reference, **near)
+    assert_numbers_of_the_cpu(name, sim(train, name), ranks("gloo", 2)(train, name))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers_of_the_cpu_on_a_gpu(ranks, name):
+    assert_numbers_of_the_cpu(name, *(ranks(b, 2)(train, name) for b in ("nccl", "gloo")))
 
 
 def launch_before_packing(patch):
