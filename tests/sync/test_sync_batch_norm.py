@@ -15,8 +15,6 @@ from torch import nn
 
 from ddp_from_scratch import DistributedDataParallel, Reducer, SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.sync import sync_batch_norm
-from tests.support.fuzz import check
-from tests.support.fuzz_case import Backward, Case, Forward, Parameter, Step, Zero
 from tests.support.terms import recorded
 from tests.support.tiers import slow
 
@@ -163,25 +161,6 @@ def group_of_some_ranks(world):
     assert layer.running_mean.item() == sum(others) / len(others) + 0.5
     with pytest.raises(ValueError, match="not a member"):
         SyncBatchNorm(1, process_group=groups[int(world.rank == 0)])(torch.zeros(2, 1))
-
-
-@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_a_branch_below_the_layer_that_some_ranks_take(crew, option):
-    """Of a static graph always the same ranks, and computed again in backward."""
-    size, static = crew.world_size, option == "static_graph"
-    operations = []
-    for first in (0, 0, 0) if static else (0, 1, 2):
-        uses = [(0, 1) if (rank + first) % 2 == 0 else (1,) for rank in range(size)]
-        operations += [Forward(tuple(uses)), Backward(), Step(), Zero()]
-    case = Case(
-        *(size, (Parameter(2), Parameter(3)), ((0,), (1,)), tuple(operations)),
-        batch_norm=True,
-        bucket_cap_mb=0,
-        checkpoint="not reentrant" if static else None,
-        **{option: True},
-    )
-    assert check(crew, case)["operations"] == len(operations)
 
 
 def layers_that_learn_on_one_rank_alone(world):
