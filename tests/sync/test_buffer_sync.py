@@ -60,6 +60,10 @@ def as_switched(world):
     assert after_an_average(model) == own
     model.forward_sync_buffers = True
     assert after_an_average(model) == [1, 1]
+    for buffers in (None, [model.module.b]):  # as buffer hooks call it
+        model.module.b.fill_(world.rank + 1)
+        model._default_broadcast_coalesced(buffers)
+        assert model.module.b.tolist() == [1, 1]
     with pytest.warns(FutureWarning, match="is deprecated"):
         assert Ours(Counted(own[0]), broadcast_buffers=False).module.b.tolist() == own
 
