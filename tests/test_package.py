@@ -45,7 +45,6 @@ def test_a_program_runs_as_a_path_from_any_folder(program, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_the_digits_need_neither_torchvision_nor_matplotlib(tmp_path):
-    """A timeline says that it has no picture."""
     for name in ("torchvision", "matplotlib"):
         (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError")
     path = f"{tmp_path}{os.pathsep}{ROOT}"

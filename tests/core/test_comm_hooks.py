@@ -88,7 +88,6 @@ def test_nothing_is_compressed_within_a_machine(world, name):
 
 
 def build(world) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A model that is the same everywhere, and this rank's part of the data."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
     model.append(nn.Linear(16, 1))
@@ -107,7 +106,6 @@ def is_rank_0s(tensor) -> bool:
 @pytest.mark.parametrize("declared", [False, True])
 @on("gloo-2")
 def test_a_hook_has_one_bucket_under_way_unless_it_declares_one_collective(world, declared):
-    """Every bucket once and in order."""
     model = Terms(1, 1, 1)
     reducer = Reducer(model, bucket_cap_mb=0)
     told = []

@@ -66,8 +66,6 @@ def test_what_an_extension_leaves_alone_is_not_called(world):
 
 
 class Holds(Extension):
-    """Has all buckets wait for the end of backward."""
-
     def __init__(self):
         self.at = []
 

@@ -263,7 +263,6 @@ BACKENDS = ["gloo-2", "mpi-2", "gloo-3", "node-3"]
 
 
 def in_one(operations: tuple[Any, ...]) -> tuple[Any, ...]:
-    """With `backward_and_step` where a program does both."""
     whole: list[Any] = []
     for op in operations:
         if isinstance(op, Step) and whole and whole[-1] == Backward():

@@ -19,7 +19,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built by the commands of `make docs` into a folder of its own."""
     folder = tmp_path_factory.mktemp("site")
     recipe = re.search(r"^docs:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     train, build, _ = (

@@ -92,7 +92,6 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: Any, x: torch.Tensor, in_one_call: bool = False) -> None:
-    """A step."""
     optimizer.zero_grad()
     if in_one_call:
         optimizer.backward_and_step(loss_of(model, x))
@@ -106,7 +105,6 @@ def bits(tensors: Any) -> bytes:
 
 
 def assert_alike(mine: Any) -> None:
-    """On all ranks."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     assert all(other == mine for other in everyone), "ranks have drifted apart"
@@ -134,7 +132,6 @@ BESIDE_TORCH = {
 @pytest.mark.parametrize("name", BESIDE_TORCH)
 @on("crew")
 def test_as_torch_bit_for_bit(world, name):
-    """Gradients and parameters, step by step."""
     wrapped, options, kind, in_one_call = BESIDE_TORCH[name]
     views = options.get("gradient_as_bucket_view", False)
     theirs = TorchDDP(network(world.rank), device_ids=[0], gradient_as_bucket_view=views)
@@ -536,7 +533,6 @@ def test_memory_with_views_is_that_of_torch(world):
 
 
 def started(*program: str, **variables: str) -> "subprocess.Popen[str]":
-    """A Python program, on the one GPU; rank 0 of 2, or what `variables` say."""
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "2"}
     return subprocess.Popen(
         [sys.executable, *program],

@@ -14,7 +14,7 @@ STEPS = 4
 
 
 def plain():
-    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())])
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())])
 
 
 def normed():
@@ -40,8 +40,6 @@ class Branches(nn.Module):
 
 
 class Rows(nn.Module):
-    """The first layer's gradient is sparse."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Embedding(32, 32, sparse=True), nn.Linear(32, 32)
@@ -88,6 +86,10 @@ def made_by_hand(reducer):
     reducer.register_comm_hook(None, average)
 
 
+def of_torch(reducer):
+    reducer.register_comm_hook(None, ddp.comm_hooks.allreduce_hook)
+
+
 def fp16(reducer):
     reducer.register_comm_hook(None, ddp.comm_hooks.fp16_compress_hook)
 
@@ -111,6 +113,7 @@ PROGRAMS = {
     "PowerSGD": {"hook": powersgd},
     "PowerSGD, views": {"hook": powersgd, "gradient_as_bucket_view": True},
     "fp16": {"hook": fp16},
+    "torch's hook": {"hook": of_torch},
     "hook of a user": {"hook": of_a_user},
     "future made by hand": {"hook": made_by_hand},
     "side stream": {"side": True, "gradient_as_bucket_view": True},
@@ -121,7 +124,6 @@ PROGRAMS = {
 
 
 def made(name, device):
-    """A program's module, Reducer and optimizer."""
     options = dict(PROGRAMS[name])
     make, optimizer = options.pop("make", plain), options.pop("optimizer", sgd)
     hook, start, _ = (options.pop(name, None) for name in ("hook", "start", "side"))
@@ -129,7 +131,7 @@ def made(name, device):
     module = make().to(device)
     if start:
         ddp.broadcast_parameters(module)
-    reducer = ddp.Reducer(module, bucket_cap_mb=0.01, **options)
+    reducer = ddp.Reducer(module, bucket_cap_mb=0.005, **options)
     if hook is not None:
         hook(reducer)
     return module, reducer, optimizer(module, reducer)
@@ -150,6 +152,8 @@ def train(world, name):
     module, reducer, step = made(name, world.device)
     stream = torch.Stream(world.device) if side and world.device.type == "cuda" else None
     for number in range(STEPS):
+        if simulated and number == STEPS - 1:
+            begin, waited = len(device.GUARD.entries()), len(device.HOST_WAITS)
         data = batch(world, number)
         if stream is not None:
             stream.wait_stream(torch.accelerator.current_stream())
@@ -166,20 +170,30 @@ def train(world, name):
             with stream or nullcontext():
                 data + 1  # at once, in memory that is free on this stream
             step.step()
-    found = (trace.faults(), trace.unexpected_waits()) if simulated else ([], [])
+    found: tuple = [], [], 0, []
+    if simulated:
+        found = trace.faults(), trace.unexpected_waits(), trace.stalls(begin)
+        found += (trace.host_waits(waited),)
+    assert name not in FREE or len(reducer.flat_buckets) > 2
     reducer.remove()
     return [p.detach().cpu().tolist() for p in module.parameters()], found
 
 
 def assert_numbers_of_the_cpu(name, found, expected):
-    for (numbers, (faults, waits)), (reference, _) in zip(found, expected, strict=True):
-        assert faults == waits == []
+    for (numbers, seen), (reference, _) in zip(found, expected, strict=True):
+        faults, unexpected, stalls, waits = seen
+        assert faults == unexpected == []
+        assert name not in FREE or (stalls, waits) == (0, [])
         # On the CPU, ranks of one machine add up in full precision what PowerSGD compresses here.
         near = {"rtol": 0.05, "atol": 2e-3} if "PowerSGD" in name else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(numbers, reference, **near)
 
 
-FIRST = ("views", "unused", "sparse", "future made by hand", "buffers", "side stream, PowerSGD")
+# Backward waits for no collective, and the host for nothing, once the buckets are laid out.
+FREE = ["copies", "views", "static", "all used", "flat SGD", "fp16", "torch's hook"]
+FREE += ["hook of a user"]
+FIRST = ["copies", "fp16", "hook of a user", "views", "unused", "sparse", "future made by hand"]
+FIRST += ["buffers", "side stream, PowerSGD"]
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])
@@ -300,3 +314,50 @@ def faults_with(world, name):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_order_of_streams_is_found(sim, name):
     assert any(sim(faults_with, name))
+
+
+def stalls_on_one_stream(world):
+    from ddp_from_scratch import gpu
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "aside", lambda device: nullcontext())
+        return train(world, "copies")[1][2]
+
+
+def test_a_future_of_nccl2_would_hold_up_backward(nccl2):
+    assert all(nccl2(stalls_on_one_stream))
+
+
+def kernels_of_packing(world):
+    from tests.support.simgpu import device
+
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(8, 8, size, padding=size // 2) for size in (1, 3, 1, 3)]
+    module = nn.Sequential(*layers).to("cuda").to(memory_format=torch.channels_last)
+    for layer in module[::2]:  # as cuDNN's gradients of 1 x 1 convolutions are
+        layer.weight.register_hook(lambda grad: grad.as_strided(grad.shape, (8, 1, 1, 1)))
+    reducer = ddp.Reducer(module)
+    for _ in range(2):
+        for parameter in module.parameters():
+            parameter.grad = None
+        device.clear()
+        images = torch.randn(2, 8, 4, 4).to("cuda").contiguous(memory_format=torch.channels_last)
+        module(images).sum().backward()
+    found = [o.name for o in device.OPERATIONS if o.place.startswith("core/bucket.py")]
+    reducer.remove()
+    return found
+
+
+def test_gradients_of_other_strides_do_not_slow_down_the_rest(sim):
+    for names in sim(kernels_of_packing):
+        assert names.count("aten::_foreach_copy_") == 2  # into the buffer and out of it
+        assert names.count("aten::copy_") == 4  # two weights of size 1 x 1
+
+
+@pytest.mark.parametrize("count", [6, slow(20)])
+def test_random_programs_do_what_one_process_does(sim, count):
+    """python -m tests.support.fuzz --backend nccl2 --cases 1000"""
+    pytest.importorskip("hypothesis")
+    from tests.support.fuzz import check, gpu_cases, run
+
+    assert run(lambda case: check(sim, case), gpu_cases(2), count, seed=4)["cases"] >= count

@@ -18,7 +18,6 @@ def table(dtype=torch.float32):
 
 
 def assert_rows(gradient, expected):
-    """The gradient is sparse, coalesced, and holds exactly these rows, each of equal values."""
     assert gradient.is_sparse
     assert gradient.is_coalesced()
     rows = gradient.indices()[0].tolist()

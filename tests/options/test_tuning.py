@@ -184,7 +184,6 @@ def test_ranks_choose_the_same_whatever_their_clocks_say(ranks, kind):
 
 
 def settle(reducer, world):
-    """Trains until the Reducer has chosen; returns what it has chosen."""
     while reducer.bucket_cap_mb is None:
         reducer.module.zero_grad()
         reducer.module(own(world)).backward()
@@ -262,7 +261,6 @@ def test_a_rank_without_data_goes_along(world):
 
 
 def run(world, folder, resume):
-    """What the Reducer began with, what was chosen, and the lines that were told."""
     changes = {"backend": world.backend, "checkpoint_dir": folder, "model": "mlp", "batch_size": 16}
     settings = Settings(bucket_cap_mb="auto", epochs=2 if resume else 1, resume=resume, **changes)
     with clock_of(one_bucket_is_best) as make, patch.object(Report, "line") as line:

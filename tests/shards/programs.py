@@ -33,8 +33,6 @@ def cnn() -> nn.Module:
 
 
 class Checkpointed(nn.Module):
-    """Computes its first half again in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         layers = cnn()
@@ -75,8 +73,6 @@ class Branches(nn.Module):
 
 @dataclass(frozen=True)
 class Program:
-    """A model, and how it is trained."""
-
     make: Callable[[], nn.Module]
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "AdamW"
@@ -95,7 +91,6 @@ class Program:
         return {"lr": 0.01} | ({"momentum": 0.9} if self.optimizer == "SGD" else {})
 
     def backward(self, model: nn.Module, step: int, shard: int, part: int) -> None:
-        """One backward pass on a batch of the shard's own."""
         generator = torch.Generator().manual_seed(100 * step + 10 * shard + part)
         images = torch.randn(3, 1, 6, 6, generator=generator).to(self.dtype)
         labels = torch.randint(CLASSES, (3,), generator=generator)
@@ -132,8 +127,6 @@ IN_LOCK_STEP = {
 
 
 class Training:
-    """A program on this rank."""
-
     def __init__(
         self, program: Program, group: Any = None, in_lock_step: bool = False, **options: Any
     ) -> None:
@@ -183,7 +176,6 @@ def trained(world: ddp.World, name: str, way: str = "", in_lock_step: bool = Fal
 
 
 def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """A checksum of parameters, buffers and optimizer state."""
     states = optimizer.state_dict()["state"]
     tensors = [*model.state_dict().values()]
     tensors += [states[i][name] for i in sorted(states) for name in sorted(states[i])]

@@ -39,7 +39,6 @@ def network():
 
 @on("gloo-3")
 def test_a_step_is_that_of_one_process_with_the_whole_batch(world):
-    """Three steps on 8 shards of 3 rows each."""
     ours, whole = ddp.convert_sync_batchnorm(network()), network()
     reducer = ddp.Reducer(ours, shards=8)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (ours, whole)]

@@ -184,7 +184,6 @@ def test_each_mistake_has_its_error_and_the_next_step_is_right(alone):
 
 @on("gloo-3")
 def test_buckets_smaller_than_the_number_of_ranks_and_complex_ones(world):
-    """Buckets of 0, 1, 2 and 5 elements."""
     sizes = {0: torch.float32, 1: torch.float32, 2: torch.float32, 5: torch.complex64}
     parameters = [torch.zeros(size, dtype=dtype) for size, dtype in sizes.items()]
     model = nn.ParameterList(map(nn.Parameter, parameters))

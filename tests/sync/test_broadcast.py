@@ -76,7 +76,6 @@ def same(ours, theirs):
 
 @patch("ddp_from_scratch.sync.broadcast._MESSAGE_BYTES", 32)
 def parameters_and_buffers_in_place(world):
-    """In several messages."""
     for src in range(world.world_size):
         model = Zoo(100 + world.rank)
         before = [(t.data_ptr(), t.stride()) for t in model.tensors().values()]

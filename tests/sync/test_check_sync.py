@@ -72,7 +72,6 @@ def extra(here):
 
 
 def step_and_parameter(here):
-    """Parameters come first."""
     here.bias["step"].add_(3)
     here.layers[2].bias.fill_(7)
 
@@ -140,7 +139,6 @@ def test_one_text_on_every_rank_names_the_first_difference(ranks, backend):
 
 
 def training(every, kind=torch.optim.SGD, **options):
-    """A model, its Reducer, its optimizer, and a function that takes a step."""
     ours = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     for p in ours.parameters():
         nn.init.constant_(p, 0.5)

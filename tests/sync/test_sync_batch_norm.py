@@ -164,7 +164,6 @@ def group_of_some_ranks(world):
 
 
 def layers_that_learn_on_one_rank_alone(world):
-    """Layers learn below the norm on rank 0 alone; on the others nothing learns at all."""
     n = world.world_size
     torch.manual_seed(0)
     branch = nn.Linear(4, 4, bias=False).double()

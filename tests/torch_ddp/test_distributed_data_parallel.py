@@ -48,7 +48,6 @@ def what_is_ignored(world):
 
 
 def delayed_parameters(world):
-    """They are averaged with the chosen one."""
     model = Terms(1, 2, 3)
     delayed = [("p2", model.p2), ("p1", model.p1)]
     options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": model.p0}

@@ -150,7 +150,6 @@ def test_every_test_image_is_in_one_shard_once():
 
 
 def test_workers():
-    """Of ranks 0 and 1, two each."""
     made = [train_loader(Draws(), rank, 2, 1, workers=2) for rank in range(2)]
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     rows = [torch.cat([rows for rows, _ in loader]) for loader in made]

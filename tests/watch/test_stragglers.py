@@ -162,7 +162,6 @@ def test_a_slow_rank_is_named_with_its_phase(world, how):
 
 
 def uneven(world):
-    """Rank 0 has no data after the second step; the last rank is late."""
     found, late = [], world.world_size - 1
     with clock_that_stands_still() as clock:
         model = Slow(clock)

@@ -37,7 +37,6 @@ class Net(nn.Module):
 
 
 def made(kind=torch.optim.SGD, **options):
-    """A model, its Reducer, and a function that takes some steps."""
     model = Net()
     ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model, **options)
@@ -62,7 +61,6 @@ def in_order(*moments):
 
 
 def closed(timeline):
-    """The steps of all ranks."""
     timeline.close()
     return timeline.record.steps
 
@@ -198,7 +196,6 @@ def test_trials_of_auto_are_left_out(world):
 
 @on("gloo-2")
 def test_no_bit_of_the_training_changes(world):
-    """Nor the buckets' order of launch."""
     found = []
     for steps in (None, 3):
         torch.manual_seed(world.rank)
