@@ -177,8 +177,7 @@ NEVER_WAIT += ["sync batch norm", "flat SGD", "flat SGD in one call", "all used"
 @on("crew")
 def test_the_host_does_not_wait_within_a_step(world, name):
     """Weights are agreed on beside the GPU: the host waits for ranks, but not for kernels."""
-    program = {"weights": "copies", "flat SGD in one call": "flat SGD"}.get(name, name)
-    model, reducer, optimizer = programs.made(program, world.device)
+    model, reducer, optimizer = programs.made(name.removesuffix(" in one call"), world.device)
     inputs = [programs.batch(world, number) for number in range(6)]
 
     def step(x: torch.Tensor) -> None:

@@ -113,6 +113,7 @@ PROGRAMS = {
     "PowerSGD": {"hook": powersgd},
     "PowerSGD, views": {"hook": powersgd, "gradient_as_bucket_view": True},
     "fp16": {"hook": fp16},
+    "weights": {"weigh": True},
     "torch's hook": {"hook": of_torch},
     "hook of a user": {"hook": of_a_user},
     "future made by hand": {"hook": made_by_hand},
@@ -126,7 +127,7 @@ PROGRAMS = {
 def made(name, device):
     options = dict(PROGRAMS[name])
     make, optimizer = options.pop("make", plain), options.pop("optimizer", sgd)
-    hook, start, _ = (options.pop(name, None) for name in ("hook", "start", "side"))
+    hook, start, *_ = (options.pop(n, None) for n in ("hook", "start", "side", "weigh"))
     torch.manual_seed(0)
     module = make().to(device)
     if start:
@@ -152,6 +153,8 @@ def train(world, name):
     module, reducer, step = made(name, world.device)
     stream = torch.Stream(world.device) if side and world.device.type == "cuda" else None
     for number in range(STEPS):
+        if "weigh" in PROGRAMS[name]:
+            reducer.weight(1 + world.rank)
         if simulated and number == STEPS - 1:
             begin, waited = len(device.GUARD.entries()), len(device.HOST_WAITS)
         data = batch(world, number)
@@ -193,7 +196,7 @@ def assert_numbers_of_the_cpu(name, found, expected):
 FREE = ["copies", "views", "static", "all used", "flat SGD", "fp16", "torch's hook"]
 FREE += ["hook of a user"]
 FIRST = ["copies", "fp16", "hook of a user", "views", "unused", "sparse", "future made by hand"]
-FIRST += ["buffers", "side stream, PowerSGD"]
+FIRST += ["buffers", "weights", "side stream, PowerSGD"]
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])

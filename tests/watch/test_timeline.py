@@ -209,17 +209,6 @@ def test_no_bit_of_the_training_changes(world):
 
 
 @on("gloo-2")
-def test_a_group_beside_the_gpus(world):
-    """As on nccl: what ranks exchange goes through a gloo group that torch does not list."""
-    with patch.object(module, "takes_cpu_tensors", lambda group: False):
-        _, reducer, step = made()
-        timeline = Timeline(reducer, None, steps=1, skip=0)
-        assert clock_offsets(["a", "b"], timeline._group)[0] == (0, 0)
-        step(2)
-        assert len(closed(timeline)) == 1
-
-
-@on("gloo-2")
 def test_an_error_in_reading_ends_all(world):
     for refusing in (0, 1):
         _, reducer, step = made()
