@@ -60,40 +60,22 @@ def adamw(module, reducer):
     return ddp.AdamW(module.parameters(), lr=0.01, reducer=reducer)
 
 
-def powersgd(reducer):
-    state = ddp.power_sgd.PowerSGDState(rank=2, start=1)
-    reducer.register_comm_hook(state, ddp.power_sgd.power_sgd_hook)
+def of_a_user(state, bucket):
+    compressed = bucket.buffer().div(2)
+    future = torch.distributed.all_reduce(compressed, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
 
-def of_a_user(reducer):
-    def average(state, bucket):
-        compressed = bucket.buffer().div(2)
-        future = torch.distributed.all_reduce(compressed, async_op=True).get_future()
-        return future.then(lambda done: done.value()[0])
-
-    average.one_collective = True
-    reducer.register_comm_hook(None, average)
+def made_by_hand(state, bucket):
+    torch.distributed.all_reduce(bucket.buffer(), async_op=True).wait()
+    future = torch.futures.Future()  # which knows of no stream
+    future.set_result(bucket.buffer().div_(2))
+    return future
 
 
-def made_by_hand(reducer):
-    def average(state, bucket):
-        torch.distributed.all_reduce(bucket.buffer(), async_op=True).wait()
-        future = torch.futures.Future()  # which knows of no stream
-        future.set_result(bucket.buffer().div_(2))
-        return future
-
-    average.one_collective = True
-    reducer.register_comm_hook(None, average)
-
-
-def of_torch(reducer):
-    reducer.register_comm_hook(None, ddp.comm_hooks.allreduce_hook)
-
-
-def fp16(reducer):
-    reducer.register_comm_hook(None, ddp.comm_hooks.fp16_compress_hook)
-
-
+of_a_user.one_collective = made_by_hand.one_collective = True
+powersgd = ddp.power_sgd.power_sgd_hook
+fp16, of_torch = ddp.comm_hooks.fp16_compress_hook, ddp.comm_hooks.allreduce_hook
 PROGRAMS = {
     "copies": {},
     "start": {"start": True},
@@ -134,7 +116,8 @@ def made(name, device):
         ddp.broadcast_parameters(module)
     reducer = ddp.Reducer(module, bucket_cap_mb=0.005, **options)
     if hook is not None:
-        hook(reducer)
+        state = ddp.power_sgd.PowerSGDState(rank=2, start=1) if hook is powersgd else None
+        reducer.register_comm_hook(state, hook)
     return module, reducer, optimizer(module, reducer)
 
 
@@ -228,43 +211,27 @@ def unpack_before_the_average(patch):
     patch.setattr(Bucket, "wait", lambda self: setattr(self, "state", BucketState.LANDED))
 
 
-def hook_is_not_awaited(patch):
-    from ddp_from_scratch.core.bucket import Bucket
+def after_launch(change):
+    """Does something to each bucket that has been launched; given an event from before."""
 
-    launch = Bucket.launch
+    def mutate(patch):
+        from ddp_from_scratch.core.bucket import Bucket
 
-    def without(self, *arguments):
-        launch(self, *arguments)
-        self._launched = None
-        self._future = torch.futures.Future()
-        self._future.set_result(self.buffer())
+        launch = Bucket.launch
 
-    patch.setattr(Bucket, "launch", without)
+        def changed(self, *arguments):
+            before = torch.accelerator.current_stream().record_event()
+            launch(self, *arguments)
+            change(self, before)
 
+        patch.setattr(Bucket, "launch", changed)
 
-def only_the_future_is_awaited(patch):
-    from ddp_from_scratch.core.bucket import Bucket
-
-    launch = Bucket.launch
-
-    def without(self, *arguments):
-        launch(self, *arguments)
-        self._launched = None
-
-    patch.setattr(Bucket, "launch", without)
+    return mutate
 
 
-def event_is_recorded_before_the_launch(patch):
-    from ddp_from_scratch.core.bucket import Bucket
-
-    launch = Bucket.launch
-
-    def early(self, *arguments):
-        before = torch.accelerator.current_stream().record_event()
-        launch(self, *arguments)
-        self._launched = before
-
-    patch.setattr(Bucket, "launch", early)
+def await_no_hook(bucket, before):
+    bucket._launched, bucket._future = None, torch.futures.Future()
+    bucket._future.set_result(bucket.buffer())
 
 
 def no_wait_in(file, function=""):
@@ -293,9 +260,15 @@ MISTAKES = {
     "launch before packing": (launch_before_packing, "future made by hand"),
     "unpack before the average": (unpack_before_the_average, "copies"),
     "step before the average": (unpack_before_the_average, "views"),
-    "a hook's kernels are not awaited": (hook_is_not_awaited, "future made by hand"),
-    "a hook's stream is not awaited": (only_the_future_is_awaited, "future made by hand"),
-    "an event before the launch": (event_is_recorded_before_the_launch, "future made by hand"),
+    "a hook's kernels are not awaited": (after_launch(await_no_hook), "future made by hand"),
+    "a hook's stream is not awaited": (
+        after_launch(lambda bucket, _: setattr(bucket, "_launched", None)),
+        "future made by hand",
+    ),
+    "an event before the launch": (
+        after_launch(lambda bucket, before: setattr(bucket, "_launched", before)),
+        "future made by hand",
+    ),
     "no wait for rows": (no_wait_in("options/sparse.py"), "sparse"),
     "no wait for P": (no_wait_in("options/power_sgd.py"), "PowerSGD"),
     "no wait for buffers": (no_wait_in("options/buffers.py"), "buffers"),
