@@ -84,7 +84,6 @@ def pair(ranks, request):
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
-    """A process group of one, in this process."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
@@ -118,7 +117,6 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says in one line why tests were skipped."""
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ")
         for report in terminalreporter.stats.get("skipped", [])

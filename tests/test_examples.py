@@ -54,7 +54,6 @@ def test_on_mpi(program):
 
 
 def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):
-    """Every cell, and the one that starts ranks a second time."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it a kernel shows no output of its children
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

@@ -34,9 +34,6 @@ def python(*arguments: object, folder: Path, **environment: str) -> subprocess.C
     )
 
 
-# Programs ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("program", [*TUTORIAL, *sorted(EXAMPLES)], ids=lambda path: path.stem)
 def test_a_program_runs_as_a_path_from_any_folder(program, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -46,12 +43,8 @@ def test_a_program_runs_as_a_path_from_any_folder(program, tmp_path, monkeypatch
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-# Extras -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_digits_need_neither_torchvision_nor_matplotlib(tmp_path):
-    """A timeline says that it has no picture."""
     for name in ("torchvision", "matplotlib"):
         (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError")
     path = f"{tmp_path}{os.pathsep}{ROOT}"
@@ -80,8 +73,6 @@ def test_what_is_missing_is_one_line(tmp_path):
     assert (done.returncode, done.stderr) == (2, told)
 
 
-# Entry points -----------------------------------------------------------------------------------
-
 WITHOUT_AN_IMPORT = """
 import sys, torch, torch.distributed as dist
 dist.init_process_group("node", rank=0, world_size=1, store=dist.HashStore())
@@ -106,9 +97,6 @@ def test_torch_finds_the_node_backend_without_an_import(tmp_path):
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     done = python("-c", WITHOUT_AN_IMPORT, folder=tmp_path, PYTHONPATH=path)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# The package's page -----------------------------------------------------------------------------
 
 
 def test_the_packages_page_shows_the_readmes_example_and_links_nowhere_relative():

@@ -30,7 +30,7 @@ from cosmic_ray.work_item import MutationSpec
 ROOT = Path(__file__).parents[1]
 ENGINE = ["core", "options", "shards/tree.py"]
 # The folders that find most first: a mutant's run ends with the first failure.
-TESTS = ["reducer", "buckets", "comm_hooks", "shards", "autograd", "sync", "optim", "torch_ddp"]
+TESTS = ["core", "options", "shards", "sync", "optim", "torch_ddp"]
 
 
 def mutants(package: Path) -> list[MutationSpec]:

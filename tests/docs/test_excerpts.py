@@ -25,14 +25,12 @@ ON_MPI.append(replace(README, code=README.code.replace('("gloo")', '("mpi")')))
 
 
 def run(code: str, world_size: int, folder: Path) -> str:
-    """The output of all ranks."""
     file = folder / "example.py"
     file.write_text(code)
     return forked.run([str(file)], world_size, folder)
 
 
 def check_readme(output: str, world_size: int) -> None:
-    """One checksum, printed by every rank."""
     printed = re.findall(r"rank (\d) of (\d): parameters ([0-9a-f]{16})", output)
     ranks = [(str(rank), str(world_size)) for rank in range(world_size)]
     assert sorted((rank, size) for rank, size, _ in printed) == ranks

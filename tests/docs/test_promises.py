@@ -27,9 +27,6 @@ def source_of(*folders):
     return "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
 
 
-# Signatures -------------------------------------------------------------------------------------
-
-
 def differs(name, shown):
     """Says if names, order, defaults or what is given by name differ; `...` stands for others."""
     by_position, by_name = [], []
@@ -66,8 +63,6 @@ def test_every_public_name_and_option_is_in_the_reference():
     shown = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert sorted(shown) == sorted(inspect.signature(ddp_from_scratch.Reducer).parameters)
 
-
-# The command line -------------------------------------------------------------------------------
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 RUN_PY = set(OPTION.findall(make_parser("").format_help())) - {"--help"}
@@ -113,9 +108,6 @@ def test_every_environment_variable_named_is_read_or_set():
     missing = {name for name in named if name not in source and name.rstrip("12") not in source}
     assert missing == set()
     assert set(re.findall(r'"(DDP_[A-Z0-9_]*[A-Z0-9])"', source)) <= named
-
-
-# Files, links, tests ----------------------------------------------------------------------------
 
 
 def test_every_file_named_is_there():

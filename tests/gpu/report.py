@@ -11,7 +11,6 @@ FILE = Path("gpu-report.txt")
 
 
 def names() -> list[str]:
-    """The GPUs of this machine."""
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 

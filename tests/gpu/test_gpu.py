@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.watch.timeline import Timeline
+from tests.gpu import test_programs as programs
 from tests.support.on_ranks import on
 from tests.support.optimizer_pair import torchs
 from tests.support.ranks import ROOT, on_gpu
@@ -91,7 +92,6 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: Any, x: torch.Tensor, in_one_call: bool = False) -> None:
-    """A step."""
     optimizer.zero_grad()
     if in_one_call:
         optimizer.backward_and_step(loss_of(model, x))
@@ -105,13 +105,10 @@ def bits(tensors: Any) -> bytes:
 
 
 def assert_alike(mine: Any) -> None:
-    """On all ranks."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     assert all(other == mine for other in everyone), "ranks have drifted apart"
 
-
-# As torch's class ---------------------------------------------------------------------------------
 
 # Our wrapper or a bare Reducer, its options, our optimizer's name if it is ours, and its one call.
 BESIDE_TORCH = {
@@ -135,7 +132,6 @@ BESIDE_TORCH = {
 @pytest.mark.parametrize("name", BESIDE_TORCH)
 @on("crew")
 def test_as_torch_bit_for_bit(world, name):
-    """Gradients and parameters, step by step."""
     wrapped, options, kind, in_one_call = BESIDE_TORCH[name]
     views = options.get("gradient_as_bucket_view", False)
     theirs = TorchDDP(network(world.rank), device_ids=[0], gradient_as_bucket_view=views)
@@ -162,9 +158,6 @@ def test_as_torch_bit_for_bit(world, name):
     assert_alike(bits(ours.parameters()))
 
 
-# What the host and the streams do -----------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def never_waiting() -> Iterator[None]:
     """What makes the host wait for the GPU raises (collectives themselves are not looked into)."""
@@ -175,66 +168,23 @@ def never_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def plain(**options: Any) -> Callable[[torch.Tensor], None]:
-    model = network()
-    ddp.Reducer(model, bucket_cap_mb=CAP_MB, **options)
-    return partial(train, model, momentum(model))
-
-
-def wrapped(convert: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], None]:
-    layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 64)
-    model = ddp.DistributedDataParallel(convert(nn.Sequential(*layers).to(DEVICE)), [0], **VIEWS)
-    return partial(train, model, momentum(model))
-
-
-def flat(in_one_call: bool) -> Callable[[torch.Tensor], None]:
-    model = network()
-    reducer = ddp.Reducer(model, bucket_cap_mb=CAP_MB, **VIEWS)
-    optimizer = ddp.SGD(model.parameters(), 0.1, 0.9, reducer=reducer)
-    return partial(train, model, optimizer, in_one_call=in_one_call)
-
-
-def compressed() -> Callable[[torch.Tensor], None]:
-    model = network()
-    reducer = ddp.Reducer(model, bucket_cap_mb=CAP_MB)
-    reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
-    return partial(train, model, momentum(model))
-
-
-def weighted() -> Callable[[torch.Tensor], None]:
-    """Amounts are agreed on beside the GPU: the host waits for ranks, but not for kernels."""
-    model = network()
-    reducer, optimizer = ddp.Reducer(model, bucket_cap_mb=CAP_MB), momentum(model)
-
-    def step(x: torch.Tensor) -> None:
-        reducer.weight(1 + dist.get_rank())
-        train(model, optimizer, x)
-
-    return step
-
-
-PROGRAMS: dict[str, Callable[[], Callable[[torch.Tensor], None]]] = {
-    "copies": plain,
-    "views": partial(plain, **VIEWS),
-    "no overlap": partial(plain, **LATER),
-    "static graph": partial(plain, static_graph=True),
-    "unused parameters, all used": partial(plain, find_unused_parameters=True),
-    "stall watch": partial(plain, stall_after=60.0),
-    "buffers": partial(wrapped, lambda model: model),
-    "synchronised batch norm": partial(wrapped, ddp.convert_sync_batchnorm),
-    "flat sgd": partial(flat, False),
-    "flat sgd in one call": partial(flat, True),
-    "bf16": compressed,
-    "weights": weighted,
-}
+NEVER_WAIT = ["copies", "views", "no overlap", "static", "stall watch", "buffers", "fp16"]
+NEVER_WAIT += ["sync batch norm", "flat SGD", "flat SGD in one call", "all used", "weights"]
 
 
 @real
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NEVER_WAIT)
 @on("crew")
 def test_the_host_does_not_wait_within_a_step(world, name):
-    step = PROGRAMS[name]()
-    inputs = [batch(world.rank, number) for number in range(6)]
+    """Weights are agreed on beside the GPU: the host waits for ranks, but not for kernels."""
+    model, reducer, optimizer = programs.made(name.removesuffix(" in one call"), world.device)
+    inputs = [programs.batch(world, number) for number in range(6)]
+
+    def step(x: torch.Tensor) -> None:
+        if name == "weights":
+            reducer.weight(1 + world.rank)
+        train(model, optimizer, x, "in one call" in name)
+
     for x in inputs[:3]:
         step(x)
     with never_waiting():
@@ -396,9 +346,6 @@ def test_buckets_are_sent_during_backward(world, overlap):
     assert bool(beside) == overlap
 
 
-# CPU and GPU in one model -------------------------------------------------------------------------
-
-
 class Halves(nn.Module):
     """The model-parallel example of torch's tutorials, one half on the CPU."""
 
@@ -439,9 +386,6 @@ def test_a_model_on_cpu_and_gpu(world, wrapper, flat_sgd):
     ddp.check_sync(ours, group)
     dist.destroy_process_group(group)
     assert_alike(bits(ours.parameters()))
-
-
-# What else is done on the way ---------------------------------------------------------------------
 
 
 @each_sgd
@@ -498,43 +442,6 @@ def test_every_way_to_send_is_exact(world, hook, dtype, views):
         torch.testing.assert_close(model.weight.grad, expected, rtol=tolerance, atol=0)
 
 
-@on("crew")
-def test_power_sgd_forgets_an_overflow(world):
-    """The next average is finite again. Its bookkeeping is in tests/comm_hooks."""
-    model = network(width=64, depth=2)
-    ddp.broadcast_parameters(model)
-    state = ddp.power_sgd.PowerSGDState(rank=2, start=0)
-    ddp.Reducer(model).register_comm_hook(state, ddp.power_sgd.power_sgd_hook)
-    for step in range(4):
-        model.zero_grad()
-        loss = loss_of(model, batch(world.rank, step, 64))
-        if step == 2 and world.rank == world.world_size - 1:
-            loss = loss * float("inf")
-        loss.backward()
-        finite = [bool(p.grad.isfinite().all()) for p in model.parameters()]
-        assert all(finite) == (step != 2), f"step {step}: {finite}"
-        kept = [t for kind in ("qs", "errors") for t in state.state_dict(model)[kind].values()]
-        assert len(kept) == 4
-        assert all(t.device.type == DEVICE and t.isfinite().all() for t in kept), f"step {step}"
-    assert state.sent < state.of
-    assert_alike(bits(p.grad for p in model.parameters()))
-
-
-@on("pair")
-def test_a_drift_is_found(world):
-    model = network(width=64, depth=2)
-    ddp.Reducer(model, check_every=2)
-    optimizer = momentum(model)
-    for step in range(3):
-        if step == 2 and world.rank == 1:
-            with torch.no_grad():
-                model[0].bias[3] += 1
-        train(model, optimizer, batch(world.rank, step, 64))
-    told = r"average 4: parameter 0\.bias is not the same on all ranks: \[1\] differ from rank 0 by"
-    with pytest.raises(RuntimeError, match=told):
-        train(model, optimizer, batch(world.rank, 3, 64))
-
-
 @real
 @on("pair")
 def test_a_rank_that_lags_is_reported(world):
@@ -558,28 +465,6 @@ def test_a_rank_that_lags_is_reported(world):
         assert re.match(r"step 1, rank 0: has waited \d+ s for bucket 0\n", text)
         assert "\n  rank 0: all gradients of step 1 have arrived, and since then 0 of 3" in text
         assert "\n  rank 1: 0 of 3 gradients have arrived, bucket 0 waits for c\n" in text
-
-
-@real
-@pytest.mark.parametrize("channels_last", [False, True])
-@on("pair")
-def test_synchronised_batch_norm_as_torchs(world, channels_last):
-    ours, theirs = ddp.SyncBatchNorm(64, device=DEVICE), nn.SyncBatchNorm(64, device=DEVICE)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    for step in range(3):
-        torch.manual_seed(10 * step + world.rank)
-        x = 3 + 2 * torch.randn(4 + 2 * world.rank, 64, 5, 5, device=DEVICE)  # unequal batches
-        x = x.contiguous(memory_format=layout)
-        factor, found = torch.randn_like(x), []
-        for layer in (ours, theirs):
-            layer.zero_grad()
-            mine = x.clone().requires_grad_()
-            y = layer(mine)
-            (y.square() * factor).sum().backward()
-            found.append([y, mine.grad, layer.weight.grad, layer.bias.grad, *layer.buffers()])
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
-        assert found[0][0].stride() == x.stride()
-    assert_alike(bits(ours.buffers()))
 
 
 @on("pair")
@@ -620,9 +505,6 @@ def test_a_timeline_has_the_times_of_the_gpu(world):
                 assert bucket.pack[0] <= bucket.pack[1] <= bucket.sent[1] <= bucket.unpack[1]
 
 
-# Memory -------------------------------------------------------------------------------------------
-
-
 def peak(kind: Any) -> int:
     """Bytes at the peak of a step, beyond those in use before the model is made."""
     gc.collect()
@@ -649,11 +531,7 @@ def test_memory_with_views_is_that_of_torch(world):
     assert ours <= 1.2 * theirs
 
 
-# What can go wrong --------------------------------------------------------------------------------
-
-
 def started(*program: str, **variables: str) -> "subprocess.Popen[str]":
-    """A Python program, on the one GPU; rank 0 of 2, or what `variables` say."""
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "2"}
     return subprocess.Popen(
         [sys.executable, *program],

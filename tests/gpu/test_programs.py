@@ -14,7 +14,7 @@ STEPS = 4
 
 
 def plain():
-    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())])
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())])
 
 
 def normed():
@@ -40,8 +40,6 @@ class Branches(nn.Module):
 
 
 class Rows(nn.Module):
-    """The first layer's gradient is sparse."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Embedding(32, 32, sparse=True), nn.Linear(32, 32)
@@ -62,42 +60,29 @@ def adamw(module, reducer):
     return ddp.AdamW(module.parameters(), lr=0.01, reducer=reducer)
 
 
-def powersgd(reducer):
-    state = ddp.power_sgd.PowerSGDState(rank=2, start=1)
-    reducer.register_comm_hook(state, ddp.power_sgd.power_sgd_hook)
+def of_a_user(state, bucket):
+    compressed = bucket.buffer().div(2)
+    future = torch.distributed.all_reduce(compressed, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
 
-def of_a_user(reducer):
-    def average(state, bucket):
-        compressed = bucket.buffer().div(2)
-        future = torch.distributed.all_reduce(compressed, async_op=True).get_future()
-        return future.then(lambda done: done.value()[0])
-
-    average.one_collective = True
-    reducer.register_comm_hook(None, average)
+def made_by_hand(state, bucket):
+    torch.distributed.all_reduce(bucket.buffer(), async_op=True).wait()
+    future = torch.futures.Future()  # which knows of no stream
+    future.set_result(bucket.buffer().div_(2))
+    return future
 
 
-def made_by_hand(reducer):
-    def average(state, bucket):
-        torch.distributed.all_reduce(bucket.buffer(), async_op=True).wait()
-        future = torch.futures.Future()  # which knows of no stream
-        future.set_result(bucket.buffer().div_(2))
-        return future
-
-    average.one_collective = True
-    reducer.register_comm_hook(None, average)
-
-
-def fp16(reducer):
-    reducer.register_comm_hook(None, ddp.comm_hooks.fp16_compress_hook)
-
-
+of_a_user.one_collective = made_by_hand.one_collective = True
+powersgd = ddp.power_sgd.power_sgd_hook
+fp16, of_torch = ddp.comm_hooks.fp16_compress_hook, ddp.comm_hooks.allreduce_hook
 PROGRAMS = {
     "copies": {},
     "start": {"start": True},
     "views": {"gradient_as_bucket_view": True},
     "no overlap": {"overlap": False},
     "static": {"static_graph": True},
+    "all used": {"find_unused_parameters": True},
     "unused": {"make": Branches, "find_unused_parameters": True},
     "sparse": {"make": Rows},
     "stall watch": {"stall_after": 60.0},
@@ -110,6 +95,8 @@ PROGRAMS = {
     "PowerSGD": {"hook": powersgd},
     "PowerSGD, views": {"hook": powersgd, "gradient_as_bucket_view": True},
     "fp16": {"hook": fp16},
+    "weights": {"weigh": True},
+    "torch's hook": {"hook": of_torch},
     "hook of a user": {"hook": of_a_user},
     "future made by hand": {"hook": made_by_hand},
     "side stream": {"side": True, "gradient_as_bucket_view": True},
@@ -119,28 +106,41 @@ PROGRAMS = {
 }
 
 
-def train(world, name):
-    """Trains for some steps; returns the parameters, and what the simulated GPU has seen."""
+def made(name, device):
     options = dict(PROGRAMS[name])
     make, optimizer = options.pop("make", plain), options.pop("optimizer", sgd)
-    hook, side, start = (options.pop(name, None) for name in ("hook", "side", "start"))
-    on_gpu = world.device.type == "cuda"
+    hook, start, *_ = (options.pop(n, None) for n in ("hook", "start", "side", "weigh"))
     torch.manual_seed(0)
-    if on_gpu:
+    module = make().to(device)
+    if start:
+        ddp.broadcast_parameters(module)
+    reducer = ddp.Reducer(module, bucket_cap_mb=0.005, **options)
+    if hook is not None:
+        state = ddp.power_sgd.PowerSGDState(rank=2, start=1) if hook is powersgd else None
+        reducer.register_comm_hook(state, hook)
+    return module, reducer, optimizer(module, reducer)
+
+
+def batch(world, number):
+    seed = torch.Generator().manual_seed(10 * number + world.rank)
+    return torch.randn(16, 32, generator=seed).to(world.device)
+
+
+def train(world, name):
+    """Trains for some steps; returns the parameters, and what a simulated GPU has seen."""
+    side, simulated = PROGRAMS[name].get("side"), "tests.support.simgpu.device" in sys.modules
+    if simulated:
         from tests.support.simgpu import device, trace
 
         device.clear()
-    module = make().to(world.device)
-    if start:
-        ddp.broadcast_parameters(module)
-    reducer = ddp.Reducer(module, bucket_cap_mb=0.01, **options)
-    if hook is not None:
-        hook(reducer)
-    step = optimizer(module, reducer)
-    stream = torch.Stream(world.device) if side and on_gpu else None
+    module, reducer, step = made(name, world.device)
+    stream = torch.Stream(world.device) if side and world.device.type == "cuda" else None
     for number in range(STEPS):
-        seed = torch.Generator().manual_seed(10 * number + world.rank)
-        data = torch.randn(16, 32, generator=seed).to(world.device)
+        if "weigh" in PROGRAMS[name]:
+            reducer.weight(1 + world.rank)
+        if simulated and number == STEPS - 1:
+            begin, waited = len(device.GUARD.entries()), len(device.HOST_WAITS)
+        data = batch(world, number)
         if stream is not None:
             stream.wait_stream(torch.accelerator.current_stream())
         with stream or nullcontext():
@@ -156,22 +156,42 @@ def train(world, name):
             with stream or nullcontext():
                 data + 1  # at once, in memory that is free on this stream
             step.step()
-    found = (trace.faults(), trace.unexpected_waits()) if on_gpu else ()
+    found: tuple = [], [], 0, []
+    if simulated:
+        found = trace.faults(), trace.unexpected_waits(), trace.stalls(begin)
+        found += (trace.host_waits(waited),)
+    assert name not in FREE or len(reducer.flat_buckets) > 2
     reducer.remove()
     return [p.detach().cpu().tolist() for p in module.parameters()], found
 
 
-FIRST = ("views", "unused", "sparse", "future made by hand", "buffers", "side stream, PowerSGD")
+def assert_numbers_of_the_cpu(name, found, expected):
+    for (numbers, seen), (reference, _) in zip(found, expected, strict=True):
+        faults, unexpected, stalls, waits = seen
+        assert faults == unexpected == []
+        assert name not in FREE or (stalls, waits) == (0, [])
+        # On the CPU, ranks of one machine add up in full precision what PowerSGD compresses here.
+        near = {"rtol": 0.05, "atol": 2e-3} if "PowerSGD" in name else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(numbers, reference, **near)
+
+
+# Backward waits for no collective, and the host for nothing, once the buckets are laid out.
+FREE = ["copies", "views", "static", "all used", "flat SGD", "fp16", "torch's hook"]
+FREE += ["hook of a user"]
+FIRST = ["copies", "fp16", "hook of a user", "views", "unused", "sparse", "future made by hand"]
+FIRST += ["buffers", "weights", "side stream, PowerSGD"]
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])
 def test_numbers_of_the_cpu_and_no_race(ranks, sim, name):
-    expected = ranks("gloo", 2)(train, name)
-    for (numbers, (faults, waits)), (reference, _) in zip(sim(train, name), expected, strict=True):
-        assert faults == waits == []
-        # On the CPU, ranks of one machine add up in full precision what PowerSGD compresses here.
-        near = {"rtol": 0.05, "atol": 2e-3} if "PowerSGD" in name else {"rtol": 1e-4, "atol": 1e-5}
-        torch.testing.assert_close(numbers, reference, **near)
+    assert_numbers_of_the_cpu(name, sim(train, name), ranks("gloo", 2)(train, name))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers_of_the_cpu_on_a_gpu(ranks, name):
+    assert_numbers_of_the_cpu(name, *(ranks(b, 2)(train, name) for b in ("nccl", "gloo")))
 
 
 def launch_before_packing(patch):
@@ -191,43 +211,27 @@ def unpack_before_the_average(patch):
     patch.setattr(Bucket, "wait", lambda self: setattr(self, "state", BucketState.LANDED))
 
 
-def hook_is_not_awaited(patch):
-    from ddp_from_scratch.core.bucket import Bucket
+def after_launch(change):
+    """Does something to each bucket that has been launched; given an event from before."""
 
-    launch = Bucket.launch
+    def mutate(patch):
+        from ddp_from_scratch.core.bucket import Bucket
 
-    def without(self, *arguments):
-        launch(self, *arguments)
-        self._launched = None
-        self._future = torch.futures.Future()
-        self._future.set_result(self.buffer())
+        launch = Bucket.launch
 
-    patch.setattr(Bucket, "launch", without)
+        def changed(self, *arguments):
+            before = torch.accelerator.current_stream().record_event()
+            launch(self, *arguments)
+            change(self, before)
 
+        patch.setattr(Bucket, "launch", changed)
 
-def only_the_future_is_awaited(patch):
-    from ddp_from_scratch.core.bucket import Bucket
-
-    launch = Bucket.launch
-
-    def without(self, *arguments):
-        launch(self, *arguments)
-        self._launched = None
-
-    patch.setattr(Bucket, "launch", without)
+    return mutate
 
 
-def event_is_recorded_before_the_launch(patch):
-    from ddp_from_scratch.core.bucket import Bucket
-
-    launch = Bucket.launch
-
-    def early(self, *arguments):
-        before = torch.accelerator.current_stream().record_event()
-        launch(self, *arguments)
-        self._launched = before
-
-    patch.setattr(Bucket, "launch", early)
+def await_no_hook(bucket, before):
+    bucket._launched, bucket._future = None, torch.futures.Future()
+    bucket._future.set_result(bucket.buffer())
 
 
 def no_wait_in(file, function=""):
@@ -256,9 +260,15 @@ MISTAKES = {
     "launch before packing": (launch_before_packing, "future made by hand"),
     "unpack before the average": (unpack_before_the_average, "copies"),
     "step before the average": (unpack_before_the_average, "views"),
-    "a hook's kernels are not awaited": (hook_is_not_awaited, "future made by hand"),
-    "a hook's stream is not awaited": (only_the_future_is_awaited, "future made by hand"),
-    "an event before the launch": (event_is_recorded_before_the_launch, "future made by hand"),
+    "a hook's kernels are not awaited": (after_launch(await_no_hook), "future made by hand"),
+    "a hook's stream is not awaited": (
+        after_launch(lambda bucket, _: setattr(bucket, "_launched", None)),
+        "future made by hand",
+    ),
+    "an event before the launch": (
+        after_launch(lambda bucket, before: setattr(bucket, "_launched", before)),
+        "future made by hand",
+    ),
     "no wait for rows": (no_wait_in("options/sparse.py"), "sparse"),
     "no wait for P": (no_wait_in("options/power_sgd.py"), "PowerSGD"),
     "no wait for buffers": (no_wait_in("options/buffers.py"), "buffers"),
@@ -280,3 +290,50 @@ def faults_with(world, name):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_order_of_streams_is_found(sim, name):
     assert any(sim(faults_with, name))
+
+
+def stalls_on_one_stream(world):
+    from ddp_from_scratch import gpu
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "aside", lambda device: nullcontext())
+        return train(world, "copies")[1][2]
+
+
+def test_a_future_of_nccl2_would_hold_up_backward(nccl2):
+    assert all(nccl2(stalls_on_one_stream))
+
+
+def kernels_of_packing(world):
+    from tests.support.simgpu import device
+
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(8, 8, size, padding=size // 2) for size in (1, 3, 1, 3)]
+    module = nn.Sequential(*layers).to("cuda").to(memory_format=torch.channels_last)
+    for layer in module[::2]:  # as cuDNN's gradients of 1 x 1 convolutions are
+        layer.weight.register_hook(lambda grad: grad.as_strided(grad.shape, (8, 1, 1, 1)))
+    reducer = ddp.Reducer(module)
+    for _ in range(2):
+        for parameter in module.parameters():
+            parameter.grad = None
+        device.clear()
+        images = torch.randn(2, 8, 4, 4).to("cuda").contiguous(memory_format=torch.channels_last)
+        module(images).sum().backward()
+    found = [o.name for o in device.OPERATIONS if o.place.startswith("core/bucket.py")]
+    reducer.remove()
+    return found
+
+
+def test_gradients_of_other_strides_do_not_slow_down_the_rest(sim):
+    for names in sim(kernels_of_packing):
+        assert names.count("aten::_foreach_copy_") == 2  # into the buffer and out of it
+        assert names.count("aten::copy_") == 4  # two weights of size 1 x 1
+
+
+@pytest.mark.parametrize("count", [6, slow(20)])
+def test_random_programs_do_what_one_process_does(sim, count):
+    """python -m tests.support.fuzz --backend nccl2 --cases 1000"""
+    pytest.importorskip("hypothesis")
+    from tests.support.fuzz import check, gpu_cases, run
+
+    assert run(lambda case: check(sim, case), gpu_cases(2), count, seed=4)["cases"] >= count

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_from_scratch import SGD, AdamW, Reducer
+from ddp_from_scratch import SGD, Adam, AdamW, NodeSharedAdam, Reducer
 from ddp_from_scratch.core.bucket import BucketState
 from ddp_from_scratch.optim.flat_params import FlatParams
 from ddp_from_scratch.optim.update_rules import AdamRule, SGDRule, UpdateRule
@@ -124,9 +124,6 @@ def test_one_call_per_bucket(monkeypatch, options, rule, widths):
         assert len({p.untyped_storage().data_ptr() for p in bucket.parameters()}) == 1
 
 
-# Groups -----------------------------------------------------------------------------------------
-
-
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     own = dict(model.named_parameters())
     first = [own.pop("p1"), own.pop("p6")]
@@ -159,10 +156,7 @@ def test_two_optimizers_for_one_reducer_one_with_a_parameter_of_no_bucket():
     others = [nn.Parameter(torch.ones(5)) for _ in models]
     (own, other), (extra, theirs_too) = ([*m.parameters()] for m in models), others
     halves = [SGD([*own[:3], extra], 0.1, 0.9, reducer=reducer), SGD(own[3:], 0.2, reducer=reducer)]
-    theirs = [
-        torch.optim.SGD([*other[:3], theirs_too], 0.1, 0.9),
-        torch.optim.SGD(other[3:], 0.2),
-    ]
+    theirs = [torch.optim.SGD([*other[:3], theirs_too], 0.1, 0.9), torch.optim.SGD(other[3:], 0.2)]
     for x in inputs(4):
         for each, beside in zip(models, others, strict=True):
             each.zero_grad()
@@ -173,9 +167,6 @@ def test_two_optimizers_for_one_reducer_one_with_a_parameter_of_no_bucket():
     assert_same(model, reference)
     assert torch.equal(extra, theirs_too)
     assert not torch.equal(extra, torch.ones(5))
-
-
-# Programs ---------------------------------------------------------------------------------------
 
 
 def schedulers(pair):
@@ -248,8 +239,7 @@ def a_copy(pair):
 
 @each_kind
 @pytest.mark.parametrize(
-    "program",
-    [schedulers, a_scaler_that_skips_a_step, replaced_data_and_gradients, a_copy],
+    "program", [schedulers, a_scaler_that_skips_a_step, replaced_data_and_gradients, a_copy]
 )
 def test_bits_are_those_of_torch_with(program, options):
     program(Pair(**options))
@@ -265,9 +255,6 @@ def test_parameters_in_shared_memory_stay_shared(options):
     pair = Pair(make, **options)
     pair.train()
     assert pair.ours.p6.data_ptr() == pair.ours.p5.data_ptr()
-
-
-# Backward and step in one -------------------------------------------------------------------------
 
 
 def test_backward_and_step_counts_as_a_step_after_accumulation():
@@ -346,3 +333,14 @@ def test_wrong_settings_are_refused():
         AdamW(model.parameters(), reducer=reducer, fused=True)
     with pytest.raises(ValueError, match="none of params is one of the reducer's"):
         SGD(Net().parameters(), reducer=reducer)
+
+
+def test_adam_refuses_complex_parameters_at_once_and_later():
+    real, complex_ = nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)
+    for kind in (Adam, NodeSharedAdam):
+        with pytest.raises(ValueError, match=r"Adam\w* takes no complex parameters, got one of "):
+            kind(complex_.parameters(), reducer=Reducer(complex_))
+    optimizer = Adam(real.parameters(), reducer=Reducer(real))
+    with pytest.raises(ValueError, match="Adam takes no complex parameters"):
+        optimizer.add_param_group({"params": complex_.parameters()})
+    assert len(optimizer.param_groups) == 1  # no group was added

@@ -124,8 +124,6 @@ def test_all_ranks_have_the_same_memory_and_states_go_both_ways(
     ranks(backend, 2)(what, kind, settings)
 
 
-# Small programs ---------------------------------------------------------------------------------
-
 X = torch.ones(1, 3)
 
 

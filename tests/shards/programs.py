@@ -4,6 +4,7 @@ import copy
 import hashlib
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -32,8 +33,6 @@ def cnn() -> nn.Module:
 
 
 class Checkpointed(nn.Module):
-    """Computes its first half again in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         layers = cnn()
@@ -74,8 +73,6 @@ class Branches(nn.Module):
 
 @dataclass(frozen=True)
 class Program:
-    """A model, and how it is trained."""
-
     make: Callable[[], nn.Module]
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "AdamW"
@@ -83,6 +80,7 @@ class Program:
     accumulate: int = 1
     dtype: torch.dtype = torch.float32
     autocast: bool = False
+    large: bool = True  # the library treats these small gradients as it does large ones
 
     def model(self) -> nn.Module:
         torch.manual_seed(5)
@@ -93,7 +91,6 @@ class Program:
         return {"lr": 0.01} | ({"momentum": 0.9} if self.optimizer == "SGD" else {})
 
     def backward(self, model: nn.Module, step: int, shard: int, part: int) -> None:
-        """One backward pass on a batch of the shard's own."""
         generator = torch.Generator().manual_seed(100 * step + 10 * shard + part)
         images = torch.randn(3, 1, 6, 6, generator=generator).to(self.dtype)
         labels = torch.randint(CLASSES, (3,), generator=generator)
@@ -110,7 +107,7 @@ PROGRAMS = {
     "cnn": Program(cnn, SMALL),
     "cnn, accumulated, in views": Program(cnn, VIEWS | SMALL, "SGD", accumulate=2),
     "cnn, a flat optimizer": Program(cnn, VIEWS, flat=True),
-    "cnn, watched": Program(cnn, WATCHED),
+    "cnn, watched": Program(cnn, WATCHED, large=False),
     "cnn, fused": Program(cnn, {"fuse_wgrad": True}, "SGD"),
     "branches": Program(Branches, SMALL | UNUSED),
     "branches, in views": Program(Branches, VIEWS | SMALL | UNUSED, accumulate=2),
@@ -130,8 +127,6 @@ IN_LOCK_STEP = {
 
 
 class Training:
-    """A program on this rank."""
-
     def __init__(
         self, program: Program, group: Any = None, in_lock_step: bool = False, **options: Any
     ) -> None:
@@ -140,7 +135,7 @@ class Training:
         if in_lock_step:
             ddp.convert_sync_batchnorm(self.model, group)
         options |= program.options
-        with as_large():
+        with as_large() if program.large else nullcontext():
             self.reducer = ddp.Reducer(self.model, group, shards=SHARDS, **options)
         kind: Any = getattr(ddp if program.flat else torch.optim, program.optimizer)
         own = {"reducer": self.reducer} if program.flat else {}
@@ -181,7 +176,6 @@ def trained(world: ddp.World, name: str, way: str = "", in_lock_step: bool = Fal
 
 
 def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """A checksum of parameters, buffers and optimizer state."""
     states = optimizer.state_dict()["state"]
     tensors = [*model.state_dict().values()]
     tensors += [states[i][name] for i in sorted(states) for name in sorted(states[i])]

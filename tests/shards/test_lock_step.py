@@ -9,12 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from tests.shards.programs import (
-    IN_LOCK_STEP,
-    Training,
-    assert_bits,
-    trained,
-)
+from tests.shards.programs import IN_LOCK_STEP, Training, assert_bits, trained
 from tests.shards.test_shards import Stop, stop
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
@@ -44,7 +39,6 @@ def network():
 
 @on("gloo-3")
 def test_a_step_is_that_of_one_process_with_the_whole_batch(world):
-    """Three steps on 8 shards of 3 rows each."""
     ours, whole = ddp.convert_sync_batchnorm(network()), network()
     reducer = ddp.Reducer(ours, shards=8)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (ours, whole)]
@@ -56,9 +50,6 @@ def test_a_step_is_that_of_one_process_with_the_whole_batch(world):
         for optimizer in optimizers:
             optimizer.step()
     torch.testing.assert_close(ours.state_dict(), whole.state_dict(), rtol=1e-10, atol=1e-10)
-
-
-# Steps that fail ----------------------------------------------------------------------------------
 
 
 def stopped(world, name):

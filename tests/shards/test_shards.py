@@ -31,9 +31,6 @@ def test_bits_are_those_of_one_process(ranks, crew):
         assert_bits(by_definition(name), found, name)
 
 
-# Steps that fail ----------------------------------------------------------------------------------
-
-
 class Stop(Exception):
     """Ends a shard."""
 
@@ -105,8 +102,6 @@ def test_a_rank_is_killed_and_the_others_repeat_the_step(tmp_path, name):
         crew.end()
     assert_bits(by_definition(name), found[::2])
 
-
-# What is refused ----------------------------------------------------------------------------------
 
 X = torch.ones(1, 2)
 
@@ -187,12 +182,8 @@ def test_each_mistake_has_its_error_and_the_next_step_is_right(alone):
         optimizer.step()
 
 
-# Memory, and what else a program may do -----------------------------------------------------------
-
-
 @on("gloo-3")
 def test_buckets_smaller_than_the_number_of_ranks_and_complex_ones(world):
-    """Buckets of 0, 1, 2 and 5 elements."""
     sizes = {0: torch.float32, 1: torch.float32, 2: torch.float32, 5: torch.complex64}
     parameters = [torch.zeros(size, dtype=dtype) for size, dtype in sizes.items()]
     model = nn.ParameterList(map(nn.Parameter, parameters))

@@ -10,7 +10,6 @@ from ddp_from_scratch.shards.tree_reduction import add_gradients, seeded
 
 
 def plus(low, high):
-    """The sum of two expressions, written out."""
     return f"({low}+{high})"
 
 

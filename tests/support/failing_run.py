@@ -119,9 +119,6 @@ class Run:
         self._folder.cleanup()
 
 
-# The training run ---------------------------------------------------------------------------------
-
-
 def raise_before_backward(trainer: Any, step: Callable[..., None], batches: Any) -> None:
     print("fails now", flush=True)
     raise ValueError("on purpose")

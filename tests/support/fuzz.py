@@ -9,10 +9,7 @@ DistributedDataParallel is right, by that, too: gradients must have the same bit
 Where one process has the same numbers on all ranks, so must the ranks, to the bit. After an error
 that all ranks raise, they must train on with a new Reducer.
 
-With `--shards V` programs are played on V shards, by one rank and by `--ranks`: each shard plays
-the part of a rank of an ordinary program, and crews of all sizes must hold the same bits.
-
-tests/reducer/test_table.py has programs that are chosen by hand, with the same oracle.
+tests/core/test_table.py has programs that are chosen by hand, with the same oracle.
 A failure is shrunk to a program of a few lines, which is printed; exit code 1.
 """
 
@@ -46,7 +43,6 @@ from tests.support.fuzz_case import (
     Weigh,
     Zero,
     play,
-    play_shards,
 )
 from tests.support.fuzz_oracle import Expected, Oracle
 from tests.support.ranks import Crew
@@ -147,38 +143,6 @@ def _near(value: Any, correct: Any, tolerance: float) -> bool:
         return value is correct
     return bool((np.abs(value - correct) <= tolerance).all())
 
-
-# On shards ----------------------------------------------------------------------------------------
-
-
-def check_shards(crews: Sequence[Crew], case: Case) -> None:
-    """Plays a case on all crews, those of three ranks or more also as two machines.
-
-    Raises:
-        AssertionError: bits differ between crews, or values from those of one process.
-    """
-    oracle = Oracle(case)
-    # Without errors, and without operations that make no sense.
-    hypothesis.assume(oracle.case.operations == case.operations)
-    hypothesis.assume(not any(e.must or e.may for e in oracle.expected))
-    played = [
-        state
-        for crew in crews
-        for machines in (1, 2)[: 1 + (crew.world_size > 2)]
-        for state in crew(play_shards, oracle.case, machines)
-    ]
-    for number in played[0]:
-        found = [oracle.expected[number].states[0], *(states[number] for states in played)]
-        for what, correct, *values in _values(*found, kinds=KINDS[1:]):
-            for value in values:
-                where = f"operation {number}: {what} is\n{value}\nand"
-                told = f"\nin the program\n{oracle.case}"
-                same = value.tobytes() == values[0].tobytes()
-                assert same, f"{where} has not the bits of\n{values[0]}{told}"
-                assert _near(value, correct, oracle.tolerance), f"{where} not\n{correct}{told}"
-
-
-# Random cases -------------------------------------------------------------------------------------
 
 CAPS: list[Any] = [None, 0, 20 * BYTES, 80 * BYTES, (12 * BYTES, 100 * BYTES), float("inf")]
 
@@ -326,33 +290,9 @@ def gpu_cases(world_size: int) -> Any:
     return cases(world_size).map(lambda case: replace(case, **only_on_cpu))
 
 
-@st.composite
-def sharded_cases(draw: st.DrawFn, shards: int) -> Case:
-    """An ordinary case's model and settings; `world_size` is the number of shards."""
-    case = draw(cases(shards))
-    uses = st.just(case.everything)
-    if case.find_unused_parameters:
-        uses = st.lists(st.sampled_from(case.everything), min_size=1, unique=True).map(tuple)
-    use = st.tuples(*[uses] * shards)
-    operations: list[Any] = []
-    for _ in range(draw(st.integers(1, 4))):
-        for _ in range(draw(st.integers(0, 2))):
-            operations += [Forward(draw(use), no_sync=True), Backward(no_sync=True)]
-        operations += [Forward(draw(use)), Backward(), Step(), Zero()]
-    return replace(
-        case,
-        operations=tuple(operations),
-        broadcast_buffers=True,
-        fuse_wgrad=case.fuse_wgrad and not case.batch_norm,
-        **dict.fromkeys(("wrapped", "static_graph", "divided", "node_shared", "halves"), False),
-        **dict.fromkeys(("hook", "writes", "straggler_every"), None),
-    )
-
-
-# Runs ---------------------------------------------------------------------------------------------
-
-
-def run(check_case: Callable[[Case], Any], strategy: Any, count: int, seed: int) -> Counter[str]:
+def run(
+    check_case: Callable[[Case], Counter[str]], strategy: Any, count: int, seed: int
+) -> Counter[str]:
     """Checks `count` random cases; what was compared.
 
     Raises:
@@ -371,7 +311,7 @@ def run(check_case: Callable[[Case], Any], strategy: Any, count: int, seed: int)
     @hypothesis.given(strategy)
     def fuzz(case: Case) -> None:
         try:
-            total.update(check_case(case) or {"cases": 1})
+            total.update(check_case(case))
         except AssertionError as error:
             if not found:
                 found.append(case)
@@ -390,31 +330,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=["gloo", "mpi", *SIMULATED], default="gloo")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--shards", type=int, metavar="V")
     args = parser.parse_args()
-    crews: dict[int, Crew] = {}
-
-    def crew(size: int) -> Crew:
-        if size not in crews or crews[size].ended:
-            crews[size] = Crew(args.backend, size)
-        return crews[size]
+    crews: list[Crew] = []
 
     def check_one(case: Case) -> Any:
-        if args.shards is None:
-            return check(crew(args.ranks), case)
-        return check_shards([crew(1), crew(args.ranks)], case)
+        if not crews or crews[-1].ended:
+            crews.append(Crew(args.backend, args.ranks))
+        return check(crews[-1], case)
 
-    if args.shards is not None:
-        strategy = sharded_cases(args.shards)
-    else:
-        strategy = (gpu_cases if args.backend in SIMULATED else cases)(args.ranks)
+    strategy = gpu_cases if args.backend in SIMULATED else cases
     try:
-        total = run(check_one, strategy, args.cases, args.seed)
+        total = run(check_one, strategy(args.ranks), args.cases, args.seed)
     except AssertionError as error:
         sys.exit(str(error))
     finally:
-        for started in crews.values():
-            started.end()
+        for crew in crews:
+            crew.end()
     print(", ".join(f"{count} {what}" for what, count in total.items()), "- no mismatch")
 
 

@@ -5,7 +5,6 @@ ranks play alike, except that a forward pass may take other branches on each ran
 one rank's part. Everything random (weights, inputs) comes from numbers in the case.
 """
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,7 +23,6 @@ from torch.nn.functional import conv2d
 from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
-from tests.support.machines import group_over
 from tests.support.terms import as_large
 
 WIDTH = 3
@@ -32,8 +30,6 @@ LR = 0.002  # gradients must not explode: rounding is compared with their size
 DIVIDED_LIMIT_S = 1.5
 # With the bits of this library's.
 TORCHS = {"SGD": torch.optim.SGD, "AdamW": partial(torch.optim.AdamW, fused=True)}
-
-# Operations ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,13 +105,14 @@ class Join:
 
 @dataclass(frozen=True)
 class Move:
-    """Puts gradients elsewhere in memory.
+    """Puts gradients elsewhere in memory, on one rank or (None) on all.
 
-    With the parameters, as `module.to(...)` does ("both"), or by way of float16 ("half");
-    `.grad.data` alone ("data"), or a `.grad` of its own ("detached").
+    With the parameters, as `module.to(...)` does ("both"), by way of float16 ("half"), or with
+    other strides ("contiguous"); `.grad.data` alone ("data"), or a `.grad` of its own ("detached").
     """
 
     how: str = "both"
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,9 +123,6 @@ class Again:
 @dataclass(frozen=True)
 class KeepViews:
     """Gradients lie in their buckets from now on."""
-
-
-# The case -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -228,9 +222,6 @@ class Case:
         parts = [("parameter ", self.parameters), ("branch ", self.branches), ("", self.operations)]
         lines = [f"{kind}{i}: {each}" for kind, every in parts for i, each in enumerate(every)]
         return "\n".join([", ".join(settings), *lines])
-
-
-# The model ----------------------------------------------------------------------------------------
 
 
 def weight_of(
@@ -389,9 +380,6 @@ def loss_of(graph: dict[int, Any], outputs: str = "all") -> torch.Tensor:
     return torch.stack(chosen).sum() if chosen else torch.zeros(())
 
 
-# One rank -----------------------------------------------------------------------------------------
-
-
 class Player:
     """One rank of a case, whose gradients nobody averages."""
 
@@ -439,7 +427,7 @@ class Player:
                 self.graphs = []
             case Freeze(rank=None) | Freeze(rank=self.rank):
                 self.parameters[op.parameter].requires_grad_(not op.frozen)
-            case Move():
+            case Move(rank=None) | Move(rank=self.rank):
                 self.move(op.how)
             case Evaluate(rank=self.rank):
                 with torch.no_grad():
@@ -456,6 +444,8 @@ class Player:
             self.model._apply(torch.clone)
         elif how == "half":
             self.model.half().float()
+        elif how == "contiguous":
+            self.model.to(memory_format=torch.contiguous_format)
         else:
             for p in self.parameters:
                 if p.grad is not None and how == "data":
@@ -507,10 +497,10 @@ class Torchs(Player):
 
 
 class Ours(Player):
-    """A rank with this library, in a process group; on so many shards, if any."""
+    """A rank with this library, in a process group."""
 
-    def __init__(self, case: Case, rank: int, model: Net, group: Any, **shards: int) -> None:
-        self.group, self.shards, self.reducers = group, shards, list[ddp.Reducer]()
+    def __init__(self, case: Case, rank: int, model: Net, group: Any) -> None:
+        self.group, self.reducers = group, list[ddp.Reducer]()
         super().__init__(case, rank, model)
 
     def prepare(self) -> None:
@@ -531,7 +521,7 @@ class Ours(Player):
             options |= {"overlap": case.overlap, "broadcast_buffers": case.broadcast_buffers}
             trains = [name for name, p in self.model.named_parameters() if p.requires_grad]
             self.reducers = [
-                ddp.Reducer(self.model, self.group, ignore=ignored, **options, **self.shards)
+                ddp.Reducer(self.model, self.group, ignore=ignored, **options)
                 for ignored in ([trains[::2], trains[1::2]] if case.halves else [()])
             ]
         for reducer in self.reducers:
@@ -626,9 +616,6 @@ HOOKS = {
 }
 
 
-# A rank's process ---------------------------------------------------------------------------------
-
-
 @dataclass
 class Played:
     """What a rank held after each operation, and the error that ended it, if any.
@@ -711,34 +698,3 @@ def _trains_on(world: Any, case: Case, model: Net) -> bool:
         gradient /= world.world_size
         dist.all_reduce(gradient)
     return all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in zip(*gradients, strict=True))
-
-
-def play_shards(world: Any, case: Case, machines: int) -> dict[int, Any]:
-    """Plays the case on this rank's shards; what it held after each step."""
-    group = group_over(world, lambda rank: rank % 2) if machines == 2 else None
-    states, numbered = {}, []
-    with as_large() if case.large else nullcontext():
-        player = Ours(case, 0, Net(case, 0), group, shards=case.world_size)
-        (reducer,) = player.reducers
-        for number, op in enumerate(case.operations):
-            if isinstance(op, Forward | Backward):
-                numbered.append((number, op))
-                continue
-            if isinstance(op, Step):
-                reducer.run_shards(partial(_play_shard, player, tuple(numbered)))
-                numbered.clear()
-            player.play(number, op)
-            if isinstance(op, Step):
-                states[number] = player.state()
-    player.remove()
-    if group is not None:
-        dist.destroy_process_group(group)
-    return states
-
-
-def _play_shard(player: Ours, operations: Sequence[tuple[int, Any]], shard: int) -> None:
-    # A copy with graphs of its own: in lock step others play their parts in the middle of it.
-    player = copy.copy(player)
-    player.rank, player.graphs = shard, []
-    for number, op in operations:
-        player.play(number, op)

@@ -37,9 +37,7 @@ def machines(sizes: Sequence[int], rank: int) -> int:
 
 
 def group_over(
-    world: ddp.World,
-    sizes: Sequence[int] | Callable[[int], int],
-    timeout: timedelta | None = None,
+    world: ddp.World, sizes: Sequence[int] | Callable[[int], int], timeout: timedelta | None = None
 ) -> Any:
     """A new group whose ranks stand for machines of so many ranks each, or by their numbers."""
 

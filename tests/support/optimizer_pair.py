@@ -43,7 +43,6 @@ def inputs(count: int) -> list[float]:
 
 
 def ours(kind: str) -> Callable[..., Any]:
-    """The library's optimizer."""
     return getattr(ddp, kind)  # type: ignore[no-any-return]
 
 
@@ -54,8 +53,6 @@ def torchs(kind: str) -> Callable[..., Any]:
 
 
 class Pair:
-    """The library's optimizer and torch's, on equal models with equal gradients."""
-
     def __init__(
         self,
         make: Callable[[], nn.Module] = Net,

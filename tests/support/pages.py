@@ -46,7 +46,6 @@ def excerpts(language: str, pages: list[Path] = PAGES) -> list[Excerpt]:
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks."""
     return _FENCE.sub("", page.read_text())
 
 

@@ -156,7 +156,6 @@ class Crew:
         self._folder.cleanup()
 
     def _stacks(self) -> str:
-        """Every thread of every rank, as faulthandler prints them."""
         for rank, pid in enumerate(self.pids):
             with self._log.open("a") as log:
                 log.write(f"\nrank {rank}:\n")

@@ -88,7 +88,6 @@ def reason_withheld(test: Any) -> str:
 
 
 def run(folder: Path) -> bool:
-    """Runs all tests; False when one failed."""
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     os.environ |= {"WORLD_SIZE": str(size), "TEMP_DIR": str(folder), "RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "INIT_METHOD": f"file://{folder}/rendezvous"}

@@ -36,8 +36,6 @@ def test_the_tree_reaches_every_rank_once_and_in_few_hops():
                 assert hops <= math.ceil(math.log2(size))
 
 
-# What travels -----------------------------------------------------------------------------------
-
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.bool, torch.complex64),
@@ -78,7 +76,6 @@ def same(ours, theirs):
 
 @patch("ddp_from_scratch.sync.broadcast._MESSAGE_BYTES", 32)
 def parameters_and_buffers_in_place(world):
-    """In several messages."""
     for src in range(world.world_size):
         model = Zoo(100 + world.rank)
         before = [(t.data_ptr(), t.stride()) for t in model.tensors().values()]
@@ -117,9 +114,6 @@ def within_a_group_and_without_what_is_ignored(world):
 )
 def test_ranks_get_the_sources(crew, what):
     crew(what)
-
-
-# What is refused --------------------------------------------------------------------------------
 
 
 def mlp(layer=None, name="", value=None, **others):

@@ -48,9 +48,6 @@ def test_one_bit_anywhere_changes_the_checksum():
     assert len(found) == 1 + 6 * 3
 
 
-# check_sync -------------------------------------------------------------------------------------
-
-
 def model(fill=0.5):
     layers = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(1, 2, 2), nn.Linear(2, 2).bfloat16())
     for parameter in layers.parameters():
@@ -75,7 +72,6 @@ def extra(here):
 
 
 def step_and_parameter(here):
-    """Parameters come first."""
     here.bias["step"].add_(3)
     here.layers[2].bias.fill_(7)
 
@@ -142,11 +138,7 @@ def test_one_text_on_every_rank_names_the_first_difference(ranks, backend):
         assert found == [f"{on} is not the same on all ranks: {by}" for *_, on, by in DIFFERENCES]
 
 
-# Reducer(check_every=N) -------------------------------------------------------------------------
-
-
 def training(every, kind=torch.optim.SGD, **options):
-    """A model, its Reducer, its optimizer, and a function that takes a step."""
     ours = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     for p in ours.parameters():
         nn.init.constant_(p, 0.5)

@@ -13,15 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch import (
-    DistributedDataParallel,
-    Reducer,
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-)
+from ddp_from_scratch import DistributedDataParallel, Reducer, SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.sync import sync_batch_norm
-from tests.support.fuzz import check
-from tests.support.fuzz_case import Backward, Case, Forward, Parameter, Step, Zero
 from tests.support.terms import recorded
 from tests.support.tiers import slow
 
@@ -38,9 +31,6 @@ def test_sums_are_of_full_precision(dtype):
     variance, mean = torch.var_mean(x.double(), (0, 2), correction=0)
     torch.testing.assert_close(moments.mean, mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(moments.variance, variance, rtol=1e-5, atol=0)
-
-
-# A layer ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -173,30 +163,7 @@ def group_of_some_ranks(world):
         SyncBatchNorm(1, process_group=groups[int(world.rank == 0)])(torch.zeros(2, 1))
 
 
-# Training ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_a_branch_below_the_layer_that_some_ranks_take(crew, option):
-    """Of a static graph always the same ranks, and computed again in backward."""
-    size, static = crew.world_size, option == "static_graph"
-    operations = []
-    for first in (0, 0, 0) if static else (0, 1, 2):
-        uses = [(0, 1) if (rank + first) % 2 == 0 else (1,) for rank in range(size)]
-        operations += [Forward(tuple(uses)), Backward(), Step(), Zero()]
-    case = Case(
-        *(size, (Parameter(2), Parameter(3)), ((0,), (1,)), tuple(operations)),
-        batch_norm=True,
-        bucket_cap_mb=0,
-        checkpoint="not reentrant" if static else None,
-        **{option: True},
-    )
-    assert check(crew, case)["operations"] == len(operations)
-
-
 def layers_that_learn_on_one_rank_alone(world):
-    """Layers learn below the norm on rank 0 alone; on the others nothing learns at all."""
     n = world.world_size
     torch.manual_seed(0)
     branch = nn.Linear(4, 4, bias=False).double()
@@ -239,9 +206,6 @@ def a_rank_out_of_data_is_told(world):
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
 def test_synchronised(crew, program):
     crew(program)
-
-
-# Conversion -------------------------------------------------------------------------------------
 
 
 def test_every_batch_norm_is_converted_in_place():

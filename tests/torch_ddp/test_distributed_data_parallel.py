@@ -48,7 +48,6 @@ def what_is_ignored(world):
 
 
 def delayed_parameters(world):
-    """They are averaged with the chosen one."""
     model = Terms(1, 2, 3)
     delayed = [("p2", model.p2), ("p1", model.p1)]
     options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": model.p0}
@@ -90,9 +89,6 @@ def mixed_precision(world):
         weight = model.module.fc.weight
         assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
         assert weight.grad.tolist() == [[8.0] * 4] * 4
-
-
-# Copies, groups and meshes ------------------------------------------------------------------------
 
 
 def copies(world):

@@ -32,9 +32,6 @@ def test_nothing_is_inherited_from_torchs_class():
             assert inspect.getattr_static(Ours, name) is not theirs, name
 
 
-# Checkpoints ------------------------------------------------------------------------------------
-
-
 def sharded(net):
     from torch.distributed.fsdp import fully_shard
 
@@ -80,9 +77,6 @@ def test_distributed_checkpoints_go_both_ways(world, source, target):
         assert get_model_state_dict(model).keys() == model.module.state_dict().keys()
 
 
-# Pipelines --------------------------------------------------------------------------------------
-
-
 def pipelined(world, class_, unused):
     """A pipeline of one stage on each rank, whose micro-batches accumulate; averaged over ranks."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -104,9 +98,6 @@ def a_stage_of_a_pipeline(world):
     theirs = pipelined(world, Theirs, True)
     for unused in (False, True):
         torch.testing.assert_close(pipelined(world, Ours, unused), theirs)
-
-
-# Optimizers inside a hook, and a mesh of two dimensions -------------------------------------------
 
 
 def zero_in_a_hook(world, class_, make):

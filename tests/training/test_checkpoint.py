@@ -77,9 +77,6 @@ def test_random_generators_go_on_where_they_were(tmp_path):
     assert draw() == expected
 
 
-# Files that are not whole -------------------------------------------------------------------------
-
-
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
     path = checkpoint.save(tmp_path, state(1))
     whole = path.read_bytes()
@@ -154,9 +151,6 @@ def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
         path.write_bytes(b"")
     with pytest.raises(UsageError, match=r"no checkpoint in .* can be read"):
         checkpoint.load_newest(tmp_path)
-
-
-# The folder ---------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_another_run_is_refused_and_what_a_killed_one_left_removed(tmp_path):

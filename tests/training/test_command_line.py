@@ -17,7 +17,6 @@ ONE_EPOCH = ["--epochs", "1", "--check-sync"]
 
 
 def result_of(run):
-    """The checksum of parameters, the number of ranks, and the accuracy, once each."""
     assert run.wait() == 0, run.text
     run.assert_nobody_left()
     checked = re.findall(r"parameters ([0-9a-f]{16}), bit-identical on (\d+) ranks\n", run.out)
@@ -143,7 +142,6 @@ OTHER_BACKEND = "backend is gloo on rank 0 and mpi on rank 1: it must be the sam
     ],
 )
 def test_a_mistake_is_one_line_of_all_ranks(command, code, told, trained, tmp_path):
-    """Launchers add their own."""
     saved = str(trained[-1] / "checkpoints" / "checkpoint-000001.pt")
     words = [saved if word == "SAVED" else word for word in command.split(" ")]
     with Run(*words, TMPDIR=str(tmp_path)) as run:

@@ -49,9 +49,6 @@ def images(part):
     return torch.stack([part[i][0] for i in range(len(part))])
 
 
-# Of our own ---------------------------------------------------------------------------------------
-
-
 def test_digits_come_with_the_package_and_normalised(tmp_path):
     data = load_dataset("digits", tmp_path, download=True)
     assert list(tmp_path.iterdir()) == []
@@ -79,9 +76,6 @@ def test_fake_is_the_same_noise_every_time(tmp_path):
         assert label == again[5][1]
     assert torch.equal(before, torch.get_rng_state())
     assert {first.train[i][1] for i in range(200)} == set(range(10))
-
-
-# torchvision's ------------------------------------------------------------------------------------
 
 
 def test_mnist_files(tmp_path):
@@ -156,9 +150,6 @@ def test_a_corrupt_mnist_file(damage, tmp_path):
     assert told.startswith("mnist's training images are truncated or corrupt (")
     assert says in told
     assert told.endswith(f" in {mnist}; delete it and pass --download to fetch it again")
-
-
-# Download -----------------------------------------------------------------------------------------
 
 
 class Response(io.BytesIO):

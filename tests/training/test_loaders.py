@@ -69,9 +69,6 @@ def epoch_of(loader, epoch):
     return batches(loader)
 
 
-# Training -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "world_size", "batch_size", "expected"),
     [(20, 3, 3, 2), (18, 3, 3, 2), (17, 3, 3, 1), (23, 1, 5, 4)],
@@ -153,7 +150,6 @@ def test_every_test_image_is_in_one_shard_once():
 
 
 def test_workers():
-    """Of ranks 0 and 1, two each."""
     made = [train_loader(Draws(), rank, 2, 1, workers=2) for rank in range(2)]
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     rows = [torch.cat([rows for rows, _ in loader]) for loader in made]

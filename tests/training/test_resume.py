@@ -128,9 +128,6 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
         assert changes.get("model") or resumed[0][1] != uninterrupted(crew, other)[0][0]
 
 
-# Shards: the same checkpoints on any number of ranks ---------------------------------------------
-
-
 def contents(folder):
     """The newest checkpoint, but for what says on how many ranks it was written."""
 
@@ -159,9 +156,6 @@ def test_a_run_on_shards_is_resumed_on_another_number_of_ranks(
     ranks("gloo", 1)(run, tmp_path, changes, None, "auto")
     assert contents(tmp_path)["/rng"] == []
     assert contents(tmp_path) == contents(uninterrupted("gloo-1", changes)[1])
-
-
-# Resumed with other settings ----------------------------------------------------------------------
 
 
 def refusals(world, stopped):
@@ -205,9 +199,6 @@ def test_the_seed_is_that_of_all_generators_and_each_rank_has_its_own(world):
     everyone = [None] * 2
     dist.all_gather_object(everyone, draws)
     assert not everyone[0] & everyone[1]
-
-
-# With --compress ----------------------------------------------------------------------------------
 
 
 def remembered(trainer):

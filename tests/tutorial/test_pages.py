@@ -35,7 +35,6 @@ def test_chapters_are_complete_and_short_and_lead_to_each_other():
 
 
 def functions(file):
-    """A file's functions, methods as `Class.method`, and classes."""
     found = {}
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -73,9 +73,6 @@ def test_every_program_is_shown():
     assert {command.split()[2] for command, _ in SAMPLES} == set(map(module_of, PROGRAMS))
 
 
-# Exercises ---------------------------------------------------------------------------------------
-
-
 class Reports:
     def __init__(self):
         self.of = []

@@ -22,8 +22,6 @@ from tests.support.on_ranks import on
 from tests.support.terms import BYTES
 from tests.support.tiers import slow
 
-# Arithmetic -------------------------------------------------------------------------------------
-
 
 def seconds(*ranks):
     """The same step of 46 ms three times, but for the times of some ranks' phases."""
@@ -60,9 +58,6 @@ def test_who_is_late(ranks, late):
     found = compare(seconds(*ranks), len(ranks[0]))
     assert found.is_late == (late is not None)
     assert late is None or (found.rank, found.phase) == late
-
-
-# On ranks, with a clock that stands still but for what a test adds --------------------------------
 
 
 @contextlib.contextmanager
@@ -167,7 +162,6 @@ def test_a_slow_rank_is_named_with_its_phase(world, how):
 
 
 def uneven(world):
-    """Rank 0 has no data after the second step; the last rank is late."""
     found, late = [], world.world_size - 1
     with clock_that_stands_still() as clock:
         model = Slow(clock)

@@ -37,7 +37,6 @@ class Net(nn.Module):
 
 
 def made(kind=torch.optim.SGD, **options):
-    """A model, its Reducer, and a function that takes some steps."""
     model = Net()
     ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model, **options)
@@ -62,7 +61,6 @@ def in_order(*moments):
 
 
 def closed(timeline):
-    """The steps of all ranks."""
     timeline.close()
     return timeline.record.steps
 
@@ -70,9 +68,6 @@ def closed(timeline):
 @pytest.fixture(params=["gloo", slow("mpi")])
 def both(ranks, request):
     return ranks(request.param, 2)
-
-
-# What is recorded -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at_once", [False, slow(True)])
@@ -201,7 +196,6 @@ def test_trials_of_auto_are_left_out(world):
 
 @on("gloo-2")
 def test_no_bit_of_the_training_changes(world):
-    """Nor the buckets' order of launch."""
     found = []
     for steps in (None, 3):
         torch.manual_seed(world.rank)
@@ -212,20 +206,6 @@ def test_no_bit_of_the_training_changes(world):
             timeline.close()
         found.append(([p.tolist() for p in model.parameters()], reducer.buckets))
     assert found[0] == found[1]
-
-
-@on("gloo-2")
-def test_a_group_beside_the_gpus(world):
-    """As on nccl: what ranks exchange goes through a gloo group that torch does not list."""
-    with patch.object(module, "takes_cpu_tensors", lambda group: False):
-        _, reducer, step = made()
-        timeline = Timeline(reducer, None, steps=1, skip=0)
-        assert clock_offsets(["a", "b"], timeline._group)[0] == (0, 0)
-        step(2)
-        assert len(closed(timeline)) == 1
-
-
-# What fails -------------------------------------------------------------------------------------
 
 
 @on("gloo-2")

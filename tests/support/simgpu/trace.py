@@ -104,9 +104,13 @@ def _join(into: Clock, other: Clock) -> None:
         into[stream] = max(into[stream], time)
 
 
-def stalls() -> int:
-    """How often a stream that computes waits for a collective before the last one is launched."""
-    entries = GUARD.entries()
+def stalls(begin: int) -> int:
+    """How often a stream that computes waits for a collective before the last one is launched.
+
+    Args:
+        begin: the number of the entry of the log that a step begins with.
+    """
+    entries = GUARD.entries()[begin:]
     operations = [(k, what, s) for k, (kind, what, s) in enumerate(entries) if kind == OPERATION]
     last = max((k for k, _, stream in operations if _is_communicator(stream)), default=0)
     computing = {stream for _, what, stream in operations if OPERATIONS[what].place == "program"}
@@ -119,9 +123,9 @@ def _is_communicator(stream: int) -> bool:
     return stream % 1000000 >= COMMUNICATORS
 
 
-def host_waits() -> list[str]:
+def host_waits(begin: int = 0) -> list[str]:
     """What the host has waited for, and where in the library."""
-    return [f"{what} at {place}" for what, place in device.HOST_WAITS]
+    return [f"{what} at {place}" for what, place in device.HOST_WAITS[begin:]]
 
 
 # Where the library waits, once or where its documents say so.

@@ -1,6 +1,6 @@
 """Sparse gradients: rows that differ in number and place on every rank, averaged exactly.
 
-Rank r's gradients are made of r + 1, so that averages are known. More: tests/reducer/test_table.py.
+Rank r's gradients are made of r + 1, so that averages are known. More: tests/core/test_table.py.
 """
 
 import torch
@@ -18,7 +18,6 @@ def table(dtype=torch.float32):
 
 
 def assert_rows(gradient, expected):
-    """The gradient is sparse, coalesced, and holds exactly these rows, each of equal values."""
     assert gradient.is_sparse
     assert gradient.is_coalesced()
     rows = gradient.indices()[0].tolist()

@@ -12,8 +12,6 @@ from ddp_from_scratch import DistributedDataParallel as Ours
 from ddp_from_scratch import Reducer, broadcast_parameters
 from tests.support.tiers import slow
 
-# What the Reducer sends, and when -----------------------------------------------------------------
-
 
 class Counted(nn.Module):
     def __init__(self, value):
@@ -62,11 +60,12 @@ def as_switched(world):
     assert after_an_average(model) == own
     model.forward_sync_buffers = True
     assert after_an_average(model) == [1, 1]
+    for buffers in (None, [model.module.b]):  # as buffer hooks call it
+        model.module.b.fill_(world.rank + 1)
+        model._default_broadcast_coalesced(buffers)
+        assert model.module.b.tolist() == [1, 1]
     with pytest.warns(FutureWarning, match="is deprecated"):
         assert Ours(Counted(own[0]), broadcast_buffers=False).module.b.tolist() == own
-
-
-# Graphs that are still alive ----------------------------------------------------------------------
 
 
 def statistics_while_graphs_live(world):

@@ -30,7 +30,10 @@ def test_each_phase_is_called_in_its_place_until_the_extension_is_removed(world)
     reducer = Reducer(model, bucket_cap_mb=0, extensions=[Notes(called)])
     assert called == [("attach", 2)]
     called.clear()
+    in_pass = []
+    model.p0.register_hook(lambda _: in_pass.append(reducer.is_in_pass()))  # p1's is ready before
     step(model, world)
+    assert (in_pass, reducer.is_in_pass()) == ([True], False)
     ready = ["on_gradient", "on_launch"] * 2
     assert called == [
         *("on_forward", *ready, "on_all_launched", "on_finished", "on_finished", "on_average")
@@ -63,8 +66,6 @@ def test_what_an_extension_leaves_alone_is_not_called(world):
 
 
 class Holds(Extension):
-    """Has all buckets wait for the end of backward."""
-
     def __init__(self):
         self.at = []
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.functional import mse_loss
 
-from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks, convert_sync_batchnorm
+from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.comm_hooks import Later
 from tests.support.on_ranks import on
@@ -87,11 +87,7 @@ def test_nothing_is_compressed_within_a_machine(world, name):
     assert module.weight.grad.unique().item() == 1 + 1.5 * 2**-20
 
 
-# In training ------------------------------------------------------------------------------------
-
-
 def build(world) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A model that is the same everywhere, and this rank's part of the data."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
     model.append(nn.Linear(16, 1))
@@ -110,7 +106,6 @@ def is_rank_0s(tensor) -> bool:
 @pytest.mark.parametrize("declared", [False, True])
 @on("gloo-2")
 def test_a_hook_has_one_bucket_under_way_unless_it_declares_one_collective(world, declared):
-    """Every bucket once and in order."""
     model = Terms(1, 1, 1)
     reducer = Reducer(model, bucket_cap_mb=0)
     told = []
@@ -158,34 +153,6 @@ def test_a_pass_ends_when_all_of_a_hooks_collectives_are_on_their_way(world):
     model(1.0, (2, 1)).backward()
     assert second == [0, 1]
 
-
-@on("gloo-2")
-def test_a_hook_of_two_collectives_beside_synchronised_batch_norm(world):
-    """The hook's second collective comes when the bucket is awaited, batch norm's in backward."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    reducer = Reducer(convert_sync_batchnorm(model), bucket_cap_mb=0)
-    told = []
-
-    def hook(state, bucket):
-        def again(future):
-            told.append("again")
-            dist.all_reduce(bucket.buffer())
-            return future.value()[0]
-
-        told.append("hook")
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
-
-    reducer.register_comm_hook(None, hook)
-    model[0].weight.register_hook(lambda _: told.append("last gradient"))
-    for _ in range(2):
-        model.zero_grad()
-        told.clear()
-        model(torch.randn(4, 3)).sum().backward()
-        assert told[0] == "last gradient"
-        assert model[2].bias.grad.tolist() == [16.0]  # 4 on each of 2 ranks, summed twice
-
-
-# torch's own ------------------------------------------------------------------------------------
 
 TORCHS = {
     "fp16": (default_hooks.fp16_compress_hook, 2e-3),

@@ -1,4 +1,4 @@
-"""A graph learnt in the first step. Averages are in tests/reducer/test_table.py."""
+"""A graph learnt in the first step. Averages are in tests/core/test_table.py."""
 
 import pytest
 

@@ -91,7 +91,6 @@ def grads_at(model):
 @pytest.mark.parametrize("cap", [0, 12 * BYTES, math.inf])
 @on("gloo-2")
 def test_gradients_move_into_their_buckets(world, cap):
-    """Before the first pass, before the final layout, and after it."""
     for passes in range(3):
         model = Terms(1, 2, 3, 4)
         reducer = Reducer(model, bucket_cap_mb=cap)

@@ -64,6 +64,8 @@ ALL = all_use(0, 1)
 LOCAL = (all_use(0, 1, no_sync=True), Backward(no_sync=True))
 STEP = (ALL, Backward(), Step(), Zero())
 OTHERS = Forward(((0,), (1,)))  # each rank its own
+SOME_USE_BOTH = Forward(((0, 1), (1,)))
+ONE_BY_ONE = {"find_unused_parameters": True, "bucket_cap_mb": 0}
 UNUSED = {
     "parameters": (*map(Parameter, (2, 3, 1, 4)), Parameter(2)),  # the last is in no branch
     "branches": ((0, 1), (1, 2), (3,)),
@@ -168,8 +170,16 @@ PROGRAMS = {
         )
         for how in ("half", "data", "detached")
     },
+    "moved on a rank": program(
+        *(*STEP, Move("contiguous", rank=0), *STEP, *LOCAL, *STEP),
+        parameters=tuple(Parameter(2, kind="conv") for _ in range(3)),
+    ),
+    "moved on a rank, at first": program(
+        *(Move("contiguous", rank=0), *STEP, *STEP),
+        parameters=tuple(Parameter(2, kind="conv") for _ in range(3)),
+    ),
     "views from now on": program(
-        *(KeepViews(), *LOCAL, *STEP, *LOCAL, KeepViews(), ALL, Backward(), KeepViews(), *STEP),
+        *(KeepViews(), *LOCAL, *STEP, *LOCAL, KeepViews(), ALL, Backward(), KeepViews(), *STEP)
     ),
     "another Reducer": program(*STEP, *LOCAL, Again(), ALL, Backward(), Step(), Zero(), *STEP),
     "transformed on a rank": program(Transform(0), *STEP, Transform(1), *STEP),
@@ -178,6 +188,40 @@ PROGRAMS = {
         **UNUSED,
     ),
     "written in forward": program(*STEP, *STEP, writes="alike"),
+    # What random programs have found.
+    "join, then buffers": program(
+        *(Join((1, 2)), *STEP, *STEP), buffers=True, broadcast_buffers=True
+    ),
+    "join, then weights": program(
+        *(Join((1, 2)), Weigh((1, 3)), *STEP), buffers=True, broadcast_buffers=True
+    ),
+    "batch norm, a branch below it on some ranks": program(
+        *(SOME_USE_BOTH, Backward(), Zero(), *STEP), batch_norm=True, **ONE_BY_ONE
+    ),
+    "batch norm, a branch below it always on the same ranks": program(
+        *((SOME_USE_BOTH, Backward(), Step(), Zero()) * 3),
+        batch_norm=True,
+        checkpoint="not reentrant",
+        **ONE_BY_ONE | {"find_unused_parameters": False, "static_graph": True},
+    ),
+    "checkpointed, a graph twice": program(
+        *(*LOCAL, *STEP, ALL, Backward(keep=True), Backward(), Step()), checkpoint="not reentrant"
+    ),
+    "another Reducer, a parameter that it never saw": program(
+        *(*LOCAL, Again(), all_use(1), Backward(), Step()), find_unused_parameters=True
+    ),
+    "transformed, static": program(
+        *(ALL, Backward(), Zero(), Transform(0), *STEP), static_graph=True
+    ),
+    "error: own writes, then a second gradient": program(
+        *(ALL, Backward(outputs="first", keep=True), Backward()), writes="own"
+    ),
+    "error: own writes, static, after a local step": program(
+        *(*LOCAL, Step(), Zero(), ALL, Backward()), writes="own", static_graph=True
+    ),
+    "error: a rank without a gradient waits for buffers": program(
+        *(*STEP, SOME_USE_BOTH, Backward()), buffers=True, broadcast_buffers=True, divided=True
+    ),
     # That all ranks raise the same error, and train on with a new Reducer.
     "error: written in forward": program(*STEP, writes="own"),
     "error: a parameter forgotten": program(*STEP, all_use(0), Backward(), ALL),
@@ -219,7 +263,6 @@ BACKENDS = ["gloo-2", "mpi-2", "gloo-3", "node-3"]
 
 
 def in_one(operations: tuple[Any, ...]) -> tuple[Any, ...]:
-    """With `backward_and_step` where a program does both."""
     whole: list[Any] = []
     for op in operations:
         if isinstance(op, Step) and whole and whole[-1] == Backward():

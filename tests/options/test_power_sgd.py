@@ -14,7 +14,7 @@ from ddp_from_scratch import Reducer
 from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
-from tests.comm_hooks.test_comm_hooks import is_rank_0s
+from tests.core.test_comm_hooks import is_rank_0s
 from tests.support.machines import group_over, machines
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
@@ -148,9 +148,6 @@ def test_an_overflow_is_not_remembered(world, view):
         following = [average_random(world, model, step) for step in (1, 2)]
         expected = expected or following
         assert all(torch.equal(a, b) for a, b in zip(expected, following, strict=True))
-
-
-# Ranks that share memory -------------------------------------------------------------------------
 
 
 @on("gloo-2")

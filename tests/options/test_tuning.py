@@ -37,8 +37,6 @@ from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 SMALL, LARGE, ALL = 8 * BYTES, 16 * BYTES, math.inf
 
 
-# Arithmetic -------------------------------------------------------------------------------------
-
 A, A_AFTER, B = Candidate(1.0, True), Candidate(1.0, False), Candidate(math.inf, True)
 
 
@@ -73,8 +71,6 @@ def test_layouts_take_turns_and_the_first_step_of_each_does_not_count():
 def test_choice(times, chosen):
     assert choose(times) == chosen
 
-
-# Ranks ------------------------------------------------------------------------------------------
 
 Cost = Callable[[Candidate], float]
 
@@ -188,7 +184,6 @@ def test_ranks_choose_the_same_whatever_their_clocks_say(ranks, kind):
 
 
 def settle(reducer, world):
-    """Trains until the Reducer has chosen; returns what it has chosen."""
     while reducer.bucket_cap_mb is None:
         reducer.module.zero_grad()
         reducer.module(own(world)).backward()
@@ -204,9 +199,6 @@ def test_a_model_of_one_bucket_settles_at_once(world):
         with recorded("all_reduce") as sent:
             model(own(world)).backward()
         assert (sent, reducer.bucket_cap_mb, reducer.overlap) == ([10], chosen, True)
-
-
-# What is built on the buckets -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["backward_and_step", "PowerSGD"])
@@ -268,11 +260,7 @@ def test_a_rank_without_data_goes_along(world):
     assert reducer.buckets == (("p3",), ("p2", "p1"), ("p0",))
 
 
-# run.py -----------------------------------------------------------------------------------------
-
-
 def run(world, folder, resume):
-    """What the Reducer began with, what was chosen, and the lines that were told."""
     changes = {"backend": world.backend, "checkpoint_dir": folder, "model": "mlp", "batch_size": 16}
     settings = Settings(bucket_cap_mb="auto", epochs=2 if resume else 1, resume=resume, **changes)
     with clock_of(one_bucket_is_best) as make, patch.object(Report, "line") as line:

@@ -1,12 +1,16 @@
 """Where gradients lie, and what a hook sees, with a fake one for the other ranks.
 
-Averages are in tests/reducer/test_table.py.
+Averages are in tests/core/test_table.py.
 """
+
+import mmap
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
+from ddp_from_scratch.core import memory
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.memory import lies_at
 from ddp_from_scratch.options.views import ViewBucket
@@ -109,3 +113,19 @@ def test_a_hook_sees_gradients_and_parameters_and_may_replace_the_buffer(as_view
     assert seen == [[[0, 1], [2, 3]], [10, 11, 12]] * 2
     with pytest.raises(ValueError, match="must have 7, got 3"):
         bucket.set_buffer(torch.zeros(3))
+
+
+@pytest.mark.skipif(memory._libc is None, reason="this system has none")
+def test_large_tensors_ask_for_huge_pages(monkeypatch):
+    monkeypatch.setattr(memory, "_libc", libc := Mock())
+    for numel in (0, 1, 2**19 - 1):  # stay as they are
+        flat = torch.empty(numel)
+        assert memory.in_huge_pages(flat) is flat
+    assert not libc.madvise.called
+    flat = torch.empty(2**19)
+    assert memory.in_huge_pages(flat) is flat
+    ((begin, length, advice),) = [call.args for call in libc.madvise.mock_calls]
+    assert 0 <= begin.value - flat.data_ptr() < mmap.PAGESIZE
+    assert begin.value % mmap.PAGESIZE == 0
+    assert begin.value + length.value == flat.data_ptr() + flat.nbytes
+    assert advice == mmap.MADV_HUGEPAGE

@@ -1,6 +1,6 @@
 """Parameters that take no part: what the graph reaches, and what ranks agree on.
 
-Averages are in tests/reducer/test_table.py.
+Averages are in tests/core/test_table.py.
 """
 
 import pytest
