@@ -15,7 +15,6 @@ from itertools import cycle
 from typing import Any
 
 import torch
-import torch._dynamo  # As the first optimizer does, for seconds: not while other ranks wait.
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -252,6 +252,7 @@ def serve(backend: str, address: str, fresh: str, log: str | None = None) -> Non
         os.dup2(file, 2)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     import torch
+    import torch._dynamo  # the first optimizer does, for seconds: not while a test's time runs
 
     import ddp_from_scratch as ddp
     from tests.support.rank_state import unchanged
