@@ -52,7 +52,7 @@ class Membership:
 
     Attributes:
         world: the present one.
-        goes_on: True if the job's supervisor replaces lost ranks; else there is one generation,
+        elastic: True if the job's supervisor replaces lost ranks; else there is one generation,
             which has been there from the start.
         took_over: True if this rank 0 came after another one.
     """
@@ -61,7 +61,7 @@ class Membership:
         self.world, self._most_ranks = world, most_ranks
         self._timeout = timedelta(seconds=timeout)
         folder = os.environ.get(BOARD)
-        self.goes_on = folder is not None
+        self.elastic = folder is not None
         self._board = Board(Path(folder)) if folder is not None else None
         self._member = int(os.environ.get(MEMBER, "0"))
         self._generation = 0

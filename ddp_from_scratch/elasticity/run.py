@@ -107,7 +107,7 @@ class ElasticRun:
             self._stepped = True
             self._answer()
         except Exception as error:
-            if not self._may_go_on(error):
+            if not self._can_recover(error):
                 self._membership.note_failure(self.step, error)
                 raise
             self._lose(error)
@@ -118,7 +118,7 @@ class ElasticRun:
 
     def _ask(self) -> None:
         """Begins to exchange whether the generation is over for some rank."""
-        if self._membership.goes_on:
+        if self._membership.elastic:
             # New: one that was broken off may still write to the last one.
             self._over = torch.tensor([int(self._membership.is_over)])
             # Asynchronous: the step hides it.
@@ -147,7 +147,7 @@ class ElasticRun:
                     self._take_state(meeting.source or 0)
                 self._membership.note_state()
             except Exception as error:
-                if not self._may_go_on(error):
+                if not self._can_recover(error):
                     raise
                 self._lose(error)
             self._reducer.set_step(self.step)
@@ -171,14 +171,14 @@ class ElasticRun:
         try:
             wait(of_member(dist.barrier(async_op=True)))
         except Exception as error:
-            if not self._may_go_on(error):
+            if not self._can_recover(error):
                 raise
             self._lose(error)
             return False
         return True
 
-    def _may_go_on(self, error: Exception) -> bool:
-        return self._membership.goes_on and is_communication_error(error)
+    def _can_recover(self, error: Exception) -> bool:
+        return self._membership.elastic and is_communication_error(error)
 
     def _note_step(self, *_: object) -> None:
         if self._stepped:

@@ -128,7 +128,7 @@ SUPERVISOR = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["os.getpid()", SUPERVISOR], ids=["a rank", "the supervisor"])
-def test_a_run_that_goes_on_can_be_stopped_and_resumed(who, quiet, tmp_path):
+def test_an_elastic_run_can_be_stopped_and_resumed(who, quiet, tmp_path):
     stop = f"before('_step', lambda t: me == '1' and t.global_step == 7 and os.kill({who}, 15))"
     with job(tmp_path, stop, "--epochs", "3", "--elastic") as run:
         text = end(run, 143)
