@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.torch_ddp.join import JoinableReducer, join
     from ddp_from_scratch.torch_ddp.wrapper import DistributedDataParallel
     from ddp_from_scratch.watch.timeline import timeline
-    from ddp_from_scratch.world.process_group import World, process_group
+    from ddp_from_scratch.world import World, process_group
 
 __version__ = "0.1.0"
 
@@ -73,7 +73,7 @@ _MODULES = {
     "Reducer": "reducer",
     "SyncBatchNorm": "sync.sync_batch_norm",
     "UsageError": "errors",
-    "World": "world.process_group",
+    "World": "world",
     "broadcast_buffers": "sync.broadcast",
     "broadcast_parameters": "sync.broadcast",
     "check_sync": "sync.check_sync",
@@ -82,7 +82,7 @@ _MODULES = {
     "elastic": "elasticity.run",
     "join": "torch_ddp.join",
     "power_sgd": "options.power_sgd",
-    "process_group": "world.process_group",
+    "process_group": "world",
     "start_ranks": "launch.supervisor",
     "timeline": "watch.timeline",
 }

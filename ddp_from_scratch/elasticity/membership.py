@@ -18,7 +18,7 @@ from ddp_from_scratch.elasticity.closing import (
 from ddp_from_scratch.launch.board import NO_STATE, Board
 from ddp_from_scratch.launch.environment import BOARD, MACHINE_0, MEMBER
 from ddp_from_scratch.waiting import look_for_lost_ranks
-from ddp_from_scratch.world.process_group import World, replace_group
+from ddp_from_scratch.world import World, replace_group
 
 # Seconds that ranks which have all arrived may take to connect. One that dies meanwhile costs the
 # others up to 5 times as much: gloo tries so often. Doubled after each failure, for slow machines.

@@ -13,7 +13,7 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.waiting import wait
-from ddp_from_scratch.world.process_group import World
+from ddp_from_scratch.world import World
 
 
 class Stateful(Protocol):

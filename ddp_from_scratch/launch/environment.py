@@ -7,9 +7,12 @@ Launchers tell a process its rank through the environment:
     srun                     SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID
 """
 
+import fcntl
 import os
 import re
 import shutil
+import socket
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +28,11 @@ MACHINE_0 = "DDP_MACHINE_0"  # its address, on several: MASTER_ADDR is the way t
 BOARD = "DDP_BOARD"  # the folder of `board.py`, where ranks may be lost and replaced
 MEMBER = "DDP_MEMBER"  # this process's number there
 TERMINAL = "DDP_TERMINAL_"  # with 1 or 2: the terminal behind standard output or error
+
+BACKENDS = ("gloo", "nccl", "mpi")
+
+# Seconds that a collective may take. The backends count in milliseconds and overflow far beyond.
+MAX_TIMEOUT = 1e6
 
 # Processes or threads that one machine is asked for: beyond this it is a slip of the finger, which
 # would take the machine down.
@@ -230,3 +238,73 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
     if os.getuid() == 0:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return [mpirun, "-n", str(nproc), *command], defaults
+
+
+# The network interface over which gloo and nccl speak -------------------------------------------
+
+
+def choose_interface(placement: Placement) -> None:
+    """Keeps one machine's traffic on loopback, and several machines' on the way to the master."""
+    # gloo would take the interface that the host's name resolves to, nccl the first: on one machine
+    # a port open to others, on several often the wrong one.
+    # A process that goes on begins alone in its world, also on several machines.
+    if placement.one_machine and MACHINE_0 not in os.environ:
+        loopback = _loopback()
+        if loopback is not None:
+            # Ranks whose user chose another interface can do without loopback.
+            if "GLOO_SOCKET_IFNAME" not in os.environ:
+                require_loopback()
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
+        # With `start_ranks`, MASTER_ADDR is loopback, where this machine's parent passes on.
+        master = os.environ.get(MACHINE_0, os.environ["MASTER_ADDR"])
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((master, 1))  # sends nothing, asks for the route
+                address = probe.getsockname()[0]
+        except OSError:  # an IPv6 address or a wrong name: left to the connection itself
+            return
+        names = (name for _, name in socket.if_nameindex())
+        found = next((name for name in names if _address(name) == address), None)
+        if found is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+            # Where NCCL's ranks meet; data goes by InfiniBand all the same, where there is any. It
+            # takes a name for the beginning of one, unless it comes after "=".
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
+
+
+def _loopback() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+
+
+def require_loopback() -> None:
+    """Requires a loopback interface that is up, for ranks of one machine and mpirun. Linux only.
+
+    Raises:
+        UsageError: it is down, as in a new network namespace.
+    """
+    siocgifflags, iff_up = 0x8913, 1
+    name = _loopback()
+    if name is None or not sys.platform.startswith("linux"):
+        return
+    if not struct.unpack_from("16xH", _ask(siocgifflags, name))[0] & iff_up:
+        raise UsageError(
+            f"the loopback interface {name} is down, and ranks of one machine need it: "
+            f"ip link set {name} up"
+        )
+
+
+def _address(interface: str) -> str | None:
+    """The interface's IPv4 address (Linux)."""
+    siocgifaddr = 0x8915
+    try:
+        return socket.inet_ntoa(_ask(siocgifaddr, interface)[20:24])
+    except OSError:
+        return None
+
+
+def _ask(request: int, interface: str) -> bytes:
+    """The kernel's answer to a request for an interface (Linux)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", interface.encode()[:15]))

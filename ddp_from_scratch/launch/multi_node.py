@@ -15,9 +15,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch import gate, output
+from ddp_from_scratch.launch import gate
 from ddp_from_scratch.launch.environment import MACHINE_0
 from ddp_from_scratch.launch.gate import StrangerError
+from ddp_from_scratch.launch.rank_process import write_line
 
 SECRET = "DDP_SECRET"
 _LEAST_SECRET = 16  # characters
@@ -263,7 +264,7 @@ def _secret_or_new(addr: str, port: int) -> bytes:
     secret = _secret()
     if secret is None:
         made = secrets.token_hex(16)
-        output.write(
+        write_line(
             f"machine 0 waits at {addr}:{port}; on the others, before the command: "
             f"export {SECRET}={made}",
             sys.stderr,

@@ -11,10 +11,9 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
-from ddp_from_scratch.launch import output
 from ddp_from_scratch.launch.environment import (
     PARENT,
     TERMINAL,
@@ -96,7 +95,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
             lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
             _say("".join(f"[rank {_rank()}] {line}" for line in lines))
         code = 1
-    output.flush(sys.stdout)
+    flush(sys.stdout)
     if code:
         # MPI and gloo would wait in their destructors for peers that wait for this one. The
         # launcher sees the code and stops the others.
@@ -117,7 +116,7 @@ def _end() -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads that are no daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        output.flush(stream)
+        flush(stream)
     os._exit(0)
 
 
@@ -195,4 +194,47 @@ def _say(text: str) -> None:
     """Prints to standard error, in red where that is a terminal."""
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     text = text.rstrip("\n")
-    output.write(f"\033[31m{text}\033[0m" if colour else text, sys.stderr)
+    write_line(f"\033[31m{text}\033[0m" if colour else text, sys.stderr)
+
+
+# Standard output and error, which may be full, or a pipe that nobody reads any more --------------
+
+
+def replace_closed_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed (`>&-`)."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # It gets the lowest free number, so the stream's own. Else the next socket or file
+            # would, and with it all that is printed.
+            stream = open(os.devnull, "r+")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
+def write_line(text: str, stream: TextIO) -> None:
+    """Prints a line at once, or nothing where that fails."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        give_up(stream, error)
+
+
+def flush(stream: TextIO) -> None:
+    """Writes out the buffer, or drops it where that fails."""
+    try:
+        stream.flush()
+    except OSError as error:
+        give_up(stream, error)
+
+
+def give_up(stream: TextIO, error: OSError) -> None:
+    """Sends the buffer, and all that follows, to /dev/null."""
+    # Under the stream's number: Python's buffer goes there at the next flush, and fails no more.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+    if stream is sys.stdout:
+        text = (
+            f"warning: standard output cannot be written to ({error.strerror}): continuing without"
+        )
+        write_line(text, sys.stderr)

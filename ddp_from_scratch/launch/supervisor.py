@@ -37,10 +37,10 @@ from ddp_from_scratch.launch.environment import (
     TERMINAL,
     mpirun_command,
     rank_environments,
+    require_loopback,
 )
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
 from ddp_from_scratch.launch.going_on import GoingOnWatch
-from ddp_from_scratch.launch.interfaces import require_loopback
 from ddp_from_scratch.launch.other_machines import Follower, arrive
 from ddp_from_scratch.launch.rank_function import command_of
 from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 # What most programs of ranks import, beside torch.
 MAX_RESTARTS = 50_000
-_PRELOAD = ("ddp_from_scratch.world.process_group", "ddp_from_scratch.reducer", OPTIMIZERS)
+_PRELOAD = ("ddp_from_scratch.world", "ddp_from_scratch.reducer", OPTIMIZERS)
 
 
 def start_ranks(

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from ddp_from_scratch.launch import output
 from ddp_from_scratch.launch.fork_server import ForkServer, can_fork
+from ddp_from_scratch.launch.rank_process import write_line
 
 if TYPE_CHECKING:
     from ddp_from_scratch.launch.multi_node import Machines
@@ -228,4 +228,4 @@ def _is_stopped(child: Child) -> bool:
 
 def say(text: str) -> None:
     """Prints a line to standard error."""
-    output.write(text, sys.stderr)
+    write_line(text, sys.stderr)

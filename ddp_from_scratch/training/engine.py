@@ -34,7 +34,7 @@ from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
 from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
-from ddp_from_scratch.world.process_group import World
+from ddp_from_scratch.world import World
 
 _ASKED = {"the command": "train"}
 

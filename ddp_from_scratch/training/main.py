@@ -70,7 +70,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     # Imported here, in a process that trains or tests.
     from ddp_from_scratch.training.evaluate import test
     from ddp_from_scratch.training.loop import Trainer
-    from ddp_from_scratch.world.process_group import process_group
+    from ddp_from_scratch.world import process_group
 
     with process_group(settings.backend, timeout=settings.timeout) as world:
         if options.command == "test":
