@@ -26,7 +26,8 @@ ROOMS = {
         "mpi": "errors launch node",
         "sync": "core gpu group",
         "world": "errors gpu launch mpi",
-        "elasticity": "errors group launch node waiting world",
+        "membership": "group launch node waiting world",
+        "elasticity": "errors group launch membership waiting world",
         "options": "core errors gpu group node sync waiting",
         "comm_hooks": "core options",
         "shards": "core errors gpu group node options sync waiting",
@@ -35,7 +36,7 @@ ROOMS = {
         "optim": "core node reducer sync",
         "torch_ddp": "comm_hooks core gpu group options reducer sync",
         "bench": "errors gpu launch node optim reducer sync watch world",
-        "training": "comm_hooks core elasticity errors gpu group launch optim options reducer "
+        "training": "comm_hooks core errors gpu group launch membership optim options reducer "
         "shards sync waiting watch world",
     }.items()
 }

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
+from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.training.cli import parse
 from ddp_from_scratch.training.settings import MAX_RESTARTS, Command, Settings, option_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.elasticity.closing import close_default_group
+from ddp_from_scratch.membership import close_default_group
 
 
 def closed_on_rank_1(world, folder):

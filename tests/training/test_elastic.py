@@ -145,10 +145,10 @@ def test_an_elastic_run_can_be_stopped_and_resumed(who, quiet, tmp_path):
 # or until the test has left a file. A machine's ranks may come one by one. All of them must have
 # come before the next such step, where nobody would let them in.
 HOLD = """
-from ddp_from_scratch.launch.board import Board
-board = Board(Path(os.environ["DDP_BOARD"]))
+from ddp_from_scratch.membership import job_store
+store = job_store()
 def have_come(count):
-    return sum(member > 3 for member in board.members(board.generation)) >= count
+    return sum(member > 3 for member in store.generation.members) >= count
 enough = (Path(sys.argv[0]).parent / "enough").exists
 until = {7: lambda: have_come(2), 10: lambda: have_come(4), 13: enough}
 def hold(trainer):

@@ -1,4 +1,16 @@
-"""Watches the ranks of one machine as child processes, and ends them together."""
+"""Watches the ranks of one machine as child processes, and ends them together.
+
+Event                                          Sent to the ranks
+---------------------------------------------  -----------------------------------------------------
+Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP             SIGTERM: they finish a step, save, and end. Under
+                                               mpirun SIGUSR1, all that it hands on in time
+a second Ctrl-C or SIGTERM                     SIGKILL (mpirun: SIGTERM, then SIGKILL at a third)
+SIGQUIT or SIGUSR2                             SIGTERM, and SIGKILL 5 s later
+SIGKILL                                        SIGKILL, from the system (`rank_process.die_with`)
+nothing, but one rank fails                    SIGTERM, and SIGKILL 5 s later
+
+Ranks live in sessions of their own, so that the terminal's Ctrl-C reaches them once, through here.
+"""
 
 import os
 import signal
@@ -8,44 +20,47 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ddp_from_scratch.launch.fork_server import ForkServer, can_fork
 from ddp_from_scratch.launch.rank_process import write_line
 
-if TYPE_CHECKING:
-    from ddp_from_scratch.launch.multi_node import Machines
-
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDS = (signal.SIGQUIT, signal.SIGUSR2)
 _POLL_S = 0.05
-STOPPED_S = 5.0  # until a stopped rank counts as lost, where others go on
+_STOPPED_S = 5.0  # until a stopped rank of an elastic job counts as lost
 _GRACE_S = 5.0  # between asking the ranks to stop, after one failed, and killing them
 
 
 class Child(Protocol):
-    """The part of `subprocess.Popen` that a supervisor needs."""
+    """The part of `subprocess.Popen` that an agent needs; `pid` is None on another machine."""
 
     @property
-    def pid(self) -> int | None:
-        """The process on this machine; None where there is none."""
+    def pid(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+
+
+class Peers(Protocol):
+    """The agents of other machines. No method waits long for one."""
+
+    def failure(self) -> str | None:
+        """Why another machine has stopped or is gone; None while all is well."""
+
+    def tell_failure(self, text: str) -> None:
+        """Sends the others the reason why this machine has stopped."""
+
+    def may_leave(self) -> bool:
+        """Says that this machine's ranks have ended well; True once its agent may end, too."""
         ...
 
-    def poll(self) -> int | None:
-        """Returns its exit code; None while it runs."""
-        ...
-
-    def wait(self) -> int:
-        """Waits for its end; returns the exit code."""
-        ...
-
-    def send_signal(self, number: int, /) -> None:
-        """Sends a signal."""
-        ...
+    def close(self, code: int) -> None:
+        """Says that this machine's agent ends, with this exit code."""
 
 
-class Watch:
-    """The ranks of this machine as child processes that end together.
+class Agent:
+    """The ranks of this machine: they end together.
 
     1. Start one for each environment, with signals handled already.
     2. Watch: until all have ended well, one has failed, or a signal asks for the end.
@@ -61,18 +76,18 @@ class Watch:
         command: Sequence[str],
         environments: Sequence[dict[str, str]],
         preload: Sequence[str] = (),
-        machines: "Machines | None" = None,
+        peers: Peers | None = None,
     ) -> None:
-        self._command = list(command)
+        self._command, self._preload, self._peers = list(command), preload, peers
         self._environments = list(environments)
-        self._preload = preload
-        self._machines = machines
         self._server: ForkServer | None = None
         self._children: list[Child] = []
         # Handlers append to it, and `_pass_on` alone reads: a signal may come between two starts.
         self._received: list[int] = []
         self._passed_on = 0
         self._ended_by = 0
+        # When a child was first seen to be stopped.
+        self._stopped_at: dict[int, float] = {}
 
     def run(self) -> int:
         """Starts the ranks, and returns the exit code when all have ended."""
@@ -81,6 +96,7 @@ class Watch:
             numbers.remove(signal.SIGHUP)
         # Before the first rank, which no signal may leave behind.
         handlers = {number: signal.signal(number, self._remember) for number in numbers}
+        code = 1
         try:
             # 1. Start
             if can_fork(self._command):
@@ -88,10 +104,13 @@ class Watch:
             for environment in self._environments:
                 self._children.append(self._start(os.environ | environment))
             # 2. Watch
-            return self._wait()
+            code = self._watch()
+            return code
         finally:
             # 3. End
             self._end_all()
+            if self._peers is not None:
+                self._peers.close(code)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -117,16 +136,15 @@ class Watch:
             self._signal(self.ladder[min(self._passed_on, len(self.ladder) - 1)])
             self._passed_on += 1
 
-    def _wait(self) -> int:
+    def _watch(self) -> int:
         """Until all children have ended well, or one has not; returns the exit code."""
-        polls = 0
         while True:
             self._pass_on()
             if self._ended_by:
                 return self._ended()
             codes = [child.poll() for child in self._children]
             if all(code == 0 for code in codes):
-                if self._machines is None or self._machines.may_leave() or self._received:
+                if self._peers is None or self._peers.may_leave() or self._received:
                     return 0
             elif self._received:
                 # Asked to stop, they end one after another with the signal's code. But where one
@@ -135,16 +153,12 @@ class Watch:
                     return self._stopped()
             elif any(codes):
                 return self._failed(*next((i, code) for i, code in enumerate(codes) if code))
-            # Twice a second, as often as the machines send signs of life.
-            polls += 1
-            if self._machines is not None and polls % 10 == 0:
-                elsewhere = self._machines.failure()
-                if elsewhere is not None:
-                    return self._stopped_elsewhere(elsewhere)
+            if self._peers is not None and (reason := self._peers.failure()) is not None:
+                return self._stopped_elsewhere(reason)
             time.sleep(_POLL_S)
 
     def _stopped(self) -> int:
-        self._tell_machines(f"stopped by {signal.Signals(self._received[0]).name}")
+        self._tell_peers(f"stopped by {signal.Signals(self._received[0]).name}")
         return 128 + self._received[0]
 
     def _stopped_elsewhere(self, reason: str) -> int:
@@ -159,7 +173,7 @@ class Watch:
     def _ended(self) -> int:
         name = signal.Signals(self._ended_by).name
         say(f"ending all ranks ({name})")
-        self._tell_machines(f"ended by {name}")
+        self._tell_peers(f"ended by {name}")
         return 128 + self._ended_by
 
     def _failed(self, index: int, code: int) -> int:
@@ -167,12 +181,10 @@ class Watch:
         if self._server is not None and self._server.returncode is not None:
             name, others = "the fork server, from which all ranks here were started,", ""
             code = self._server.returncode
-        text = f"{name} ended with exit code {code}"
         if code < 0:
-            text = f"{name} was killed by {signal.Signals(-code).name}"
-            say(f"{text}{others}")
-        self._tell_machines(text)
-        return 128 - code if code < 0 else code
+            say(f"{name} {how_it_ended(code)}{others}")
+        self._tell_peers(f"{name} {how_it_ended(code)}")
+        return exit_code(code)
 
     def _server_is_gone(self) -> bool:
         """True once a poll has found that the fork server, and so all its ranks, have ended."""
@@ -182,9 +194,9 @@ class Watch:
         rank = self._environments[index].get("RANK")
         return Path(self._command[0]).name if rank is None else f"rank {rank}"
 
-    def _tell_machines(self, reason: str) -> None:
-        if self._machines is not None:
-            self._machines.tell_failure(reason)
+    def _tell_peers(self, reason: str) -> None:
+        if self._peers is not None:
+            self._peers.tell_failure(reason)
 
     def _end_all(self) -> None:
         """Asks all running children to stop, then kills them. Idempotent."""
@@ -207,14 +219,14 @@ class Watch:
             if child.poll() is None:
                 child.send_signal(number)
 
-
-def kill_stopped(children: Sequence[Child], since: dict[int, float]) -> None:
-    """Kills those that are stopped for longer than `STOPPED_S`; `since` is when that was seen."""
-    for index, child in enumerate(children):
-        if child.poll() is not None or not _is_stopped(child):
-            since.pop(index, None)
-        elif time.monotonic() - since.setdefault(index, time.monotonic()) > STOPPED_S:
-            child.send_signal(signal.SIGKILL)
+    def _kill_stopped(self) -> None:
+        """Kills children that are stopped (SIGSTOP) for longer than `_STOPPED_S`."""
+        now = time.monotonic()
+        for index, child in enumerate(self._children):
+            if child.poll() is not None or not _is_stopped(child):
+                self._stopped_at.pop(index, None)
+            elif now - self._stopped_at.setdefault(index, now) > _STOPPED_S:
+                child.send_signal(signal.SIGKILL)
 
 
 def _is_stopped(child: Child) -> bool:
@@ -224,6 +236,18 @@ def _is_stopped(child: Child) -> bool:
     except OSError:
         return False
     return text.rpartition(")")[2].split()[0] == "T"
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code of `subprocess` in words."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def exit_code(code: int) -> int:
+    """An exit code of `subprocess` as a shell reports it."""
+    return 128 - code if code < 0 else code
 
 
 def say(text: str) -> None:

@@ -7,11 +7,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.elasticity.closing import hand_on
-from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
+from ddp_from_scratch.membership import Membership, hand_on
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world import World
 
