@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -62,9 +62,11 @@ class Peers(Protocol):
 class Agent:
     """The ranks of this machine: they end together.
 
-    1. Start one for each environment, with signals handled already.
+    1. Start one for each number of `members`, with signals handled already.
     2. Watch: until all have ended well, one has failed, or a signal asks for the end.
     3. End what still runs.
+
+    `environment` makes a rank's variables, of its number.
     """
 
     # Sent to the ranks at the first signal that stops them, at the second, and so on. Not SIGINT: a
@@ -74,14 +76,15 @@ class Agent:
     def __init__(
         self,
         command: Sequence[str],
-        environments: Sequence[dict[str, str]],
+        environment: Callable[[int], dict[str, str]],
+        members: Iterable[int],
         preload: Sequence[str] = (),
         peers: Peers | None = None,
     ) -> None:
-        self._command, self._preload, self._peers = list(command), preload, peers
-        self._environments = list(environments)
+        self._command, self._environment = list(command), environment
+        self._at_start, self._preload, self._peers = members, preload, peers
         self._server: ForkServer | None = None
-        self._children: list[Child] = []
+        self._children: dict[int, Child] = {}
         # Handlers append to it, and `_pass_on` alone reads: a signal may come between two starts.
         self._received: list[int] = []
         self._passed_on = 0
@@ -101,8 +104,8 @@ class Agent:
             # 1. Start
             if can_fork(self._command):
                 self._server = ForkServer(self._preload)
-            for environment in self._environments:
-                self._children.append(self._start(os.environ | environment))
+            for member in self._at_start:
+                self._start(member)
             # 2. Watch
             code = self._watch()
             return code
@@ -114,7 +117,10 @@ class Agent:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _start(self, environ: dict[str, str]) -> Child:
+    def _start(self, member: int) -> None:
+        self._children[member] = self._spawn(os.environ | self._environment(member))
+
+    def _spawn(self, environ: dict[str, str]) -> Child:
         if self._server is not None:
             return self._server.start(self._command, environ)
         return subprocess.Popen(
@@ -142,17 +148,17 @@ class Agent:
             self._pass_on()
             if self._ended_by:
                 return self._ended()
-            codes = [child.poll() for child in self._children]
-            if all(code == 0 for code in codes):
+            codes = {member: child.poll() for member, child in self._children.items()}
+            if all(code == 0 for code in codes.values()):
                 if self._peers is None or self._peers.may_leave() or self._received:
                     return 0
             elif self._received:
                 # Asked to stop, they end one after another with the signal's code. But where one
                 # has died of it, the others wait for that one in vain.
-                if None not in codes or any(code and code < 0 for code in codes):
+                if None not in codes.values() or any(code and code < 0 for code in codes.values()):
                     return self._stopped()
-            elif any(codes):
-                return self._failed(*next((i, code) for i, code in enumerate(codes) if code))
+            elif failed := [(member, code) for member, code in codes.items() if code]:
+                return self._failed(*failed[0])
             if self._peers is not None and (reason := self._peers.failure()) is not None:
                 return self._stopped_elsewhere(reason)
             time.sleep(_POLL_S)
@@ -164,11 +170,11 @@ class Agent:
     def _stopped_elsewhere(self, reason: str) -> int:
         # A rank here that all ranks agreed with has the same code, and some rank has said why.
         self._await_end(1.0)
-        codes = [child.poll() for child in self._children]
-        code = next((code for code in codes if code is not None and code > 1), None)
-        if code is None:
-            say(f"stopped: {reason}")
-        return code or 1
+        for child in self._children.values():
+            if (code := child.poll() or 0) > 1:
+                return code
+        say(f"stopped: {reason}")
+        return 1
 
     def _ended(self) -> int:
         name = signal.Signals(self._ended_by).name
@@ -176,8 +182,8 @@ class Agent:
         self._tell_peers(f"ended by {name}")
         return 128 + self._ended_by
 
-    def _failed(self, index: int, code: int) -> int:
-        name, others = self._name(index), "; all other ranks were stopped"
+    def _failed(self, member: int, code: int) -> int:
+        name, others = self._name(member), "; all other ranks were stopped"
         if self._server is not None and self._server.returncode is not None:
             name, others = "the fork server, from which all ranks here were started,", ""
             code = self._server.returncode
@@ -190,8 +196,8 @@ class Agent:
         """True once a poll has found that the fork server, and so all its ranks, have ended."""
         return self._server is not None and self._server.returncode is not None
 
-    def _name(self, index: int) -> str:
-        rank = self._environments[index].get("RANK")
+    def _name(self, member: int) -> str:
+        rank = self._environment(member).get("RANK")
         return Path(self._command[0]).name if rank is None else f"rank {rank}"
 
     def _tell_peers(self, reason: str) -> None:
@@ -203,29 +209,31 @@ class Agent:
         self._signal(signal.SIGTERM)
         self._await_end(_GRACE_S)
         self._signal(signal.SIGKILL)
-        for child in self._children:
+        for child in self._children.values():
             child.wait()
         if self._server is not None:
             self._server.close()
 
     def _await_end(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while any(child.poll() is None for child in self._children) and time.monotonic() < end:
+        while self._running() and time.monotonic() < end:
             self._pass_on()
             time.sleep(_POLL_S)
 
     def _signal(self, number: signal.Signals) -> None:
-        for child in self._children:
-            if child.poll() is None:
-                child.send_signal(number)
+        for child in self._running().values():
+            child.send_signal(number)
+
+    def _running(self) -> dict[int, Child]:
+        return {member: child for member, child in self._children.items() if child.poll() is None}
 
     def _kill_stopped(self) -> None:
         """Kills children that are stopped (SIGSTOP) for longer than `_STOPPED_S`."""
         now = time.monotonic()
-        for index, child in enumerate(self._children):
-            if child.poll() is not None or not _is_stopped(child):
-                self._stopped_at.pop(index, None)
-            elif now - self._stopped_at.setdefault(index, now) > _STOPPED_S:
+        for member, child in self._running().items():
+            if not _is_stopped(child):
+                self._stopped_at.pop(member, None)
+            elif now - self._stopped_at.setdefault(member, now) > _STOPPED_S:
                 child.send_signal(signal.SIGKILL)
 
 

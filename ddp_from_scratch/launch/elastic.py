@@ -27,14 +27,12 @@ two halves of a job can never continue side by side.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp_from_scratch.launch.agent import STOPS, Agent, Child, exit_code, how_it_ended, say
-from ddp_from_scratch.launch.environment import MEMBER
+from ddp_from_scratch.launch.agent import STOPS, Agent, exit_code, how_it_ended, say
 from ddp_from_scratch.launch.nodes import Nodes
 
 if TYPE_CHECKING:
@@ -105,13 +103,7 @@ class FileStore:
 class ElasticAgent(Agent):
     """The ranks of an elastic job, on the machine that decides.
 
-    Args:
-        command, preload: as for `Agent`.
-        environment: makes a rank's environment, of its number.
-        counts: ranks of each machine at the start.
-        max_restarts: processes that are started in the place of others.
-        store: the job's.
-        nodes: the other machines.
+    `counts` are the ranks of each machine at the start, `nodes` the other machines.
     """
 
     def __init__(
@@ -127,12 +119,9 @@ class ElasticAgent(Agent):
         # Of each process.
         self._machines = [node for node, count in enumerate(counts) for _ in range(count)]
         everyone = range(len(self._machines))
-        super().__init__(command, list(map(environment, everyone)), preload, nodes)
-        self._environment, self._max_restarts, self._store = environment, max_restarts, store
-        self._nodes = nodes
-        if nodes is not None:
-            nodes.on_signal, nodes.on_join = self._remember, self._let_in
-        # Processes by number, as in `self._children`: those that run.
+        super().__init__(command, environment, everyone, preload, nodes)
+        self._max_restarts, self._store, self._nodes = max_restarts, store, nodes
+        # Processes by number: those that run, and what each said last.
         self._living: set[int] = set(everyone)
         self._said: dict[int, Member] = {}
         self._generation, self._announced_at = Generation(), 0.0
@@ -141,15 +130,22 @@ class ElasticAgent(Agent):
         self._failures = 0
         self._last_failure: Any = None  # as `Member.failure`
 
-    def _start(self, environ: dict[str, str]) -> Child:
-        member = int(environ[MEMBER])
+    def _start(self, member: int) -> None:
         self._store.say(member, Member())
-        if self._nodes is not None and self._machines[member]:
-            return self._nodes.start(self._machines[member], member)
-        return super()._start(environ)
+        machine = self._machines[member]
+        if self._nodes is not None and machine:
+            self._children[member] = self._nodes.start(machine, member)
+        else:
+            super()._start(member)
 
-    def _name(self, index: int) -> str:
-        return f"process {index}"
+    def _start_another(self, machine: int) -> None:
+        member = len(self._machines)
+        self._machines.append(machine)
+        self._living.add(member)
+        self._start(member)
+
+    def _name(self, member: int) -> str:
+        return f"process {member}"
 
     def _watch(self) -> int:
         """Until all that run have ended well, or the job ends; returns the exit code."""
@@ -158,6 +154,8 @@ class ElasticAgent(Agent):
             self._pass_on()
             if self._nodes is not None:
                 self._nodes.exchange()
+                while self._nodes.signals:
+                    self._remember(self._nodes.signals.pop(0))
             if self._ended_by:
                 return self._ended()
             codes = {member: self._children[member].poll() for member in sorted(self._living)}
@@ -178,8 +176,7 @@ class ElasticAgent(Agent):
             # Once it stops nobody is let in.
             if not self._received:
                 self._regroup()
-                if self._nodes is not None:
-                    self._nodes.admit(has_begun=bool(self._carriers()))
+                self._let_in()
             time.sleep(_POLL_S)
 
     def _lose(self, member: int, code: int) -> int | None:
@@ -194,17 +191,12 @@ class ElasticAgent(Agent):
             return self._stopped() if died or not self._living else None
         if self._server_is_gone():
             return self._failed(member, code)
-        said = self._said[member]
-        failure = said.failure
+        said, how, has_carriers = self._said[member], how_it_ended(code), bool(self._carriers())
         never_joined = code > 0 and not said.arrived
-        if never_joined:
-            failure = [NO_STATE, f"exit code {code}"]
+        failure: Any = [NO_STATE, f"exit code {code}"] if never_joined else said.failure
         again = failure is not None and failure == self._last_failure
-        if never_joined and (again or code == _USAGE) and self._carriers():
-            say(
-                f"process {member} {how_it_ended(code)} before it had joined; no other is started "
-                f"in its place"
-            )
+        if never_joined and (again or code == _USAGE) and has_carriers:
+            say(f"process {member} {how} before it had joined; no other is started in its place")
             return None
         if again:
             step, text = failure
@@ -212,48 +204,41 @@ class ElasticAgent(Agent):
             say(f"{where} failed again with {text}; all other ranks were stopped")
             return code
         machine = self._machines[member]
-        is_lost = self._nodes is not None and machine in self._nodes.lost
-        how = f"was on machine {machine}" if is_lost else how_it_ended(code)
-        if code != _USAGE and said.most_ranks and not self._carriers():
+        is_lost = self._nodes is not None and self._nodes.is_lost(machine)
+        if is_lost:
+            how = f"was on machine {machine}"
+        if code != _USAGE and said.most_ranks and not has_carriers:
             say(f"process {member} {how}: no rank is left that has trained; the run ends")
             return exit_code(code)
         if code == _USAGE or not self._living:
             return self._failed(member, code)
-        # Its machine, should it come again, gets ranks then.
         then = ""
+        # A machine that is lost gets ranks when it comes again.
         if not is_lost:
             self._last_failure = failure
             self._failures += 1
             then = f"; no replacement is left of {self._max_restarts}"
             if self._failures <= self._max_restarts:
                 then = f"; starting another (failure {self._failures} of {self._max_restarts})"
-                self._start_one_more(machine)
+                self._start_another(machine)
         left = len(self._living & set(self._generation.members))
         ranks = "1 rank" if left == 1 else f"{left} ranks"
         say(f"process {member} {how}: continuing with {ranks}{then}")
         return None
 
-    def _start_one_more(self, machine: int) -> None:
-        member = len(self._children)
-        self._machines.append(machine)
-        self._environments.append(self._environment(member))
-        self._living.add(member)
-        self._children.append(self._start(os.environ | self._environments[-1]))
-
-    def _let_in(self, machine: int, count: int) -> str | None:
-        """Starts the ranks of a machine that has come, or come again; returns why not, if not."""
-        most = min((self._said[member].most_ranks for member in self._carriers()), default=0)
-        if len(self._living) + count > most:
-            return f"the job can use {most} ranks, and has {len(self._living)}"
-        for _ in range(count):
-            self._start_one_more(machine)
-        return None
+    def _let_in(self) -> None:
+        """Starts the ranks of machines that have come, or come again."""
+        if self._nodes is not None:
+            # The job knows how many ranks it can use once it has begun.
+            most = min((self._said[member].most_ranks for member in self._carriers()), default=0)
+            for machine in self._nodes.admit(most, len(self._living)):
+                self._start_another(machine)
 
     def _regroup(self) -> None:
         """Announces the next generation where one is needed."""
         number, members, _ = self._generation
         present = self._living & set(members)
-        asking = {m for m in self._living & self._said.keys() if self._said[m].asks > number}
+        asking = {m for m, said in self._said.items() if m in self._living and said.asks > number}
         # A process that has ended well is missed only where others wait for it to arrive.
         lost = any(
             self._children[member].poll() or self._store.member(member).arrived < number
@@ -267,7 +252,7 @@ class ElasticAgent(Agent):
 
     def _carriers(self) -> set[int]:
         """The processes that others can continue with."""
-        return {m for m in self._living & self._said.keys() if self._said[m].most_ranks}
+        return {m for m, said in self._said.items() if m in self._living and said.most_ranks}
 
     def _announce(self, members: set[int]) -> None:
         ordered = sorted(members)

@@ -1,7 +1,6 @@
 """The agents of machines that are not machine 0; what they say to it is in `nodes.py`."""
 
 import json
-import os
 import signal
 import threading
 import time
@@ -9,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch.agent import Agent, Child, say
+from ddp_from_scratch.launch.agent import Agent, say
 from ddp_from_scratch.launch.nodes import EXCHANGE_S, LOST_S, no_answer
 
 if TYPE_CHECKING:
@@ -112,13 +111,7 @@ class Link:
 
 
 class NodeAgent(Agent):
-    """The ranks of an elastic job, on a machine that is not machine 0.
-
-    Args:
-        command, preload: as for `Agent`.
-        environment: makes a rank's environment, of its number in the job.
-        link: to machine 0.
-    """
+    """The ranks of an elastic job, on a machine that is not machine 0."""
 
     def __init__(
         self,
@@ -127,10 +120,8 @@ class NodeAgent(Agent):
         link: Link,
         preload: Sequence[str] = (),
     ) -> None:
-        super().__init__(command, [], preload, link)
-        self._environment, self._link = environment, link
-        self._ranks: dict[int, Child] = {}
-        self._done = 0  # orders
+        super().__init__(command, environment, (), preload, link)
+        self._link, self._done = link, 0  # orders
 
     def _watch(self) -> int:
         """Obeys machine 0 until it ends the job; returns its exit code."""
@@ -168,14 +159,12 @@ class NodeAgent(Agent):
     def _obey(self, kind: str, member: int, argument: int) -> None:
         self._done += 1
         if kind == "start":
-            self._environments.append(self._environment(member))
-            self._ranks[member] = self._start(os.environ | self._environments[-1])
-            self._children.append(self._ranks[member])
-        elif self._ranks[member].poll() is None:
-            self._ranks[member].send_signal(signal.Signals(argument))
+            self._start(member)
+        elif self._children[member].poll() is None:
+            self._children[member].send_signal(argument)
 
     def _report(self) -> None:
-        codes = {member: child.poll() for member, child in self._ranks.items()}
+        codes = {member: child.poll() for member, child in self._children.items()}
         # Where the fork server is lost, machine 0 is not told of the ranks, which it would replace
         # here: it misses this machine, as one that was switched off.
         if not self._server_is_gone():

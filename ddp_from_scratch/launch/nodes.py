@@ -32,24 +32,15 @@ _LAST_WORD_S = 2.0  # for the others to hear of a failure
 
 
 class Node:
-    """Another machine, as its agent there reports of it.
-
-    Attributes:
-        ticket: its agent's; None until it has come.
-        orders: for its agent.
-        ranks: its processes, by number.
-        beat: its agent's last sign of life.
-        since: when that came.
-        signals: how many its agent has got.
-        lost: True while it does not answer.
-        ended: True once its ranks have ended, or it has noticed the job's end.
-    """
+    """Another machine, as its agent there reports of it."""
 
     def __init__(self, now: float, ticket: int | None = None) -> None:
+        # Its agent's: None until it has come. And when that gave the last sign of life.
         self.ticket, self.since = ticket, now
+        self.beat = self.signals = 0  # that have been read
         self.orders: list[tuple[str, int, int]] = []
         self.ranks: dict[int, FarRank] = {}
-        self.beat = self.signals = 0
+        # While it does not answer; once its ranks have ended, or it has noticed the job's end.
         self.lost = self.ended = False
 
     def is_heard(self, now: float) -> bool:
@@ -62,7 +53,7 @@ class FarRank:
     def __init__(self, node: Node, member: int, exchange: Callable[[], None]) -> None:
         self._node, self._member, self._exchange = node, member, exchange
         self.code: int | None = None
-        self.pid = None  # no process of this machine
+        self.pid = None
 
     def poll(self) -> int | None:
         self._exchange()
@@ -92,13 +83,8 @@ class Nodes:
         timeout: seconds that a machine of an elastic job may take to come, of another to answer.
 
     Attributes:
-        on_signal: in an elastic job, gets the number of each signal that stops an agent elsewhere.
-        on_join: there gets the number and the count of ranks of a machine that comes later, or
-            again, and starts them; returns why not, or None.
+        signals: numbers of signals that stopped agents elsewhere; for `ElasticAgent` to take.
     """
-
-    on_signal: Callable[[int], None]
-    on_join: Callable[[int, int], str | None]
 
     def __init__(
         self,
@@ -112,9 +98,10 @@ class Nodes:
         self._counts, self._at_start, self._timeout = list(counts), len(counts), timeout
         now = time.monotonic()
         self._nodes = {number: Node(now) for number in range(1, len(counts))}
-        # Agents that were not answered, by ticket: what they say, and since when.
-        self._waiting: dict[int, tuple[dict[str, Any], float]] = {}
-        self._drawn, self._unread = 0, set[int]()
+        # Agents that were not answered, by ticket, and since when; and the last ticket.
+        self._waiting: dict[int, float] = {}
+        self._drawn = 0
+        self.signals: list[int] = []
         self._failure: str | None = None
         self._end: int | None = None
         self._exchanged = 0.0
@@ -123,7 +110,7 @@ class Nodes:
 
     def failure(self) -> str | None:
         self.exchange()
-        self.admit(has_begun=False)
+        self.admit()
         return self._failure
 
     def tell_failure(self, text: str) -> None:
@@ -145,10 +132,8 @@ class Nodes:
 
     # For `ElasticAgent` ---------------------------------------------------------------------------
 
-    @property
-    def lost(self) -> set[int]:
-        """The machines that do not answer."""
-        return {number for number, node in self._nodes.items() if node.lost}
+    def is_lost(self, number: int) -> bool:
+        return number in self._nodes and self._nodes[number].lost
 
     def start(self, number: int, member: int) -> FarRank:
         node = self._nodes[number]
@@ -174,49 +159,63 @@ class Nodes:
                 self._failure = self._failure or no_answer(number, silence)
         self._write()
 
-    def admit(self, has_begun: bool) -> None:
+    def admit(self, most: int = 0, running: int = 0) -> list[int]:
         """Lets the machines in that have come, or says why not.
 
-        Those that were not there at the start wait until the job has begun: it then knows how many
-        ranks it can use.
+        Those that were not there at the start wait until the job has begun.
+
+        Args:
+            most: the most ranks that the job can use; 0 until it has begun.
+            running: its ranks.
+
+        Returns:
+            The machine of each rank that is to be started for one that comes late, or again.
         """
+        late: list[int] = []
+
+        def start(number: int, count: int) -> str:
+            """Has ranks started there; returns why not, or ""."""
+            if running + len(late) + count > most:
+                return f"the job can use {most} ranks, and has {running + len(late)}"
+            late.extend([number] * count)
+            return ""
+
         now = time.monotonic()
         for number, node in self._nodes.items():
-            if node.lost and has_begun and node.is_heard(now):
+            if node.lost and most and node.is_heard(now):
                 node.lost = False
-                text = self.on_join(number, self._counts[number])
-                say(f"machine {number} answers again{': ' if text else ''}{text or ''}")
+                text = start(number, self._counts[number])
+                say(f"machine {number} answers again{': ' if text else ''}{text}")
+        drawn = self._store.add("tickets", 0)
+        self._waiting |= dict.fromkeys(range(self._drawn + 1, drawn + 1), now)
+        self._drawn = drawn
         answers: dict[int, str] = {}
-        for ticket, (arrival, since) in self._arrivals(now).items():
-            is_late = now - since > LOST_S + 1
-            text = self._answer(ticket, arrival, now, is_late, has_begun)
-            if text is not None:
-                del self._waiting[ticket]
-                answers[ticket] = text
+        for ticket, since in list(self._waiting.items()):
+            # One that was stopped between the two calls of `arrive` has left a ticket alone.
+            if self._store.check([f"arrival {ticket}"]):
+                arrival = json.loads(self._store.get(f"arrival {ticket}"))
+                answer = self._answer(ticket, arrival, now, since, start if most else None)
+                if answer is not None:
+                    del self._waiting[ticket]
+                    answers[ticket] = answer
         if answers:
             # First: one that is let in looks there for its orders.
             self._write()
         for ticket, text in answers.items():
             self._store.set(f"answer {ticket}", text)
-
-    def _arrivals(self, now: float) -> dict[int, tuple[dict[str, Any], float]]:
-        """The agents that wait for an answer, by ticket; a copy."""
-        drawn = self._store.add("tickets", 0)
-        self._unread |= set(range(self._drawn + 1, drawn + 1))
-        self._drawn = drawn
-        for ticket in sorted(self._unread):
-            # One that was stopped between the two calls of `arrive` has left a ticket alone.
-            if self._store.check([f"arrival {ticket}"]):
-                self._unread.remove(ticket)
-                self._waiting[ticket] = json.loads(self._store.get(f"arrival {ticket}")), now
-        return dict(self._waiting)
+        return late
 
     def _answer(
-        self, ticket: int, arrival: Mapping[str, Any], now: float, is_late: bool, has_begun: bool
+        self,
+        ticket: int,
+        arrival: Mapping[str, Any],
+        now: float,
+        since: float,
+        start: Callable[[int, int], str] | None,
     ) -> str | None:
         """Lets an agent in and returns "", or why it cannot come; None while it has to wait."""
         number, counts = arrival["node"], arrival["counts"]
-        node = self._nodes.get(number)
+        node, is_late = self._nodes.get(number), now - since > LOST_S + 1
         refusal = self._refusal(number, counts, arrival["elastic"], arrival["asked"])
         if refusal is not None:
             if not self._elastic:
@@ -230,30 +229,24 @@ class Nodes:
                 f"--node-rank is {number}, and the next machine that comes is {len(self._counts)}"
             )
             return text if is_late else None
-        if node is None or node.lost:
-            return self._join(number, counts[number], ticket, now) if has_begun else None
-        if node.ticket is not None:
-            # One that dies and comes back at once has not been missed yet.
-            text = f"--node-rank {number} was given on two machines"
-            return text if is_late or not self._elastic else None
-        node.ticket, node.since = ticket, now
-        return ""
-
-    def _join(self, number: int, count: int, ticket: int, now: float) -> str:
-        """Has ranks started on a machine that is new or was lost; returns why not, or ""."""
-        before = self._nodes.get(number)
-        self._nodes[number] = Node(now, ticket)
-        refusal = self.on_join(number, count)
-        if refusal is not None:
-            del self._nodes[number]
-            if before is not None:
-                self._nodes[number] = before
-            return refusal
-        if before is None:
-            self._counts.append(count)
-        again = before is not None and before.ticket is not None
-        say(f"machine {number} {'rejoined' if again else 'joined'}")
-        return ""
+        if node is not None and not node.lost:
+            if node.ticket is not None:
+                # One that dies and comes back at once has not been missed yet.
+                text = f"--node-rank {number} was given on two machines"
+                return text if is_late or not self._elastic else None
+            node.ticket, node.since = ticket, now
+            return ""
+        # It is new, or was lost.
+        if start is None:
+            return None
+        refusal = start(number, counts[number])
+        if not refusal:
+            self._nodes[number] = Node(now, ticket)
+            if node is None:
+                self._counts.append(counts[number])
+            again = node is not None and node.ticket is not None
+            say(f"machine {number} {'rejoined' if again else 'joined'}")
+        return refusal
 
     def _refusal(
         self, number: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
@@ -287,7 +280,7 @@ class Nodes:
         if self._elastic:
             for received in report["signals"][node.signals :]:
                 node.signals += 1
-                self.on_signal(received)
+                self.signals.append(received)
         elif report["failure"] is not None:
             self._failure = self._failure or f"machine {number}: {report['failure']}"
         node.ended |= report["ended"]

@@ -135,8 +135,9 @@ def start_ranks(
         else:
             common[RENDEZVOUS_FILE] = str(folder / "rendezvous")
         if max_restarts is None:
-            environments = [common | rank for rank in rank_environments(counts, node_rank)]
-            return Agent(command, environments, preload, nodes or link).run()
+            ranks = rank_environments(counts, node_rank)
+            here = range(len(ranks))
+            return Agent(command, lambda at: common | ranks[at], here, preload, nodes or link).run()
         # Each process is alone in its world until its first generation.
         (alone,) = rank_environments([1], 0)
 
@@ -169,7 +170,7 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
         if os.isatty(stream):
             defaults[f"{TERMINAL}{stream}"] = os.ttyname(stream)
     say(f"starting: {shlex.join(full)}")
-    return _MpirunAgent(full, [defaults | os.environ]).run()
+    return _MpirunAgent(full, lambda _: defaults | os.environ, range(1)).run()
 
 
 class _MpirunAgent(Agent):
@@ -179,7 +180,7 @@ class _MpirunAgent(Agent):
     # after 0.2 s, too early for them to have written a checkpoint, and has no setting for that.
     ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 
-    def _start(self, environ: dict[str, str]) -> Child:
+    def _spawn(self, environ: dict[str, str]) -> Child:
         libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
         return subprocess.Popen(
             self._command,

@@ -1,6 +1,6 @@
 """An agent whose ranks are fakes, on a fake clock: nothing is started, and nothing takes time.
 
-    job.run(Agent(["true"], [{"RANK": "0"}]), "wait 3 | ends 0 KILL") == 137
+    job.run(Agent(["true"], rank_of, range(1)), "wait 3 | ends 0 KILL") == 137
 
 Before each poll of the agent the next event happens: a method of `Job` with its arguments.
 Between events that `&` joins the agent does not look.

@@ -85,12 +85,15 @@ TOGETHER = {
 }
 
 
+def rank_of(number):
+    return {"RANK": str(number)}
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 def test_ranks_that_end_together(name, job, capfd):
     """On one of several machines, which hear of a failure."""
     job.may_all_leave = True
-    environments = [{"RANK": str(rank)} for rank in range(3)]
-    check(TOGETHER[name], job, capfd, Agent(["true"], environments, peers=job))
+    check(TOGETHER[name], job, capfd, Agent(["true"], rank_of, range(3), peers=job))
     assert job.told == [TOGETHER[name].told] * bool(TOGETHER[name].told)
 
 
@@ -108,19 +111,18 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_happens_on_other_machines(name, job, capfd):
-    watch = Agent(["true"], [{"RANK": "0"}, {"RANK": "1"}], peers=job)
-    check(ELSEWHERE[name], job, capfd, watch)
+    check(ELSEWHERE[name], job, capfd, Agent(["true"], rank_of, range(2), peers=job))
 
 
 def test_nohup_stays_in_force(job):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert job.run(Agent(["true"], [{}]), "gets HUP | wait 30 | ends 0 0") == 0
+    assert job.run(Agent(["true"], rank_of, range(1)), "gets HUP | wait 30 | ends 0 0") == 0
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_signal_between_two_starts_reaches_the_later_rank_too(job):
     job.on_start = lambda: job.gets("INT") if len(job.ranks) == 1 else None
-    assert job.run(Agent(["true"], [{}, {}])) == 130
+    assert job.run(Agent(["true"], rank_of, range(2))) == 130
     assert job.signals() == "TERM, TERM"
 
 
@@ -136,7 +138,9 @@ MPIRUN = {
 
 @pytest.mark.parametrize("name", MPIRUN)
 def test_signals_that_mpirun_gets(name, job, capfd):
-    check(MPIRUN[name], job, capfd, _MpirunAgent(["/usr/bin/mpirun", "true"], [{}]))
+    check(
+        MPIRUN[name], job, capfd, _MpirunAgent(["/usr/bin/mpirun", "true"], lambda _: {}, range(1))
+    )
 
 
 # The others continue ------------------------------------------------------------------------------
@@ -251,7 +255,7 @@ def test_a_machine_is_lost_and_comes_again(job, capfd):
     events = (
         "comes 1 | let_in 1 12"
         " | reports 1 & train 012 | generation 1 012 | wait 6 | generation 2 0"
-        " | comes 2 | let_in 2 34 | reports 2 & asks 3 & asks 4 | wait 0.3 | generation 3 034"
+        " | comes 2 | wait 0.1 | let_in 2 34 | reports 2 & asks 3 & asks 4 | wait 0.3 | generation 3 034"
         " | reports 2 & train 3 | wait 6 | generation 4 0"
         # It gives up at once what is lost again, and does not let more in than there is use for.
         " | can_use 0 2 | comes 3 | refused 3 the job can use 2 ranks, and has 1 | ends 0 0"

@@ -21,16 +21,10 @@ class Job:
         self.now, self.beat = 100.0, 0
         monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
         self.store = dist.HashStore()
-        self.signals, self.joined = [], []
-        self.has_begun = True
+        self.joined, self.most = [], 9
         self.machines = Nodes(self.store, [1, 2], True, {"--lr": "0.1"}, 60.0)
-        self.machines.on_signal, self.machines.on_join = self.signals.append, self.join
         self.ticket = 0
         self.ranks = {member: self.machines.start(1, member) for member in (1, 2)}
-
-    def join(self, node, count):
-        self.joined.append((node, count))
-        return "too many" if count > 4 else None
 
     def comes(self, node, *counts, lr="0.1"):
         """An agent of this machine comes; its answer, None where there is none yet."""
@@ -59,7 +53,7 @@ class Job:
         """The job's state when so many seconds have passed."""
         self.now += seconds
         self.machines.exchange()
-        self.machines.admit(self.has_begun)
+        self.joined += self.machines.admit(self.most, 3)
         state = json.loads(self.store.get("job"))
         return state
 
@@ -93,20 +87,20 @@ def test_a_silent_machine_is_lost_with_its_ranks(job, capfd):
     job.reports({1: 0, 2: None})
     job.after(1)
     job.after(nodes.LOST_S)
-    assert not job.machines.lost
+    assert not job.machines.is_lost(1)
     state = job.after(1)
-    assert job.machines.lost == {1}
+    assert job.machines.is_lost(1)
     assert (job.ranks[1].poll(), job.ranks[2].poll()) == (0, -signal.SIGKILL)
     # Only the way to it may be gone: the one that still runs there must not continue.
     assert state["orders"]["1"][2:] == [["signal", 2, signal.SIGKILL]]
-    job.has_begun = False
+    job.most = 0
     job.reports({1: 0, 2: 0})
     job.after(1)
-    assert (job.machines.lost, job.joined) == ({1}, [])
+    assert (job.machines.is_lost(1), job.joined) == (True, [])
     # Others continue: it may join.
-    job.has_begun = True
+    job.most = 9
     job.after(1)
-    assert (job.machines.lost, job.joined) == (set(), [(1, 2)])
+    assert (job.machines.is_lost(1), job.joined) == (False, [1, 1])
     assert job.ranks[2].poll() == -signal.SIGKILL
     job.machines.start(1, 3)
     assert job.after(1)["orders"]["1"][3:] == [["start", 3, 0]]
@@ -117,14 +111,14 @@ def test_a_silent_machine_is_lost_with_its_ranks(job, capfd):
 
 def test_a_machine_may_be_started_late(unmet, capfd):
     unmet.after(60)
-    assert not unmet.machines.lost
+    assert not unmet.machines.is_lost(1)
     unmet.after(1)
-    assert unmet.machines.lost == {1}
+    assert unmet.machines.is_lost(1)
     assert unmet.ranks[1].poll() == -signal.SIGKILL
     # The others compared theirs without it.
     assert unmet.comes(1, 1, 2, lr="0.2") == WRONG_RATE
     assert unmet.comes(1, 1, 2) == ""
-    assert (unmet.machines.lost, unmet.joined) == (set(), [(1, 2)])
+    assert (unmet.machines.is_lost(1), unmet.joined) == (False, [1, 1])
     # It knows nothing of the ranks that it did not start.
     assert unmet.after(1)["orders"] == {"2": []}
     assert capfd.readouterr().err.splitlines()[1:] == ["machine 1 joined"]
@@ -136,7 +130,7 @@ def test_two_agents_of_one_machine(job):
     assert job.comes(1, 1, 2) is None
     job.hears_for_a_while()
     assert job.answer() == "--node-rank 1 was given on two machines"
-    assert not job.machines.lost
+    assert not job.machines.is_lost(1)
 
 
 def test_a_machine_that_is_new(job, capfd):
@@ -144,9 +138,9 @@ def test_a_machine_that_is_new(job, capfd):
     job.hears_for_a_while()
     assert job.answer() == "--node-rank is 3, and the next machine that comes is 2"
     assert job.comes(2, 1, 3, 4) == WRONG_COUNTS.format("1,3,4")
-    assert job.comes(2, 1, 2, 5) == "too many"
-    assert job.joined == [(2, 5)]
-    assert (job.comes(2, 1, 2, 4), job.joined) == ("", [(2, 5), (2, 4)])
+    assert job.comes(2, 1, 2, 7) == "the job can use 9 ranks, and has 3"
+    assert job.joined == []
+    assert (job.comes(2, 1, 2, 4), job.joined) == ("", [2] * 4)
     rank = job.machines.start(2, 3)
     state = job.after(1)
     assert state["orders"][str(job.ticket)] == [["start", 3, 0]]
@@ -162,7 +156,7 @@ def test_a_signal_there_is_passed_on_once(job):
     job.reports({}, signals=[15, 2])
     job.after(1)
     job.after(1)
-    assert job.signals == [15, 2]
+    assert job.machines.signals == [15, 2]
 
 
 def test_the_end_waits_until_it_was_noticed(job, monkeypatch):
