@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,48 +11,16 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.membership import Membership, hand_on
+from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world import World
 
-
-class Stateful(Protocol):
-    """What has a state to hand on: an optimizer, a scheduler, a GradScaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns its state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over another one's state."""
-        ...
-
-
-class StepReducer(Protocol):
-    """The part of a Reducer with `shards` that is used here."""
-
-    module: torch.nn.Module
-
-    @property
-    def shard_count(self) -> int:
-        """The shards of a step."""
-        ...
-
-    @property
-    def shard_range(self) -> range:
-        """This rank's shards."""
-        ...
-
-    def abort_step(self) -> None:
-        """Forgets a step that was broken off."""
-        ...
-
-    def set_step(self, step: int) -> None:
-        """Goes on with this step."""
-        ...
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 
 class ElasticRun:
-    """Steps of a run that goes on without the ranks that it loses; see `elastic`.
+    """Steps of a run that continues without the ranks that it loses; see `elastic`.
 
     Attributes:
         step: the number of steps that are finished.
@@ -61,9 +29,9 @@ class ElasticRun:
     def __init__(
         self,
         world: World,
-        reducer: StepReducer,
+        reducer: Reducer,
         optimizer: torch.optim.Optimizer,
-        *others: Stateful,
+        *others: "Stateful",
         timeout: float,
     ) -> None:
         self.step = 0
@@ -193,12 +161,12 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def elastic(
     world: World,
-    reducer: StepReducer,
+    reducer: Reducer,
     optimizer: torch.optim.Optimizer,
-    *others: Stateful,
+    *others: "Stateful",
     timeout: float = 600.0,
 ) -> ElasticRun:
-    """Returns a run that goes on when a rank is lost, with the bits of one that lost none.
+    """Returns a run that continues when a rank is lost, with the bits of one that lost none.
 
         with ddp.process_group("gloo") as world:
             model = Net()
@@ -224,7 +192,7 @@ def elastic(
         world: that of `process_group("gloo")`.
         reducer: with `shards`; so that no sample is lost or seen twice.
         optimizer: steps once in each attempt, at its end.
-        others: what else has a `state_dict` that the run goes on with, but no second optimizer: a
+        others: what else has a `state_dict` that the run needs, but no second optimizer: a
             step that only one of them has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
 

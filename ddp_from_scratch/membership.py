@@ -13,11 +13,10 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,17 +35,11 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 _POLL_S = 0.005
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """What the ranks of a new generation have come with.
+class Meeting(NamedTuple):
+    """What the ranks of a new generation have come with."""
 
-    Attributes:
-        source: the first rank that has finished the most steps; None if none has a state.
-        alike: True if all have finished as many, and so have the same state.
-    """
-
-    source: int | None
-    alike: bool
+    source: int | None  # the first rank that has finished the most steps; None if none has a state
+    alike: bool  # all have finished as many, and so have the same state
 
 
 def tcp_store() -> dist.TCPStore:
@@ -113,12 +106,9 @@ class Membership:
         return self._store.generation.number > self._generation.number
 
     def meet(self, step: int) -> Meeting:
-        """Opens the next generation's group. Collective, for its processes alone.
+        """Opens the next generation's group, with `step` steps behind this process. Collective.
 
         Processes keep their order: rank 0 stays rank 0 as long as it lives.
-
-        Args:
-            step: the steps that this process has finished.
         """
         if dist.is_initialized():
             self.leave()
@@ -152,11 +142,7 @@ class Membership:
         self._say(most_ranks=self._most_ranks)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Closes the group, so that peers that wait for this rank notice at once.
-
-        Args:
-            error: what it failed with; its traceback is dropped.
-        """
+        """Closes the group, so that peers that wait for this rank notice at once."""
         # The group ends with the last reference to it, and the frames of an error have many.
         drop_tracebacks(error)
         if dist.is_initialized():
@@ -227,7 +213,6 @@ _TAG = 2**31 - 1
 
 _LOOK_S = 0.25
 _PATIENCE_S = 1.0
-_POLL_S = 0.02
 
 
 def cut_when_broken(group: dist.ProcessGroup, is_broken: Callable[[], bool]) -> None:
@@ -259,8 +244,15 @@ def close_default_group() -> None:
     dist.destroy_process_group()
     if _is_used(last):
         gc.collect()
+
+    def close() -> None:
+        _cut_connections(last[0])
+        while _is_used(last):
+            time.sleep(_POLL_S)
+        last.clear()
+
     # The main thread must not be the one that drops the last reference.
-    thread = threading.Thread(target=_close, args=[last], daemon=True)
+    thread = threading.Thread(target=close, daemon=True)
     _closing[:] = [*(other for other in _closing if other.is_alive()), thread]
     thread.start()
 
@@ -270,13 +262,6 @@ def drop_tracebacks(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
-
-
-def _close(last: list[dist.ProcessGroup]) -> None:
-    _cut_connections(last[0])
-    while _is_used(last):
-        time.sleep(_POLL_S)
-    last.clear()
 
 
 # Threads that close groups.

@@ -255,7 +255,8 @@ def test_a_machine_is_lost_and_comes_again(job, capfd):
     events = (
         "comes 1 | let_in 1 12"
         " | reports 1 & train 012 | generation 1 012 | wait 6 | generation 2 0"
-        " | comes 2 | wait 0.1 | let_in 2 34 | reports 2 & asks 3 & asks 4 | wait 0.3 | generation 3 034"
+        " | comes 2 | wait 0.1 | let_in 2 34 | reports 2 & asks 3 & asks 4 | wait 0.3"
+        " | generation 3 034"
         " | reports 2 & train 3 | wait 6 | generation 4 0"
         # It gives up at once what is lost again, and does not let more in than there is use for.
         " | can_use 0 2 | comes 3 | refused 3 the job can use 2 ranks, and has 1 | ends 0 0"
