@@ -132,10 +132,7 @@ def replace_group(
         store: new, of these ranks alone.
         rank: the place in the new group.
         machines: the machine of each rank.
-        timeout: until all ranks must have come, and of its collectives.
-
-    Raises:
-        RuntimeError: not all ranks came.
+        timeout: until all ranks must have come (else a RuntimeError), and of its collectives.
     """
     hook, size = sys.excepthook, len(machines)
     try:
@@ -191,15 +188,13 @@ def _meet_in_mpi(backend: str) -> Placement:
 def _meet_in_store(
     store: dist.Store, backend: str, placement: Placement, device: torch.device, timeout: timedelta
 ) -> None:
-    """Waits for all ranks and compares their backends and GPUs, before any group is opened.
-
-    Raises:
-        UsageError: not all ranks come in time, they want different backends, or share a GPU.
-    """
+    """Waits for all ranks and compares their backends and GPUs, before any group is opened."""
     # nccl would wait without end for a rank that never comes. Not called where torch makes the
     # store: for torchrun's and srun's ranks on several machines.
     keys = [f"came {rank}" for rank in range(placement.world_size)]
-    store.set(keys[placement.rank], f"{backend} {_gpu(device)}")
+    may_share = not gpu.is_gpu(device) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    own = "" if may_share else gpu.unique_name(device)
+    store.set(keys[placement.rank], f"{backend} {own}")
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
@@ -215,13 +210,6 @@ def _waited(placement: Placement, timeout: timedelta) -> str:
         f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
         f"{placement.world_size} ranks: not all have started"
     )
-
-
-def _gpu(device: torch.device) -> str:
-    """A name that no other GPU has; empty for a CPU, or where GPUs may be shared."""
-    if not gpu.is_gpu(device) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-        return ""
-    return gpu.unique_name(device)
 
 
 def _check_gpus(of_ranks: Sequence[str]) -> None:
@@ -308,9 +296,6 @@ def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
     """This process's place and the store to meet the others through.
 
     None stands for a store that torch is to reach through MASTER_ADDR.
-
-    Raises:
-        UsageError: the launcher's variables do not make sense.
     """
     if environment.launcher() == "mpirun":
         # Here and not above: it starts MPI, which only the mpi backend and mpirun's ranks may do.
@@ -366,11 +351,7 @@ def _torchrun_store(placement: Placement, timeout: timedelta) -> dist.Store | No
 
 
 def _private_folder() -> Path:
-    """This user's folder for temporary files that others must not touch.
-
-    Raises:
-        UsageError: it is not this user's alone.
-    """
+    """This user's folder for temporary files that others must not touch."""
     folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -77,7 +77,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         # Inside a group the ranks have agreed on who reports. Before it each is on its own, most
         # often with the same mistake: rank 0 reports, and its exit has the launcher stop the
         # others. One that is not stopped has a mistake of its own.
-        if not _in_company() and not reports_errors():
+        if _place()[1] == 1 and not reports_errors():
             time.sleep(5.0)
         _say(f"error: {_printable(str(error))}")
         code = 2
@@ -88,12 +88,13 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     except Exception as error:  # noqa: BLE001  # whatever it is, it ends this process
         if is_communication_error(error):
             _wait_to_be_stopped()
-            _say(f"error: rank {_rank()} lost the other ranks: {_first_line(error)}")
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            _say(f"error: rank {_place()[0]} lost the other ranks: {first}")
         elif _is_of_backend(error):
-            _say(f"error: rank {_rank()}: {_printable(_cause(str(error)))}")
+            _say(f"error: rank {_place()[0]}: {_printable(_cause(str(error)))}")
         else:
             lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
-            _say("".join(f"[rank {_rank()}] {line}" for line in lines))
+            _say("".join(f"[rank {_place()[0]}] {line}" for line in lines))
         code = 1
     flush(sys.stdout)
     if code:
@@ -143,7 +144,7 @@ def _is_of_backend(error: Exception) -> bool:
 
 
 def _cause(text: str) -> str:
-    """Returns what failed and why, in NCCL's words, from the text of torch's error."""
+    """What failed and why, in NCCL's words, from the text of torch's error."""
     what, _, last = text.partition("Last error:")
     what = re.sub(r"NCCL error in: \S+, ", "NCCL: ", what.strip().partition("\n")[0])
     last = " ".join(last.split()).removeprefix("Error: ")
@@ -155,34 +156,20 @@ def _distributed() -> Any:
     return sys.modules.get("torch.distributed")
 
 
-def _in_group() -> bool:
-    dist = _distributed()
-    return dist is not None and bool(dist.is_initialized())
-
-
-def _in_company() -> bool:
-    # A rank that may be replaced begins in a group of one.
-    return _in_group() and int(_distributed().get_world_size()) > 1
-
-
 def _wait_to_be_stopped() -> None:
-    """Leaves the report to the peer that failed: its launcher ends this process meanwhile.
-
-    Where all ranks notice at once (a timeout), the lowest reports first.
-    """
-    time.sleep(2.0 + 0.2 * min(_rank(), 10))
+    # The peer that failed reports, and its launcher ends this process meanwhile. Where all ranks
+    # notice at once (a timeout), the lowest reports first.
+    time.sleep(2.0 + 0.2 * min(_place()[0], 10))
 
 
-def _rank() -> int:
-    if _in_group():
-        return int(_distributed().get_rank())
+def _place() -> tuple[int, int]:
+    """This rank's number in its group, and the group's size; before there is one, of itself."""
+    dist = _distributed()
+    if dist is not None and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
     with suppress(UsageError):
-        return placement().rank
-    return 0
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+        return placement().rank, 1
+    return 0, 1
 
 
 def _printable(text: str) -> str:

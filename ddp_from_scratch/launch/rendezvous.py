@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -58,9 +58,39 @@ class Rendezvous:
     """
 
     def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
-        self._timeout = timeout
-        self._listeners: list[socket.socket] = []
-        local = self._open(addr, port) if node_rank == 0 else self._reach(addr, port)
+        listening: int | None = None
+        if node_rank == 0:
+            # First, since it may fail: only then is a new secret printed.
+            self._listeners = _listen(addr, port)
+            secret = _secret(node_rank, addr, port)
+            # On loopback: from outside the store is reached through the gate alone.
+            inside = socket.create_server(("127.0.0.1", 0))
+            local: int = inside.getsockname()[1]
+            listening = inside.detach()
+        else:
+            secret = _secret(node_rank, addr, port)
+            answers = _await_answer(addr, port, secret, timeout)
+            self._listeners = [socket.create_server(("127.0.0.1", 0))]
+            local = self._listeners[0].getsockname()[1]
+
+        def onward(visitor: socket.socket) -> socket.socket:
+            if node_rank == 0:
+                check(visitor, secret)
+                return socket.create_connection(("127.0.0.1", local))
+            connection = socket.create_connection(answers, timeout)
+            prove(connection, secret, time.monotonic() + timeout)
+            return connection
+
+        for listener in self._listeners:
+            forward(listener, onward)
+        self.store = dist.TCPStore(
+            "127.0.0.1",
+            local,
+            is_master=node_rank == 0,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
         # The ranks are clients of this store, as they are of torchrun's agent.
         self.environment = {
             "MASTER_ADDR": "127.0.0.1",
@@ -69,57 +99,6 @@ class Rendezvous:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-
-    def _open(self, addr: str, port: int) -> int:
-        """Opens the store; returns its port on loopback."""
-        # First, since it may fail: only then is a new secret printed.
-        self._listeners = _listen(addr, port)
-        secret = _secret_or_new(addr, port)
-        # On loopback: from outside the store is reached through the gate alone.
-        inside = socket.create_server(("127.0.0.1", 0))
-        local: int = inside.getsockname()[1]
-        self._open_store(local, inside.detach())
-
-        def to_the_store(visitor: socket.socket) -> socket.socket:
-            check(visitor, secret)
-            return socket.create_connection(("127.0.0.1", local))
-
-        for listener in self._listeners:
-            forward(listener, to_the_store)
-        return local
-
-    def _reach(self, addr: str, port: int) -> int:
-        """Opens a way to machine 0's store; returns its port on loopback."""
-        secret = _secret()
-        if secret is None:
-            raise UsageError(
-                f"{SECRET} is not set: machine 0 printed one when it started; or set one of your "
-                f"own on every machine"
-            )
-        answers = _await_answer(addr, port, secret, self._timeout)
-
-        def to_machine_0(rank: socket.socket) -> socket.socket:
-            connection = socket.create_connection(answers, self._timeout)
-            prove(connection, secret, time.monotonic() + self._timeout)
-            return connection
-
-        listener = socket.create_server(("127.0.0.1", 0))
-        self._listeners = [listener]
-        forward(listener, to_machine_0)
-        local: int = listener.getsockname()[1]
-        self._open_store(local)
-        return local
-
-    def _open_store(self, port: int, listening: int | None = None) -> None:
-        """Opens the store itself on a socket that listens already, or else a connection to it."""
-        self.store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=listening is not None,
-            timeout=timedelta(seconds=self._timeout),
-            wait_for_workers=False,
-            master_listen_fd=listening,
-        )
 
     def close(self) -> None:
         """Ends the connections. Idempotent."""
@@ -130,29 +109,27 @@ class Rendezvous:
             listener.close()
 
 
-def _secret() -> bytes | None:
-    """Reads the user's secret; None without one."""
+def _secret(node_rank: int, addr: str, port: int) -> bytes:
+    """The user's secret. Where there is none, machine 0 makes one and prints it for the others."""
     secret = os.environ.get(SECRET)
-    if secret is not None and len(secret) < _LEAST_SECRET:
+    if secret is None:
+        if node_rank > 0:
+            raise UsageError(
+                f"{SECRET} is not set: machine 0 printed one when it started; or set one of your "
+                f"own on every machine"
+            )
+        secret = secrets.token_hex(16)
+        write_line(
+            f"machine 0 waits at {addr}:{port}; on the others, before the command: "
+            f"export {SECRET}={secret}",
+            sys.stderr,
+        )
+    if len(secret) < _LEAST_SECRET:
         raise UsageError(
             f"{SECRET} must have {_LEAST_SECRET} characters or more, got {len(secret)}: unset it "
             f"on machine 0, which then makes one"
         )
-    return None if secret is None else secret.encode()
-
-
-def _secret_or_new(addr: str, port: int) -> bytes:
-    """The user's secret, or a new one, which machine 0 prints for the others."""
-    secret = _secret()
-    if secret is None:
-        made = secrets.token_hex(16)
-        write_line(
-            f"machine 0 waits at {addr}:{port}; on the others, before the command: "
-            f"export {SECRET}={made}",
-            sys.stderr,
-        )
-        secret = made.encode()
-    return secret
+    return secret.encode()
 
 
 def _listen(addr: str, port: int) -> list[socket.socket]:
@@ -162,7 +139,14 @@ def _listen(addr: str, port: int) -> list[socket.socket]:
         found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
         raise UsageError(f"{not_here}, an unknown name") from None
-    _require_reachable(addr, [str(address[0]) for *_, address in found])
+    # Debian gives a machine's own name the address 127.0.1.1, which no other machine reaches.
+    hosts = [str(address[0]) for *_, address in found]
+    on_purpose = addr in hosts or "localhost" in addr
+    if not on_purpose and all(ipaddress.ip_address(host).is_loopback for host in hosts):
+        raise UsageError(
+            f"--master-addr {addr} is {hosts[0]} on this machine: give the address that the other "
+            f"machines use"
+        )
     listeners = []
     for family, address in dict.fromkeys((family, address) for family, *_, address in found):
         try:
@@ -179,17 +163,6 @@ def _listen(addr: str, port: int) -> list[socket.socket]:
     if not listeners:
         raise UsageError(not_here)
     return listeners
-
-
-def _require_reachable(addr: str, found: Sequence[str]) -> None:
-    """Refuses a name that means loopback here without saying so."""
-    # Debian gives a machine's own name the address 127.0.1.1, which no other machine reaches.
-    on_purpose = addr in found or "localhost" in addr
-    if not on_purpose and all(ipaddress.ip_address(one).is_loopback for one in found):
-        raise UsageError(
-            f"--master-addr {addr} is {found[0]} on this machine: give the address that the other "
-            f"machines use"
-        )
 
 
 def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> tuple[str, int]:
@@ -228,11 +201,8 @@ class StrangerError(Exception):
 def prove(connection: socket.socket, secret: bytes, end: float) -> None:
     """Proves to machine 0 that this side knows the secret, and has machine 0 prove it, too.
 
-    Takes until `end`, on `time.monotonic`'s clock, at most.
-
-    Raises:
-        StrangerError: something else answered, or it refused.
-        OSError: nothing answered in time.
+    Raises a StrangerError where something else answers or it refuses, an OSError where nothing
+    answers until `end`, on `time.monotonic`'s clock.
     """
     mine = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_GREETING + mine)
@@ -250,12 +220,7 @@ def prove(connection: socket.socket, secret: bytes, end: float) -> None:
 
 
 def check(connection: socket.socket, secret: bytes) -> None:
-    """The counterpart of `prove`, on machine 0.
-
-    Raises:
-        StrangerError: the visitor does not know the secret.
-        OSError: the visitor has hung up, or takes too long.
-    """
+    """The counterpart of `prove`, on machine 0."""
     end = time.monotonic() + _PATIENCE_S
     if _receive(connection, len(_GREETING), end) != _GREETING:
         raise StrangerError("not one of us")

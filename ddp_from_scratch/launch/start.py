@@ -207,13 +207,11 @@ def _command_of(function: Callable[[], Any], folder: Path) -> list[str]:
 
     A function of `__main__`, such as a notebook's, is written with its code and what it uses, by
     cloudpickle; others by name.
-
-    Raises:
-        UsageError: it needs cloudpickle, which is not installed, holds what cannot be pickled, or
-            is a generator or coroutine function.
     """
-    name = _named(function)
-    inner = _inner(function)
+    inner: Any = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    name = getattr(inner, "__name__", type(inner).__name__)
     if inspect.isgeneratorfunction(inner) or inspect.iscoroutinefunction(inner):
         raise UsageError(
             f"start_ranks({name}): a call of a generator or coroutine function does not run it; "
@@ -245,20 +243,12 @@ def call(written: bytes) -> None:
     try:
         pickle.loads(written)()
     except UsageError as error:
-        run_to_exit(partial(_raise, error))
+        told = error
 
+        def fail() -> NoReturn:
+            raise told
 
-def _raise(error: UsageError) -> NoReturn:
-    raise error
-
-
-def _inner(function: Callable[[], Any]) -> Any:
-    return _inner(function.func) if isinstance(function, partial) else function
-
-
-def _named(function: Callable[[], Any]) -> str:
-    inner = _inner(function)
-    return str(getattr(inner, "__name__", type(inner).__name__))
+        run_to_exit(fail)
 
 
 # A private folder for the files of a run ----------------------------------------------------------
@@ -270,18 +260,6 @@ _NEW_S = 60.0  # a folder that is not older may not have been locked yet
 @contextmanager
 def _run_folder() -> Iterator[Path]:
     """Makes a folder that is removed at the end, and removes those of runs that were killed."""
-    _remove_left_behind()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
-        lock = os.open(name, os.O_RDONLY)
-        try:
-            # The system drops it with this process, however that ends.
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Path(name)
-        finally:
-            os.close(lock)
-
-
-def _remove_left_behind() -> None:
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, or one that is in use
             lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -292,3 +270,11 @@ def _remove_left_behind() -> None:
                     shutil.rmtree(left)
             finally:
                 os.close(lock)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
+        lock = os.open(name, os.O_RDONLY)
+        try:
+            # The system drops it with this process, however that ends.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(lock)
