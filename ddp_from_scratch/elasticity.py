@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 class ElasticRun:
-    """Steps of a run that continues without the ranks that it loses; see `elastic`.
-
-    Attributes:
-        step: the number of steps that are finished.
-    """
+    """Steps of a run that continues without the ranks that it loses; see `elastic`."""
 
     def __init__(
         self,
@@ -34,7 +30,7 @@ class ElasticRun:
         *others: "Stateful",
         timeout: float,
     ) -> None:
-        self.step = 0
+        self.step = 0  # the number of steps that are finished
         self._membership = Membership(world, reducer.shard_count, timeout)
         self._reducer = reducer
         self._stateful: list[Stateful] = [optimizer, *others]

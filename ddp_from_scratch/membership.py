@@ -59,11 +59,7 @@ class Membership:
     """The place of this process in its job's generations (`launch/elastic.py`).
 
     Each process begins in a group of its own, so that it can build its model without the others.
-
-    Args:
-        world: that of `process_group("gloo")`.
-        most_ranks: that can share a step.
-        timeout: seconds that a collective may take.
+    At most `most_ranks` can share a step, and a collective may take `timeout` seconds.
 
     Attributes:
         world: the present one.

@@ -1,21 +1,6 @@
 """The agent of an elastic job, which continues without the ranks that it loses.
 
-Event                                What happens
------------------------------------  ---------------------------------------------------------------
-a rank is killed, or fails           the others continue as a new generation; another process is
-                                     started in its place, and joins at the end of a step
-a rank is stopped (SIGSTOP)          killed 5 s later
-a machine does not answer            its ranks are lost (`nodes.py`), and no others started
-a machine comes, or comes again      its ranks are started, and join at the end of a step
-a rank ends with code 2              the user's mistake: all ranks end
-the same exception at the same step  a bug and no fault: all ranks end
-a process ends with code 2, or with  the others continue without it, and no other is started in its
-the same code twice, before it       place; before anything was trained all ranks end
-has joined
-more failures than allowed           the others continue; nothing is started any more
-the fork server is lost              the job ends: with it all ranks of this machine, and the
-                                     means to start others
-no rank is left that has a state     the job ends
+docs/how-to/elastic.md has a table of what happens at which event.
 
 A process is known by its number in the job, which no later one gets. Each group of processes that
 train together is a *generation*. This agent alone announces one: it knows which processes live, so

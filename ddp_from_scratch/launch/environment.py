@@ -94,9 +94,6 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
     """Reads where torchrun or srun put this process; `ALONE` where there is no launcher.
 
     Under mpirun the environment does not say (ask `mpi.placement()`).
-
-    Raises:
-        UsageError: a variable is missing or is not a number.
     """
     by = launcher(environ)
     if by == "torchrun":
@@ -136,11 +133,7 @@ def started(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """Reads a launcher's variable.
-
-    Raises:
-        UsageError: it is missing or is not a number.
-    """
+    """Reads a launcher's variable."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
         raise UsageError(
@@ -169,11 +162,7 @@ def slurm_first_host(nodes: str) -> str:
 
 
 def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
-    """`--nproc`: "2" for one machine, "8,2" for a machine with 8 processes and one with 2.
-
-    Raises:
-        UsageError: not a list of positive numbers, or no machine has that number.
-    """
+    """`--nproc`: "2" for one machine, "8,2" for a machine with 8 processes and one with 2."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise UsageError(
             f"--nproc must be a number of processes, or one for each machine such as 8,2; "
@@ -212,11 +201,7 @@ def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, s
 
 
 def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """`mpirun -n NPROC COMMAND`, and variables for it that yield to the user's own.
-
-    Raises:
-        UsageError: there is no mpirun.
-    """
+    """`mpirun -n NPROC COMMAND`, and variables for it that yield to the user's own."""
     # The one beside this Python first: mpi4py loads the library that belongs to it.
     beside = str(Path(sys.executable).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
@@ -279,11 +264,7 @@ def _loopback() -> str | None:
 
 
 def require_loopback() -> None:
-    """Requires a loopback interface that is up, for ranks of one machine and mpirun. Linux only.
-
-    Raises:
-        UsageError: it is down, as in a new network namespace.
-    """
+    """Requires a loopback interface, which is down in a new network namespace. Linux only."""
     siocgifflags, iff_up = 0x8913, 1
     name = _loopback()
     if name is None or not sys.platform.startswith("linux"):

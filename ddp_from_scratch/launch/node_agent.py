@@ -20,11 +20,7 @@ _SAY_AFTER_S = 1.0
 def arrive(
     store: "dist.Store", node: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
 ) -> int:
-    """Asks machine 0 to let this machine in; returns the ticket of this agent.
-
-    Raises:
-        UsageError: machine 0's answer is no, or the job has ended.
-    """
+    """Asks machine 0 to let this machine in; returns the ticket of this agent."""
     arrival = {"node": node, "counts": list(counts), "elastic": elastic, "asked": dict(asked)}
     try:
         ticket: int = store.add("tickets", 1)
@@ -44,26 +40,15 @@ def arrive(
 
 
 class Link:
-    """The exchange with machine 0, in a thread: a call to a store that is gone does not return.
-
-    Args:
-        store: machine 0's.
-        ticket: see `arrive`.
-        timeout: seconds to wait for machine 0, should it not answer.
-
-    Attributes:
-        job: what machine 0 has written last; None before the first.
-        report: what it reads of this machine.
-        heard: when it last gave a sign of life.
-        is_closed: True once its store has gone.
-    """
+    """The exchange with machine 0, in a thread: a call to a store that is gone does not return."""
 
     def __init__(self, store: "dist.Store", ticket: int, timeout: float) -> None:
         self.ticket, self.timeout, self._store = ticket, timeout, store
-        self.job: dict[str, Any] | None = None
+        self.job: dict[str, Any] | None = None  # what machine 0 has written last
         self.report: dict[str, Any] = {"codes": {}, "signals": [], "failure": None, "ended": False}
-        self.heard = time.monotonic()
-        self.is_closed = self._last = False
+        self.heard = time.monotonic()  # when it last gave a sign of life
+        self.is_closed = False  # True once its store has gone
+        self._last = False
         self._thread = threading.Thread(target=self._talk, daemon=True)
         self._thread.start()
 

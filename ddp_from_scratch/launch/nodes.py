@@ -81,9 +81,6 @@ class Nodes:
         elastic: the job continues without a lost machine.
         asked: the options that must be alike on all, by name.
         timeout: seconds that a machine of an elastic job may take to come, of another to answer.
-
-    Attributes:
-        signals: numbers of signals that stopped agents elsewhere; for `ElasticAgent` to take.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class Nodes:
         # Agents that were not answered, by ticket, and since when; and the last ticket.
         self._waiting: dict[int, float] = {}
         self._drawn = 0
-        self.signals: list[int] = []
+        self.signals: list[int] = []  # that stopped agents elsewhere; `ElasticAgent` takes them
         self._failure: str | None = None
         self._end: int | None = None
         self._exchanged = 0.0
