@@ -62,7 +62,7 @@ class World(Placement):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # Not after an exception: peers may be waiting in the group. A world of one has none, and
         # the next attempt (a notebook's) opens another group.
-        # A run that goes on (`elastic`) may be between two groups.
+        # An elastic run may be between two groups.
         if dist.is_initialized() and (error is None or self.world_size == 1):
             dist.destroy_process_group()
 

@@ -20,13 +20,12 @@ from pathlib import Path
 
 from ddp_from_scratch.errors import UsageError
 
-# Variables that `supervisor` leaves to its ranks:
+# Variables that agents leave to their ranks:
 STARTED_HERE = "DDP_STARTED_HERE"
 PARENT = "DDP_PARENT_PID"
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # a file to meet in, on one machine
-MACHINE_0 = "DDP_MACHINE_0"  # its address, on several: MASTER_ADDR is the way through the parent
-BOARD = "DDP_BOARD"  # the folder of `board.py`, where ranks may be lost and replaced
-MEMBER = "DDP_MEMBER"  # this process's number there
+MACHINE_0 = "DDP_MACHINE_0"  # its address, on several: MASTER_ADDR is the way through the agent
+MEMBER = "DDP_MEMBER"  # this process's number in an elastic job
 TERMINAL = "DDP_TERMINAL_"  # with 1 or 2: the terminal behind standard output or error
 
 BACKENDS = ("gloo", "nccl", "mpi")
@@ -232,7 +231,7 @@ def choose_interface(placement: Placement) -> None:
     """Keeps one machine's traffic on loopback, and several machines' on the way to the master."""
     # gloo would take the interface that the host's name resolves to, nccl the first: on one machine
     # a port open to others, on several often the wrong one.
-    # A process that goes on begins alone in its world, also on several machines.
+    # A process of an elastic job begins alone in its world, also on several machines.
     if placement.one_machine and MACHINE_0 not in os.environ:
         loopback = _loopback()
         if loopback is not None:
@@ -242,7 +241,7 @@ def choose_interface(placement: Placement) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
-        # With `start_ranks`, MASTER_ADDR is loopback, where this machine's parent passes on.
+        # With `start_ranks`, MASTER_ADDR is loopback, where this machine's agent passes on.
         master = os.environ.get(MACHINE_0, os.environ["MASTER_ADDR"])
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

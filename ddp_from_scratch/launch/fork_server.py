@@ -229,7 +229,7 @@ def _exit_code(pid: int) -> int:
 
 def _begin_rank(server: int, environ: dict[str, str]) -> None:
     die_with(server)
-    os.setsid()  # Ctrl-C reaches it once, through the supervisor
+    os.setsid()  # Ctrl-C reaches it once, through the agent
     os.environ.clear()
     os.environ.update(environ)
     if PARENT in environ:

@@ -99,7 +99,7 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         raise UsageError(
             f"--shards must be at least as many as ranks, got {settings.shards} of {sum(counts)}"
         )
-    # A single rank needs no supervisor: this process trains.
+    # A single rank needs no agent: this process trains.
     if counts == (1,):
         return None
     if backend == "mpi":

@@ -1,4 +1,4 @@
-"""Runs that go on: ranks are lost at chosen moments, and the bits stay those of a quiet run."""
+"""Elastic runs: ranks are lost at chosen moments, and the bits stay those of a quiet run."""
 
 import sys
 import textwrap

@@ -126,7 +126,7 @@ HOLD = """
 import sys
 from ddp_from_scratch.launch.start import _run_folder
 with _run_folder() as folder:
-    (folder / "board").touch()
+    (folder / "rendezvous").touch()
     print(folder, flush=True)
     sys.stdin.read()
 """
