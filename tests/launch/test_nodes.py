@@ -15,21 +15,19 @@ from ddp_from_scratch.launch.nodes import Nodes
 
 
 class Job:
-    """Machine 0 of two, with processes 0 here and 1 and 2 there, by a clock of the test's."""
+    """Machine 0, by a clock of the test's."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, counts, elastic):
         self.now, self.beat = 100.0, 0
         monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
         self.store = dist.HashStore()
         self.joined, self.most = [], 9
-        self.machines = Nodes(self.store, [1, 2], True, {"--lr": "0.1"}, 60.0)
-        self.ticket = 0
-        self.ranks = {member: self.machines.start(1, member) for member in (1, 2)}
+        self.machines = Nodes(self.store, counts, elastic, {"--lr": "0.1"}, 60.0)
 
-    def comes(self, node, *counts, lr="0.1"):
+    def comes(self, node, *counts, lr="0.1", elastic=True):
         """An agent of this machine comes; its answer, None where there is none yet."""
         self.ticket = self.store.add("tickets", 1)
-        arrival = {"node": node, "counts": counts, "elastic": True, "asked": {"--lr": lr}}
+        arrival = {"node": node, "counts": counts, "elastic": elastic, "asked": {"--lr": lr}}
         self.store.set(f"arrival {self.ticket}", json.dumps(arrival))
         self.after(0.1)
         return self.answer()
@@ -38,10 +36,11 @@ class Job:
         key = f"answer {self.ticket}"
         return self.store.get(key).decode() if self.store.check([key]) else None
 
-    def reports(self, codes, ticket=1, **more):
+    def reports(self, codes=(), ticket=1, **more):
         """An agent reports these processes' exit codes."""
         self.beat += 1
-        report = {"codes": codes, "signals": [], "ended": False, "beat": self.beat} | more
+        report = {"codes": dict(codes), "signals": [], "failure": None, "ended": False} | more
+        report["beat"] = self.beat
         self.store.set(f"report {ticket}", json.dumps(report))
 
     def hears_for_a_while(self):
@@ -54,8 +53,7 @@ class Job:
         self.now += seconds
         self.machines.exchange()
         self.joined += self.machines.admit(self.most, 3)
-        state = json.loads(self.store.get("job"))
-        return state
+        return json.loads(self.store.get("job"))
 
 
 WRONG_COUNTS = "--nproc is {} here and 1,2 on machine 0: it must be equal"
@@ -64,7 +62,10 @@ WRONG_RATE = "--lr is 0.2 here and 0.1 on machine 0"
 
 @pytest.fixture
 def unmet(monkeypatch):
-    return Job(monkeypatch)
+    """An elastic job of two machines, with processes 0 here and 1 and 2 there."""
+    job = Job(monkeypatch, [1, 2], elastic=True)
+    job.ranks = {member: job.machines.start(1, member) for member in (1, 2)}
+    return job
 
 
 @pytest.fixture
@@ -138,6 +139,8 @@ def test_a_machine_that_is_new(job, capfd):
     job.hears_for_a_while()
     assert job.answer() == "--node-rank is 3, and the next machine that comes is 2"
     assert job.comes(2, 1, 3, 4) == WRONG_COUNTS.format("1,3,4")
+    told = "--elastic was not given here and given on machine 0: it must be the same on all"
+    assert job.comes(2, 1, 2, 4, elastic=False) == told
     assert job.comes(2, 1, 2, 7) == "the job can use 9 ranks, and has 3"
     assert job.joined == []
     assert (job.comes(2, 1, 2, 4), job.joined) == ("", [2] * 4)
@@ -173,36 +176,10 @@ def test_the_end_waits_until_it_was_noticed(job, monkeypatch):
 # A failure ends all -------------------------------------------------------------------------------
 
 
-class Together:
-    """Machine 0 of three that end together, by a clock of the test's, and links to it."""
-
-    def __init__(self, monkeypatch):
-        self.store, self.now = dist.HashStore(), 100.0
-        monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
-        self.machines = Nodes(self.store, [1, 1, 1], False, {}, 60.0)
-        self.tickets = 0
-
-    def comes(self, number, *counts, elastic=False):
-        """An agent of this machine comes; the answer."""
-        self.tickets += 1
-        assert self.store.add("tickets", 1) == self.tickets
-        arrival = {"node": number, "counts": counts, "elastic": elastic, "asked": {}}
-        self.store.set(f"arrival {self.tickets}", json.dumps(arrival))
-        self.failure()
-        return self.store.get(f"answer {self.tickets}").decode()
-
-    def reports(self, ticket, failure=None, ended=False):
-        report = {"codes": {}, "failure": failure, "ended": ended, "beat": self.now}
-        self.store.set(f"report {ticket}", json.dumps(report))
-
-    def failure(self):
-        self.now += 1
-        return self.machines.failure()
-
-
 @pytest.fixture
 def together(monkeypatch):
-    return Together(monkeypatch)
+    """Three machines that end together."""
+    return Job(monkeypatch, [1, 1, 1], elastic=False)
 
 
 @pytest.mark.parametrize(
@@ -218,46 +195,45 @@ def test_a_machine_that_does_not_fit_ends_all(counts, elastic, here, there, toge
     assert answer.startswith(here.format("here"))
     assert answer.endswith(there)
     # Else the others would wait for its ranks.
-    assert together.failure() == f"machine 1: {here.format('there')}"
+    assert together.machines.failure() == f"machine 1: {here.format('there')}"
 
 
 def test_a_machine_that_comes_twice_is_refused_and_ends_nobody(together):
-    assert together.comes(1, 1, 1, 1) == ""
-    assert together.comes(1, 1, 1, 1) == "--node-rank 1 was given on two machines"
-    assert together.failure() is None
+    answers = [together.comes(1, 1, 1, 1, elastic=False) for _ in range(2)]
+    assert answers == ["", "--node-rank 1 was given on two machines"]
+    assert together.machines.failure() is None
 
 
 def test_a_failure_is_passed_on(together):
-    assert [together.comes(number, 1, 1, 1) for number in (1, 2)] == ["", ""]
-    together.reports(1, "rank 1 ended with exit code 3", ended=True)
-    together.reports(2, ended=True)
+    assert [together.comes(number, 1, 1, 1, elastic=False) for number in (1, 2)] == ["", ""]
+    together.reports(failure="rank 1 ended with exit code 3", ended=True)
+    together.reports(ticket=2, ended=True)
     assert not together.machines.may_leave()
     told = "machine 1: rank 1 ended with exit code 3"
-    assert together.failure() == told
-    assert json.loads(together.store.get("job"))["failure"] == told
+    assert (together.after(1)["failure"], together.machines.failure()) == (told, told)
 
 
-def test_a_machine_that_is_silent(together):
-    assert together.comes(1, 1, 1, 1) == ""
+def test_a_machine_that_is_silent_and_one_that_has_ended(together):
+    assert together.comes(1, 1, 1, 1, elastic=False) == ""
     together.now += 59
-    assert together.failure() is None
-    assert together.comes(2, 1, 1, 1) == ""  # it may be started late
-    together.reports(2, ended=True)
-    # It has said that its ranks have ended, and is not missed.
-    lost = "lost the other ranks: machine 1 has not answered for 61 s"
-    assert together.failure() == lost
+    assert together.machines.failure() is None
+    assert together.comes(2, 1, 1, 1, elastic=False) == ""  # it may be started late
+    together.reports(ticket=2, ended=True)
+    together.now += 1
+    lost = "lost the other ranks: machine 1 has not answered for 60 s"
+    assert together.machines.failure() == lost
     together.now += 100
-    assert together.failure() == lost
+    assert together.machines.failure() == lost
 
 
 def test_all_leave_together(together):
-    assert together.comes(1, 1, 1, 1) == ""
-    together.reports(1, ended=True)
-    together.failure()
+    assert together.comes(1, 1, 1, 1, elastic=False) == ""
+    together.reports(ended=True)
+    together.after(1)
     assert not together.machines.may_leave()  # machine 2 has not come
-    assert together.comes(2, 1, 1, 1) == ""
-    together.reports(2, ended=True)
-    together.failure()
+    assert together.comes(2, 1, 1, 1, elastic=False) == ""
+    together.reports(ticket=2, ended=True)
+    together.after(1)
     assert together.machines.may_leave()
 
 
