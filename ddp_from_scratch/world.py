@@ -23,14 +23,7 @@ import torch.distributed.nn.functional
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.environment import (
-    BACKENDS,
-    MACHINE_0,
-    MAX_TIMEOUT,
-    RENDEZVOUS_FILE,
-    Placement,
-    choose_interface,
-)
+from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
 from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
 
 # Groups so far. All ranks open the same ones, so it names each alike on all of them.
@@ -246,7 +239,7 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             store = dist.PrefixStore(f"group {next(_opened)}", store)
             _meet_in_store(store, backend, placement, device, timeout)
         # Before the group: gloo and nccl read the environment as they open it.
-        choose_interface(placement)
+        environment.choose_interface(placement)
         if gpu.is_gpu(device):
             # After a timeout, nccl waits for a dump, a minute by default, and ends the process.
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
@@ -308,8 +301,8 @@ def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
     if placement.launcher == "none":
         return placement, dist.HashStore()
     # On one machine, a file that only this user can read: no port is opened.
-    if RENDEZVOUS_FILE in os.environ:
-        return placement, _file_store(os.environ[RENDEZVOUS_FILE], placement.world_size)
+    if environment.RENDEZVOUS_FILE in os.environ:
+        return placement, _file_store(os.environ[environment.RENDEZVOUS_FILE], placement.world_size)
     if placement.launcher == "torchrun":
         return placement, _torchrun_store(placement, timeout)
     # srun's, on one machine.
@@ -340,7 +333,7 @@ def _torchrun_store(placement: Placement, timeout: timedelta) -> dist.Store | No
         raise UsageError("MASTER_ADDR is not set: it is the address of rank 0's machine")
     # Not torchrun's on several machines, each of which counts its restarts by itself (pytorch
     # #135712): there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has it bring a new store each time.
-    known = placement.one_machine or MACHINE_0 in os.environ
+    known = placement.one_machine or environment.MACHINE_0 in os.environ
     if not known or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)

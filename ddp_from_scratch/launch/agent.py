@@ -45,18 +45,10 @@ class Child(Protocol):
 class Peers(Protocol):
     """The agents of other machines. No method waits long for one."""
 
-    def failure(self) -> str | None:
-        """Why another machine has stopped or is gone; None while all is well."""
-
-    def tell_failure(self, text: str) -> None:
-        """Sends the others the reason why this machine has stopped."""
-
-    def may_leave(self) -> bool:
-        """Says that this machine's ranks have ended well; True once its agent may end, too."""
-        ...
-
-    def close(self, code: int) -> None:
-        """Says that this machine's agent ends, with this exit code."""
+    def failure(self) -> str | None: ...  # why one of them has stopped or is gone
+    def tell_failure(self, text: str) -> None: ...  # why this machine has stopped
+    def may_leave(self) -> bool: ...  # this machine's ranks have ended well: have all others?
+    def close(self, code: int) -> None: ...  # this agent ends with this exit code
 
 
 class Agent:

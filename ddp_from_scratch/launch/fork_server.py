@@ -179,7 +179,13 @@ def _serve(connection: Connection) -> list[str]:
                 index, pid = running.pop(file)
                 poller.unregister(file)
                 os.close(file)
-                connection.send((index, pid, _exit_code(pid)))
+                # Left a zombie until the server ends: its process id names no other process in the
+                # meantime, so that the caller's signal cannot reach one.
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                assert ended is not None, "not WNOHANG"
+                exited = ended.si_code == os.CLD_EXITED
+                code = ended.si_status if exited else -ended.si_status
+                connection.send((index, pid, code))
                 continue
             try:
                 index, command, environ = connection.recv()
@@ -217,14 +223,6 @@ def _can_run_in_a_fork() -> bool:
         os._exit(gpu.is_in_bad_fork())
     _, status = os.waitpid(trial, 0)
     return len(os.listdir("/proc/self/task")) == 1 and status == 0
-
-
-def _exit_code(pid: int) -> int:
-    # Left a zombie until the server ends: its process id names no other process in the meantime,
-    # so that the caller's signal cannot reach one.
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert ended is not None, "not WNOHANG"
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def _begin_rank(server: int, environ: dict[str, str]) -> None:

@@ -14,22 +14,16 @@ from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
-from ddp_from_scratch.launch.environment import (
-    PARENT,
-    TERMINAL,
-    launcher,
-    placement,
-    reports_errors,
-)
+from ddp_from_scratch.launch import environment
 
 PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
     """Has the system kill this rank when its launcher is gone. Linux only."""
-    parent = os.environ.get(PARENT)
+    parent = os.environ.get(environment.PARENT)
     # Not where no launcher waits for its ranks: one started by hand may outlive its shell.
-    launched = launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
+    launched = environment.launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
     if not sys.platform.startswith("linux") or (parent is None and not launched):
         return
     die_with(os.getppid() if parent is None else int(parent))
@@ -47,7 +41,7 @@ def write_to_terminal() -> None:
     """Has a rank of `start_mpirun` print to its terminal directly. A no-op elsewhere."""
     # mpirun holds a line back until it is whole, and a progress bar never is.
     for stream in (1, 2):
-        path = os.environ.get(f"{TERMINAL}{stream}")
+        path = os.environ.get(f"{environment.TERMINAL}{stream}")
         if path is not None:
             with suppress(OSError):
                 terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
@@ -77,7 +71,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         # Inside a group the ranks have agreed on who reports. Before it each is on its own, most
         # often with the same mistake: rank 0 reports, and its exit has the launcher stop the
         # others. One that is not stopped has a mistake of its own.
-        if _place()[1] == 1 and not reports_errors():
+        if _place()[1] == 1 and not environment.reports_errors():
             time.sleep(5.0)
         _say(f"error: {_printable(str(error))}")
         code = 2
@@ -102,7 +96,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         # launcher sees the code and stops the others.
         os._exit(code)
     # MPI is finalised where Python takes its modules apart.
-    if launcher() != "none" and "mpi4py" not in sys.modules:
+    if environment.launcher() != "none" and "mpi4py" not in sys.modules:
         _end()
     sys.exit(0)
 
@@ -168,7 +162,7 @@ def _place() -> tuple[int, int]:
     if dist is not None and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     with suppress(UsageError):
-        return placement().rank, 1
+        return environment.placement().rank, 1
     return 0, 1
 
 

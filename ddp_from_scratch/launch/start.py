@@ -24,18 +24,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.agent import Agent, Child, say
 from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore
-from ddp_from_scratch.launch.environment import (
-    MEMBER,
-    PARENT,
-    RENDEZVOUS_FILE,
-    STARTED_HERE,
-    TERMINAL,
-    mpirun_command,
-    rank_environments,
-    require_loopback,
-)
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
 from ddp_from_scratch.launch.node_agent import Link, NodeAgent, arrive
 from ddp_from_scratch.launch.nodes import Nodes
@@ -118,7 +109,7 @@ def start_ranks(
         folder = stack.enter_context(_run_folder())
         if callable(command):
             command = _command_of(command, folder)
-        common = {PARENT: str(os.getpid()), STARTED_HERE: "1"}
+        common = {environment.PARENT: str(os.getpid()), environment.STARTED_HERE: "1"}
         store: FileStore | dist.Store = FileStore(folder)
         if len(counts) > 1:
             # Here and not above: it imports torch, which an agent on one machine does without.
@@ -133,22 +124,25 @@ def start_ranks(
             else:
                 link = Link(store, arrive(store, node_rank, counts, elastic, asked), timeout)
         else:
-            common[RENDEZVOUS_FILE] = str(folder / "rendezvous")
+            common[environment.RENDEZVOUS_FILE] = str(folder / "rendezvous")
         if max_restarts is None:
-            ranks = rank_environments(counts, node_rank)
+            ranks = environment.rank_environments(counts, node_rank)
             here = range(len(ranks))
             return Agent(command, lambda at: common | ranks[at], here, preload, nodes or link).run()
         # Each process is alone in its world until its first generation.
-        (alone,) = rank_environments([1], 0)
+        (alone,) = environment.rank_environments([1], 0)
 
-        def environment(member: int) -> dict[str, str]:
-            own = {MEMBER: str(member), RENDEZVOUS_FILE: str(folder / f"alone-{member}")}
+        def environment_of(member: int) -> dict[str, str]:
+            own = {
+                environment.MEMBER: str(member),
+                environment.RENDEZVOUS_FILE: str(folder / f"alone-{member}"),
+            }
             return common | alone | own
 
         if link is not None:
-            return NodeAgent(command, environment, link, preload).run()
-        at = JobStore(store)
-        return ElasticAgent(command, environment, counts, max_restarts, at, preload, nodes).run()
+            return NodeAgent(command, environment_of, link, preload).run()
+        arguments = command, environment_of, counts, max_restarts, JobStore(store), preload, nodes
+        return ElasticAgent(*arguments).run()
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
@@ -163,12 +157,12 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     Raises:
         UsageError: there is no mpirun, or no interface that it could use.
     """
-    require_loopback()
-    full, defaults = mpirun_command(nproc, command)
-    defaults[STARTED_HERE] = "1"
+    environment.require_loopback()
+    full, defaults = environment.mpirun_command(nproc, command)
+    defaults[environment.STARTED_HERE] = "1"
     for stream in (1, 2):
         if os.isatty(stream):
-            defaults[f"{TERMINAL}{stream}"] = os.ttyname(stream)
+            defaults[f"{environment.TERMINAL}{stream}"] = os.ttyname(stream)
     say(f"starting: {shlex.join(full)}")
     return _MpirunAgent(full, lambda _: defaults | os.environ, range(1)).run()
 
