@@ -77,7 +77,6 @@ class Membership:
         self._number = int(os.environ.get(MEMBER, "0"))
         self._said = Member()
         self._generation = Generation()
-        self._has_state = False
         self._connect_s = _CONNECT_S
         self.took_over = False
 
@@ -109,7 +108,7 @@ class Membership:
         if dist.is_initialized():
             self.leave()
         while True:
-            generation, steps = self._arrive(step if self._has_state else NO_STATE)
+            generation, steps = self._arrive(step if self._said.most_ranks else NO_STATE)
             rank = generation.members.index(self._number)
             connect = timedelta(seconds=self._connect_s)
             try:
@@ -128,13 +127,12 @@ class Membership:
             look_for_lost_ranks(is_broken)
             cut_when_broken(dist.group.WORLD, is_broken)
             last = max(steps)
-            self.took_over = rank == 0 and (self._has_state or self._number > 0)
+            self.took_over = rank == 0 and (self._said.most_ranks > 0 or self._number > 0)
             source = None if last == NO_STATE else steps.index(last)
             return Meeting(source, alike=source is not None and min(steps) == last)
 
     def note_state(self) -> None:
         """Notes that this process has the state of its step, with which others may continue."""
-        self._has_state = True
         self._say(most_ranks=self._most_ranks)
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -176,7 +174,7 @@ class Membership:
                 member not in last.members or self._store.member(member).arrived > generation.number
                 for member in generation.members
             )
-        except RuntimeError:  # the store has gone, and with it the job
+        except (OSError, RuntimeError):  # the store has gone, and with it the job
             return True
 
     def _arrive(self, step: int) -> tuple[Generation, list[int]]:
