@@ -32,7 +32,7 @@ from ddp_from_scratch.bench.ways import check_memory, start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.world.process_group import World
+from ddp_from_scratch.world import World
 
 # Their batches can be divided by 8.
 MODELS = ("mlp", "resnet18")

@@ -48,7 +48,7 @@ from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.environment import MOST_HERE
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
-_GOING_ON = re.compile(r"continuing with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms")
+_CONTINUING = re.compile(r"continuing with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms")
 _EPOCH = re.compile(r"epoch +(\d+)/")
 _PARTS = ("noticed", "group", "step", "together")
 
@@ -179,7 +179,7 @@ def observe(command: Sequence[str], kills: int, options: argparse.Namespace) -> 
         for line in process.stdout:
             now = time.monotonic() - began
             said.append(line)
-            if found := _GOING_ON.search(line):
+            if found := _CONTINUING.search(line):
                 ranks, group, step = map(int, found.groups())
                 run.regroupings.append((now, ranks, group, step))
             if found := _EPOCH.match(line):

@@ -27,7 +27,7 @@ from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.launch.supervisor import start_mpirun
+from ddp_from_scratch.launch.start import start_mpirun
 
 
 def main() -> int:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp_from_scratch import comm_hooks
-    from ddp_from_scratch.elasticity.run import elastic
+    from ddp_from_scratch.elasticity import elastic
     from ddp_from_scratch.errors import UsageError
-    from ddp_from_scratch.launch.supervisor import start_ranks
+    from ddp_from_scratch.launch.start import start_ranks
     from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
     from ddp_from_scratch.optim.node_shared import NodeSharedAdam, NodeSharedAdamW, NodeSharedSGD
     from ddp_from_scratch.options import power_sgd
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.torch_ddp.join import JoinableReducer, join
     from ddp_from_scratch.torch_ddp.wrapper import DistributedDataParallel
     from ddp_from_scratch.watch.timeline import timeline
-    from ddp_from_scratch.world.process_group import World, process_group
+    from ddp_from_scratch.world import World, process_group
 
 __version__ = "0.1.0"
 
@@ -73,17 +73,17 @@ _MODULES = {
     "Reducer": "reducer",
     "SyncBatchNorm": "sync.sync_batch_norm",
     "UsageError": "errors",
-    "World": "world.process_group",
+    "World": "world",
     "broadcast_buffers": "sync.broadcast",
     "broadcast_parameters": "sync.broadcast",
     "check_sync": "sync.check_sync",
     "comm_hooks": "comm_hooks",
     "convert_sync_batchnorm": "sync.sync_batch_norm",
-    "elastic": "elasticity.run",
+    "elastic": "elasticity",
     "join": "torch_ddp.join",
     "power_sgd": "options.power_sgd",
-    "process_group": "world.process_group",
-    "start_ranks": "launch.supervisor",
+    "process_group": "world",
+    "start_ranks": "launch.start",
     "timeline": "watch.timeline",
 }
 

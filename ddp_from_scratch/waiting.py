@@ -1,4 +1,4 @@
-"""Waits for collectives in jobs that go on without a lost rank.
+"""Waits for collectives in jobs that continue without a lost rank.
 
 gloo fails what is under way when a connection ends, but for a message that was partly written by
 then, or is written just then: `Pair::signalException` of its TCP transport passes over those, and

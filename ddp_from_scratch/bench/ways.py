@@ -30,8 +30,8 @@ from ddp_from_scratch.bench.samples import CpuUse, disturbance
 from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for
 from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
-from ddp_from_scratch.world.process_group import World, process_group
+from ddp_from_scratch.launch.start import start_mpirun, start_ranks
+from ddp_from_scratch.world import World, process_group
 
 MODULE = "ddp_from_scratch.bench"
 

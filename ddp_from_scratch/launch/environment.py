@@ -7,9 +7,12 @@ Launchers tell a process its rank through the environment:
     srun                     SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID
 """
 
+import fcntl
 import os
 import re
 import shutil
+import socket
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +20,18 @@ from pathlib import Path
 
 from ddp_from_scratch.errors import UsageError
 
-# Variables that `supervisor` leaves to its ranks:
+# Variables that agents leave to their ranks:
 STARTED_HERE = "DDP_STARTED_HERE"
 PARENT = "DDP_PARENT_PID"
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # a file to meet in, on one machine
-MACHINE_0 = "DDP_MACHINE_0"  # its address, on several: MASTER_ADDR is the way through the parent
-BOARD = "DDP_BOARD"  # the folder of `board.py`, where ranks may be lost and replaced
-MEMBER = "DDP_MEMBER"  # this process's number there
+MACHINE_0 = "DDP_MACHINE_0"  # its address, on several: MASTER_ADDR is the way through the agent
+MEMBER = "DDP_MEMBER"  # this process's number in an elastic job
 TERMINAL = "DDP_TERMINAL_"  # with 1 or 2: the terminal behind standard output or error
+
+BACKENDS = ("gloo", "nccl", "mpi")
+
+# Seconds that a collective may take. The backends count in milliseconds and overflow far beyond.
+MAX_TIMEOUT = 1e6
 
 # Processes or threads that one machine is asked for: beyond this it is a slip of the finger, which
 # would take the machine down.
@@ -86,9 +93,6 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
     """Reads where torchrun or srun put this process; `ALONE` where there is no launcher.
 
     Under mpirun the environment does not say (ask `mpi.placement()`).
-
-    Raises:
-        UsageError: a variable is missing or is not a number.
     """
     by = launcher(environ)
     if by == "torchrun":
@@ -128,11 +132,7 @@ def started(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """Reads a launcher's variable.
-
-    Raises:
-        UsageError: it is missing or is not a number.
-    """
+    """Reads a launcher's variable."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
         raise UsageError(
@@ -161,11 +161,7 @@ def slurm_first_host(nodes: str) -> str:
 
 
 def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
-    """`--nproc`: "2" for one machine, "8,2" for a machine with 8 processes and one with 2.
-
-    Raises:
-        UsageError: not a list of positive numbers, or no machine has that number.
-    """
+    """`--nproc`: "2" for one machine, "8,2" for a machine with 8 processes and one with 2."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise UsageError(
             f"--nproc must be a number of processes, or one for each machine such as 8,2; "
@@ -204,11 +200,7 @@ def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, s
 
 
 def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """`mpirun -n NPROC COMMAND`, and variables for it that yield to the user's own.
-
-    Raises:
-        UsageError: there is no mpirun.
-    """
+    """`mpirun -n NPROC COMMAND`, and variables for it that yield to the user's own."""
     # The one beside this Python first: mpi4py loads the library that belongs to it.
     beside = str(Path(sys.executable).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
@@ -230,3 +222,69 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
     if os.getuid() == 0:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return [mpirun, "-n", str(nproc), *command], defaults
+
+
+# The network interface over which gloo and nccl speak -------------------------------------------
+
+
+def choose_interface(placement: Placement) -> None:
+    """Keeps one machine's traffic on loopback, and several machines' on the way to the master."""
+    # gloo would take the interface that the host's name resolves to, nccl the first: on one machine
+    # a port open to others, on several often the wrong one.
+    # A process of an elastic job begins alone in its world, also on several machines.
+    if placement.one_machine and MACHINE_0 not in os.environ:
+        loopback = _loopback()
+        if loopback is not None:
+            # Ranks whose user chose another interface can do without loopback.
+            if "GLOO_SOCKET_IFNAME" not in os.environ:
+                require_loopback()
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
+        # With `start_ranks`, MASTER_ADDR is loopback, where this machine's agent passes on.
+        master = os.environ.get(MACHINE_0, os.environ["MASTER_ADDR"])
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((master, 1))  # sends nothing, asks for the route
+                address = probe.getsockname()[0]
+        except OSError:  # an IPv6 address or a wrong name: left to the connection itself
+            return
+        names = (name for _, name in socket.if_nameindex())
+        found = next((name for name in names if _address(name) == address), None)
+        if found is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+            # Where NCCL's ranks meet; data goes by InfiniBand all the same, where there is any. It
+            # takes a name for the beginning of one, unless it comes after "=".
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
+
+
+def _loopback() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+
+
+def require_loopback() -> None:
+    """Requires a loopback interface, which is down in a new network namespace. Linux only."""
+    siocgifflags, iff_up = 0x8913, 1
+    name = _loopback()
+    if name is None or not sys.platform.startswith("linux"):
+        return
+    if not struct.unpack_from("16xH", _ask(siocgifflags, name))[0] & iff_up:
+        raise UsageError(
+            f"the loopback interface {name} is down, and ranks of one machine need it: "
+            f"ip link set {name} up"
+        )
+
+
+def _address(interface: str) -> str | None:
+    """The interface's IPv4 address (Linux)."""
+    siocgifaddr = 0x8915
+    try:
+        return socket.inet_ntoa(_ask(siocgifaddr, interface)[20:24])
+    except OSError:
+        return None
+
+
+def _ask(request: int, interface: str) -> bytes:
+    """The kernel's answer to a request for an interface (Linux)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", interface.encode()[:15]))

@@ -1,6 +1,6 @@
 """Forks ranks from a process that has imported torch: starting many costs little more than one.
 
-    supervisor --exec--> fork server          fresh: one thread, no CUDA context
+    agent --exec--> fork server          fresh: one thread, no CUDA context
         |                    | imports torch
         |   commands ->      |--fork--> rank 0: runs the command as a new Python would
         |   <- exit codes    `--fork--> rank 1
@@ -56,15 +56,12 @@ class ForkServer:
     """The caller's end of a fork server, which is started at once and ends with its caller.
 
     The server imports torch and the modules of `preload` before it forks the first rank.
-
-    Attributes:
-        returncode: its exit code, -N after signal N; None until it has ended before its ranks, as
-            far as is known.
     """
 
     def __init__(self, preload: Sequence[str] = (OPTIMIZERS,)) -> None:
         self._connection, theirs = Pipe()
         self._ranks: list[ForkedRank] = []
+        # -N after signal N; None until it has ended before its ranks, as far as is known.
         self.returncode: int | None = None
         # `with`: while a copy of its end is open here, the server's death is no end of file.
         with theirs:
@@ -75,7 +72,7 @@ class ForkServer:
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # The terminal's Ctrl-C is the supervisor's to pass on.
+                # The terminal's Ctrl-C is the agent's to pass on.
                 start_new_session=True,
             )
 
@@ -93,13 +90,17 @@ class ForkServer:
         try:
             while self._connection.poll(timeout):
                 index, pid, code = self._connection.recv()
-                self._ranks[index].update(pid, code)
+                rank = self._ranks[index]
+                rank.pid = pid
+                if rank.returncode is None:
+                    rank.returncode = code
                 timeout = 0.0  # the others have arrived already, or are not waited for
         except (EOFError, OSError):
             # Ranks end with their server. It ends before them where it is killed or cannot import.
             self.returncode = self._process.wait() or -signal.SIGKILL
             for rank in self._ranks:
-                rank.update(rank.pid, self.returncode)
+                if rank.returncode is None:
+                    rank.returncode = self.returncode
 
     def close(self) -> None:
         """Ends the server, whose ranks have ended. Idempotent."""
@@ -110,36 +111,26 @@ class ForkServer:
         self.kill()
 
     def kill(self) -> None:
-        """Ends the server and all its ranks at once. Idempotent."""
+        """Ends the server and all its ranks at once."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
 
 class ForkedRank:
-    """One rank, with the part of `subprocess.Popen` that a supervisor needs."""
+    """A rank, as an `agent.Child`."""
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
-        # None until it has been forked.
-        self.pid: int | None = None
-        # The exit code, -N after signal N; None until it has ended, as far as is known.
-        self.returncode: int | None = None
-
-    def update(self, pid: int | None, code: int | None) -> None:
-        """Takes the server's report. The first exit code stays."""
-        self.pid = pid
-        if self.returncode is None:
-            self.returncode = code
+        self.pid: int | None = None  # until it has been forked
+        self.returncode: int | None = None  # until it has ended, as far as is known
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
         if self.returncode is None:
             self._server.receive()
         return self.returncode
 
     def wait(self) -> int:
-        """The exit code, once it has ended."""
         while self.returncode is None:
             self._server.receive(None)
         return self.returncode
@@ -188,7 +179,13 @@ def _serve(connection: Connection) -> list[str]:
                 index, pid = running.pop(file)
                 poller.unregister(file)
                 os.close(file)
-                connection.send((index, pid, _exit_code(pid)))
+                # Left a zombie until the server ends: its process id names no other process in the
+                # meantime, so that the caller's signal cannot reach one.
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                assert ended is not None, "not WNOHANG"
+                exited = ended.si_code == os.CLD_EXITED
+                code = ended.si_status if exited else -ended.si_status
+                connection.send((index, pid, code))
                 continue
             try:
                 index, command, environ = connection.recv()
@@ -228,17 +225,9 @@ def _can_run_in_a_fork() -> bool:
     return len(os.listdir("/proc/self/task")) == 1 and status == 0
 
 
-def _exit_code(pid: int) -> int:
-    # Left a zombie until the server ends: its process id names no other process in the meantime,
-    # so that the caller's signal cannot reach one.
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert ended is not None, "not WNOHANG"
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
 def _begin_rank(server: int, environ: dict[str, str]) -> None:
     die_with(server)
-    os.setsid()  # Ctrl-C reaches it once, through the supervisor
+    os.setsid()  # Ctrl-C reaches it once, through the agent
     os.environ.clear()
     os.environ.update(environ)
     if PARENT in environ:

@@ -11,26 +11,19 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
-from ddp_from_scratch.launch import output
-from ddp_from_scratch.launch.environment import (
-    PARENT,
-    TERMINAL,
-    launcher,
-    placement,
-    reports_errors,
-)
+from ddp_from_scratch.launch import environment
 
 PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
     """Has the system kill this rank when its launcher is gone. Linux only."""
-    parent = os.environ.get(PARENT)
+    parent = os.environ.get(environment.PARENT)
     # Not where no launcher waits for its ranks: one started by hand may outlive its shell.
-    launched = launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
+    launched = environment.launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
     if not sys.platform.startswith("linux") or (parent is None and not launched):
         return
     die_with(os.getppid() if parent is None else int(parent))
@@ -48,7 +41,7 @@ def write_to_terminal() -> None:
     """Has a rank of `start_mpirun` print to its terminal directly. A no-op elsewhere."""
     # mpirun holds a line back until it is whole, and a progress bar never is.
     for stream in (1, 2):
-        path = os.environ.get(f"{TERMINAL}{stream}")
+        path = os.environ.get(f"{environment.TERMINAL}{stream}")
         if path is not None:
             with suppress(OSError):
                 terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
@@ -78,7 +71,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         # Inside a group the ranks have agreed on who reports. Before it each is on its own, most
         # often with the same mistake: rank 0 reports, and its exit has the launcher stop the
         # others. One that is not stopped has a mistake of its own.
-        if not _in_company() and not reports_errors():
+        if _place()[1] == 1 and not environment.reports_errors():
             time.sleep(5.0)
         _say(f"error: {_printable(str(error))}")
         code = 2
@@ -89,20 +82,21 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     except Exception as error:  # noqa: BLE001  # whatever it is, it ends this process
         if is_communication_error(error):
             _wait_to_be_stopped()
-            _say(f"error: rank {_rank()} lost the other ranks: {_first_line(error)}")
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            _say(f"error: rank {_place()[0]} lost the other ranks: {first}")
         elif _is_of_backend(error):
-            _say(f"error: rank {_rank()}: {_printable(_cause(str(error)))}")
+            _say(f"error: rank {_place()[0]}: {_printable(_cause(str(error)))}")
         else:
             lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
-            _say("".join(f"[rank {_rank()}] {line}" for line in lines))
+            _say("".join(f"[rank {_place()[0]}] {line}" for line in lines))
         code = 1
-    output.flush(sys.stdout)
+    flush(sys.stdout)
     if code:
         # MPI and gloo would wait in their destructors for peers that wait for this one. The
         # launcher sees the code and stops the others.
         os._exit(code)
     # MPI is finalised where Python takes its modules apart.
-    if launcher() != "none" and "mpi4py" not in sys.modules:
+    if environment.launcher() != "none" and "mpi4py" not in sys.modules:
         _end()
     sys.exit(0)
 
@@ -117,7 +111,7 @@ def _end() -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads that are no daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        output.flush(stream)
+        flush(stream)
     os._exit(0)
 
 
@@ -144,7 +138,7 @@ def _is_of_backend(error: Exception) -> bool:
 
 
 def _cause(text: str) -> str:
-    """Returns what failed and why, in NCCL's words, from the text of torch's error."""
+    """What failed and why, in NCCL's words, from the text of torch's error."""
     what, _, last = text.partition("Last error:")
     what = re.sub(r"NCCL error in: \S+, ", "NCCL: ", what.strip().partition("\n")[0])
     last = " ".join(last.split()).removeprefix("Error: ")
@@ -156,34 +150,20 @@ def _distributed() -> Any:
     return sys.modules.get("torch.distributed")
 
 
-def _in_group() -> bool:
-    dist = _distributed()
-    return dist is not None and bool(dist.is_initialized())
-
-
-def _in_company() -> bool:
-    # A rank that may be replaced begins in a group of one.
-    return _in_group() and int(_distributed().get_world_size()) > 1
-
-
 def _wait_to_be_stopped() -> None:
-    """Leaves the report to the peer that failed: its launcher ends this process meanwhile.
-
-    Where all ranks notice at once (a timeout), the lowest reports first.
-    """
-    time.sleep(2.0 + 0.2 * min(_rank(), 10))
+    # The peer that failed reports, and its launcher ends this process meanwhile. Where all ranks
+    # notice at once (a timeout), the lowest reports first.
+    time.sleep(2.0 + 0.2 * min(_place()[0], 10))
 
 
-def _rank() -> int:
-    if _in_group():
-        return int(_distributed().get_rank())
+def _place() -> tuple[int, int]:
+    """This rank's number in its group, and the group's size; before there is one, of itself."""
+    dist = _distributed()
+    if dist is not None and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
     with suppress(UsageError):
-        return placement().rank
-    return 0
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+        return environment.placement().rank, 1
+    return 0, 1
 
 
 def _printable(text: str) -> str:
@@ -195,4 +175,47 @@ def _say(text: str) -> None:
     """Prints to standard error, in red where that is a terminal."""
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     text = text.rstrip("\n")
-    output.write(f"\033[31m{text}\033[0m" if colour else text, sys.stderr)
+    write_line(f"\033[31m{text}\033[0m" if colour else text, sys.stderr)
+
+
+# Standard output and error, which may be full, or a pipe that nobody reads any more --------------
+
+
+def replace_closed_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed (`>&-`)."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # It gets the lowest free number, so the stream's own. Else the next socket or file
+            # would, and with it all that is printed.
+            stream = open(os.devnull, "r+")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
+def write_line(text: str, stream: TextIO) -> None:
+    """Prints a line at once, or nothing where that fails."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        give_up(stream, error)
+
+
+def flush(stream: TextIO) -> None:
+    """Writes out the buffer, or drops it where that fails."""
+    try:
+        stream.flush()
+    except OSError as error:
+        give_up(stream, error)
+
+
+def give_up(stream: TextIO, error: OSError) -> None:
+    """Sends the buffer, and all that follows, to /dev/null."""
+    # Under the stream's number: Python's buffer goes there at the next flush, and fails no more.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+    if stream is sys.stdout:
+        text = (
+            f"warning: standard output cannot be written to ({error.strerror}): continuing without"
+        )
+        write_line(text, sys.stderr)

@@ -24,7 +24,7 @@ from ddp_from_scratch.shards.tree_reduction import seed_generators
 from ddp_from_scratch.training.datasets import ImageData, load_dataset
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.waiting import wait
-from ddp_from_scratch.world.process_group import World
+from ddp_from_scratch.world import World
 
 T = TypeVar("T")
 

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.core.layout import AUTO
-from ddp_from_scratch.elasticity.closing import hand_on
-from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.rank_process import is_communication_error
+from ddp_from_scratch.membership import Membership, hand_on
 from ddp_from_scratch.optim.flat_optimizer import SGD
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.shards.tree_reduction import seed_generators
@@ -34,7 +33,7 @@ from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
 from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
-from ddp_from_scratch.world.process_group import World
+from ddp_from_scratch.world import World
 
 _ASKED = {"the command": "train"}
 
@@ -74,7 +73,7 @@ class Engine:
                     raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
             # With --elastic this process is alone until 3.
             self.membership = Membership(world, settings.shards or 1, settings.timeout)
-            if not self.membership.goes_on:
+            if not self.membership.elastic:
                 self._open_outputs()
         # 3. Where to begin
         state, compressed = self._begin()
@@ -104,7 +103,7 @@ class Engine:
         """
         while True:
             try:
-                if self.membership.goes_on and (state := self._meet()) is not None:
+                if self.membership.elastic and (state := self._meet()) is not None:
                     return state, None
                 broadcast_parameters(self.model)
                 # From here on ranks draw different numbers: until now all have built the same
@@ -210,7 +209,7 @@ class Engine:
 
     def _lose(self, error: Exception) -> None:
         """Leaves the group after the loss of a rank; raises any other error again."""
-        if not self.membership.goes_on or not is_communication_error(error):
+        if not self.membership.elastic or not is_communication_error(error):
             self.membership.note_failure(self._position, error)
             raise error
         self.membership.lose(error)
@@ -289,7 +288,7 @@ class Engine:
         self.step = min(state["images"] // self.data.global_batch_size, self.data.steps_per_epoch)
         self.global_step = self.epoch * self.data.steps_per_epoch + self.step
         # The totals are of all ranks: on one of them, the sum stays right.
-        if (self.world.rank == 0 or self.membership.goes_on) and self.step == state["step"]:
+        if (self.world.rank == 0 or self.membership.elastic) and self.step == state["step"]:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank])
@@ -298,7 +297,7 @@ class Engine:
         """The sums of all ranks' totals. Collective."""
         # A copy: later steps need this rank's own.
         totals = self.totals.clone()
-        if not self.membership.goes_on:
+        if not self.membership.elastic:
             dist.all_reduce(totals)
         return totals
 

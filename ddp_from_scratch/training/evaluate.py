@@ -24,7 +24,7 @@ from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.waiting import wait
-from ddp_from_scratch.world.process_group import World
+from ddp_from_scratch.world import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -22,7 +22,7 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.shards.tree import shard_range
 from ddp_from_scratch.training.datasets import ImageData, Sample
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.world.process_group import World
+from ddp_from_scratch.world import World
 
 
 class ShardSampler(DistributedSampler[int]):

@@ -40,12 +40,12 @@ class Trainer(Engine):
                     break
                 except Exception as error:  # noqa: BLE001  # raised again where it ends the run
                     left = time.monotonic()
-                    if self.membership.goes_on:
+                    if self.membership.elastic:
                         # What they have under way would hold the lost group's connections.
                         stop.drop()
                         self.reducer.abort_step()
                     self._lose(error)
-                self._go_on(left)
+                self._regroup(left)
         if number:
             return number
         seconds, settings = time.monotonic() - began, self.settings
@@ -162,7 +162,7 @@ class Trainer(Engine):
                 totals.add_(self._backward(iter(own)))
 
             self.reducer.run_shards(run)
-        if self.membership.goes_on:
+        if self.membership.elastic:
             wait(of_member(dist.all_reduce(totals, async_op=True)))
         # From here to the end nothing communicates: a step that a lost rank breaks off has changed
         # nothing.
@@ -244,8 +244,8 @@ class Trainer(Engine):
     def _evaluate(self) -> float:
         return accuracy(self.model, self.data.test, self.world, self.settings.precision)
 
-    def _go_on(self, left: float) -> None:
-        """Goes on with the ranks that there are, from the last step that any of them finished."""
+    def _regroup(self, left: float) -> None:
+        """Continues with the ranks that are left, from the last step that any of them finished."""
         while True:
             try:
                 state = self._meet()

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.supervisor import start_mpirun, start_ranks
+from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.training.cli import parse
 from ddp_from_scratch.training.settings import MAX_RESTARTS, Command, Settings, option_of
 
@@ -70,7 +70,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     # Imported here, in a process that trains or tests.
     from ddp_from_scratch.training.evaluate import test
     from ddp_from_scratch.training.loop import Trainer
-    from ddp_from_scratch.world.process_group import process_group
+    from ddp_from_scratch.world import process_group
 
     with process_group(settings.backend, timeout=settings.timeout) as world:
         if options.command == "test":
@@ -99,7 +99,7 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         raise UsageError(
             f"--shards must be at least as many as ranks, got {settings.shards} of {sum(counts)}"
         )
-    # A single rank needs no supervisor: this process trains.
+    # A single rank needs no agent: this process trains.
     if counts == (1,):
         return None
     if backend == "mpi":

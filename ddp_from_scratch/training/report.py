@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from ddp_from_scratch.errors import UsageError, needs_extra
-from ddp_from_scratch.launch import output
+from ddp_from_scratch.launch.rank_process import write_line
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -57,17 +57,17 @@ class Report:
         if self._verbose:
             # Takes the bar away meanwhile.
             with tqdm.external_write_mode(file=sys.stdout):
-                output.write(text, sys.stdout)
+                write_line(text, sys.stdout)
 
     def warning(self, text: str) -> None:
         """Prints a warning, also when quiet."""
         if self.speaks:
-            output.write(f"warning: {text}", sys.stderr)
+            write_line(f"warning: {text}", sys.stderr)
 
     def result(self, text: str) -> None:
         """Prints the run's result, also when quiet."""
         if self.speaks:
-            output.write(text, sys.stdout)
+            write_line(text, sys.stdout)
 
 
 METRICS_FILE = "metrics.jsonl"

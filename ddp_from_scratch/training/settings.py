@@ -13,8 +13,7 @@ from typing import Any
 
 from ddp_from_scratch.core.layout import AUTO
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch.environment import MOST_HERE
-from ddp_from_scratch.world.backends import BACKENDS, MAX_TIMEOUT
+from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, MOST_HERE
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "fake")
 MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...)"

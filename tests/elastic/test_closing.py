@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.elasticity.closing import close_default_group
+from ddp_from_scratch.membership import close_default_group
 
 
 def closed_on_rank_1(world, folder):
@@ -42,7 +42,7 @@ def closed_on_rank_1(world, folder):
     with pytest.raises(RuntimeError) as error:
         work.wait(timedelta(seconds=30))
     for thread in threading.enumerate():
-        if "_close" in thread.name:
+        if "(close)" in thread.name:
             thread.join(30)
             assert not thread.is_alive()
     return str(error.value)

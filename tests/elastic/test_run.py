@@ -1,4 +1,4 @@
-"""Runs that go on: ranks are lost at chosen moments, and the bits stay those of a quiet run."""
+"""Elastic runs: ranks are lost at chosen moments, and the bits stay those of a quiet run."""
 
 import sys
 import textwrap
@@ -138,13 +138,12 @@ def test_one_and_then_two_at_once_are_killed_until_one_is_left(quiet, tmp_path):
 
 # The others wait in step 5 until it wants to join: at the latest behind step 6 it is let in.
 ONE_JOINS = """
-from ddp_from_scratch.launch.board import Board
-board = Board(Path(os.environ["DDP_BOARD"]))
+from ddp_from_scratch.membership import job_store
 if (where, step, me) == ("begin", 2, 1):
     die()
 if me > 2:
     (out / "trained").write_text(str(step))
-while (where, step) == ("stepped", 5) and me < 3 and max(board.members(board.generation)) < 3:
+while (where, step) == ("stepped", 5) and me < 3 and max(job_store().generation.members) < 3:
     time.sleep(0.01)
 """
 

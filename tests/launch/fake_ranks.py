@@ -1,9 +1,9 @@
-"""A supervisor whose ranks are fakes, on a fake clock: nothing is started, and nothing takes time.
+"""An agent whose ranks are fakes, on a fake clock: nothing is started, and nothing takes time.
 
-    job.run(Watch(["true"], [{"RANK": "0"}]), "wait 3 | ends 0 KILL") == 137
+    job.run(Agent(["true"], rank_of, range(1)), "wait 3 | ends 0 KILL") == 137
 
-Before each poll of the supervisor the next event happens: a method of `Job` with its arguments.
-Between events that `&` joins the supervisor does not look.
+Before each poll of the agent the next event happens: a method of `Job` with its arguments.
+Between events that `&` joins the agent does not look.
 """
 
 import json
@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from ddp_from_scratch.launch import going_on, other_machines, supervisor, watch
-from ddp_from_scratch.launch.board import Board
+from ddp_from_scratch.launch import agent, elastic, node_agent, nodes, start
+from ddp_from_scratch.launch.elastic import JobStore
 
-LIMIT_S = 10.0  # more than any time that a supervisor waits by itself
+LIMIT_S = 10.0  # more than any time that a agent waits by itself
 
 
 def number_of(text):
@@ -37,7 +37,7 @@ class Rank:
         return self.code
 
     def wait(self):
-        assert self.code is not None, "the supervisor would wait for ever"
+        assert self.code is not None, "the agent would wait for ever"
         return self.code
 
     def send_signal(self, number):
@@ -56,7 +56,7 @@ class Rank:
 
 
 class StillRuns(Exception):
-    """The supervisor has not ended long after the last event."""
+    """The agent has not ended long after the last event."""
 
 
 class Clock:
@@ -83,20 +83,21 @@ class Clock:
 class Job:
     """The ranks, the clock, and what other machines say."""
 
-    def __init__(self, monkeypatch, folder):
+    def __init__(self, monkeypatch):
         self.clock, self.ranks = Clock(), []
         self.on_start = lambda: None
-        self.board, self.store = Board(folder, capacity=16), dist.HashStore()
+        self.store = dist.HashStore()
+        self.said = JobStore(self.store)
         self.link = None  # to machine 0
-        # The supervisors of other machines, for `Watch`.
+        # The agents of other machines, for `Agent`.
         self.elsewhere, self.told, self.may_all_leave = None, [], False
         popen = SimpleNamespace(Popen=self._start, DEVNULL=None)
-        for module in (watch, supervisor):
+        for module in (agent, start):
             monkeypatch.setattr(module, "subprocess", popen)
-        for module in (watch, going_on, other_machines):
+        for module in (agent, elastic, node_agent, nodes):
             monkeypatch.setattr(module, "time", self.clock)
         monkeypatch.setattr(
-            watch, "_is_stopped", lambda rank: isinstance(rank, Rank) and rank.is_stopped
+            agent, "_is_stopped", lambda rank: isinstance(rank, Rank) and rank.is_stopped
         )
 
     def _start(self, command, env, **_):
@@ -104,8 +105,8 @@ class Job:
         self.ranks.append(Rank(self.clock, env))
         return self.ranks[-1]
 
-    def run(self, supervisor, events=""):
-        """The supervisor's exit code; None where it still runs after the last event."""
+    def run(self, agent, events=""):
+        """The agent's exit code; None where it still runs after the last event."""
 
         def all_events():
             for group in filter(None, events.split(" | ")):
@@ -120,14 +121,14 @@ class Job:
 
         self.clock.events = all_events()
         try:
-            return supervisor.run()
+            return agent.run()
         except StillRuns:
             return None
 
     def signals(self):
         return ", ".join(map(str, self.ranks))
 
-    # In the place of `multi_node.Machines`.
+    # As `agent.Peers`.
 
     def may_leave(self):
         return self.may_all_leave
@@ -137,6 +138,9 @@ class Job:
 
     def tell_failure(self, text):
         self.told.append(text)
+
+    def close(self, code):
+        self.closed_with = code
 
     # Events: ranks are digits.
 
@@ -152,7 +156,7 @@ class Job:
         self.ranks[int(rank)].is_stopped = True
 
     def gets(self, name):
-        """The supervisor's own process gets a signal."""
+        """The agent's own process gets a signal."""
         signal.raise_signal(number_of(name))
 
     def fails_elsewhere(self):
@@ -161,41 +165,45 @@ class Job:
     def done_elsewhere(self):
         self.may_all_leave = True
 
+    def says(self, member, **said):
+        self.said.say(int(member), self.said.member(int(member))._replace(**said))
+
     def train(self, members):
         """They have come to the present generation, and have a state that 8 ranks can use."""
-        for member in map(int, members):
-            self.board.arrive(member, self.board.generation, 0)
-            self.board.note_state(member, 8)
+        for member in members:
+            self.says(member, arrived=self.said.generation.number, step=0, most_ranks=8)
 
-    def arrives(self, member, step=-1):
-        self.board.arrive(int(member), self.board.generation, step)
+    def arrives(self, member):
+        self.says(member, arrived=self.said.generation.number)
 
     def asks(self, member):
         """For the next generation."""
-        self.board.ask(int(member), self.board.generation + 1)
+        self.says(member, asks=self.said.generation.number + 1)
+
+    def can_use(self, member, ranks):
+        self.says(member, most_ranks=int(ranks))
 
     def raises(self, member, step, text):
         self.arrives(member)
-        self.board.note_failure(int(member), int(step), text)
+        self.says(member, failure=[int(step), text])
         self.ranks[int(member)].code = 1
 
     def generation(self, number, members):
         """Holds that this is the present one."""
-        now = self.board.generation
-        assert (now, self.board.members(now)) == (int(number), [*map(int, members)])
+        now = self.said.generation
+        assert (now.number, now.members) == (int(number), [*map(int, members)])
 
     # Events of machine 0.
 
     def comes(self, ticket):
-        """A supervisor of machine 1 asks to be let in."""
+        """An agent of machine 1 asks to be let in."""
         assert self.store.add("tickets", 1) == int(ticket)
-        arrival = {"node": 1, "counts": [1, 2], "asked": {}}
+        arrival = {"node": 1, "counts": [1, 2], "elastic": True, "asked": {}}
         self.store.set(f"arrival {ticket}", json.dumps(arrival))
 
-    def reports(self, ticket, *words):
-        """What its ranks say of themselves: a number, and four digits."""
-        ranks = {own[0]: [None, [*map(int, own[2:])], None] for own in words}
-        report = {"ranks": ranks, "signals": [], "ended": False, "beat": self.clock.now}
+    def reports(self, ticket):
+        """It lives."""
+        report = {"codes": {}, "signals": [], "ended": False, "beat": self.clock.now}
         self.store.set(f"report {ticket}", json.dumps(report))
 
     def let_in(self, ticket, members):
@@ -213,8 +221,7 @@ class Job:
         orders = [("start", 1, 0), ("start", 2, 0)]
         if more:
             orders.append((more[0], int(more[1]), number_of(more[2]) if more[2:] else 0))
-        said = {"words": [[0, 0, 0, 8]], "generation": 1, "announced": [[0, 1], [0, 1]]}
-        self.link.job = said | {"end": end, "orders": {ticket: orders}}
+        self.link.job = {"end": end, "orders": {ticket: orders}}
 
     def hears_the_end(self, code):
         self.hears(end=int(code))

@@ -1,15 +1,15 @@
-"""What supervisors decide: tables of events (`fake_ranks.Job`), and what comes of them."""
+"""What agents decide: tables of events (`fake_ranks.Job`), and what comes of them."""
 
 import signal
 from typing import NamedTuple
 
 import pytest
 
-from ddp_from_scratch.launch import other_machines
-from ddp_from_scratch.launch.going_on import GoingOnWatch
-from ddp_from_scratch.launch.other_machines import Follower
-from ddp_from_scratch.launch.supervisor import _MpirunWatch
-from ddp_from_scratch.launch.watch import Watch
+from ddp_from_scratch.launch.agent import Agent
+from ddp_from_scratch.launch.elastic import ElasticAgent
+from ddp_from_scratch.launch.node_agent import NodeAgent
+from ddp_from_scratch.launch.nodes import Nodes
+from ddp_from_scratch.launch.start import _MpirunAgent
 from tests.launch.fake_ranks import Job
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
@@ -18,10 +18,10 @@ ASKED = "stopping all ranks; once more ends them at once"
 
 
 @pytest.fixture
-def job(monkeypatch, tmp_path):
+def job(monkeypatch):
     """Whatever signals this process ignores (nohup), and is left with the handlers it had."""
     before = [signal.signal(number, signal.SIG_DFL) for number in ALL]
-    yield Job(monkeypatch, tmp_path)
+    yield Job(monkeypatch)
     now = [signal.signal(number, handler) for number, handler in zip(ALL, before, strict=True)]
     assert {handler for handler in now if handler is not signal.SIG_IGN} <= {signal.SIG_DFL}
 
@@ -36,8 +36,8 @@ class Case(NamedTuple):
     nproc: int = 3
 
 
-def check(case, job, capfd, supervisor):
-    assert job.run(supervisor, case.events) == case.code
+def check(case, job, capfd, agent):
+    assert job.run(agent, case.events) == case.code
     assert capfd.readouterr().err.splitlines() == [*case.said]
     assert job.signals() == case.signals or not case.signals
 
@@ -85,12 +85,15 @@ TOGETHER = {
 }
 
 
+def rank_of(number):
+    return {"RANK": str(number)}
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 def test_ranks_that_end_together(name, job, capfd):
     """On one of several machines, which hear of a failure."""
     job.may_all_leave = True
-    environments = [{"RANK": str(rank)} for rank in range(3)]
-    check(TOGETHER[name], job, capfd, Watch(["true"], environments, machines=job))
+    check(TOGETHER[name], job, capfd, Agent(["true"], rank_of, range(3), peers=job))
     assert job.told == [TOGETHER[name].told] * bool(TOGETHER[name].told)
 
 
@@ -108,19 +111,18 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_happens_on_other_machines(name, job, capfd):
-    watch = Watch(["true"], [{"RANK": "0"}, {"RANK": "1"}], machines=job)
-    check(ELSEWHERE[name], job, capfd, watch)
+    check(ELSEWHERE[name], job, capfd, Agent(["true"], rank_of, range(2), peers=job))
 
 
 def test_nohup_stays_in_force(job):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert job.run(Watch(["true"], [{}]), "gets HUP | wait 30 | ends 0 0") == 0
+    assert job.run(Agent(["true"], rank_of, range(1)), "gets HUP | wait 30 | ends 0 0") == 0
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_signal_between_two_starts_reaches_the_later_rank_too(job):
     job.on_start = lambda: job.gets("INT") if len(job.ranks) == 1 else None
-    assert job.run(Watch(["true"], [{}, {}])) == 130
+    assert job.run(Agent(["true"], rank_of, range(2))) == 130
     assert job.signals() == "TERM, TERM"
 
 
@@ -136,10 +138,12 @@ MPIRUN = {
 
 @pytest.mark.parametrize("name", MPIRUN)
 def test_signals_that_mpirun_gets(name, job, capfd):
-    check(MPIRUN[name], job, capfd, _MpirunWatch(["/usr/bin/mpirun", "true"], [{}]))
+    check(
+        MPIRUN[name], job, capfd, _MpirunAgent(["/usr/bin/mpirun", "true"], lambda _: {}, range(1))
+    )
 
 
-# The others go on ---------------------------------------------------------------------------------
+# The others continue ------------------------------------------------------------------------------
 
 
 def lost(member, how, left, failure, of=3):
@@ -164,7 +168,7 @@ def cannot_join(member, code):
 
 KILLED_0, KILLED_1 = lost(0, "KILL", 1, 1), lost(1, "KILL", 2, 1)
 PAIR = {"nproc": 2}
-GOING_ON = {
+ELASTIC = {
     "one is killed, and another joins": Case(
         # Not at once: the others may still be on their way into the last generation.
         "train 012 | ends 1 KILL | generation 2 02 | train 02 | asks 3 | generation 2 02 | wait 0.3"
@@ -235,11 +239,11 @@ def environment(member):
     return {"DDP_MEMBER": str(member)}
 
 
-@pytest.mark.parametrize("name", GOING_ON)
-def test_ranks_that_go_on(name, job, capfd):
-    case = GOING_ON[name]
+@pytest.mark.parametrize("name", ELASTIC)
+def test_ranks_of_an_elastic_job(name, job, capfd):
+    case = ELASTIC[name]
     counts = [case.nproc], case.max_restarts
-    check(case, job, capfd, GoingOnWatch(["true"], environment, *counts, job.board, ()))
+    check(case, job, capfd, ElasticAgent(["true"], environment, *counts, job.said))
     started = case.nproc + sum("starting another" in line for line in case.said)
     assert [rank.environ["DDP_MEMBER"] for rank in job.ranks] == [*map(str, range(started))]
 
@@ -250,16 +254,16 @@ def test_ranks_that_go_on(name, job, capfd):
 def test_a_machine_is_lost_and_comes_again(job, capfd):
     events = (
         "comes 1 | let_in 1 12"
-        # Both have come to generation 1, with a state that 3 ranks can use.
-        " | reports 1 1=0103 2=0103 & train 0 | generation 1 012 | wait 6 | generation 2 0"
-        " | comes 2 | let_in 2 34 | reports 2 3=3000 4=3000 | wait 0.3 | generation 3 034"
-        " | reports 2 3=3303 | wait 6 | generation 4 0"
+        " | reports 1 & train 012 | generation 1 012 | wait 6 | generation 2 0"
+        " | comes 2 | wait 0.1 | let_in 2 34 | reports 2 & asks 3 & asks 4 | wait 0.3"
+        " | generation 3 034"
+        " | reports 2 & train 3 | wait 6 | generation 4 0"
         # It gives up at once what is lost again, and does not let more in than there is use for.
-        " | can_use_2_ranks | comes 3 | refused 3 the job can use 2 ranks, and has 1 | ends 0 0"
+        " | can_use 0 2 | comes 3 | refused 3 the job can use 2 ranks, and has 1 | ends 0 0"
     )
-    job.can_use_2_ranks = lambda: job.board.note_state(0, 2)
-    arguments = [1, 2], 0, job.board, (), job.store, {}, 60.0
-    assert job.run(GoingOnWatch(["true"], environment, *arguments), events) == 0
+    nodes = Nodes(job.store, [1, 2], True, {}, 60.0)
+    agent = ElasticAgent(["true"], environment, [1, 2], 0, job.said, nodes=nodes)
+    assert job.run(agent, events) == 0
     silence = "machine 1 has not answered for 5 s: its ranks are lost"
     lost = "process {} was on machine 1: continuing with {}"
     assert capfd.readouterr().err.splitlines() == [
@@ -272,28 +276,30 @@ def test_a_machine_is_lost_and_comes_again(job, capfd):
 class Link:
     """In the place of the thread that talks to machine 0; always heard."""
 
-    def __init__(self, job, ticket):
-        self.ticket, self.clock = ticket, job.clock
-        self.job, self.report = None, {}
-        self.is_closed, self.silent_since = False, float("inf")
+    ticket, timeout, job = 7, 40.0, None
+    is_closed, silent_since = False, float("inf")
+
+    def __init__(self, job):
+        self.clock, self.report, self.closed_with = job.clock, {}, None
         job.link = self
 
     @property
     def heard(self):
         return min(self.clock.now, self.silent_since)
 
-    def close(self, report):
-        self.last_report = report
+    def tell_failure(self, text):
+        pass
+
+    def close(self, code):
+        self.closed_with = code
 
 
 GONE = "machine 0 no longer answers: all ranks here were stopped"
 SILENT = "machine 0 has not answered for 5 s: ending the ranks here"
 TAKEN = "another command has taken this machine's place: its ranks were stopped"
-FOLLOWING = {
+OBEYING = {
     "the end": Case("hears | hears_the_end 3", 3, "TERM, TERM"),
-    "a signal to one": Case(
-        "hears | hears signal 2 USR1 | generation 1 01 | wait 30", None, "TERM, USR1"
-    ),
+    "a signal to one": Case("hears | hears signal 2 USR1 | wait 30", None, "TERM, USR1"),
     "machine 0 is silent": Case(
         "hears | silence begins | wait 4.9 | wait 30 | wait 30", 1, "KILL, KILL", (SILENT, GONE)
     ),
@@ -301,16 +307,15 @@ FOLLOWING = {
         "hears | silence begins | wait 6 | silence ends | hears start 3 | wait 30",
         *(None, "KILL, KILL, TERM", (SILENT,)),
     ),
-    "another supervisor of this machine": Case("hears | hears_of_another", 1, "", (TAKEN,)),
+    "another agent of this machine": Case("hears | hears_of_another", 1, "", (TAKEN,)),
     # Machine 0 reads the first in a report, and has it sent to all.
     "one signal": Case("hears | gets TERM | reported TERM | wait 30", None),
     "two signals": Case("hears | gets TERM | gets TERM", 143, "TERM, TERM"),
 }
 
 
-@pytest.mark.parametrize("name", FOLLOWING)
-def test_a_machine_that_is_not_machine_0(name, job, monkeypatch, capfd):
-    monkeypatch.setattr(other_machines, "_Link", Link)
-    follower = Follower(["true"], environment, job.board, job, 7, 40.0, ())
-    check(FOLLOWING[name], job, capfd, follower)
-    assert job.link.last_report["ended"]
+@pytest.mark.parametrize("name", OBEYING)
+def test_a_machine_that_is_not_machine_0(name, job, capfd):
+    case, link = OBEYING[name], Link(job)
+    check(case, job, capfd, NodeAgent(["true"], environment, link))
+    assert link.closed_with == (1 if case.code is None else case.code)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from ddp_from_scratch import UsageError, process_group, start_ranks
-from ddp_from_scratch.launch.rank_function import command_of
+from ddp_from_scratch.launch.start import _command_of
 from tests.support.failing_run import Run
 
 
@@ -68,7 +68,7 @@ def test_a_function_of_the_program_itself_needs_cloudpickle(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     monkeypatch.setattr(fail, "__module__", "__main__")
     with pytest.raises(UsageError, match=r"start_ranks\(fail\): .* pip install cloudpickle"):
-        command_of(partial(fail, tmp_path), tmp_path)
+        _command_of(partial(fail, tmp_path), tmp_path)
 
 
 PROGRAM = """

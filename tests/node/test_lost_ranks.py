@@ -102,11 +102,11 @@ def test_a_rank_that_does_not_come_to_the_setup_is_named(world):
     dist.barrier()
 
 
-# A job that goes on ------------------------------------------------------------------------------
+# An elastic job ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def a_job_that_goes_on(folder):
+def an_elastic_job(folder):
     """A rank is lost as soon as the file is there."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(waiting, "_is_broken", (Path(folder) / "lost").exists)
@@ -126,7 +126,7 @@ def seen(folder, name):
 
 def abandoned(world, folder):
     """Rank 0 leaves while its sum waits for rank 1, which comes later."""
-    with a_job_that_goes_on(folder):
+    with an_elastic_job(folder):
         own = dist.new_group()
         group = shared_memory_beside(own)
         group.allreduce([torch.ones(3)]).wait()
@@ -162,7 +162,7 @@ def test_what_is_under_way_ends_before_a_rank_goes_on(ranks, tmp_path):
 def lost(world, folder):
     """Rank 1 is lost for another reason than its end: rank 0 hears of it."""
     text = ""
-    with a_job_that_goes_on(folder):
+    with an_elastic_job(folder):
         own = dist.new_group()
         group = shared_memory_beside(own)
         if world.rank == 0:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.elasticity.closing import close_default_group
+from ddp_from_scratch.membership import close_default_group
 from tests.shards.programs import PROGRAMS, SHARDS, Training, assert_bits, by_definition, trained
 from tests.support.on_ranks import on
 from tests.support.ranks import Crew

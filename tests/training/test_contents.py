@@ -10,7 +10,7 @@ from ddp_from_scratch.launch.environment import ALONE
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.contents import check_contents, check_fit
 from ddp_from_scratch.training.evaluate import load_model
-from ddp_from_scratch.world.process_group import World
+from ddp_from_scratch.world import World
 from tests.training.test_checkpoint import MODEL, state
 
 

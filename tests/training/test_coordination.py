@@ -14,7 +14,7 @@ from ddp_from_scratch.training import coordination, evaluate
 from ddp_from_scratch.training.coordination import differences
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.settings import Settings, option_of
-from ddp_from_scratch.world.process_group import _check_gpus, _device, _meet_in_store
+from ddp_from_scratch.world import _check_gpus, _device, _meet_in_store
 from tests.support.on_ranks import on
 
 # May differ: they concern a rank's machine, or the output of rank 0.

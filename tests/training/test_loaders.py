@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training import loaders
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.world.process_group import World
+from ddp_from_scratch.world import World
 
 
 class Numbers(Dataset):

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import UsageError, World, start_ranks
-from ddp_from_scratch.launch import interfaces
+from ddp_from_scratch import world as rendezvous
+from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import ALONE, Placement
-from ddp_from_scratch.world import rendezvous
 from tests.support.tiers import slow
 
 LIMIT = timedelta(seconds=5)
@@ -163,20 +163,20 @@ def test_srun_on_several_machines_meets_on_the_first(environ):
 
 
 def test_the_interface_is_loopback_or_the_way_to_the_master(environ):
-    interfaces.choose_interface(ONE_MACHINE)
+    environment.choose_interface(ONE_MACHINE)
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
     environ(GLOO_SOCKET_IFNAME="ib0")  # what the user has set stays
-    interfaces.choose_interface(ONE_MACHINE)
+    environment.choose_interface(ONE_MACHINE)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
     del os.environ["GLOO_SOCKET_IFNAME"]
     environ(MASTER_ADDR="no.such.host.invalid")
-    interfaces.choose_interface(SEVERAL)
+    environment.choose_interface(SEVERAL)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     del os.environ["NCCL_SOCKET_IFNAME"]
     environ(MASTER_ADDR="127.0.0.1")
-    interfaces.choose_interface(SEVERAL)
+    environment.choose_interface(SEVERAL)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"  # and no other whose name begins so
 

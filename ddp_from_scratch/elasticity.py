@@ -2,72 +2,35 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.elasticity.closing import hand_on
-from ddp_from_scratch.elasticity.membership import Membership
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
+from ddp_from_scratch.membership import Membership, hand_on
+from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.waiting import wait
-from ddp_from_scratch.world.process_group import World
+from ddp_from_scratch.world import World
 
-
-class Stateful(Protocol):
-    """What has a state to hand on: an optimizer, a scheduler, a GradScaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns its state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over another one's state."""
-        ...
-
-
-class StepReducer(Protocol):
-    """The part of a Reducer with `shards` that is used here."""
-
-    module: torch.nn.Module
-
-    @property
-    def shard_count(self) -> int:
-        """The shards of a step."""
-        ...
-
-    @property
-    def shard_range(self) -> range:
-        """This rank's shards."""
-        ...
-
-    def abort_step(self) -> None:
-        """Forgets a step that was broken off."""
-        ...
-
-    def set_step(self, step: int) -> None:
-        """Goes on with this step."""
-        ...
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 
 class ElasticRun:
-    """Steps of a run that goes on without the ranks that it loses; see `elastic`.
-
-    Attributes:
-        step: the number of steps that are finished.
-    """
+    """Steps of a run that continues without the ranks that it loses; see `elastic`."""
 
     def __init__(
         self,
         world: World,
-        reducer: StepReducer,
+        reducer: Reducer,
         optimizer: torch.optim.Optimizer,
-        *others: Stateful,
+        *others: "Stateful",
         timeout: float,
     ) -> None:
-        self.step = 0
+        self.step = 0  # the number of steps that are finished
         self._membership = Membership(world, reducer.shard_count, timeout)
         self._reducer = reducer
         self._stateful: list[Stateful] = [optimizer, *others]
@@ -107,7 +70,7 @@ class ElasticRun:
             self._stepped = True
             self._answer()
         except Exception as error:
-            if not self._may_go_on(error):
+            if not self._can_recover(error):
                 self._membership.note_failure(self.step, error)
                 raise
             self._lose(error)
@@ -118,7 +81,7 @@ class ElasticRun:
 
     def _ask(self) -> None:
         """Begins to exchange whether the generation is over for some rank."""
-        if self._membership.goes_on:
+        if self._membership.elastic:
             # New: one that was broken off may still write to the last one.
             self._over = torch.tensor([int(self._membership.is_over)])
             # Asynchronous: the step hides it.
@@ -147,7 +110,7 @@ class ElasticRun:
                     self._take_state(meeting.source or 0)
                 self._membership.note_state()
             except Exception as error:
-                if not self._may_go_on(error):
+                if not self._can_recover(error):
                     raise
                 self._lose(error)
             self._reducer.set_step(self.step)
@@ -171,14 +134,14 @@ class ElasticRun:
         try:
             wait(of_member(dist.barrier(async_op=True)))
         except Exception as error:
-            if not self._may_go_on(error):
+            if not self._can_recover(error):
                 raise
             self._lose(error)
             return False
         return True
 
-    def _may_go_on(self, error: Exception) -> bool:
-        return self._membership.goes_on and is_communication_error(error)
+    def _can_recover(self, error: Exception) -> bool:
+        return self._membership.elastic and is_communication_error(error)
 
     def _note_step(self, *_: object) -> None:
         if self._stepped:
@@ -194,12 +157,12 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def elastic(
     world: World,
-    reducer: StepReducer,
+    reducer: Reducer,
     optimizer: torch.optim.Optimizer,
-    *others: Stateful,
+    *others: "Stateful",
     timeout: float = 600.0,
 ) -> ElasticRun:
-    """Returns a run that goes on when a rank is lost, with the bits of one that lost none.
+    """Returns a run that continues when a rank is lost, with the bits of one that lost none.
 
         with ddp.process_group("gloo") as world:
             model = Net()
@@ -225,7 +188,7 @@ def elastic(
         world: that of `process_group("gloo")`.
         reducer: with `shards`; so that no sample is lost or seen twice.
         optimizer: steps once in each attempt, at its end.
-        others: what else has a `state_dict` that the run goes on with, but no second optimizer: a
+        others: what else has a `state_dict` that the run needs, but no second optimizer: a
             step that only one of them has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
 

@@ -122,13 +122,13 @@ def test_a_rank_that_is_killed_costs_no_bit(name, quiet, tmp_path):
         assert event.keys() == {"step", "ranks", "group_seconds", "step_seconds"}
 
 
-# The supervisor is the parent of the process that ranks are forked from.
-SUPERVISOR = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"
+# The agent is the parent of the process that ranks are forked from.
+AGENT = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["os.getpid()", SUPERVISOR], ids=["a rank", "the supervisor"])
-def test_a_run_that_goes_on_can_be_stopped_and_resumed(who, quiet, tmp_path):
+@pytest.mark.parametrize("who", ["os.getpid()", AGENT], ids=["a rank", "the agent"])
+def test_an_elastic_run_can_be_stopped_and_resumed(who, quiet, tmp_path):
     stop = f"before('_step', lambda t: me == '1' and t.global_step == 7 and os.kill({who}, 15))"
     with job(tmp_path, stop, "--epochs", "3", "--elastic") as run:
         text = end(run, 143)
@@ -145,10 +145,10 @@ def test_a_run_that_goes_on_can_be_stopped_and_resumed(who, quiet, tmp_path):
 # or until the test has left a file. A machine's ranks may come one by one. All of them must have
 # come before the next such step, where nobody would let them in.
 HOLD = """
-from ddp_from_scratch.launch.board import Board
-board = Board(Path(os.environ["DDP_BOARD"]))
+from ddp_from_scratch.membership import job_store
+store = job_store()
 def have_come(count):
-    return sum(member > 3 for member in board.members(board.generation)) >= count
+    return sum(member > 3 for member in store.generation.members) >= count
 enough = (Path(sys.argv[0]).parent / "enough").exists
 until = {7: lambda: have_come(2), 10: lambda: have_come(4), 13: enough}
 def hold(trainer):
@@ -172,7 +172,7 @@ def test_a_machine_that_is_lost_comes_again_and_another_one_joins(quiet, tmp_pat
             return stack.enter_context(run)
 
         def wait_for(text):
-            first.wait_for(text, 120.0)  # supervisors and their ranks start on however few cores
+            first.wait_for(text, 120.0)  # agents and their ranks start on however few cores
 
         first, second = (begin(node) for node in range(2))
         wait_for("epoch   1/3")

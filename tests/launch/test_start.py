@@ -1,6 +1,6 @@
 """The parent of ranks, with real processes: their places, their signals, and several machines.
 
-What it decides is in `test_decisions.py`, and jobs that go on are in `tests/elastic`.
+What it decides is in `test_decisions.py`, and elastic jobs are in `tests/elastic`.
 """
 
 import os
@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from ddp_from_scratch import start_ranks
-from ddp_from_scratch.launch import watch
-from ddp_from_scratch.launch.board import NO_STATE, Board
-from ddp_from_scratch.launch.run_folder import run_folder
+from ddp_from_scratch.launch import agent
+from ddp_from_scratch.launch.elastic import FileStore, Generation, JobStore, Member
+from ddp_from_scratch.launch.start import _run_folder
 from tests.support.failing_run import Run
 
 
@@ -63,10 +63,10 @@ def test_ranks_are_told_their_place_and_get_two_signals_of_a_terminal(tmp_path, 
 
 def test_a_stopped_process_is_known_by_its_state():
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert not watch._is_stopped(process)
+        assert not agent._is_stopped(process)
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert watch._is_stopped(process)
+        assert agent._is_stopped(process)
         process.kill()
 
 
@@ -74,8 +74,6 @@ def test_a_stopped_process_is_known_by_its_state():
 
 PARENT = """
 import sys
-import pytest
-
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch.rank_process import run_to_exit
 counts, node_rank, port, *command = sys.argv[1:]
@@ -114,33 +112,21 @@ def test_a_failure_on_one_machine_ends_the_others(tmp_path):
 # Folders ----------------------------------------------------------------------------------------
 
 
-def test_a_board_keeps_what_each_process_writes(tmp_path):
-    board, other = Board(tmp_path, capacity=3), Board(tmp_path)
-    assert (other.generation, other.step(2)) == (0, 0)
-    board.announce([0, 2], [0, 0])
-    assert (other.generation, other.members(1)) == (1, [0, 2])
-    other.arrive(2, 1, NO_STATE)
-    assert [board.has_arrived(*at) for at in ((2, 1), (2, 2), (0, 1))] == [True, False, False]
-    assert board.step(2) == NO_STATE
-    other.ask(2, 2)
-    assert [board.asks(member) for member in (2, 0)] == [True, False]
-    board.announce([0, 2], [0, 0])
-    assert not board.asks(2)
-    other.note_state(0, 4)
-    assert [board.has_state(member) for member in (0, 2)] == [True, False]
-    # Words of another machine's process are copied whole.
-    board.processes = 2
-    board.copy_words(1, [3, 2, 5, 1])
-    assert board.all_words() == [[0, 0, 0, 4], [3, 2, 5, 1]]
-    other.note_failure(1, 5, "ValueError: no")
-    assert board.failure(1) == (5, "ValueError: no")
+def test_a_store_in_a_folder_keeps_what_agent_and_processes_write(tmp_path):
+    store, other = (JobStore(FileStore(tmp_path)) for _ in range(2))
+    store.announce(Generation(1, [0, 2], [0, 0]))
+    assert other.generation == Generation(1, [0, 2], [0, 0])
+    store.say(2, Member())
+    other.say(2, Member(arrived=1, step=7, failure=[7, "ValueError: no"]))
+    assert store.member(2) == Member(arrived=1, step=7, failure=[7, "ValueError: no"])
+    assert {file.name for file in tmp_path.iterdir()} == {"generation", "member 2"}
 
 
 HOLD = """
 import sys
-from ddp_from_scratch.launch.run_folder import run_folder
-with run_folder() as folder:
-    (folder / "board").touch()
+from ddp_from_scratch.launch.start import _run_folder
+with _run_folder() as folder:
+    (folder / "rendezvous").touch()
     print(folder, flush=True)
     sys.stdin.read()
 """
@@ -156,13 +142,13 @@ def test_the_next_run_removes_the_folder_of_a_killed_one_and_no_other(tmp_path, 
         left, used = (Path(run.stdout.readline().strip()) for run in (killed, running))
         killed.kill()
         killed.wait()
-        with run_folder():
+        with _run_folder():
             assert left.exists()  # new: its run might not have locked it yet
         foreign = tmp_path / "ddp-something"
         foreign.mkdir()
         for folder in (left, used, foreign):
             os.utime(folder, (0, 0))
-        with run_folder() as mine:
+        with _run_folder() as mine:
             assert set(tmp_path.iterdir()) == {used, foreign, mine}
         running.communicate()
     assert list(tmp_path.iterdir()) == [foreign]

@@ -2,12 +2,17 @@
 
 import atexit
 import os
+import stat
 import sys
+import tempfile
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from itertools import count
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,11 +22,9 @@ import torch.distributed.nn.functional
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch import environment, interfaces
-from ddp_from_scratch.launch.environment import Placement
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
 from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
-from ddp_from_scratch.world import rendezvous
-from ddp_from_scratch.world.backends import BACKENDS, MAX_TIMEOUT
 
 # Groups so far. All ranks open the same ones, so it names each alike on all of them.
 _opened = count()
@@ -52,7 +55,7 @@ class World(Placement):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # Not after an exception: peers may be waiting in the group. A world of one has none, and
         # the next attempt (a notebook's) opens another group.
-        # A run that goes on (`elastic`) may be between two groups.
+        # An elastic run may be between two groups.
         if dist.is_initialized() and (error is None or self.world_size == 1):
             dist.destroy_process_group()
 
@@ -97,12 +100,14 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
     write_to_terminal()
     limit = timedelta(seconds=timeout)
     if backend == "mpi":
-        placement, device = _open_mpi(limit), torch.device("cpu")
+        placement, device = _meet_in_mpi(backend), torch.device("cpu")
+        from ddp_from_scratch import mpi
+
+        dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=limit)
     else:
         placement, device = _open(backend, limit)
     world = World(**vars(placement), backend=backend, device=device)
-    assert dist.group.WORLD is not None, "it has just been opened"
-    _until_exit[:] = [(world, weakref.ref(dist.group.WORLD))]
+    _close_when_python_ends(world)
     # Here and not at import: handlers run in reverse order, this one before any that the program
     # registered before it joined.
     atexit.unregister(_close_at_exit)
@@ -120,16 +125,11 @@ def replace_group(
         store: new, of these ranks alone.
         rank: the place in the new group.
         machines: the machine of each rank.
-        timeout: until all ranks must have come, and of its collectives.
-
-    Raises:
-        RuntimeError: not all ranks came.
+        timeout: until all ranks must have come (else a RuntimeError), and of its collectives.
     """
-    hook, world_size = sys.excepthook, len(machines)
+    hook, size = sys.excepthook, len(machines)
     try:
-        dist.init_process_group(
-            "gloo", timeout=timeout, world_size=world_size, rank=rank, store=store
-        )
+        dist.init_process_group("gloo", timeout=timeout, world_size=size, rank=rank, store=store)
     except RuntimeError:
         # torch names groups by their number, and counts one that did not come up: the name would
         # differ from that on other ranks for ever. Closing a group begins the count again.
@@ -142,14 +142,18 @@ def replace_group(
     world = replace(
         world,
         rank=rank,
-        world_size=world_size,
+        world_size=size,
         local_rank=machines[:rank].count(machines[rank]),
         local_world_size=machines.count(machines[rank]),
         node_rank=machines[rank],
     )
+    _close_when_python_ends(world)
+    return world
+
+
+def _close_when_python_ends(world: World) -> None:
     assert dist.group.WORLD is not None, "it has just been opened"
     _until_exit[:] = [(world, weakref.ref(dist.group.WORLD))]
-    return world
 
 
 def _is_open(group: "weakref.ref[dist.ProcessGroup]") -> bool:
@@ -161,14 +165,6 @@ def _close_at_exit() -> None:
     for world, group in _until_exit:
         if _is_open(group) and not (failed and world.world_size > 1):
             dist.destroy_process_group()
-
-
-def _open_mpi(timeout: timedelta) -> Placement:
-    place = _meet_in_mpi("mpi")
-    from ddp_from_scratch import mpi
-
-    dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=timeout)
-    return place
 
 
 def _meet_in_mpi(backend: str) -> Placement:
@@ -185,15 +181,13 @@ def _meet_in_mpi(backend: str) -> Placement:
 def _meet_in_store(
     store: dist.Store, backend: str, placement: Placement, device: torch.device, timeout: timedelta
 ) -> None:
-    """Waits for all ranks and compares their backends and GPUs, before any group is opened.
-
-    Raises:
-        UsageError: not all ranks come in time, they want different backends, or share a GPU.
-    """
+    """Waits for all ranks and compares their backends and GPUs, before any group is opened."""
     # nccl would wait without end for a rank that never comes. Not called where torch makes the
     # store: for torchrun's and srun's ranks on several machines.
     keys = [f"came {rank}" for rank in range(placement.world_size)]
-    store.set(keys[placement.rank], f"{backend} {_gpu(device)}")
+    may_share = not gpu.is_gpu(device) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    own = "" if may_share else gpu.unique_name(device)
+    store.set(keys[placement.rank], f"{backend} {own}")
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
@@ -209,13 +203,6 @@ def _waited(placement: Placement, timeout: timedelta) -> str:
         f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
         f"{placement.world_size} ranks: not all have started"
     )
-
-
-def _gpu(device: torch.device) -> str:
-    """A name that no other GPU has; empty for a CPU, or where GPUs may be shared."""
-    if not gpu.is_gpu(device) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-        return ""
-    return gpu.unique_name(device)
 
 
 def _check_gpus(of_ranks: Sequence[str]) -> None:
@@ -245,14 +232,14 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     if environment.launcher() == "mpirun":
         _meet_in_mpi(backend)
     try:
-        placement, store = rendezvous.meet(timeout)
+        placement, store = meet(timeout)
         device = _device(backend, placement)
         if store is not None:
             # What an earlier group of the same processes has left there must not be read again.
             store = dist.PrefixStore(f"group {next(_opened)}", store)
             _meet_in_store(store, backend, placement, device, timeout)
         # Before the group: gloo and nccl read the environment as they open it.
-        interfaces.choose_interface(placement)
+        environment.choose_interface(placement)
         if gpu.is_gpu(device):
             # After a timeout, nccl waits for a dump, a minute by default, and ends the process.
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
@@ -293,3 +280,86 @@ def _device(backend: str, placement: Placement) -> torch.device:
     device = torch.device("cuda", 0 if visible == 1 else placement.local_rank)
     torch.accelerator.set_device_index(device)
     return device
+
+
+# Where ranks meet ---------------------------------------------------------------------------------
+
+
+def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
+    """This process's place and the store to meet the others through.
+
+    None stands for a store that torch is to reach through MASTER_ADDR.
+    """
+    if environment.launcher() == "mpirun":
+        # Here and not above: it starts MPI, which only the mpi backend and mpirun's ranks may do.
+        from ddp_from_scratch import mpi
+
+        # MPI knows the place, and carries the store's address.
+        placement = mpi.placement()
+        return placement, mpi.store(placement, timeout)
+    placement = environment.placement()
+    if placement.launcher == "none":
+        return placement, dist.HashStore()
+    # On one machine, a file that only this user can read: no port is opened.
+    if environment.RENDEZVOUS_FILE in os.environ:
+        return placement, _file_store(os.environ[environment.RENDEZVOUS_FILE], placement.world_size)
+    if placement.launcher == "torchrun":
+        return placement, _torchrun_store(placement, timeout)
+    # srun's, on one machine.
+    if placement.one_machine:
+        # The port differs between steps of one number, should job numbers start over: a file that
+        # an earlier, killed step left behind would confuse this one.
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_SRUN_COMM_PORT")
+        name = "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
+        return placement, _file_store(str(_private_folder() / name), placement.world_size)
+    # On several, the first one, and a port that another job or step there seldom has.
+    nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", ""))
+    job, step = (environment.number(os.environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
+    os.environ.setdefault("MASTER_ADDR", environment.slurm_first_host(nodes))
+    os.environ.setdefault("MASTER_PORT", str(20000 + (31 * job + step) % 20000))
+    return placement, None
+
+
+# One for each process: the last one to go removes the file, under those that come again.
+@cache
+def _file_store(file: str, world_size: int) -> dist.Store:
+    return dist.FileStore(file, world_size)
+
+
+def _torchrun_store(placement: Placement, timeout: timedelta) -> dist.Store | None:
+    """The store of torchrun or `start_ranks`; None where torch is to make it of MASTER_ADDR."""
+    address, port = os.environ.get("MASTER_ADDR"), environment.number(os.environ, "MASTER_PORT")
+    if not address:
+        raise UsageError("MASTER_ADDR is not set: it is the address of rank 0's machine")
+    # Not torchrun's on several machines, each of which counts its restarts by itself (pytorch
+    # #135712): there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has it bring a new store each time.
+    known = placement.one_machine or environment.MACHINE_0 in os.environ
+    if not known or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    # Ranks that torchrun starts again find the same store, with the addresses of those before them:
+    # each start gets a part of its own. `start_ranks` never starts a rank again.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start {restarts}", store)
+
+
+def _private_folder() -> Path:
+    """This user's folder for temporary files that others must not touch."""
+    folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    # Its name is known, and in a folder for all somebody else may have been there first, with a
+    # folder of theirs or a link to one (`lstat` does not follow it). Once it is this user's, the
+    # sticky bit of the folder around keeps it in its place.
+    found, around = folder.lstat(), folder.parent.stat()
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != os.getuid()
+        or found.st_mode & 0o077
+        or (around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX)
+    ):
+        raise UsageError(
+            f"{folder} is a link, belongs to somebody else, or it or the folder around it is open "
+            f"to others: remove it, or set TMPDIR to a folder of your own"
+        )
+    return folder

@@ -1,1 +1,0 @@
-"""Runs that go on without a lost rank."""

@@ -1,0 +1,255 @@
+"""Watches the ranks of one machine as child processes, and ends them together.
+
+Event                                          Sent to the ranks
+---------------------------------------------  -----------------------------------------------------
+Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP             SIGTERM: they finish a step, save, and end. Under
+                                               mpirun SIGUSR1, all that it hands on in time
+a second Ctrl-C or SIGTERM                     SIGKILL (mpirun: SIGTERM, then SIGKILL at a third)
+SIGQUIT or SIGUSR2                             SIGTERM, and SIGKILL 5 s later
+SIGKILL                                        SIGKILL, from the system (`rank_process.die_with`)
+nothing, but one rank fails                    SIGTERM, and SIGKILL 5 s later
+
+Ranks live in sessions of their own, so that the terminal's Ctrl-C reaches them once, through here.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from ddp_from_scratch.launch.fork_server import ForkServer, can_fork
+from ddp_from_scratch.launch.rank_process import write_line
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_ENDS = (signal.SIGQUIT, signal.SIGUSR2)
+_POLL_S = 0.05
+_STOPPED_S = 5.0  # until a stopped rank of an elastic job counts as lost
+_GRACE_S = 5.0  # between asking the ranks to stop, after one failed, and killing them
+
+
+class Child(Protocol):
+    """The part of `subprocess.Popen` that an agent needs; `pid` is None on another machine."""
+
+    @property
+    def pid(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+
+
+class Peers(Protocol):
+    """The agents of other machines. No method waits long for one."""
+
+    def failure(self) -> str | None: ...  # why one of them has stopped or is gone
+    def tell_failure(self, text: str) -> None: ...  # why this machine has stopped
+    def may_leave(self) -> bool: ...  # this machine's ranks have ended well: have all others?
+    def close(self, code: int) -> None: ...  # this agent ends with this exit code
+
+
+class Agent:
+    """The ranks of this machine: they end together.
+
+    1. Start one for each number of `members`, with signals handled already.
+    2. Watch: until all have ended well, one has failed, or a signal asks for the end.
+    3. End what still runs.
+
+    `environment` makes a rank's variables, of its number.
+    """
+
+    # Sent to the ranks at the first signal that stops them, at the second, and so on. Not SIGINT: a
+    # Python that is still importing would answer it with a traceback.
+    ladder: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Callable[[int], dict[str, str]],
+        members: Iterable[int],
+        preload: Sequence[str] = (),
+        peers: Peers | None = None,
+    ) -> None:
+        self._command, self._environment = list(command), environment
+        self._at_start, self._preload, self._peers = members, preload, peers
+        self._server: ForkServer | None = None
+        self._children: dict[int, Child] = {}
+        # Handlers append to it, and `_pass_on` alone reads: a signal may come between two starts.
+        self._received: list[int] = []
+        self._passed_on = 0
+        self._ended_by = 0
+        # When a child was first seen to be stopped.
+        self._stopped_at: dict[int, float] = {}
+
+    def run(self) -> int:
+        """Starts the ranks, and returns the exit code when all have ended."""
+        numbers = [*STOPS, *_ENDS]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            numbers.remove(signal.SIGHUP)
+        # Before the first rank, which no signal may leave behind.
+        handlers = {number: signal.signal(number, self._remember) for number in numbers}
+        code = 1
+        try:
+            # 1. Start
+            if can_fork(self._command):
+                self._server = ForkServer(self._preload)
+            for member in self._at_start:
+                self._start(member)
+            # 2. Watch
+            code = self._watch()
+            return code
+        finally:
+            # 3. End
+            self._end_all()
+            if self._peers is not None:
+                self._peers.close(code)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _start(self, member: int) -> None:
+        self._children[member] = self._spawn(os.environ | self._environment(member))
+
+    def _spawn(self, environ: dict[str, str]) -> Child:
+        if self._server is not None:
+            return self._server.start(self._command, environ)
+        return subprocess.Popen(
+            self._command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def _remember(self, number: int, frame: FrameType | None = None) -> None:
+        if number in _ENDS:
+            self._ended_by = number
+        # A session that ends sends SIGHUP beside SIGTERM: that does not count as a second one.
+        elif number in (signal.SIGINT, signal.SIGTERM) or not self._received:
+            self._received.append(number)
+
+    def _pass_on(self) -> None:
+        """Acts on the signals that have come since the last call."""
+        while self._passed_on < len(self._received):
+            if self._passed_on == 0:
+                say("stopping all ranks; once more ends them at once")
+            self._signal(self.ladder[min(self._passed_on, len(self.ladder) - 1)])
+            self._passed_on += 1
+
+    def _watch(self) -> int:
+        """Until all children have ended well, or one has not; returns the exit code."""
+        while True:
+            self._pass_on()
+            if self._ended_by:
+                return self._ended()
+            codes = {member: child.poll() for member, child in self._children.items()}
+            if all(code == 0 for code in codes.values()):
+                if self._peers is None or self._peers.may_leave() or self._received:
+                    return 0
+            elif self._received:
+                # Asked to stop, they end one after another with the signal's code. But where one
+                # has died of it, the others wait for that one in vain.
+                if None not in codes.values() or any(code and code < 0 for code in codes.values()):
+                    return self._stopped()
+            elif failed := [(member, code) for member, code in codes.items() if code]:
+                return self._failed(*failed[0])
+            if self._peers is not None and (reason := self._peers.failure()) is not None:
+                return self._stopped_elsewhere(reason)
+            time.sleep(_POLL_S)
+
+    def _stopped(self) -> int:
+        self._tell_peers(f"stopped by {signal.Signals(self._received[0]).name}")
+        return 128 + self._received[0]
+
+    def _stopped_elsewhere(self, reason: str) -> int:
+        # A rank here that all ranks agreed with has the same code, and some rank has said why.
+        self._await_end(1.0)
+        for child in self._children.values():
+            if (code := child.poll() or 0) > 1:
+                return code
+        say(f"stopped: {reason}")
+        return 1
+
+    def _ended(self) -> int:
+        name = signal.Signals(self._ended_by).name
+        say(f"ending all ranks ({name})")
+        self._tell_peers(f"ended by {name}")
+        return 128 + self._ended_by
+
+    def _failed(self, member: int, code: int) -> int:
+        name, others = self._name(member), "; all other ranks were stopped"
+        if self._server is not None and self._server.returncode is not None:
+            name, others = "the fork server, from which all ranks here were started,", ""
+            code = self._server.returncode
+        if code < 0:
+            say(f"{name} {how_it_ended(code)}{others}")
+        self._tell_peers(f"{name} {how_it_ended(code)}")
+        return exit_code(code)
+
+    def _server_is_gone(self) -> bool:
+        """True once a poll has found that the fork server, and so all its ranks, have ended."""
+        return self._server is not None and self._server.returncode is not None
+
+    def _name(self, member: int) -> str:
+        rank = self._environment(member).get("RANK")
+        return Path(self._command[0]).name if rank is None else f"rank {rank}"
+
+    def _tell_peers(self, reason: str) -> None:
+        if self._peers is not None:
+            self._peers.tell_failure(reason)
+
+    def _end_all(self) -> None:
+        """Asks all running children to stop, then kills them. Idempotent."""
+        self._signal(signal.SIGTERM)
+        self._await_end(_GRACE_S)
+        self._signal(signal.SIGKILL)
+        for child in self._children.values():
+            child.wait()
+        if self._server is not None:
+            self._server.close()
+
+    def _await_end(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self._running() and time.monotonic() < end:
+            self._pass_on()
+            time.sleep(_POLL_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self._running().values():
+            child.send_signal(number)
+
+    def _running(self) -> dict[int, Child]:
+        return {member: child for member, child in self._children.items() if child.poll() is None}
+
+    def _kill_stopped(self) -> None:
+        """Kills children that are stopped (SIGSTOP) for longer than `_STOPPED_S`."""
+        now = time.monotonic()
+        for member, child in self._running().items():
+            if not _is_stopped(child):
+                self._stopped_at.pop(member, None)
+            elif now - self._stopped_at.setdefault(member, now) > _STOPPED_S:
+                child.send_signal(signal.SIGKILL)
+
+
+def _is_stopped(child: Child) -> bool:
+    try:
+        # The state is the first field behind the name, which is in parentheses.
+        text = Path(f"/proc/{child.pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code of `subprocess` in words."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def exit_code(code: int) -> int:
+    """An exit code of `subprocess` as a shell reports it."""
+    return 128 - code if code < 0 else code
+
+
+def say(text: str) -> None:
+    """Prints a line to standard error."""
+    write_line(text, sys.stderr)

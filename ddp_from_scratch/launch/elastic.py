@@ -1,0 +1,247 @@
+"""The agent of an elastic job, which continues without the ranks that it loses.
+
+docs/how-to/elastic.md has a table of what happens at which event.
+
+A process is known by its number in the job, which no later one gets. Each group of processes that
+train together is a *generation*. This agent alone announces one: it knows which processes live, so
+two halves of a job can never continue side by side.
+
+    agent        announces generation g with its members
+    a process    writes its step, and that it has arrived at g; opens a group when all members have
+                 asks for the next generation: when it lost a peer, or wants to join
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ddp_from_scratch.launch.agent import STOPS, Agent, exit_code, how_it_ended, say
+from ddp_from_scratch.launch.nodes import Nodes
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_POLL_S = 0.02
+_SETTLED_S = 0.25
+_USAGE = 2  # the exit code of a UsageError
+NO_STATE = -1  # the step of a process that has nothing to continue with
+
+
+class Generation(NamedTuple):
+    """Processes that train together, by number, and the machine of each; 0 is before the first."""
+
+    number: int = 0
+    members: Sequence[int] = ()
+    machines: Sequence[int] = ()
+
+
+class Member(NamedTuple):
+    """What a process says of itself."""
+
+    asks: int = 0  # for this generation, or a later one
+    arrived: int = 0  # at this generation
+    step: int = NO_STATE  # the steps that it had finished when it arrived
+    most_ranks: int = 0  # that can use its state; 0 while others cannot continue with it
+    failure: Any = None  # [step, text] of the exception that ended it
+
+
+class JobStore:
+    """Where agent and processes leave word for each other, in a store that all of them reach."""
+
+    def __init__(self, store: "FileStore | dist.Store") -> None:
+        self._store = store
+
+    @property
+    def generation(self) -> Generation:
+        return Generation(*json.loads(self._store.get("generation")))
+
+    def announce(self, generation: Generation) -> None:
+        self._store.set("generation", json.dumps(generation))
+
+    def member(self, number: int) -> Member:
+        return Member(*json.loads(self._store.get(f"member {number}")))
+
+    def say(self, number: int, member: Member) -> None:
+        """Says this of process `number`: the process itself, and the agent before it starts it."""
+        self._store.set(f"member {number}", json.dumps(member))
+        # The answer says that the word has arrived: the process may end now.
+        self._store.get(f"member {number}")
+
+
+class FileStore:
+    """A store of one machine, in a folder. As torch's, which agents on one machine do without."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set(self, key: str, value: str) -> None:
+        part = self._folder / f"{key}.part"
+        part.write_text(value)
+        part.replace(self._folder / key)  # whole as soon as it is there
+
+    def get(self, key: str) -> bytes:
+        return (self._folder / key).read_bytes()
+
+
+class ElasticAgent(Agent):
+    """The ranks of an elastic job, on the machine that decides.
+
+    `counts` are the ranks of each machine at the start, `nodes` the other machines.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Callable[[int], dict[str, str]],
+        counts: Sequence[int],
+        max_restarts: int,
+        store: JobStore,
+        preload: Sequence[str] = (),
+        nodes: Nodes | None = None,
+    ) -> None:
+        # Of each process.
+        self._machines = [node for node, count in enumerate(counts) for _ in range(count)]
+        everyone = range(len(self._machines))
+        super().__init__(command, environment, everyone, preload, nodes)
+        self._max_restarts, self._store, self._nodes = max_restarts, store, nodes
+        # Processes by number: those that run, and what each said last.
+        self._living: set[int] = set(everyone)
+        self._said: dict[int, Member] = {}
+        self._generation, self._announced_at = Generation(), 0.0
+        store.announce(self._generation)
+        self._ended_well = False
+        self._failures = 0
+        self._last_failure: Any = None  # as `Member.failure`
+
+    def _start(self, member: int) -> None:
+        self._store.say(member, Member())
+        machine = self._machines[member]
+        if self._nodes is not None and machine:
+            self._children[member] = self._nodes.start(machine, member)
+        else:
+            super()._start(member)
+
+    def _start_another(self, machine: int) -> None:
+        member = len(self._machines)
+        self._machines.append(machine)
+        self._living.add(member)
+        self._start(member)
+
+    def _name(self, member: int) -> str:
+        return f"process {member}"
+
+    def _watch(self) -> int:
+        """Until all that run have ended well, or the job ends; returns the exit code."""
+        self._announce(self._living)
+        while True:
+            self._pass_on()
+            if self._nodes is not None:
+                self._nodes.exchange()
+                while self._nodes.signals:
+                    self._remember(self._nodes.signals.pop(0))
+            if self._ended_by:
+                return self._ended()
+            codes = {member: self._children[member].poll() for member in sorted(self._living)}
+            # After the codes: what one that has ended said of itself is whole.
+            self._said = {member: self._store.member(member) for member in codes}
+            for member, code in codes.items():
+                if code is None:
+                    continue
+                self._living.discard(member)
+                self._ended_well |= code == 0 and self._said[member].most_ranks > 0
+                ends = self._lose(member, code) if code else None
+                if ends is not None:
+                    return ends
+            if not self._living or (self._ended_well and not self._carriers()):
+                # One that was still to join has nothing to continue with.
+                return self._stopped() if self._received else 0
+            self._kill_stopped()
+            # Once it stops nobody is let in.
+            if not self._received:
+                self._regroup()
+                self._let_in()
+            time.sleep(_POLL_S)
+
+    def _lose(self, member: int, code: int) -> int | None:
+        """Replaces a process that has failed; returns the exit code where the job ends with it."""
+        # A process that got a signal by itself has agreed with the others to stop: they end, too.
+        if code - 128 in STOPS and not self._received:
+            self._received.append(code - 128)
+        if self._received:
+            # Asked to stop, ranks end one after another with the signal's code. But where one has
+            # died of it, the others wait for that one in vain.
+            died = code < 0 and member in self._generation.members
+            return self._stopped() if died or not self._living else None
+        if self._server_is_gone():
+            return self._failed(member, code)
+        said, how, has_carriers = self._said[member], how_it_ended(code), bool(self._carriers())
+        never_joined = code > 0 and not said.arrived
+        failure: Any = [NO_STATE, f"exit code {code}"] if never_joined else said.failure
+        again = failure is not None and failure == self._last_failure
+        if never_joined and (again or code == _USAGE) and has_carriers:
+            say(f"process {member} {how} before it had joined; no other is started in its place")
+            return None
+        if again:
+            step, text = failure
+            where = "the start" if step == NO_STATE else f"step {step + 1}"
+            say(f"{where} failed again with {text}; all other ranks were stopped")
+            return code
+        machine = self._machines[member]
+        is_lost = self._nodes is not None and self._nodes.is_lost(machine)
+        if is_lost:
+            how = f"was on machine {machine}"
+        if code != _USAGE and said.most_ranks and not has_carriers:
+            say(f"process {member} {how}: no rank is left that has trained; the run ends")
+            return exit_code(code)
+        if code == _USAGE or not self._living:
+            return self._failed(member, code)
+        then = ""
+        # A machine that is lost gets ranks when it comes again.
+        if not is_lost:
+            self._last_failure = failure
+            self._failures += 1
+            then = f"; no replacement is left of {self._max_restarts}"
+            if self._failures <= self._max_restarts:
+                then = f"; starting another (failure {self._failures} of {self._max_restarts})"
+                self._start_another(machine)
+        left = len(self._living & set(self._generation.members))
+        ranks = "1 rank" if left == 1 else f"{left} ranks"
+        say(f"process {member} {how}: continuing with {ranks}{then}")
+        return None
+
+    def _let_in(self) -> None:
+        """Starts the ranks of machines that have come, or come again."""
+        if self._nodes is not None:
+            # The job knows how many ranks it can use once it has begun.
+            most = min((self._said[member].most_ranks for member in self._carriers()), default=0)
+            for machine in self._nodes.admit(most, len(self._living)):
+                self._start_another(machine)
+
+    def _regroup(self) -> None:
+        """Announces the next generation where one is needed."""
+        number, members, _ = self._generation
+        present = self._living & set(members)
+        asking = {m for m, said in self._said.items() if m in self._living and said.asks > number}
+        # A process that has ended well is missed only where others wait for it to arrive.
+        lost = any(
+            self._children[member].poll() or self._store.member(member).arrived < number
+            for member in set(members) - present
+        )
+        # Who joins waits for a moment: some may still be on their way into the last generation, and
+        # the others would wait there for them.
+        is_settled = time.monotonic() - self._announced_at > _SETTLED_S
+        if lost or asking & present or (asking and is_settled):
+            self._announce(present | asking)
+
+    def _carriers(self) -> set[int]:
+        """The processes that others can continue with."""
+        return {m for m, said in self._said.items() if m in self._living and said.most_ranks}
+
+    def _announce(self, members: set[int]) -> None:
+        ordered = sorted(members)
+        machines = [self._machines[member] for member in ordered]
+        self._generation = Generation(self._generation.number + 1, ordered, machines)
+        self._announced_at = time.monotonic()
+        self._store.announce(self._generation)

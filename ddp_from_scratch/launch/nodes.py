@@ -1,0 +1,306 @@
+"""Machine 0's view of the agents of other machines (`node_agent.py`).
+
+    machine 0                      through its store                    machine 1
+            <-- "arrival 1": who it is; "answer 1": "" or why not --->  arrive
+    Nodes   --- "job": a failure, the end, and orders -------------->   Link
+            <-- "report 1": a failure, the end, and exit codes ------
+
+Each agent that comes has a ticket, which is in its keys: the second one of a machine gets none of
+the orders for the first.
+
+Where a failure ends all, each agent watches its own ranks, and passes failures on. In an elastic
+job machine 0 decides, and the others start and end ranks as it orders (`NodeAgent`). There a
+machine that does not answer for `LOST_S` is lost with its ranks; so is machine 0 for the others,
+which then end theirs. So never do two halves of a job continue side by side. No rank is started on
+a lost machine. When it answers again, or its agent is started again, it gets as many as before.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddp_from_scratch.launch.agent import say
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+LOST_S = 5.0
+EXCHANGE_S = 0.02
+_LAST_WORD_S = 2.0  # for the others to hear of a failure
+
+
+class Node:
+    """Another machine, as its agent there reports of it."""
+
+    def __init__(self, now: float, ticket: int | None = None) -> None:
+        # Its agent's: None until it has come. And when that gave the last sign of life.
+        self.ticket, self.since = ticket, now
+        self.beat = self.signals = 0  # that have been read
+        self.orders: list[tuple[str, int, int]] = []
+        self.ranks: dict[int, FarRank] = {}
+        # While it does not answer; once its ranks have ended, or it has noticed the job's end.
+        self.lost = self.ended = False
+
+    def is_heard(self, now: float) -> bool:
+        return self.ticket is not None and now - self.since <= LOST_S
+
+
+class FarRank:
+    """A rank on another machine, as an `agent.Child`."""
+
+    def __init__(self, node: Node, member: int, exchange: Callable[[], None]) -> None:
+        self._node, self._member, self._exchange = node, member, exchange
+        self.code: int | None = None
+        self.pid = None
+
+    def poll(self) -> int | None:
+        self._exchange()
+        return self.code
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended or its machine is lost."""
+        while (code := self.poll()) is None and not self._node.lost:
+            time.sleep(EXCHANGE_S)
+        return -signal.SIGKILL if code is None else code
+
+    def send_signal(self, number: int) -> None:
+        if self._node.ticket is None:
+            # Nobody has started it yet.
+            self.code = -number
+        self._node.orders.append(("signal", self._member, number))
+
+
+class Nodes:
+    """Machine 0's view of the other machines.
+
+    Args:
+        store: that all reach.
+        counts: ranks of each machine.
+        elastic: the job continues without a lost machine.
+        asked: the options that must be alike on all, by name.
+        timeout: seconds that a machine of an elastic job may take to come, of another to answer.
+    """
+
+    def __init__(
+        self,
+        store: "dist.Store",
+        counts: Sequence[int],
+        elastic: bool,
+        asked: Mapping[str, str],
+        timeout: float,
+    ) -> None:
+        self._store, self._elastic, self._asked = store, elastic, asked
+        self._counts, self._at_start, self._timeout = list(counts), len(counts), timeout
+        now = time.monotonic()
+        self._nodes = {number: Node(now) for number in range(1, len(counts))}
+        # Agents that were not answered, by ticket, and since when; and the last ticket.
+        self._waiting: dict[int, float] = {}
+        self._drawn = 0
+        self.signals: list[int] = []  # that stopped agents elsewhere; `ElasticAgent` takes them
+        self._failure: str | None = None
+        self._end: int | None = None
+        self._exchanged = 0.0
+
+    # As `agent.Peers` -----------------------------------------------------------------------------
+
+    def failure(self) -> str | None:
+        self.exchange()
+        self.admit()
+        return self._failure
+
+    def tell_failure(self, text: str) -> None:
+        self._failure = f"machine 0: {text}"
+        self._write()
+
+    def may_leave(self) -> bool:
+        return self.failure() is None and all(node.ended for node in self._nodes.values())
+
+    def close(self, code: int) -> None:
+        """Tells the machines that the job has ended, and waits until they have noticed."""
+        self._end = code
+        until = time.monotonic() + (LOST_S if self._elastic else _LAST_WORD_S)
+        while (now := time.monotonic()) <= until:
+            if not any(node.is_heard(now) and not node.ended for node in self._nodes.values()):
+                return
+            self.exchange()
+            time.sleep(EXCHANGE_S)
+
+    # For `ElasticAgent` ---------------------------------------------------------------------------
+
+    def is_lost(self, number: int) -> bool:
+        return number in self._nodes and self._nodes[number].lost
+
+    def start(self, number: int, member: int) -> FarRank:
+        node = self._nodes[number]
+        node.ranks[member] = FarRank(node, member, self.exchange)
+        node.orders.append(("start", member, 0))
+        return node.ranks[member]
+
+    def exchange(self) -> None:
+        """Reads all reports and writes the job's state, fifty times a second at most."""
+        now = time.monotonic()
+        if now - self._exchanged < EXCHANGE_S:
+            return
+        self._exchanged = now
+        for number, node in self._nodes.items():
+            key = f"report {node.ticket}"
+            if node.ticket is not None and self._store.check([key]):
+                self._read(number, node, json.loads(self._store.get(key)), now)
+            silence, has_come = now - node.since, node.ticket is not None
+            if self._elastic:
+                if not node.lost and silence > (LOST_S if has_come else self._timeout):
+                    self._lose(number, node, silence)
+            elif has_come and not node.ended and silence > self._timeout:
+                self._failure = self._failure or no_answer(number, silence)
+        self._write()
+
+    def admit(self, most: int = 0, running: int = 0) -> list[int]:
+        """Lets the machines in that have come, or says why not.
+
+        Those that were not there at the start wait until the job has begun.
+
+        Args:
+            most: the most ranks that the job can use; 0 until it has begun.
+            running: its ranks.
+
+        Returns:
+            The machine of each rank that is to be started for one that comes late, or again.
+        """
+        late: list[int] = []
+
+        def start(number: int, count: int) -> str:
+            """Has ranks started there; returns why not, or ""."""
+            if running + len(late) + count > most:
+                return f"the job can use {most} ranks, and has {running + len(late)}"
+            late.extend([number] * count)
+            return ""
+
+        now = time.monotonic()
+        for number, node in self._nodes.items():
+            if node.lost and most and node.is_heard(now):
+                node.lost = False
+                text = start(number, self._counts[number])
+                say(f"machine {number} answers again{': ' if text else ''}{text}")
+        drawn = self._store.add("tickets", 0)
+        self._waiting |= dict.fromkeys(range(self._drawn + 1, drawn + 1), now)
+        self._drawn = drawn
+        answers: dict[int, str] = {}
+        for ticket, since in list(self._waiting.items()):
+            # One that was stopped between the two calls of `arrive` has left a ticket alone.
+            if self._store.check([f"arrival {ticket}"]):
+                arrival = json.loads(self._store.get(f"arrival {ticket}"))
+                answer = self._answer(ticket, arrival, now, since, start if most else None)
+                if answer is not None:
+                    del self._waiting[ticket]
+                    answers[ticket] = answer
+        if answers:
+            # First: one that is let in looks there for its orders.
+            self._write()
+        for ticket, text in answers.items():
+            self._store.set(f"answer {ticket}", text)
+        return late
+
+    def _answer(
+        self,
+        ticket: int,
+        arrival: Mapping[str, Any],
+        now: float,
+        since: float,
+        start: Callable[[int, int], str] | None,
+    ) -> str | None:
+        """Lets an agent in and returns "", or why it cannot come; None while it has to wait."""
+        number, counts = arrival["node"], arrival["counts"]
+        node, is_late = self._nodes.get(number), now - since > LOST_S + 1
+        refusal = self._refusal(number, counts, arrival["elastic"], arrival["asked"])
+        if refusal is not None:
+            if not self._elastic:
+                # Else the others would wait for this machine's ranks until their timeout.
+                there = refusal.partition(":")[0].replace(" here ", " there ")
+                self._failure = self._failure or f"machine {number}: {there}"
+            return refusal
+        if number > len(self._counts):
+            # The one before it may be on its way.
+            text = (
+                f"--node-rank is {number}, and the next machine that comes is {len(self._counts)}"
+            )
+            return text if is_late else None
+        if node is not None and not node.lost:
+            if node.ticket is not None:
+                # One that dies and comes back at once has not been missed yet.
+                text = f"--node-rank {number} was given on two machines"
+                return text if is_late or not self._elastic else None
+            node.ticket, node.since = ticket, now
+            return ""
+        # It is new, or was lost.
+        if start is None:
+            return None
+        refusal = start(number, counts[number])
+        if not refusal:
+            self._nodes[number] = Node(now, ticket)
+            if node is None:
+                self._counts.append(counts[number])
+            again = node is not None and node.ticket is not None
+            say(f"machine {number} {'rejoined' if again else 'joined'}")
+        return refusal
+
+    def _refusal(
+        self, number: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
+    ) -> str | None:
+        """Why an agent cannot come; None if it can."""
+        if elastic != self._elastic:
+            here, there = ("given" if mode else "not given" for mode in (elastic, self._elastic))
+            return f"--elastic was {here} here and {there} on machine 0: it must be the same on all"
+        node, there_are = self._nodes.get(number), len(self._counts)
+        # In an elastic job a machine that is new has its own count behind the others'; one that
+        # comes again may not know of those after it.
+        expected = self._counts + list(counts[there_are : number + 1] if elastic else ())
+        if list(counts) != expected[: len(counts)] or len(counts) < self._at_start:
+            texts = (",".join(map(str, some)) for some in (counts, self._counts))
+            return "--nproc is {} here and {} on machine 0: it must be equal".format(*texts)
+        if node is None or node.ticket is not None or node.lost:
+            # At the start ranks compare them, and end together.
+            for name, value in self._asked.items():
+                if asked.get(name) != value:
+                    return f"{name} is {asked.get(name)} here and {value} on machine 0"
+        return None
+
+    def _read(self, number: int, node: Node, report: Mapping[str, Any], now: float) -> None:
+        if report["beat"] == node.beat:
+            return
+        node.beat, node.since = report["beat"], now
+        for member, code in report["codes"].items():
+            rank = node.ranks[int(member)]
+            if rank.code is None:
+                rank.code = code
+        if self._elastic:
+            for received in report["signals"][node.signals :]:
+                node.signals += 1
+                self.signals.append(received)
+        elif report["failure"] is not None:
+            self._failure = self._failure or f"machine {number}: {report['failure']}"
+        node.ended |= report["ended"]
+
+    def _lose(self, number: int, node: Node, silence: float) -> None:
+        node.lost = True
+        say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
+        for rank in node.ranks.values():
+            if rank.code is None:
+                # Should only the way to it be gone.
+                rank.send_signal(signal.SIGKILL)
+                rank.code = -signal.SIGKILL
+
+    def _write(self) -> None:
+        state = {
+            "orders": {node.ticket: node.orders for node in self._nodes.values()},
+            "failure": self._failure,
+            "end": self._end,
+            "beat": self._exchanged,
+        }
+        self._store.set("job", json.dumps(state))
+
+
+def no_answer(machine: int, silence: float) -> str:
+    """Why a job ends that waited for a machine."""
+    return f"lost the other ranks: machine {machine} has not answered for {silence:.0f} s"

@@ -1,0 +1,298 @@
+"""How several machines meet without a launcher: a store on machine 0 for those with a secret.
+
+Machine 0 keeps its store on loopback and opens a gate on the address that the others are given:
+
+    rank -> loopback -> its machine's agent  ==>  gate -> loopback -> store
+                                            proof
+
+A connection begins with a challenge and a response in both directions (HMAC-SHA256). The rest of
+it is neither encrypted nor signed.
+"""
+
+import errno
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.environment import MACHINE_0
+from ddp_from_scratch.launch.rank_process import write_line
+
+SECRET = "DDP_SECRET"
+_LEAST_SECRET = 16  # characters
+
+_RETRY_S = 0.2  # between two attempts to reach machine 0
+# For each address of machine 0 to answer before the next is tried, and all of them again.
+_ATTEMPT_S = 5.0
+
+_GREETING = b"ddp_from_scratch rendezvous 1\n"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_PATIENCE_S = 10.0  # for a visitor's proof
+_PAUSE_S = 0.2  # from a failed `accept` to the next
+
+
+class Rendezvous:
+    """A store on machine 0 that the agents of several machines, and their ranks, all reach.
+
+    Takes the arguments of `start_ranks`.
+
+    Attributes:
+        store: the store.
+        environment: for the ranks.
+
+    Raises:
+        UsageError: the port is taken, `addr` is not machine 0's, is loopback there by another name
+            or does not answer as machine 0 does, or the secrets differ.
+    """
+
+    def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
+        listening: int | None = None
+        if node_rank == 0:
+            # First, since it may fail: only then is a new secret printed.
+            self._listeners = _listen(addr, port)
+            secret = _secret(node_rank, addr, port)
+            # On loopback: from outside the store is reached through the gate alone.
+            inside = socket.create_server(("127.0.0.1", 0))
+            local: int = inside.getsockname()[1]
+            listening = inside.detach()
+        else:
+            secret = _secret(node_rank, addr, port)
+            answers = _await_answer(addr, port, secret, timeout)
+            self._listeners = [socket.create_server(("127.0.0.1", 0))]
+            local = self._listeners[0].getsockname()[1]
+
+        def onward(visitor: socket.socket) -> socket.socket:
+            if node_rank == 0:
+                check(visitor, secret)
+                return socket.create_connection(("127.0.0.1", local))
+            connection = socket.create_connection(answers, timeout)
+            prove(connection, secret, time.monotonic() + timeout)
+            return connection
+
+        for listener in self._listeners:
+            forward(listener, onward)
+        self.store = dist.TCPStore(
+            "127.0.0.1",
+            local,
+            is_master=node_rank == 0,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+        # The ranks are clients of this store, as they are of torchrun's agent.
+        self.environment = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(local),
+            MACHINE_0: addr,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+
+    def close(self) -> None:
+        """Ends the connections. Idempotent."""
+        for listener in self._listeners:
+            # A thread that waits in `accept` would keep it open.
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+
+def _secret(node_rank: int, addr: str, port: int) -> bytes:
+    """The user's secret. Where there is none, machine 0 makes one and prints it for the others."""
+    secret = os.environ.get(SECRET)
+    if secret is None:
+        if node_rank > 0:
+            raise UsageError(
+                f"{SECRET} is not set: machine 0 printed one when it started; or set one of your "
+                f"own on every machine"
+            )
+        secret = secrets.token_hex(16)
+        write_line(
+            f"machine 0 waits at {addr}:{port}; on the others, before the command: "
+            f"export {SECRET}={secret}",
+            sys.stderr,
+        )
+    if len(secret) < _LEAST_SECRET:
+        raise UsageError(
+            f"{SECRET} must have {_LEAST_SECRET} characters or more, got {len(secret)}: unset it "
+            f"on machine 0, which then makes one"
+        )
+    return secret.encode()
+
+
+def _listen(addr: str, port: int) -> list[socket.socket]:
+    """Listens on machine 0, at this address and no other."""
+    not_here = f"--master-addr must be an address of machine 0, which this is, got {addr}"
+    try:
+        found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        raise UsageError(f"{not_here}, an unknown name") from None
+    # Debian gives a machine's own name the address 127.0.1.1, which no other machine reaches.
+    hosts = [str(address[0]) for *_, address in found]
+    on_purpose = addr in hosts or "localhost" in addr
+    if not on_purpose and all(ipaddress.ip_address(host).is_loopback for host in hosts):
+        raise UsageError(
+            f"--master-addr {addr} is {hosts[0]} on this machine: give the address that the other "
+            f"machines use"
+        )
+    listeners = []
+    for family, address in dict.fromkeys((family, address) for family, *_, address in found):
+        try:
+            listeners.append(socket.create_server(address, family=family))
+        except OSError as error:
+            # Another machine's address, or one of a family that is off here: another may do.
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            problem = "is in use" if error.errno == errno.EADDRINUSE else "cannot be used"
+            raise UsageError(
+                f"port {port} {problem} on machine 0: choose another with --master-port, on every "
+                f"machine"
+            ) from error
+    if not listeners:
+        raise UsageError(not_here)
+    return listeners
+
+
+def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> tuple[str, int]:
+    """Waits for machine 0, which may be started last; returns the address that answers."""
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            patience = min(_ATTEMPT_S, max(0.1, end - time.monotonic()))
+            with socket.create_connection((addr, port), patience) as there:
+                prove(there, secret, end)
+                host, port, *_ = there.getpeername()
+                return host, port
+        except StrangerError as error:
+            # Something is there already, so waiting does not help.
+            raise UsageError(
+                f"{addr}:{port} does not answer as machine 0 does: {error}. Check {SECRET}, "
+                f"--master-addr and --master-port"
+            ) from error
+        except OSError as error:
+            if time.monotonic() > end:
+                raise UsageError(
+                    f"machine 0 did not answer at {addr}:{port} within {timeout:g} s "
+                    f"({error.strerror or error}): start the command with --node-rank 0 there, and "
+                    f"check --master-addr, --master-port and the firewall"
+                ) from error
+            time.sleep(_RETRY_S)
+
+
+# The gate -----------------------------------------------------------------------------------------
+
+
+class StrangerError(Exception):
+    """The other end does not speak as a machine of this job, or does not know its secret."""
+
+
+def prove(connection: socket.socket, secret: bytes, end: float) -> None:
+    """Proves to machine 0 that this side knows the secret, and has machine 0 prove it, too.
+
+    Raises a StrangerError where something else answers or it refuses, an OSError where nothing
+    answers until `end`, on `time.monotonic`'s clock.
+    """
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(_GREETING + mine)
+    greeting = _receive(connection, len(_GREETING), end)
+    if greeting != _GREETING:
+        lines = greeting.decode("ascii", "backslashreplace").splitlines()
+        answer = f"said {lines[0]!r}" if lines else "hung up"
+        raise StrangerError(f"something else listens there (it {answer})")
+    both = mine + _receive(connection, _NONCE_BYTES, end)
+    connection.sendall(_proof(secret, b"machine", both))
+    proof = _receive(connection, _PROOF_BYTES, end)
+    if not hmac.compare_digest(proof, _proof(secret, b"machine 0", both)):
+        raise StrangerError("it does not have the same DDP_SECRET")
+    connection.settimeout(None)
+
+
+def check(connection: socket.socket, secret: bytes) -> None:
+    """The counterpart of `prove`, on machine 0."""
+    end = time.monotonic() + _PATIENCE_S
+    if _receive(connection, len(_GREETING), end) != _GREETING:
+        raise StrangerError("not one of us")
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    both = _receive(connection, _NONCE_BYTES, end) + mine
+    connection.sendall(_GREETING + mine)
+    proof = _receive(connection, _PROOF_BYTES, end)
+    if not hmac.compare_digest(proof, _proof(secret, b"machine", both)):
+        raise StrangerError("it does not know the secret")
+    # Only now: a stranger gets no proof to work on.
+    connection.sendall(_proof(secret, b"machine 0", both))
+    connection.settimeout(None)
+
+
+def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
+    """Joins each visitor's connection, in threads, with the one that `onward` opens for it.
+
+    Until `listener` is closed. `onward` may raise OSError or StrangerError.
+    """
+
+    def accept() -> None:
+        while listener.fileno() >= 0:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                # Closed, which the loop notices. Or too many files are open, or the visitor has
+                # gone again: the pause keeps such errors from taking a core.
+                time.sleep(_PAUSE_S)
+                continue
+            _start(_join, connection, onward)
+
+    _start(accept)
+
+
+def _join(connection: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
+    with connection, suppress(OSError, StrangerError), onward(connection) as other:
+        back = _start(_pump, other, connection)
+        _pump(connection, other)
+        back.join()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    """Copies bytes until one end closes, then closes both."""
+    with suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    # Not `close`: the other direction's thread waits in `recv` on one of them, and this wakes it.
+    for end in (source, target):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def _receive(connection: socket.socket, count: int, end: float) -> bytes:
+    """Receives `count` bytes, or fewer where the other end hung up."""
+    received = b""
+    while len(received) < count:
+        # A timeout of 0 would mean not to wait at all, and a negative one is refused.
+        connection.settimeout(max(end - time.monotonic(), 0.01))
+        data = connection.recv(count - len(received))
+        if not data:
+            break
+        received += data
+    return received
+
+
+def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
+    # Over both ends' random numbers: a proof that was heard once is of no use later. With the name
+    # of its side: one that is sent back is not the other side's.
+    return hmac.digest(secret, who + b"\0" + nonces, hashlib.sha256)
+
+
+def _start(function: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread

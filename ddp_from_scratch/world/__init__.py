@@ -1,1 +1,0 @@
-"""Opens the process group that everything else communicates through."""

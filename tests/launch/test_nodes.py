@@ -1,0 +1,285 @@
+"""What the agents of several machines say to each other, on machine 0 and elsewhere."""
+
+import json
+import signal
+import time
+from unittest.mock import Mock
+
+import pytest
+import torch.distributed as dist
+
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.launch import nodes
+from ddp_from_scratch.launch.node_agent import Link, arrive
+from ddp_from_scratch.launch.nodes import Nodes
+
+
+class Job:
+    """Machine 0, by a clock of the test's."""
+
+    def __init__(self, monkeypatch, counts, elastic):
+        self.now, self.beat = 100.0, 0
+        monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
+        self.store = dist.HashStore()
+        self.joined, self.most = [], 9
+        self.machines = Nodes(self.store, counts, elastic, {"--lr": "0.1"}, 60.0)
+
+    def comes(self, node, *counts, lr="0.1", elastic=True):
+        """An agent of this machine comes; its answer, None where there is none yet."""
+        self.ticket = self.store.add("tickets", 1)
+        arrival = {"node": node, "counts": counts, "elastic": elastic, "asked": {"--lr": lr}}
+        self.store.set(f"arrival {self.ticket}", json.dumps(arrival))
+        self.after(0.1)
+        return self.answer()
+
+    def answer(self):
+        key = f"answer {self.ticket}"
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def reports(self, codes=(), ticket=1, **more):
+        """An agent reports these processes' exit codes."""
+        self.beat += 1
+        report = {"codes": dict(codes), "signals": [], "failure": None, "ended": False} | more
+        report["beat"] = self.beat
+        self.store.set(f"report {ticket}", json.dumps(report))
+
+    def hears_for_a_while(self):
+        for _ in range(7):
+            self.reports({1: None, 2: None})
+            self.after(1)
+
+    def after(self, seconds):
+        """The job's state when so many seconds have passed."""
+        self.now += seconds
+        self.machines.exchange()
+        self.joined += self.machines.admit(self.most, 3)
+        return json.loads(self.store.get("job"))
+
+
+WRONG_COUNTS = "--nproc is {} here and 1,2 on machine 0: it must be equal"
+WRONG_RATE = "--lr is 0.2 here and 0.1 on machine 0"
+
+
+@pytest.fixture
+def unmet(monkeypatch):
+    """An elastic job of two machines, with processes 0 here and 1 and 2 there."""
+    job = Job(monkeypatch, [1, 2], elastic=True)
+    job.ranks = {member: job.machines.start(1, member) for member in (1, 2)}
+    return job
+
+
+@pytest.fixture
+def job(unmet):
+    """Machine 1 has joined."""
+    assert unmet.comes(1, 1, 2) == ""
+    return unmet
+
+
+def test_orders_go_there_and_exit_codes_come_back(job):
+    job.ranks[2].send_signal(signal.SIGTERM)
+    assert job.ranks[1].poll() is None
+    job.reports({1: None, 2: 3})
+    state = job.after(1)
+    assert state["orders"] == {"1": [["start", 1, 0], ["start", 2, 0], ["signal", 2, 15]]}
+    assert (job.ranks[1].poll(), job.ranks[2].poll(), job.ranks[2].wait()) == (None, 3, 3)
+
+
+def test_a_silent_machine_is_lost_with_its_ranks(job, capfd):
+    job.reports({1: 0, 2: None})
+    job.after(1)
+    job.after(nodes.LOST_S)
+    assert not job.machines.is_lost(1)
+    state = job.after(1)
+    assert job.machines.is_lost(1)
+    assert (job.ranks[1].poll(), job.ranks[2].poll()) == (0, -signal.SIGKILL)
+    # Only the way to it may be gone: the one that still runs there must not continue.
+    assert state["orders"]["1"][2:] == [["signal", 2, signal.SIGKILL]]
+    job.most = 0
+    job.reports({1: 0, 2: 0})
+    job.after(1)
+    assert (job.machines.is_lost(1), job.joined) == (True, [])
+    # Others continue: it may join.
+    job.most = 9
+    job.after(1)
+    assert (job.machines.is_lost(1), job.joined) == (False, [1, 1])
+    assert job.ranks[2].poll() == -signal.SIGKILL
+    job.machines.start(1, 3)
+    assert job.after(1)["orders"]["1"][3:] == [["start", 3, 0]]
+    assert capfd.readouterr().err == (
+        "machine 1 has not answered for 6 s: its ranks are lost\nmachine 1 answers again\n"
+    )
+
+
+def test_a_machine_may_be_started_late(unmet, capfd):
+    unmet.after(60)
+    assert not unmet.machines.is_lost(1)
+    unmet.after(1)
+    assert unmet.machines.is_lost(1)
+    assert unmet.ranks[1].poll() == -signal.SIGKILL
+    # The others compared theirs without it.
+    assert unmet.comes(1, 1, 2, lr="0.2") == WRONG_RATE
+    assert unmet.comes(1, 1, 2) == ""
+    assert (unmet.machines.is_lost(1), unmet.joined) == (False, [1, 1])
+    # It knows nothing of the ranks that it did not start.
+    assert unmet.after(1)["orders"] == {"2": []}
+    assert capfd.readouterr().err.splitlines()[1:] == ["machine 1 joined"]
+
+
+def test_two_agents_of_one_machine(job):
+    job.reports({1: None, 2: None})
+    assert job.comes(1, 1, 2, lr="0.2") == WRONG_RATE
+    assert job.comes(1, 1, 2) is None
+    job.hears_for_a_while()
+    assert job.answer() == "--node-rank 1 was given on two machines"
+    assert not job.machines.is_lost(1)
+
+
+def test_a_machine_that_is_new(job, capfd):
+    assert job.comes(3, 1, 2, 4, 4) is None
+    job.hears_for_a_while()
+    assert job.answer() == "--node-rank is 3, and the next machine that comes is 2"
+    assert job.comes(2, 1, 3, 4) == WRONG_COUNTS.format("1,3,4")
+    told = "--elastic was not given here and given on machine 0: it must be the same on all"
+    assert job.comes(2, 1, 2, 4, elastic=False) == told
+    assert job.comes(2, 1, 2, 7) == "the job can use 9 ranks, and has 3"
+    assert job.joined == []
+    assert (job.comes(2, 1, 2, 4), job.joined) == ("", [2] * 4)
+    rank = job.machines.start(2, 3)
+    state = job.after(1)
+    assert state["orders"][str(job.ticket)] == [["start", 3, 0]]
+    job.reports({3: 5}, ticket=job.ticket)
+    job.after(1)
+    assert rank.code == 5
+    assert capfd.readouterr().err == "machine 2 joined\n"
+
+
+def test_a_signal_there_is_passed_on_once(job):
+    job.reports({}, signals=[15])
+    job.after(1)
+    job.reports({}, signals=[15, 2])
+    job.after(1)
+    job.after(1)
+    assert job.machines.signals == [15, 2]
+
+
+def test_the_end_waits_until_it_was_noticed(job, monkeypatch):
+    def sleep(seconds):
+        job.now += seconds
+        job.reports({}, ended=json.loads(job.store.get("job"))["end"] == 3)
+
+    monkeypatch.setattr(nodes.time, "sleep", sleep)
+    began = job.now
+    job.machines.close(3)
+    assert job.now - began < 1
+
+
+# A failure ends all -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Three machines that end together."""
+    return Job(monkeypatch, [1, 1, 1], elastic=False)
+
+
+@pytest.mark.parametrize(
+    ("counts", "elastic", "here", "there"),
+    [
+        ((1, 1, 2), False, "--nproc is 1,1,2 {} and 1,1,1 on machine 0", "it must be equal"),
+        ((1, 1, 1, 1), False, "--nproc is 1,1,1,1 {} and 1,1,1 on machine 0", "it must be equal"),
+        ((1, 1, 1), True, "--elastic was given {} and not given on machine 0", "the same on all"),
+    ],
+)
+def test_a_machine_that_does_not_fit_ends_all(counts, elastic, here, there, together):
+    answer = together.comes(1, *counts, elastic=elastic)
+    assert answer.startswith(here.format("here"))
+    assert answer.endswith(there)
+    # Else the others would wait for its ranks.
+    assert together.machines.failure() == f"machine 1: {here.format('there')}"
+
+
+def test_a_machine_that_comes_twice_is_refused_and_ends_nobody(together):
+    answers = [together.comes(1, 1, 1, 1, elastic=False) for _ in range(2)]
+    assert answers == ["", "--node-rank 1 was given on two machines"]
+    assert together.machines.failure() is None
+
+
+def test_a_failure_is_passed_on(together):
+    assert [together.comes(number, 1, 1, 1, elastic=False) for number in (1, 2)] == ["", ""]
+    together.reports(failure="rank 1 ended with exit code 3", ended=True)
+    together.reports(ticket=2, ended=True)
+    assert not together.machines.may_leave()
+    told = "machine 1: rank 1 ended with exit code 3"
+    assert (together.after(1)["failure"], together.machines.failure()) == (told, told)
+
+
+def test_a_machine_that_is_silent_and_one_that_has_ended(together):
+    assert together.comes(1, 1, 1, 1, elastic=False) == ""
+    together.now += 59
+    assert together.machines.failure() is None
+    assert together.comes(2, 1, 1, 1, elastic=False) == ""  # it may be started late
+    together.reports(ticket=2, ended=True)
+    together.now += 1
+    lost = "lost the other ranks: machine 1 has not answered for 60 s"
+    assert together.machines.failure() == lost
+    together.now += 100
+    assert together.machines.failure() == lost
+
+
+def test_all_leave_together(together):
+    assert together.comes(1, 1, 1, 1, elastic=False) == ""
+    together.reports(ended=True)
+    together.after(1)
+    assert not together.machines.may_leave()  # machine 2 has not come
+    assert together.comes(2, 1, 1, 1, elastic=False) == ""
+    together.reports(ticket=2, ended=True)
+    together.after(1)
+    assert together.machines.may_leave()
+
+
+def until(holds):
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_link_to_machine_0():
+    store = dist.HashStore()
+    link = Link(store, 7, 60.0)
+    assert (link.failure(), link.may_leave()) == (None, False)
+    link.tell_failure("rank 1 ended with exit code 3")
+
+    def reported():
+        return json.loads(store.get("report 7"))
+
+    until(lambda: reported()["failure"])
+    assert (reported()["failure"], reported()["ended"]) == ("rank 1 ended with exit code 3", True)
+    store.set("job", json.dumps({"beat": 1, "failure": "machine 2: gone", "end": None}))
+    until(link.failure)
+    assert (link.failure(), link.may_leave()) == ("machine 2: gone", False)
+    store.set("job", json.dumps({"beat": 2, "failure": None, "end": 0}))
+    until(link.may_leave)
+    link.close(0)
+
+
+def gone(*names):
+    return Mock(**{f"{name}.side_effect": RuntimeError for name in names})
+
+
+def test_machine_0_has_gone():
+    link = Link(gone("set"), 7, 60.0)
+    until(lambda: link.is_closed)
+    assert link.failure() == "machine 0 no longer answers"
+    link = Link(gone("set"), 7, 60.0)
+    until(link.may_leave)
+    assert link.failure() is None  # its ranks have ended, and machine 0 has left as well
+    with pytest.raises(UsageError, match="ended before machine 0 let this machine in"):
+        arrive(gone("add"), 1, [1, 1], False, {})
+
+
+def test_machine_0_does_not_answer(monkeypatch):
+    link = Link(dist.HashStore(), 7, 60.0)
+    link.heard -= 61
+    assert link.failure() == "lost the other ranks: machine 0 has not answered for 61 s"
+    link.close(1)

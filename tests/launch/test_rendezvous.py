@@ -1,0 +1,204 @@
+"""Several machines meet: who gets to the store of machine 0, and what is said where not."""
+
+import errno
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.launch import rendezvous
+from ddp_from_scratch.launch.rendezvous import Rendezvous, StrangerError
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def port(monkeypatch):
+    """A free one. All machines have the same secret."""
+    monkeypatch.setenv("DDP_SECRET", "known to all machines")
+    with socket.create_server((HERE, 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def machine(port):
+    """Opens machine `node_rank` of a job, in this process."""
+    opened = []
+
+    def open_one(node_rank, timeout=30.0):
+        opened.append(Rendezvous(node_rank, HERE, port, timeout))
+        return opened[-1]
+
+    yield open_one
+    for one in reversed(opened):
+        one.close()
+
+
+def refusal(open_one, *arguments, **named):
+    with pytest.raises(UsageError) as error:
+        open_one(*arguments, **named)
+    return str(error.value)
+
+
+def test_a_port_that_is_taken(machine, port):
+    machine(0)
+    assert refusal(machine, 0) == (
+        f"port {port} is in use on machine 0: choose another with --master-port, on every machine"
+    )
+
+
+def listening_at(port):
+    """The addresses at which somebody listens on it."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, number = local.partition(":")
+            if state == "0A" and int(number, 16) == port:
+                found.append(address)
+    return found
+
+
+def test_machine_0_listens_on_its_address_alone_and_lets_no_stranger_in(machine, port, monkeypatch):
+    machine(0)
+    assert listening_at(port) == ["0100007F"]
+    with socket.create_connection((HERE, port)) as stranger, suppress(ConnectionError):
+        stranger.sendall(b"x" * 30)  # as many bytes as a greeting has
+        assert stranger.recv(1) == b""
+    monkeypatch.setenv("DDP_SECRET", "not the secret of this job")
+    assert refusal(machine, 1) == (
+        f"127.0.0.1:{port} does not answer as machine 0 does: it does not have the same "
+        f"DDP_SECRET. Check DDP_SECRET, --master-addr and --master-port"
+    )
+
+
+def test_machine_0_prints_a_secret_where_it_has_none(machine, monkeypatch, capfd):
+    monkeypatch.setenv("DDP_SECRET", "short")
+    told = "DDP_SECRET must have 16 characters or more, got 5: "
+    assert refusal(machine, 1).startswith(told)
+    monkeypatch.delenv("DDP_SECRET")
+    machine(0)
+    secret = capfd.readouterr().err.strip().rpartition("export DDP_SECRET=")[2]
+    assert len(secret) == 32
+    assert refusal(machine, 1).startswith("DDP_SECRET is not set: machine 0 printed one")
+    monkeypatch.setenv("DDP_SECRET", secret)
+    machine(1)
+
+
+def test_a_machine_0_that_does_not_answer_is_one_line_in_time(machine, port, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_RETRY_S", 0.01)
+    absent = (
+        "machine 0 did not answer at 127.0.0.1:{} within 0.2 s ({}): start the command with "
+        "--node-rank 0 there, and check --master-addr, --master-port and the firewall"
+    )
+    told = refusal(machine, 1, timeout=0.2)
+    assert told == absent.format(port, "Connection refused")
+    with socket.create_server((HERE, port)):
+        told = refusal(machine, 1, timeout=0.2)
+        assert told == absent.format(port, "timed out")
+
+
+# The proof that two machines know the same secret, on one end of a connection and on the other ----
+
+
+@pytest.fixture
+def pair():
+    one, other = socket.socketpair()
+    with one, other:
+        yield one, other
+
+
+def in_a_thread(function, connection, *arguments):
+    """What it raised, once it has ended and so closed the connection."""
+    raised = []
+
+    def run():
+        try:
+            function(connection, *arguments)
+        except (StrangerError, OSError) as error:
+            raised.append(error)
+        finally:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+
+    threading.Thread(target=run, daemon=True).start()
+    return raised
+
+
+def prove(connection):
+    rendezvous.prove(connection, b"secret", time.monotonic() + 5.0)
+
+
+class Tapped:
+    """A socket whose words somebody writes down."""
+
+    def __init__(self, connection):
+        self.connection, self.heard = connection, []
+
+    def sendall(self, data):
+        self.heard.append(data)
+        self.connection.sendall(data)
+
+    def recv(self, size):
+        return self.connection.recv(size)
+
+    def settimeout(self, seconds):
+        self.connection.settimeout(seconds)
+
+
+def test_both_know_the_secret_which_is_of_no_use_to_who_has_heard_it(pair):
+    one, other = Tapped(pair[0]), pair[1]
+    thread = threading.Thread(target=rendezvous.check, args=(other, b"secret"))
+    thread.start()
+    prove(one)
+    thread.join()
+    pair[0].sendall(b"what follows")
+    assert other.recv(100) == b"what follows"
+
+    first, second = socket.socketpair()
+    with first, second:
+        raised = in_a_thread(rendezvous.check, second, b"secret")
+        for data in one.heard:
+            first.sendall(data)
+        assert len(first.recv(1000)) == len(rendezvous._GREETING) + 32
+        assert first.recv(1000) == b""
+        assert isinstance(raised[0], StrangerError)
+
+
+def test_a_machine_0_that_does_not_know_it_is_refused(pair):
+    """It lets everybody in, and would be told addresses."""
+
+    def pretend(connection):
+        connection.recv(1000)
+        connection.sendall(rendezvous._GREETING + bytes(32))
+        proof = connection.recv(1000)
+        connection.sendall(proof)  # the other direction's is another
+
+    in_a_thread(pretend, pair[1])
+    with pytest.raises(StrangerError, match="DDP_SECRET"):
+        prove(pair[0])
+
+
+def test_an_error_that_passes_leaves_the_gate_open(pair):
+    inside, store = pair
+    store.settimeout(5.0)
+    passing = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError()]
+
+    class Listener(socket.socket):
+        def accept(self):
+            if passing:
+                raise passing.pop()
+            return super().accept()
+
+    with Listener() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        rendezvous.forward(listener, lambda visitor: inside)
+        with socket.create_connection(listener.getsockname()) as visitor:
+            visitor.sendall(b"in")
+            assert store.recv(100) == b"in"
+        listener.shutdown(socket.SHUT_RDWR)
