@@ -41,13 +41,6 @@ class BufferSync(Extension):
     Buffers are launched behind the last bucket, and written when every bucket has landed. With a
     hook, `before_forward` or `after_forward` calls the hook instead. Inside `join()`, `in_join`
     sends them before forward: the ranks agree in each step on the rank to send from.
-
-    Args:
-        module: the owner of the buffers; they are looked up again each time.
-        ignore: names of buffers that are left alone.
-
-    Attributes:
-        enabled, hook: changed by `enable` and `set_hook`.
     """
 
     def __init__(
@@ -77,33 +70,24 @@ class BufferSync(Extension):
             check_buffers(self._module, self._ignore)
         self.enabled = enabled
 
-    def set_hook(self, hook: BufferHook | None) -> None:
-        """Lets a hook synchronise buffers in place of rank 0's; None removes the hook."""
-        self.hook = hook
-
     def set_joining(self, joining: bool) -> None:
-        """Leaves the sending to `in_join` while `joining` is True."""
         self._joining = joining
 
     def will_send(self) -> bool:
-        """True if there are buffers to synchronise, with or without a hook."""
         return self.enabled and bool(self.named())
 
     # At the end of a backward pass --------------------------------------------------------------
 
     def on_all_launched(self) -> None:
-        """Launches rank 0's buffers. Collective."""
         # At the end of backward, not before forward as in torch's DDP: a forward pass may be one
         # rank's own (an evaluation). Forward passes in training find the same buffers either way.
         if self.enabled and self.hook is None and not self._joining:
             self._launch(0)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Writes the received buffers."""
         self._finish()
 
     def on_abort(self) -> None:
-        """Forgets buffers under way."""
         self._sent, self._futures = [], []
 
     @torch.no_grad()
@@ -173,11 +157,7 @@ class BufferSync(Extension):
             self._run(self.hook)
 
     def after_forward(self, averages: bool) -> None:
-        """Calls a hook that is due after forward. Collective, as the hook is.
-
-        Args:
-            averages: True if this forward pass is followed by an average.
-        """
+        """Calls a hook that is due after forward. Collective, as the hook is."""
         if self.hook is not None and not self.hook.before and self._hook_is_due and self.enabled:
             self._run(self.hook)
         self._hook_is_due = averages
@@ -188,7 +168,6 @@ class BufferSync(Extension):
         send_tensors(buffers, src, self._process_group)
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers that are synchronised, by name."""
         return {n: b for n, b in self._module.named_buffers() if n not in self._ignore}
 
     def _run(self, hook: BufferHook) -> None:

@@ -48,7 +48,6 @@ class FusedWgrad(Extension):
     """
 
     def attach(self, reducer: CoreReducer) -> None:
-        """Replaces the forward of the layers."""
         super().attach(reducer)
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Claimed and not arrived yet: a second gradient of the parameter must not overwrite it.
@@ -60,16 +59,10 @@ class FusedWgrad(Extension):
                 self._layers.append(layer)
 
     def index_of(self, parameter: torch.Tensor | None) -> int | None:
-        """Returns the parameter's index; None for a tensor that is not the Reducer's."""
         return self._index_of.get(id(parameter))
 
     def window(self, index: int | None, accumulation: Any) -> torch.Tensor | None:
-        """Returns the window to write a gradient to, if it may be written there.
-
-        Args:
-            index: the parameter's.
-            accumulation: the node of the graph that will get the gradient.
-        """
+        """Returns the window to write a gradient to; None if it may not be written there."""
         if index is None or index in self._claimed or not _will_run(accumulation):
             return None
         reducer: CoreReducer | None = self._of()
@@ -84,7 +77,6 @@ class FusedWgrad(Extension):
         return window
 
     def on_gradient(self, index: int) -> None:
-        """Notes that the gradient of this parameter is in `.grad`."""
         self._claimed.discard(index)
 
     def on_forward(self) -> None:
@@ -94,7 +86,7 @@ class FusedWgrad(Extension):
             self._claimed.clear()
 
     def remove(self) -> None:
-        """Gives the layers their own forward back. Idempotent."""
+        """Idempotent."""
         # Graphs that are still alive get no window any more.
         self._of = lambda: None
         for layer in self._layers:

@@ -63,7 +63,6 @@ class Several(Extension):
     """Launches the Reducer's buckets behind those of the Reducers before it, and ends with them."""
 
     def attach(self, reducer: CoreReducer) -> None:
-        """Begins with no pass."""
         super().attach(reducer)
         # Alone it has not watched for exceptions (`on_break`).
         reducer.broken_off = reducer.pass_number != IDLE and not reducer.is_in_pass()
@@ -71,7 +70,6 @@ class Several(Extension):
         self._ahead: tuple[int, dict[CoreReducer, int]] = (IDLE, {})
 
     def may_launch(self) -> bool:
-        """True if the Reducers that come first in this pass have launched all their buckets."""
         reducer, everyone = self._of(), living()
         if len(everyone) < 2:
             return True
@@ -96,7 +94,6 @@ class Several(Extension):
         return fixed or not any(r.layers_communicate() and _takes_part(r) for r in everyone)
 
     def takes_over_end(self) -> bool:
-        """Ends the pass for all Reducers in it."""
         reducer, everyone = self._of(), living()
         if reducer.broken_off:
             return False
@@ -118,11 +115,9 @@ class Several(Extension):
         return True
 
     def before_end(self) -> None:
-        """Forgets who was ahead."""
         self._ahead = (IDLE, {})
 
     def on_break(self, number: int) -> None:
-        """Breaks off the pass of a Reducer that had joined this one's."""
         self._ahead = (IDLE, {})
         for other in living():
             if _is_running(other) and other.pass_number == number:

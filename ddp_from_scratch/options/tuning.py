@@ -39,34 +39,24 @@ SURE = 0.6
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to launch buckets.
+    """A way to launch buckets."""
 
-    Attributes:
-        bucket_cap_mb: see `bucket_caps`.
-        overlap: True launches buckets during backward, False at its end.
-    """
-
-    bucket_cap_mb: float | Sequence[float]
-    overlap: bool
+    bucket_cap_mb: float | Sequence[float]  # see `bucket_caps`
+    overlap: bool  # True launches buckets during backward, False at its end
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The candidate of one average; `counted` is True if its time counts."""
+    """The candidate of one average."""
 
     candidate: Candidate
-    counted: bool
+    counted: bool  # its time counts
 
 
 def candidates(
     layouts: Mapping[float | tuple[float, ...], Sequence[Hashable]], overlap: bool
 ) -> list[list[Candidate]]:
-    """Lists the candidates to choose from, for each layout.
-
-    Args:
-        layouts: the buckets that each cap leads to.
-        overlap: True if buckets may be launched during backward.
-    """
+    """Lists the candidates to choose from, for each layout: the buckets that a cap leads to."""
     # Caps that lead to the same buckets are one candidate; the preferred cap comes first.
     first: dict[tuple[Hashable, ...], float | tuple[float, ...]] = {}
     for cap, buckets in layouts.items():
@@ -79,15 +69,7 @@ def candidates(
 
 
 def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[Trial]:
-    """Plans the coming averages: in a round each candidate is tried twice.
-
-    Args:
-        groups: the candidates of each layout, as `candidates` returns them.
-        rounds: each layout has one turn in each round.
-
-    Returns:
-        The trials in order; none if there is only one candidate.
-    """
+    """Plans the coming averages: a round tries each candidate twice. None for a single one."""
     if sum(map(len, groups)) == 1:
         return []
     found: list[Trial] = []
@@ -125,16 +107,10 @@ def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
 
 
 class BucketTuning(Extension):
-    """Tries buckets of several sizes in the first averages, and keeps the fastest.
-
-    Attributes:
-        present: the candidate of the next average.
-        settled: True once `present` is final.
-    """
+    """Tries buckets of several sizes in the first averages, and keeps the fastest."""
 
     def attach(self, reducer: CoreReducer) -> None:
-        """Begins with the default layout."""
-        self.settled = False
+        self.settled = False  # `present` is not final
         self.present = Candidate(DEFAULT, reducer.overlap)
         super().attach(reducer)
         # The order that the present layout was made for. A new order means new buckets, made by the
@@ -150,7 +126,6 @@ class BucketTuning(Extension):
         self._last = math.nan
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Prepares the next average: the next candidate, or the best one for good."""
         if self.settled:
             return
         # The Reducer has just laid out the buckets again, so the time of this step is of no use.
@@ -173,7 +148,6 @@ class BucketTuning(Extension):
             self._apply(self._trial.candidate, order)
 
     def check_hook(self, hook: CommHook) -> None:
-        """Raises if `hook` may not be used while buckets are still laid out in different ways."""
         # A hook that remembers a bucket by its index (torch's PowerSGD does) would take it for
         # another. The hooks of this package remember parameters.
         if not self.settled and not comm_hooks.is_ours(hook):

@@ -30,9 +30,6 @@ class Unused(Extension):
         find_unused: True if any parameter may be unused in any pass.
         static: True if every pass is as the first.
         skip: True skips a bucket of which this rank has used none since the last average.
-
-    Attributes:
-        is_static: see `static`.
     """
 
     def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
@@ -48,7 +45,6 @@ class Unused(Extension):
         self._unforeseen: set[int] = set()
 
     def attach(self, reducer: CoreReducer) -> None:
-        """Notes the gradients that are there already."""
         super().attach(reducer)
         self._count = len(reducer.parameters)
         # Parameters whose `.grad` is older than the Reducer. No hook of ours has seen it, and other
@@ -69,18 +65,16 @@ class Unused(Extension):
 
     @property
     def hides_parameters(self) -> bool:
-        """True if a graph that was walked hides parameters in a reentrant checkpoint."""
         return self._graphs.hides_parameters
 
     def will_run(self) -> bool:
-        """True if the pass that autograd is executing goes through a forward pass of the module."""
         return self._graphs.will_enter()
 
     def set_static(self) -> None:
         """Makes the graph static from the next pass on. Idempotent."""
         if not self.is_static:
             # Passes before this one may have had another graph.
-            self._graphs.forget()
+            self._graphs.last = None
             self.is_static, self._static = True, StaticGraph(self._count)
             self._update()
 
@@ -90,7 +84,6 @@ class Unused(Extension):
             self._graphs.on_forward(outputs, as_before=self.is_static)
 
     def on_forwarded(self, outputs: object) -> None:
-        """Looks for parameters that this forward pass does not use."""
         self.prepare(outputs)
 
     def _on_enter(self, unreached: set[int]) -> None:
@@ -104,19 +97,15 @@ class Unused(Extension):
             reducer.launch_full_buckets(early=True)
 
     def on_gradient(self, index: int) -> None:
-        """Records a gradient, also one under `no_sync()`: those are averaged later."""
         self._used.add(index)
 
     def is_complete(self, index: int) -> bool:
-        """Counts a gradient of a synchronised pass; True if it is its parameter's last."""
         return self._static is None or self._static.count(index)
 
     def skips(self, bucket: Bucket) -> bool:
-        """True if this rank has used none of a bucket's parameters since the last average."""
         return self._skip and self._has_agreed and self._used.isdisjoint(bucket.members)
 
     def before_end(self) -> None:
-        """Marks all parameters without a gradient in this pass as unused."""
         if self._of().may_be_unused:
             self._of().mark_unused(range(self._count))
 
@@ -158,7 +147,6 @@ class Unused(Extension):
         return used | inherited
 
     def error(self) -> RuntimeError | None:
-        """Returns an error if the backward pass differs from the first one of a static graph."""
         if self._static is None:
             return None
         differences = self._static.end_pass()
@@ -185,7 +173,6 @@ class Unused(Extension):
     on_set_step = on_abort
 
     def remove(self) -> None:
-        """Ignores all graphs from now on, also those still alive."""
         self._graphs.stop()
 
 
@@ -263,15 +250,10 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 class _Forward:
-    """The leaves that the graph of one forward pass reaches.
-
-    Attributes:
-        reached: indices of the Reducer's parameters; None means unknown.
-        others: all other leaves.
-    """
+    """The leaves that the graph of one forward pass reaches."""
 
     def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor] = ()) -> None:
-        self.reached = reached
+        self.reached = reached  # indices of the Reducer's parameters; None means unknown
         self.others = [weakref.ref(leaf) for leaf in others]
 
 
@@ -299,7 +281,7 @@ class GraphWatch:
         # goes backward disappears with its graph.
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         # The record of the last walk. A static graph uses it again instead of another walk.
-        self._last: _Forward | None = None
+        self.last: _Forward | None = None
         self._stopped = False
 
     @property
@@ -310,9 +292,7 @@ class GraphWatch:
     def on_forward(self, outputs: object, as_before: bool = False) -> None:
         """Walks from all tensors in `outputs`, and puts a hook on the node of each.
 
-        Args:
-            outputs: the return value of the module.
-            as_before: True takes the result of the last walk: the graph is static.
+        With `as_before` it takes the result of the last walk: the graph is static.
         """
         # Inside a transform of torch.func nothing is accumulated in `.grad`, and the graph does not
         # lead to the parameters themselves.
@@ -322,30 +302,23 @@ class GraphWatch:
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         if not nodes:
             return
-        if self._last is None or not as_before:
+        if self.last is None or not as_before:
             with torch.profiler.record_function("search_unused_parameters"):
                 leaves = reached(tensors)
-            self._last = self._record(leaves)
-        forward = self._last
+            if leaves is None:
+                self.last = _Forward(None)
+            else:
+                known = self._index_of
+                ours = {known[id(leaf)] for leaf in leaves if id(leaf) in known}
+                self.last = _Forward(ours, (leaf for leaf in leaves if id(leaf) not in known))
+        forward = self.last
         self._forwards.add(forward)
         for node in nodes:
             # A strong reference would keep a Reducer alive for as long as some graph is.
             node.register_prehook(partial(_enter, weakref.ref(self), forward))
 
-    def forget(self) -> None:
-        """Forgets the last walk: the next forward pass is walked in any case."""
-        self._last = None
-
     def will_enter(self) -> bool:
-        """True if the pass that autograd is executing goes through a forward pass of the module."""
         return any(self._accumulates(f.reached or set(), f) for f in self._forwards)
-
-    def _record(self, leaves: list[torch.Tensor] | None) -> _Forward:
-        if leaves is None:
-            return _Forward(None)
-        known = self._index_of
-        ours = {known[id(leaf)] for leaf in leaves if id(leaf) in known}
-        return _Forward(ours, (leaf for leaf in leaves if id(leaf) not in known))
 
     def stop(self) -> None:
         """Stops calling `on_enter`, whatever graphs are still alive. Idempotent."""

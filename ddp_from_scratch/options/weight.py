@@ -46,7 +46,6 @@ class GradientWeight:
 
     @cached_property
     def _agreed(self) -> tuple[float, float]:
-        """The sum of all amounts and that of their squares."""
         self._work.wait()
         total, squares = self._sums.tolist()
         if math.isnan(total):

@@ -188,7 +188,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         # When the wrapper goes, its hooks go too: the module may live on, or be wrapped again. So
         # nothing here may hold a reference to the wrapper.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
-        self.buffer_sync.set_hook(buffer_hook)
+        self.buffer_sync.hook = buffer_hook
         self._joinable = JoinableReducer(self.reducer)
         if self.mixed_precision is not None:
             hook = internals.hook_for(self.mixed_precision)
@@ -409,7 +409,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     ) -> None:
         """Synchronises buffers with `hook(state, {name: buffer})`, by default after forward."""
         before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
-        self.buffer_sync.set_hook(BufferHook(state, hook, before))
+        self.buffer_sync.hook = BufferHook(state, hook, before)
 
     def _default_broadcast_coalesced(
         self,
