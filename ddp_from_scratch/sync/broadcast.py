@@ -103,7 +103,6 @@ def _check_same_model(
 
 
 def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
-    """Describes each parameter and buffer in one line, in order."""
     sparse = sparse_parameters(module)
 
     def line(kind: str, name: str, tensor: torch.Tensor) -> str:

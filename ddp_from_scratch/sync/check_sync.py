@@ -144,7 +144,6 @@ class DriftCheck(Extension):
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compares this optimizer's state, too, from now on. Idempotent."""
         self._optimizers[optimizer] = None
 
     def on_set_step(self) -> None:
@@ -152,7 +151,7 @@ class DriftCheck(Extension):
         self._optimizers.clear()
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Compares ranks if a check is due, but for one without data in `join()`. Collective."""
+        """Compares ranks if a check is due, but for one without data in `join()`."""
         # Here every rank is known to take part. A forward pass or a step may be one rank's own.
         is_due, self._is_due = self._is_due, False
         if not is_due and iteration % self._every:
@@ -199,7 +198,7 @@ class _Held:
 
 
 def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the dense tensors and numbers in an optimizer's state, as tensors."""
+    """Yields the dense tensors and numbers in a state, as tensors."""
     if isinstance(state, torch.Tensor):
         if state.layout == torch.strided:
             yield key, state

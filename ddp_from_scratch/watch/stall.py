@@ -69,11 +69,7 @@ class StallWatch(Extension):
     The thread ends with the Reducer, with the process group, or with the process.
 
     Args:
-        after: seconds.
         progress: a bound method that returns the Reducer's position, held weakly.
-
-    Raises:
-        ValueError: `after` is not a positive number.
     """
 
     def __init__(
@@ -213,7 +209,6 @@ _ENDED, _STOPPED = "its process has ended", "its process is stopped (SIGSTOP)"
 
 
 def _process_in_words(store: dist.Store, rank: int) -> str | None:
-    """Tells the state of a rank's process; None on another machine."""
     if not store.check([f"process {rank}"]):
         return None
     machine, pid, started = json.loads(store.get(f"process {rank}"))

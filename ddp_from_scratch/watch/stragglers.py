@@ -38,7 +38,6 @@ class StragglerReport:
 
     @property
     def steps(self) -> int:
-        """The number of steps."""
         return self.last - self.first + 1
 
     def __str__(self) -> str:
@@ -142,15 +141,10 @@ class StragglerWatch(Recorder):
     of the next. They are gathered after `every` steps, in one collective more.
 
     Args:
-        every: the number of averages from one report to the next.
-        device: the device of the parameters. On a GPU its own events are compared, not the host's.
-        process_group: the ranks that are compared; None means all.
+        device: of the parameters. On a GPU its own events are compared, not the host's.
         layers_communicate: returns True if forward and backward hold waits for other ranks
             (synchronised batch norm). Then data and optimizer alone are compared.
         tell: called with each report, on every rank. By default rank 0 prints it to standard error.
-
-    Raises:
-        ValueError: `every` is no whole number of 1 or more.
     """
 
     def __init__(
@@ -196,8 +190,11 @@ class StragglerWatch(Recorder):
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._process_group))]
         dist.all_gather(everyone, own, group=self._process_group)
         only = ("data", "optimizer") if self._layers_communicate() else WORK
-        tell = self._tell or self._print
-        tell(compare(torch.stack(everyone).cpu(), iteration, only))
+        report = compare(torch.stack(everyone).cpu(), iteration, only)
+        if self._tell is not None:
+            self._tell(report)
+        elif dist.get_rank(self._process_group) == 0:
+            print(report, file=sys.stderr, flush=True)
 
     def _seconds(self, step: StepMarks) -> list[float]:
         found = phases(step.events)
@@ -206,7 +203,3 @@ class StragglerWatch(Recorder):
         for (phase, _), begin, end in zip(found, times, times[1:], strict=False):
             seconds[phase] += end - begin
         return list(seconds.values())
-
-    def _print(self, report: StragglerReport) -> None:
-        if dist.get_rank(self._process_group) == 0:
-            print(report, file=sys.stderr, flush=True)
