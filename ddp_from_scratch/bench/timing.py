@@ -31,11 +31,8 @@ def interleave(
     `WARM_UP` rounds before the first are not counted (torch's DDP and ours rebuild their buckets in
     the first, allocators settle). Whatever slows the machine for a while slows all alike.
 
-    Args:
-        contenders: take turns.
-        rounds: gives the next round when the one before is over, so that it may count or look at
-            the clock (`rounds_for`); must end alike on all ranks.
-        device: synchronized at both ends of a step.
+    `rounds` gives the next round when the one before is over, so that it may count or look at the
+    clock (`rounds_for`); it must end alike on all ranks.
     """
     order = np.random.default_rng(0)  # the same on every rank
     for turn in range(WARM_UP):
@@ -46,7 +43,6 @@ def interleave(
     cpu_times: list[list[float]] = [[] for _ in contenders]
     # Times stay on their rank until the end: sending them in between would disturb the next step.
     for turn in rounds:
-        # A new order each round: no contender always comes after the same one.
         for index in order.permutation(len(contenders)):
             _seed(WARM_UP + turn)
             dist.barrier()  # all begin together; each ends by itself
@@ -132,8 +128,7 @@ def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> Non
             continue
         expected = dict(first.model.named_parameters())
         for name, parameter in contender.model.named_parameters():
-            # Where the start was not kept, how far training has gone is unknown: elements are
-            # compared.
+            # How far training has gone is unknown, so elements are compared.
             if not torch.allclose(parameter, expected[name], rtol=1e-3, atol=1e-5):
                 raise _differ((contender.name, first.name), name)
 
@@ -148,12 +143,7 @@ def check_distance(
 ) -> None:
     """Raises a RuntimeError if two trained models are farther apart than part of their way.
 
-    Args:
-        names: of the two, for the text.
-        some: parameters of the first.
-        others: parameters of the second.
-        start: those from which both have come.
-        tolerance: the part.
+    Their names are for the text. Both have come from the parameters in `start`.
     """
     others = list(others)
     moved, apart = _distance(others, start), _distance(some, others)
