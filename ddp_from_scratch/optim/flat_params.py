@@ -33,8 +33,6 @@ class FlatParams:
     a matrix product differently, and a step may round other elements as its last ones.
 
     Attributes:
-        group: the index of their parameter group.
-        parameters: the members' parameters.
         gradient, gradients: the part of the bucket's buffer for the run, and its windows: one for
             the `.grad` of each member.
         flat, places: the flat tensor, and its windows: one for the `.data` of each member.
@@ -188,7 +186,6 @@ class FlatParams:
         return columns
 
     def count(self, stretches: Sequence[Stretch]) -> None:
-        """Adds 1 to the "step" of these members, if their state has one."""
         if "step" in self._state:
             for first, last, _ in stretches:
                 self._state["step"][0][first:last].add_(1)

@@ -34,8 +34,7 @@ def aligned_blocks(part: range) -> list[Block]:
     """Returns the fewest nodes of the tree that make up these shards, in order."""
     blocks, start = [], part.start
     while start < part.stop:
-        # The lowest set bit of `start` is the largest size that it is a multiple of. 0 is one of
-        # every size.
+        # The lowest set bit of `start` is the largest size that divides it; every size divides 0.
         size = start & -start or 1 << part.stop.bit_length()
         while start + size > part.stop:
             size //= 2
@@ -70,5 +69,4 @@ class PartialSums(Generic[T]):
         return iter(sorted(self._values.items(), key=lambda item: item[0]))
 
     def clear(self) -> None:
-        """Drops all sums."""
         self._values.clear()

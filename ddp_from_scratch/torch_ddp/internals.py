@@ -212,15 +212,14 @@ class WrappedReducer(Reducer):
         self.prepare_backward(outputs)
 
     def _rebuild_buckets(self) -> bool:
-        """Returns False: here buckets are only laid out again at the end of an average."""
-        return False
+        return False  # buckets are only laid out again at the end of an average
 
 
 class CopiedReducer(WrappedReducer):
     """The Reducer of a copy, which one rank may make alone."""
 
     def _meets(self) -> bool:
-        """Returns False: sharing memory takes all ranks. They meet when the copy first averages."""
+        # Sharing memory takes all ranks. They meet when the copy first averages.
         return False
 
 

@@ -128,9 +128,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             broadcast_buffers = True
         else:
             instead = "forward_sync_buffers is for forward passes alone"
-            warnings.warn(
-                f"broadcast_buffers is deprecated; {instead}", FutureWarning, stacklevel=2
-            )
+            text = f"broadcast_buffers is deprecated; {instead}"
+            warnings.warn(text, FutureWarning, stacklevel=2)
         self.module = module
         self.process_group = internals.chosen_group(module, process_group, device_mesh)
         self.device_mesh = device_mesh
@@ -181,7 +180,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._build(WrappedReducer)
 
     def _build(self, kind: type[WrappedReducer], buffer_hook: BufferHook | None = None) -> None:
-        """Makes the parts that know the process group. A copy of this module makes its own."""
+        # The parts that know the process group. A copy of this module makes its own.
         self.reducer = kind(
             self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
         )
@@ -470,9 +469,8 @@ internals.derive_in_name_alone(torch.nn.parallel.DistributedDataParallel, Distri
 
 
 def _add_prefix(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets the wrapper load the state dict of the bare module, too."""
     inside = [key for key in state_dict if key.startswith(prefix)]
-    # A wrapper's own keys begin with `module.`, those of a bare module do not.
+    # The keys of the bare module, which is loaded too, do not begin with `module.`.
     if not any(key.startswith(f"{prefix}module.") for key in inside):
         for key in inside:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
