@@ -136,10 +136,7 @@ def reducer(timeline: bool = False, made: list[Reducer] | None = None, **setting
 def flat(at_once: bool = False, shared: bool = False, **settings: Any) -> Prepare:
     """A `Reducer` with these arguments, and this library's optimizer.
 
-    Args:
-        at_once: `backward_and_step()` in place of the two calls.
-        shared: one copy of parameters and state for a machine.
-        settings: of the Reducer.
+    `at_once` calls `backward_and_step()`; `shared` keeps one copy of parameters for a machine.
     """
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
@@ -210,9 +207,7 @@ CONTENDERS = [
     ContenderSpec(f"{TORCH}, ZeroRedundancyOptimizer", torch_zero, _TORCHS, ("adamw",)),
     # The ladder: each rung adds one idea to the one before.
     ContenderSpec(
-        "Reducer, one all-reduce per parameter",
-        reducer(bucket_cap_mb=0, overlap=False),
-        rung=True,
+        "Reducer, one all-reduce per parameter", reducer(bucket_cap_mb=0, overlap=False), rung=True
     ),
     ContenderSpec("Reducer, one flat bucket", reducer(**_FLAT_BUCKET), rung=True),
     ContenderSpec("Reducer, buckets at the end", reducer(overlap=False), rung=True),

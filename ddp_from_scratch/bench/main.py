@@ -99,11 +99,7 @@ def main(
 
 
 def parse(arguments: list[str], program: str, results: Path | None = None) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a value is out of its range, or does not go with another one.
-    """
+    """The command line. Raises a UsageError for wrong values."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=(__doc__ or "").format(program=program),
@@ -150,11 +146,7 @@ def _default_backends() -> list[str]:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """A job for each table.
-
-    Raises:
-        UsageError: a model is unknown, or its contenders do not fit into memory.
-    """
+    """A job for each table. Raises a UsageError for an unknown model, or too little memory."""
     found = []
     for nproc in options.nproc:
         for model in options.model:

@@ -59,7 +59,6 @@ def _medians(
     values: "Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
     random: np.random.Generator,
 ) -> "np.ndarray[tuple[int, ...], np.dtype[np.float64]]":
-    """Medians of samples drawn from these with replacement."""
     medians: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
     medians = np.median(random.choice(values, (_DRAWS, len(values))), axis=1)
     return medians
@@ -118,8 +117,7 @@ def disturbance(alone: Samples | None, others: float | None, ranks: int, cores: 
     may use so many `cores`.
     """
     if alone is not None and alone.cpu_milliseconds and ranks <= cores:
-        # Without communication a step computes all the time. Others may use cores that no rank
-        # needs.
+        # Without communication a step computes all the time. Cores may be free for others.
         pairs = zip(alone.milliseconds, alone.cpu_milliseconds, strict=True)
         ratio = statistics.median(wall / cpu for wall, cpu in pairs)
         if ratio > MOST_WALL:

@@ -56,8 +56,7 @@ def interleave(
             times[index].append(1e3 * (time.perf_counter() - began))
             cpu_times[index].append(1e3 * (cpu_ended - cpu_began))
     slowest = torch.tensor([times, cpu_times], dtype=torch.float64, device=device)
-    # Training goes on when the last rank has ended, so the slowest counts: in each round, not on
-    # the whole.
+    # Training goes on when the last rank has ended, so the slowest counts in each round.
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [
         Samples(c.name, milliseconds, cpu)
@@ -107,14 +106,11 @@ def _rounds(
 
 
 def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> None:
-    """Refuses to compare contenders that did not compute the same.
+    """Raises a RuntimeError for contenders that did not compute the same: no times to compare.
 
     Parameters must be equal over ranks to the bit, and over contenders up to the rounding of
     differently ordered sums: the distance between two contenders' parameters may be `tolerance` of
     how far training has moved them, where the start is known.
-
-    Raises:
-        RuntimeError: parameters differ, so the times cannot be compared.
     """
     # Without communication ranks diverge, as they must.
     synchronised = [c for c in contenders if c.name != NO_COMMUNICATION]

@@ -95,11 +95,7 @@ class Job:
 
 
 def measure(job: Job) -> dict[str, Any] | None:
-    """A rank's part: times the contenders. Returns the file's content on rank 0.
-
-    Raises:
-        RuntimeError: contenders did not compute the same.
-    """
+    """A rank's part: times the contenders. Returns the file's content on rank 0."""
     # One thread a rank: more would take the other ranks' cores.
     torch.set_num_threads(1)
     of = workload(job.model)
@@ -133,7 +129,6 @@ def measure(job: Job) -> dict[str, Any] | None:
 
 
 def _groups(job: Job, world: World) -> dict[str, dist.ProcessGroup]:
-    """Groups of all ranks, of the backends of the job's rows, beside the job's own."""
     groups: dict[str, dist.ProcessGroup] = {}
     # Sorted: making a group is collective, so all ranks make them in one order.
     for backend in sorted({spec.group for spec in job.rows if spec.group} - {world.backend}):
@@ -149,7 +144,6 @@ def _groups(job: Job, world: World) -> dict[str, dist.ProcessGroup]:
 def _make(
     job: Job, of: Workload, world: World, groups: dict[str, dist.ProcessGroup]
 ) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders, and the reasons of those that cannot train this model."""
     made: list[Contender] = []
     left_out: dict[str, str] = {}
     for spec in job.rows:
@@ -187,12 +181,9 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
 
 
 def check_memory(model: Workload, copies: int, nproc: int) -> None:
-    """Refuses copies that would not fit into memory, before a rank is started.
+    """Raises a UsageError for copies that would not fit into memory, before a rank is started.
 
     A copy of a model is taken for four times its parameters: these, momentum, gradients, buckets.
-
-    Raises:
-        UsageError: it does not fit into what is available.
     """
     # All contenders are in memory at once, since they take turns.
     needed = 4 * model.parameter_bytes * copies * nproc

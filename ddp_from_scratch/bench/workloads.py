@@ -44,10 +44,8 @@ class Workload:
 def workload(name: str) -> Workload:
     """The workload of a name: one of `WORKLOADS`, a model of torchvision, or "file.py:function".
 
-    The function returns a module and a batch, optionally a loss.
-
-    Raises:
-        UsageError: there is none, or the function failed or returned something else.
+    The function returns a module and a batch, optionally a loss. Raises a UsageError if there is
+    none, or if it failed or returned something else.
     """
     if name in WORKLOADS:
         return WORKLOADS[name]
