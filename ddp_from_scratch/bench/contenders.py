@@ -233,12 +233,8 @@ def rows(
 ) -> list[ContenderSpec]:
     """Rows of a table of these backends: each contender on each of them, named after both.
 
-    On a CPU torch's DDP on gloo, the reference, is always included.
-
-    Args:
-        backends: "nccl", or some of the others.
-        optimizer: of `OPTIMIZERS`.
-        chosen: by their names in `CONTENDERS`, beside the references; None means all but rungs.
+    `chosen` are names in `CONTENDERS`; None means all but rungs. On a CPU torch's DDP on gloo, the
+    reference, is always included.
     """
     reference = "nccl" if "nccl" in backends else "gloo"
     found = []

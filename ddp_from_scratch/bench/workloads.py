@@ -172,15 +172,11 @@ def text_batch(count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, 
 WORKLOADS = {
     # Much to send and little to compute: communication shows most.
     "mlp": Workload(
-        "MLP, 64 MB, batch 16",
-        _mlp,
-        lambda: (torch.randn(16, 1024), torch.randint(1024, (16,))),
+        "MLP, 64 MB, batch 16", _mlp, lambda: (torch.randn(16, 1024), torch.randint(1024, (16,)))
     ),
     # The same to send with more to compute: overlap has more to hide behind.
     "mlp64": Workload(
-        "MLP, 64 MB, batch 64",
-        _mlp,
-        lambda: (torch.randn(64, 1024), torch.randint(1024, (64,))),
+        "MLP, 64 MB, batch 64", _mlp, lambda: (torch.randn(64, 1024), torch.randint(1024, (64,)))
     ),
     # Small images: on a processor a step then takes a tenth of a second, and rounds are many.
     "resnet18": Workload(

@@ -30,12 +30,8 @@ class FlatParams:
     """A run: neighbours in a bucket that belong to one parameter group, in one flat tensor.
 
     Each member begins at a cache line, since torch allocates it so: at other addresses BLAS rounds
-    a matrix product differently, and a step may round other elements as its last ones.
-
-    Attributes:
-        gradient, gradients: the part of the bucket's buffer for the run, and its windows: one for
-            the `.grad` of each member.
-        flat, places: the flat tensor, and its windows: one for the `.data` of each member.
+    a matrix product differently, and a step may round other elements as its last ones. Windows of
+    `gradient` and of `flat` are the `.grad` and `.data` of members: `gradients` and `places`.
     """
 
     def __init__(

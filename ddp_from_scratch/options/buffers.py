@@ -21,8 +21,7 @@ class BufferHook(NamedTuple):
     """A hook that synchronises buffers in place of rank 0's."""
 
     state: Any
-    # Called with `state` and `{name: buffer}`; returns None, or futures for which the end of
-    # backward waits.
+    # Called with `state` and `{name: buffer}`; returns None, or futures to wait for.
     call: Callable[[Any, dict[str, torch.Tensor]], Any]
     before: bool  # a forward pass, not after it
 
@@ -61,11 +60,7 @@ class BufferSync(Extension):
         self._src = 0
 
     def enable(self, enabled: bool) -> None:
-        """Turns synchronisation on or off. Must be called on all ranks alike.
-
-        Raises:
-            ValueError: a buffer is expanded.
-        """
+        """On all ranks alike. Raises a ValueError for an expanded buffer."""
         if enabled:
             check_buffers(self._module, self._ignore)
         self.enabled = enabled
@@ -157,7 +152,6 @@ class BufferSync(Extension):
             self._run(self.hook)
 
     def after_forward(self, averages: bool) -> None:
-        """Calls a hook that is due after forward. Collective, as the hook is."""
         if self.hook is not None and not self.hook.before and self._hook_is_due and self.enabled:
             self._run(self.hook)
         self._hook_is_due = averages

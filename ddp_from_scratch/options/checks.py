@@ -27,9 +27,8 @@ class Checks(Extension):
 
     def __init__(self, snapshot: "ModuleSnapshot", ignore: Collection[str]) -> None:
         self._snapshot, self._ignore = snapshot, ignore
-        # Versions of all parameters, also frozen ones, at the beginning of the forward pass under
-        # way; None outside of one in training. Writes to `parameter.data` are missed: torch does
-        # not count them.
+        # Versions of all parameters as the forward pass under way began; None outside of one in
+        # training. Writes to `parameter.data` are missed: torch does not count them.
         self._before: list[int] | None = None
         self._written: dict[str, None] = {}  # by forward passes so far
         self._forwards = 0
@@ -145,8 +144,7 @@ class ModuleSnapshot:
         self._owned = self._ids()
 
     def _ids(self) -> list[int]:
-        # Comparing the ids of what submodules own is enough, and cheaper than collecting names in
-        # every forward pass.
+        # The ids of what submodules own: cheaper than collecting names in every pass.
         return [*map(id, chain.from_iterable(map(dict.values, self._tables)))]
 
     def looks_different(self, all_of_it: bool) -> bool:
@@ -165,11 +163,7 @@ class ModuleSnapshot:
         return now != (self._traits[1], self._devices)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the parameters that require a gradient, by name.
-
-        Raises:
-            ValueError: no parameter requires a gradient.
-        """
+        """By name. Raises a ValueError if no parameter requires a gradient."""
         found = {name: p for name, p in self.parameters.items() if p.requires_grad}
         if not found:
             raise ValueError("the module has no parameter that requires a gradient")

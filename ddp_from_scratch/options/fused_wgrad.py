@@ -80,13 +80,12 @@ class FusedWgrad(Extension):
         self._claimed.discard(index)
 
     def on_forward(self) -> None:
-        """Forgets the claims of a pass that an exception has ended."""
-        # Not inside of a backward pass, where checkpointed layers run forward again.
+        # Claims of a pass that an exception has ended. Not inside of a backward pass, where
+        # checkpointed layers run forward again.
         if self._claimed and torch._C._current_graph_task_id() == -1:
             self._claimed.clear()
 
     def remove(self) -> None:
-        """Idempotent."""
         # Graphs that are still alive get no window any more.
         self._of = lambda: None
         for layer in self._layers:
@@ -234,11 +233,6 @@ def _alias(window: torch.Tensor) -> torch.Tensor:
     return window.view_as(window)
 
 
-def _linear(layer: Any, input: torch.Tensor, fused: FusedWgrad) -> torch.Tensor:
-    output: torch.Tensor = _Linear.apply(input, layer.weight, layer.bias, fused)
-    return output
-
-
 def _embedding(layer: Any, tokens: torch.Tensor, fused: FusedWgrad) -> torch.Tensor:
     # Of 16-bit rows index_add_ rounds the sum once, and autograd after each row.
     exact = layer.weight.dtype in (torch.float32, torch.float64)
@@ -249,6 +243,6 @@ def _embedding(layer: Any, tokens: torch.Tensor, fused: FusedWgrad) -> torch.Ten
 
 
 _FUSED: dict[type, Callable[[Any, torch.Tensor, FusedWgrad], torch.Tensor]] = {
-    Linear: _linear,
+    Linear: lambda layer, input, fused: _Linear.apply(input, layer.weight, layer.bias, fused),
     Embedding: _embedding,
 }

@@ -98,6 +98,11 @@ class PowerSGDState:
                 left.append(parameter)
         return left
 
+    def forget_errors(self, parameters: list[torch.Tensor]) -> None:
+        """Drops the errors of these parameters, which were sent."""
+        for parameter in parameters:
+            del self._errors[parameter]
+
     def rescale(self, factor: float) -> None:
         """Multiplies the errors by `factor`: the loss scale has changed by as much."""
         for error in self._errors.values():
@@ -181,8 +186,7 @@ def _average_in_full(
     def finish() -> torch.Tensor:
         average: torch.Tensor = averaged.wait()
         if left and average.isfinite().all():
-            for parameter in left:  # all of it was sent
-                del state._errors[parameter]
+            state.forget_errors(left)
         state.iteration += bucket.is_last()
         return average
 

@@ -18,9 +18,8 @@ from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.options.unused import Unused
 
-# In the order in which they were made, which is the same on all ranks of a group. No list that weak
-# references take themselves out of: up to Python 3.11 the garbage collector may run while a list is
-# copied, and a copy of one that has become shorter holds what is no longer there.
+# In the order in which they were made, the same on all ranks of a group. No list of weak
+# references: up to Python 3.11 the garbage collector may run, and shorten it, while it is copied.
 _made: "weakref.WeakValueDictionary[int, CoreReducer]" = weakref.WeakValueDictionary()
 _count = itertools.count()
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -74,15 +73,14 @@ class Several(Extension):
         if len(everyone) < 2:
             return True
         unused = _unused(reducer) if reducer.may_be_unused else None
-        if unused is not None and unused.hides_parameters:
+        if unused is not None and unused.graphs.hides_parameters:
             # What the checkpoint hides is known at the end, and another Reducer's may be among it.
             return False
         if any(_is_inside(reducer, other) for other in everyone):
             return False  # another inner pass may add to these gradients
         number, ahead = self._ahead
         if number != reducer.pass_number:
-            # The graph decides, not which Reducers have begun: backward is not equally far on all
-            # ranks.
+            # By the graph, not by who has begun: backward is not equally far on all ranks.
             before = everyone[: everyone.index(reducer)] if reducer in everyone else []
             ahead = {other: other.iteration for other in before if _takes_part(other)}
             self._ahead = reducer.pass_number, ahead
@@ -152,5 +150,5 @@ def _takes_part(reducer: CoreReducer) -> bool:
     return (
         _is_running(reducer)
         or will_accumulate_any(reducer)
-        or (unused is not None and unused.will_run())
+        or (unused is not None and unused.graphs.will_enter())
     )

@@ -83,7 +83,6 @@ class SparseBucket(Bucket):
 
     @torch.no_grad()
     def launch(self, hook: object, state: object, aside: bool = False) -> None:
-        """Exchanges the numbers of rows. Calls no hook."""
         mine = torch.tensor(self._kind_and_rows, device=self._parameter.device)
         self._kinds = [
             torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))
@@ -105,11 +104,6 @@ class SparseBucket(Bucket):
         """Does nothing: the rows are gathered in `wait`."""
 
     def wait(self) -> None:
-        """Gathers the rows, if launched, and keeps the average. Idempotent.
-
-        Raises:
-            RuntimeError: on every rank: the gradient is sparse on some ranks and dense on others.
-        """
         if self._work is None or self._average is not None:
             return
         self._work.wait()
@@ -117,7 +111,7 @@ class SparseBucket(Bucket):
         # all ranks start it at the same place among the collectives.
         kinds, rows = torch.stack(self._kinds).t().tolist()
         found = {kind for kind in kinds if kind != _NONE}
-        if len(found) > 1:
+        if len(found) > 1:  # on every rank
             dense = [rank for rank, kind in enumerate(kinds) if kind == _DENSE]
             sparse = [rank for rank, kind in enumerate(kinds) if kind > 0]
             raise RuntimeError(
@@ -141,7 +135,6 @@ class SparseBucket(Bucket):
         self.reset()
 
     def reset(self) -> None:
-        """Idempotent, whatever has become of the launch."""
         self._work = self._average = None
         self._mine, self.state = (), BucketState.FILLING
         self.missing.update(self.members)
@@ -166,8 +159,7 @@ class SparseBucket(Bucket):
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))]
-        # An empty all-gather is not sent: the padded size is the same on every rank, so all leave
-        # it out.
+        # Not if it is empty: the padded size is the same on all ranks, so all leave it out.
         if mine.numel():
             dist.all_gather(parts, mine, group=self._process_group)
         return parts

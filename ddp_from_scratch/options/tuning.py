@@ -86,8 +86,7 @@ def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[
 def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
     """Returns the first candidate that is as good as the best; those with overlap come first.
 
-    Args:
-        times: seconds of each candidate's steps, in the order of `trials`; as many of each.
+    `times` are seconds of each candidate's steps, in the order of `trials`; as many of each.
     """
     # Each step is compared with the others of its round: a machine that is slow for a while slows
     # all of them alike. Medians, since an evaluation or a slow batch is in a step now and then.
@@ -113,8 +112,7 @@ class BucketTuning(Extension):
         self.settled = False  # `present` is not final
         self.present = Candidate(DEFAULT, reducer.overlap)
         super().attach(reducer)
-        # The order that the present layout was made for. A new order means new buckets, made by the
-        # Reducer.
+        # The order that the present layout was made for. A new one means new buckets.
         self._known_order = reducer.ready_order
         self._overlap = reducer.overlap
         # Trials still to come; None until the first average has ended. The plan depends on no
@@ -142,10 +140,17 @@ class BucketTuning(Extension):
             self._times[self._trial.candidate].append(now - self._last)
         self._last = now
         self._trial = self._ahead.pop(0) if self._ahead else None
-        if self._trial is None:
-            self._settle(order)
-        else:
+        if self._trial is not None:
             self._apply(self._trial.candidate, order)
+            return
+        if len(self._times) > 1:
+            device = self._of().device
+            times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
+            # The longest over ranks is the step's. From the same times all choose the same.
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._of().process_group)
+            self._times = dict(zip(self._times, times.tolist(), strict=True))
+            self._apply(choose(self._times), order)
+        self.settled = True
 
     def check_hook(self, hook: CommHook) -> None:
         # A hook that remembers a bucket by its index (torch's PowerSGD does) would take it for
@@ -155,17 +160,6 @@ class BucketTuning(Extension):
                 f'bucket_cap_mb="auto" has not settled, and the comm hook {hook!r} may remember '
                 f"buckets by their index, which it lays out anew: give bucket_cap_mb a number"
             )
-
-    def _settle(self, order: Sequence[str]) -> None:
-        if len(self._times) > 1:
-            device = self._of().device
-            times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
-            # The longest time over ranks is the step's time. From the same times every rank makes
-            # the same choice.
-            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._of().process_group)
-            self._times = dict(zip(self._times, times.tolist(), strict=True))
-            self._apply(choose(self._times), order)
-        self.settled = True
 
     def _apply(self, candidate: Candidate, order: Sequence[str]) -> None:
         if candidate.bucket_cap_mb != self.present.bucket_cap_mb:

@@ -25,11 +25,6 @@ class Unused(Extension):
     not reach are marked unused; the rest of them at its end. Ranks exchange the parameters that
     they have used: with `find_unused` in every average, with a static graph in the first, with
     `skip` in none.
-
-    Args:
-        find_unused: True if any parameter may be unused in any pass.
-        static: True if every pass is as the first.
-        skip: True skips a bucket of which this rank has used none since the last average.
     """
 
     def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
@@ -51,7 +46,7 @@ class Unused(Extension):
         # ranks may have none, but it is averaged like any other.
         self._inherited = {i for i, p in enumerate(reducer.parameters) if p.grad is not None}
         self._static = StaticGraph(self._count) if self.is_static else None
-        self._graphs = GraphWatch(reducer.parameters, self._on_enter)
+        self.graphs = GraphWatch(reducer.parameters, self._on_enter)
         self._update()
 
     def _update(self) -> None:
@@ -63,28 +58,20 @@ class Unused(Extension):
         """True if the set of used parameters may change from pass to pass."""
         return self.find_unused and not self.is_static
 
-    @property
-    def hides_parameters(self) -> bool:
-        return self._graphs.hides_parameters
-
-    def will_run(self) -> bool:
-        return self._graphs.will_enter()
-
     def set_static(self) -> None:
         """Makes the graph static from the next pass on. Idempotent."""
         if not self.is_static:
             # Passes before this one may have had another graph.
-            self._graphs.last = None
+            self.graphs.last = None
             self.is_static, self._static = True, StaticGraph(self._count)
             self._update()
 
     def prepare(self, outputs: object) -> None:
         """Looks for unused parameters in the graph of these tensors."""
         if self._of().may_be_unused:
-            self._graphs.on_forward(outputs, as_before=self.is_static)
+            self.graphs.on_forward(outputs, as_before=self.is_static)
 
-    def on_forwarded(self, outputs: object) -> None:
-        self.prepare(outputs)
+    on_forwarded = prepare
 
     def _on_enter(self, unreached: set[int]) -> None:
         """Marks unreached parameters unused, as a backward pass enters the graph of an output."""
@@ -164,8 +151,7 @@ class Unused(Extension):
 
     def on_abort(self) -> None:
         """Forgets all that ranks agreed on, and the gradients since the last average."""
-        # All of it: an average that failed may have ended on some ranks alone, and all must agree
-        # again in the same one.
+        # An average that failed may have ended on some ranks alone: all must agree again.
         self._used, self._used_by_any, self._has_agreed = set(), None, False
         if self._static is not None:
             self._static = StaticGraph(self._count)
@@ -173,7 +159,7 @@ class Unused(Extension):
     on_set_step = on_abort
 
     def remove(self) -> None:
-        self._graphs.stop()
+        self.graphs.stop()
 
 
 class StaticGraph:
@@ -261,14 +247,10 @@ class GraphWatch:
     """Walks the graph of each forward pass, and calls back when a backward pass enters it.
 
     `on_forward` walks from the module's outputs to the parameters. When a backward pass reaches one
-    of these outputs, `on_enter` is called with the indices of the parameters that get no gradient
-    in this pass. The set is empty if a walk met a reentrant checkpoint, which hides parameters.
-    `torch.autograd.grad` accumulates nothing in `.grad` and is not reported.
-
-    Args:
-        parameters: their indices are passed to `on_enter`.
-        on_enter: a bound method, held weakly. Called during the backward pass, before any gradient
-            of this graph is ready.
+    of these outputs, `on_enter`, a bound method, is called with the indices of the parameters that
+    get no gradient in this pass, before any gradient of this graph is ready. The set is empty if a
+    walk met a reentrant checkpoint, which hides parameters. `torch.autograd.grad` accumulates
+    nothing in `.grad` and is not reported.
     """
 
     def __init__(
@@ -318,6 +300,7 @@ class GraphWatch:
             node.register_prehook(partial(_enter, weakref.ref(self), forward))
 
     def will_enter(self) -> bool:
+        """True if the pass that autograd is executing goes through a forward pass of the module."""
         return any(self._accumulates(f.reached or set(), f) for f in self._forwards)
 
     def stop(self) -> None:

@@ -45,12 +45,7 @@ class Averaging(Protocol):
 
 
 class Shards(Extension):
-    """The shards of this rank, and the step that they are in.
-
-    Args:
-        count: V, the shards of a step on all ranks together.
-        windows: see `TreeReduction`.
-    """
+    """The shards of this rank, and the step that they are in; `count` on all ranks together."""
 
     def __init__(
         self, count: int, buffers: Callable[[], Mapping[str, torch.Tensor]], windows: bool

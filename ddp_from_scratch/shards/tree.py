@@ -46,8 +46,7 @@ def aligned_blocks(part: range) -> list[Block]:
 class PartialSums(Generic[T]):
     """A binary counter of sums: two siblings become their parent as soon as both are there.
 
-    Args:
-        add: returns the sum of two values, the one of lower shards first. May reuse their memory.
+    `add` gets the value of lower shards first, and may reuse the memory of both.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:

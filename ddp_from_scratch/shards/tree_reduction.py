@@ -87,11 +87,8 @@ class TreeReduction:
     """The partial sums of this rank's earlier shards, and the hook that averages over all shards.
 
     Sums have the dtype of the gradients: each node of the tree rounds once, so a sum of V shards
-    has log2 V roundings. The division by V is exact, but where a value becomes subnormal.
-
-    Args:
-        shards: V, a power of two.
-        windows: True if a gradient may be a window of a bucket already (`FusedWgrad`).
+    has log2 V roundings. The division by V is exact, but where a value becomes subnormal. With
+    `windows` a gradient may be a window of a bucket already (`FusedWgrad`).
     """
 
     def __init__(self, shards: int, windows: bool) -> None:

@@ -22,14 +22,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Computes a 64-bit number for each tensor, equal for equal bits in equal (logical) order.
+    """A 64-bit number for each dense tensor, equal for equal bits in equal (logical) order.
 
     It is the sum, modulo 2**64, of the elements' bits as integers times odd random weights. A
     change of one element always shows; changes of several cancel out about once in 2**32 times at
     worst.
-
-    Args:
-        tensors: dense, of any dtypes, devices and strides.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums = []

@@ -130,13 +130,10 @@ def hook_for(precision: Any) -> CommHook | None:
 def cast_buffers(
     module: torch.nn.Module, dtype: torch.dtype | None, ignore: Collection[str]
 ) -> None:
-    """Casts the floating buffers to `dtype` for good; None leaves them.
-
-    Raises:
-        ValueError: a parameter's gradient is sparse: autograd cannot take it back through a cast.
-    """
+    """Casts the floating buffers to `dtype` for good; None leaves them."""
     sparse = sparse_parameters(module)
     for name, parameter in module.named_parameters():
+        # Autograd cannot take a sparse gradient back through a cast.
         if id(parameter) in sparse and name not in ignore:
             raise ValueError(
                 f"mixed_precision cannot cast parameter {name}, whose gradient is sparse: use "

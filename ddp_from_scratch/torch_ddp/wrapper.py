@@ -31,12 +31,7 @@ from ddp_from_scratch.group import check_group
 from ddp_from_scratch.options.buffers import BufferHook, BufferSync
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.torch_ddp import internals
-from ddp_from_scratch.torch_ddp.internals import (
-    CopiedReducer,
-    DelayedReduction,
-    WrappedReducer,
-    moved,
-)
+from ddp_from_scratch.torch_ddp.internals import WrappedReducer, moved
 from ddp_from_scratch.torch_ddp.join import JoinableReducer
 
 
@@ -173,9 +168,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if mixed_precision is not None:
             dtype = mixed_precision.buffer_dtype
             internals.cast_buffers(module, dtype, self.parameters_to_ignore)
-        self.delayed: DelayedReduction | None = None
+        self.delayed: internals.DelayedReduction | None = None
         if trigger is not None:
-            self.delayed = DelayedReduction([p for _, p in delayed], trigger, self._group)
+            own = [parameter for _, parameter in delayed]
+            self.delayed = internals.DelayedReduction(own, trigger, self._group)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build(WrappedReducer)
 
@@ -462,7 +458,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         torch.nn.Module.__setstate__(self, state)
         self.process_group = check_group(None)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
-        self._build(CopiedReducer, buffer_hook)
+        self._build(internals.CopiedReducer, buffer_hook)
 
 
 internals.derive_in_name_alone(torch.nn.parallel.DistributedDataParallel, DistributedDataParallel)

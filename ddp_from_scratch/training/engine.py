@@ -47,9 +47,7 @@ class Engine:
     3. Where to begin: at the start, or where a checkpoint left off.
     4. Engine: the Reducer, which averages gradients, and the optimizer.
 
-    Raises:
-        UsageError: the dataset, model, batch size, folder or checkpoint cannot be had. On every
-            rank alike.
+    What cannot be had, such as the dataset, raises a UsageError on every rank.
     """
 
     def __init__(self, settings: Settings, world: World) -> None:
@@ -107,8 +105,7 @@ class Engine:
                 if self.membership.goes_on and (state := self._meet()) is not None:
                     return state, None
                 broadcast_parameters(self.model)
-                # From here on ranks draw different numbers: until now all have built the same
-                # model.
+                # From here on ranks draw different numbers: all have built the same model.
                 if self.settings.shards is None:
                     seed_generators(self.settings.seed + self.world.rank)
                 return self._find_checkpoint()
@@ -122,8 +119,7 @@ class Engine:
             nonlocal compressed
             spec, model, report = self.data.model_spec, self.model, self.report
             state = checkpoint.find_checkpoint(settings, spec, model, report)
-            # Not for all: it is as large as the gradients, for each rank, and no rank needs
-            # another's.
+            # Not for all: it is as large as the gradients, and no rank needs another's.
             if state is not None:
                 compressed = state.pop("compression", None)
             return state
@@ -218,8 +214,7 @@ class Engine:
     def _meet(self) -> checkpoint.State | None:
         """Opens the next generation's group, and makes this rank one of it. Collective.
 
-        Returns:
-            The state of the rank that is ahead of others; None where all are equal or at the start.
+        Returns the state of the rank that is ahead; None where all are equal or at the start.
         """
         meeting = self.membership.meet(self._position)
         self.world = self.membership.world

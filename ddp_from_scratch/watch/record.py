@@ -145,8 +145,7 @@ def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
         at = {moment: ms(mark) for moment, mark in found.items() if mark is not None}
         if not {"launched", "unpacked"} <= at.keys():
             continue
-        # Sparse buckets and PowerSGD's land while they are waited for, and a thread that calls back
-        # may come late.
+        # Sparse buckets and PowerSGD's land in the wait, and a callback may come late.
         landed = min(at.get("landed", at["waited"]), at["waited"])
         pack, sent = (at["pack"], at["launched"]), (at["launched"], max(landed, at["launched"]))
         wait, unpack = (at["wait"], at["waited"]), (at["unpack"], at["unpacked"])

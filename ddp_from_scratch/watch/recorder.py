@@ -192,11 +192,9 @@ class Watched(Protocol):
 class BucketRecorder(Recorder):
     """Records each gradient and each bucket, too, of the steps after the first `skip` averages.
 
-    The moments of a bucket: pack, launched, landed, wait, waited, unpack, unpacked.
-
-    Args:
-        skip: counted from when `bucket_cap_mb="auto"` has settled: the trials are no typical steps.
-        at_average: called after each average with the number of averages so far.
+    These are counted from when `bucket_cap_mb="auto"` has settled: its trials are no typical steps.
+    The moments of a bucket: pack, launched, landed, wait, waited, unpack, unpacked. `at_average` is
+    called after each average with the number of averages so far.
     """
 
     def __init__(self, reducer: Watched, skip: int, at_average: Callable[[int], None]) -> None:
@@ -226,10 +224,7 @@ class BucketRecorder(Recorder):
             handle.remove()
 
     def complete(self) -> list[StepMarks]:
-        """Returns the steps that are averaged, from the first forward pass to the optimizer's end.
-
-        With names in place of parameters.
-        """
+        """The averaged steps, from the first forward pass to the optimizer's end, with names."""
         found = []
         for step, following in pairwise(self.steps):
             events = step.events[_opening(step) :] + following.events[: _opening(following)]

@@ -59,8 +59,7 @@ def sent(bucket: BucketTimes) -> Spans:
 
 
 def _rows(record: Record, step: StepTimes) -> Iterator[tuple[RankTimes, BucketTimes | None, str]]:
-    # A row for what each rank computes, and one for each of its buckets: all, or those that were
-    # waited for longest.
+    # A row for what each rank computes, and one for each bucket: those waited for longest.
     for rank in step.ranks:
         yield rank, None, f"rank {rank.rank}"
         longest = sorted(rank.buckets, key=lambda bucket: -bucket.exposed)[:MOST]

@@ -66,10 +66,8 @@ class StallWatch(Extension):
     progress, once. After `after` seconds with a bucket under way, every rank's progress is written
     to standard error, by one rank, once in a step.
 
-    The thread ends with the Reducer, with the process group, or with the process.
-
-    Args:
-        progress: a bound method that returns the Reducer's position, held weakly.
+    The thread ends with the Reducer, of which `progress` is a bound method, with the process group,
+    or with the process.
     """
 
     def __init__(
