@@ -22,8 +22,7 @@ class Samples:
 
     name: str
     milliseconds: list[float]  # from the ranks' meeting before the step to its end
-    # Of all threads of the rank's process, until the step's last call returned: with a GPU what it
-    # costs to drive it.
+    # Of all threads, until the step's last call returned: with a GPU what it costs to drive it.
     cpu_milliseconds: list[float] = field(default_factory=list)
 
     @property

@@ -90,7 +90,8 @@ def _of_torchvision(name: str) -> Workload:
             f"torchvision (resnet34, vit_b_16, ...) or FILE.py:FUNCTION"
         )
     # Two return more than logits otherwise.
-    plain = {"aux_logits": False, "init_weights": True} if name in _WITH_AUXILIARIES else {}
+    auxiliary = name in ("googlenet", "inception_v3")
+    plain = {"aux_logits": False, "init_weights": True} if auxiliary else {}
     made = Workload(
         name,
         lambda: _torchvision().models.get_model(name, weights=None, num_classes=1000, **plain),
@@ -99,9 +100,6 @@ def _of_torchvision(name: str) -> Workload:
     size = made.parameter_bytes
     title = f"{name}, {size / 2**20:.0f} MB, batch 4 at 224x224"
     return Workload(title, made.model, made.batch, known_bytes=size)
-
-
-_WITH_AUXILIARIES = ("googlenet", "inception_v3")
 
 
 def _torchvision() -> Any:

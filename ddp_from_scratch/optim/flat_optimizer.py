@@ -29,8 +29,7 @@ from ddp_from_scratch.reducer import Reducer
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a method of torch's optimizers so that a call does not import torch._dynamo."""
 
-    # The import takes a second. torch wraps the method so that torch.compile does not trace it, and
-    # nothing traces before that import.
+    # The import takes a second. torch wraps the method for torch.compile, which imports it anyway.
     @wraps(method)
     def call(*args: Any, **options: Any) -> Any:
         imported = "torch._dynamo" in sys.modules

@@ -60,8 +60,7 @@ class FlatParams:
         self._pieces.append(len(self.parameters))
         self.flat = allocate(self._round_up(end), self.gradient)
         self.places = self._windows(self.flat)
-        # The state by its key: a flat tensor, and a window of it for each member. Allocated by the
-        # first step that needs them.
+        # The state by its key: a flat tensor, and a window for each member. Allocated when needed.
         self._state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
         # The columns of a step of all members, by the names of their state: the same in most steps.
         self._all_columns: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}

@@ -125,8 +125,7 @@ class BufferSync(Extension):
         if any(b._use_count() > 1 for b, _ in pairs):  # type: ignore[attr-defined, unused-ignore]
             norms = [m for m in self._module.modules() if isinstance(m, _NormBase)]
             statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-            # Running statistics are written uncounted, as batch norm's own kernel writes them: no
-            # backward pass in training reads them.
+            # Running statistics uncounted, as by batch norm's own kernel: no backward reads them.
             uncounted = tuple(buffer for buffer, _ in pairs if id(buffer) in statistics)
             # Others, such as tables of positions, are not written if they would stay the same.
             pairs = [(b, v) for b, v in pairs if id(b) in statistics or not torch.equal(b, v)]

@@ -63,7 +63,12 @@ class FusedWgrad(Extension):
 
     def window(self, index: int | None, accumulation: Any) -> torch.Tensor | None:
         """Returns the window to write a gradient to; None if it may not be written there."""
-        if index is None or index in self._claimed or not _will_run(accumulation):
+        if index is None or index in self._claimed:
+            return None
+        try:
+            if not torch._C._will_engine_execute_node(accumulation):
+                return None
+        except RuntimeError:  # in torch.autograd.grad, whose caller gets the gradient
             return None
         reducer: CoreReducer | None = self._of()
         if reducer is None:  # a graph that has outlived it
@@ -101,14 +106,6 @@ def _is_plain(layer: Any) -> TypeGuard[Layer]:
         and layer.weight.is_floating_point()
         and layer.weight.numel() >= _WORTH * (_EMBEDDING if type(layer) is Embedding else 1)
     )
-
-
-def _will_run(accumulation: Any) -> bool:
-    """True if the gradient goes to `.grad`, and not to a caller of `torch.autograd.grad`."""
-    try:
-        return bool(torch._C._will_engine_execute_node(accumulation))
-    except RuntimeError:  # raised in torch.autograd.grad
-        return False
 
 
 class _Forward:

@@ -75,8 +75,7 @@ def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[
     found: list[Trial] = []
     for number in range(rounds):
         for place in range(len(groups)):
-            # Another layout begins each round. Otherwise events that recur every so many steps
-            # might always hit the same one.
+            # Another layout begins each round: what recurs every so many steps hits each of them.
             group = groups[(number + place) % len(groups)]
             # The first step includes the work of laying out the buckets, so it is not counted.
             found += [Trial(group[0], False), *(Trial(c, True) for c in (*group, *group))]

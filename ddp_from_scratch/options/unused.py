@@ -29,8 +29,7 @@ class Unused(Extension):
 
     def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
         self.find_unused, self.is_static, self._skip = find_unused, static, skip
-        # False until the first average, which skips no bucket: one rank alone may have gradients
-        # that are older than its Reducer.
+        # The first average skips no bucket: gradients of one rank may be older than its Reducer.
         self._has_agreed = False
         # Since the last average, also under no_sync(): the next average covers all of it.
         self._used: set[int] = set()
@@ -259,8 +258,7 @@ class GraphWatch:
         self._parameters = parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._on_enter = weakref.WeakMethod(on_enter)
-        # Each graph owns its record, through its hooks. So the record of a forward pass that never
-        # goes backward disappears with its graph.
+        # Each graph owns its record, through its hooks: it disappears with the graph.
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         # The record of the last walk. A static graph uses it again instead of another walk.
         self.last: _Forward | None = None
@@ -276,8 +274,7 @@ class GraphWatch:
 
         With `as_before` it takes the result of the last walk: the graph is static.
         """
-        # Inside a transform of torch.func nothing is accumulated in `.grad`, and the graph does not
-        # lead to the parameters themselves.
+        # A transform of torch.func accumulates nothing, and hides the parameters themselves.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]

@@ -95,8 +95,7 @@ class ViewBucket(Bucket):
             elif lies_at(gradient, view):
                 in_place.append(view)
                 if index in unused:
-                    # The buffer will hold the average. If no rank has used this parameter, `.grad`
-                    # must keep its own value.
+                    # If no rank has used this parameter, `.grad` must keep its own value.
                     parameter.grad = view.clone()
             else:
                 sources.append(gradient)

@@ -136,8 +136,7 @@ class DriftCheck(Extension):
             raise ValueError(f"check_every must be 1 or more, got {every}")
         self._every, self._after_writes, self._is_due = every, after_writes, after_writes
         self._module, self._process_group, self._ignore = module, process_group, ignore
-        # Weak: a check must not keep an optimizer, and its state, alive. A dict keeps the order of
-        # first steps, which is the same on every rank.
+        # Weak: a check must not keep an optimizer alive. A dict keeps the order of first steps.
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -247,8 +247,7 @@ def _pack_moments(x: torch.Tensor) -> torch.Tensor:
     count = x.numel() // x.size(1)
     wide = x.to(_wide(x.dtype))
     mean = wide.sum(_all_but_channels(x)) / max(count, 1)
-    # Deviations from the mean, not squares: for large values close together, a difference of large
-    # squares has no correct digits left.
+    # Deviations from the mean: a difference of large squares has no correct digits left.
     squares = (wide - _along_channels(mean, x)).square_().sum(_all_but_channels(x))
     # Filled on the device: copying a number to a GPU would wait for its earlier work.
     counted, learns = torch.full((2, 1), count, dtype=torch.float64, device=x.device)

@@ -101,8 +101,7 @@ def _lock(folder: Path) -> TextIO | None:
             f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
         ) from error
     try:
-        # On NFS Linux makes it a lock of the server, so that it holds between machines, unless the
-        # mount says `nolock` or `local_lock=flock`.
+        # On NFS it holds between machines, unless mounted with `nolock` or `local_lock=flock`.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.seek(0)

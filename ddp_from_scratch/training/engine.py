@@ -179,8 +179,7 @@ class Engine:
         if settings.timeline is not None:
             steps = settings.timeline_steps or TIMELINE_STEPS
             self.timeline = Timeline(self.reducer, settings.timeline, steps)
-        # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
-        # overflow on all, and all skip the same step.
+        # The scaler looks at averages, so an overflow on one rank is one on all: all skip the step.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
 
     def _report_stragglers(self, found: StragglerReport) -> None:

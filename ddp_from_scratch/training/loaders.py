@@ -78,7 +78,7 @@ def make_loader(
 ) -> DataLoader[Sample]:
     """The loader of this rank's images; a batch is float32 (N, C, H, W) and int64 labels (N,).
 
-    To train: shuffled, by a ShardSampler; `len(loader)` counts the batches left in the epoch, and
+    To train: shuffled, by a sampler of shards; `len(loader)` counts the batches left in the epoch, and
     images that do not fill a global batch are left out of it. To test: every world_size-th image,
     in order, starting with image `rank`. Those shards hold each image once, so sums over ranks are
     exact. They differ in length by up to one image, and may be empty: a rank must not communicate
@@ -100,8 +100,7 @@ def make_loader(
     generator = torch.Generator().manual_seed(int(seeds[0]))
     workers, context = settings.workers, None
     if workers:
-        # Not fork: a child of a process that has initialised MPI or CUDA inherits their locks and
-        # handles, but not their threads.
+        # Not fork: a child inherits the locks of MPI and CUDA, but not their threads.
         context = multiprocessing.get_context("forkserver")
         _start_fork_server(type(dataset).__module__)
     return DataLoader(

@@ -256,7 +256,6 @@ def _count(loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> t
     """Sum of losses, number of right answers, number of images; float64, on the device."""
     correct = (outputs.argmax(1) == labels).sum()
     count = torch.full_like(correct, len(labels))
-    # In multiples of 2**-20, which float64 adds up exactly to 2**33: so the sum has the same bits
-    # however shards are shared out over ranks.
+    # In multiples of 2**-20, which add up exactly to 2**33, whatever rank has which shards.
     total = (loss.double() * len(labels) * 2**20).round() / 2**20
     return torch.stack([total, correct.double(), count.double()])

@@ -13,8 +13,7 @@ Examples:
     python run.py test --checkpoint FILE         the test accuracy of a saved model
 """
 
-# Imports torch only in a process that trains: --help, a wrong option and the parent of the ranks
-# answer at once.
+# Imports torch only in a process that trains: --help and the parent of the ranks do without.
 
 import sys
 from collections.abc import Sequence

@@ -102,8 +102,7 @@ def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) 
 def _torchvision_model(name: str, channels: int, size: int, num_classes: int) -> nn.Module:
     options: dict[str, object] = {}
     if name in ("googlenet", "inception_v3"):
-        # Auxiliary losses need a training loop of their own, and these two models' own
-        # initialisation is twenty times slower than torch's.
+        # Auxiliary losses need a loop of their own; these models' own initialisation is slow.
         options = {"aux_logits": False, "init_weights": False}
     # These two are made for one size, and each names it in its own way.
     if name.startswith("vit"):

@@ -24,8 +24,7 @@ from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 # Number of looks at a wait before it is reported.
 _WAKES = 3
-# Number of watches so far, by group. All ranks of a group make them in the same order, so a watch
-# gets the same key in the store on every rank.
+# Watches so far, by group: its ranks make them in one order, so keys in the store are alike.
 _made: Counter[str] = Counter()
 
 
