@@ -116,7 +116,7 @@ def disturbance(alone: Samples | None, others: float | None, ranks: int, cores: 
     may use so many `cores`.
     """
     if alone is not None and alone.cpu_milliseconds and ranks <= cores:
-        # Without communication a step computes all the time. Cores may be free for others.
+        # Without communication a step computes all the time. Others may use idle cores.
         pairs = zip(alone.milliseconds, alone.cpu_milliseconds, strict=True)
         ratio = statistics.median(wall / cpu for wall, cpu in pairs)
         if ratio > MOST_WALL:

@@ -147,7 +147,7 @@ class DriftCheck(Extension):
         self._optimizers.clear()
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Compares ranks if a check is due, but for one without data in `join()`."""
+        """Compares ranks if a check is due, but for one without data in `join()`. Collective."""
         # Here every rank is known to take part. A forward pass or a step may be one rank's own.
         is_due, self._is_due = self._is_due, False
         if not is_due and iteration % self._every:

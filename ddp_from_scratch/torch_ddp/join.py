@@ -79,7 +79,7 @@ class JoinableReducer(Joinable, JoinHook):
             return
         sync = self.reducer.sync
         self.reducer.set_joining(True)
-        # In the order of `main_hook`: ranks with and without data would wait for each other.
+        # In the order of `main_hook`, else ranks with and without data would wait for each other.
         Join.notify_join_context(self)
         self.check_norms(1.0)
         self.send_buffers(has_data=True)

@@ -78,7 +78,7 @@ def make_loader(
 ) -> DataLoader[Sample]:
     """The loader of this rank's images; a batch is float32 (N, C, H, W) and int64 labels (N,).
 
-    To train: shuffled, by a sampler of shards; `len(loader)` counts the batches left in the epoch, and
+    To train: shuffled, by `_ShardSampler`; `len(loader)` counts the batches left in the epoch, and
     images that do not fill a global batch are left out of it. To test: every world_size-th image,
     in order, starting with image `rank`. Those shards hold each image once, so sums over ranks are
     exact. They differ in length by up to one image, and may be empty: a rank must not communicate
