@@ -37,15 +37,9 @@ TORCH_BEST: dict[str, Any] = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: Fa
 
 @dataclass(frozen=True)
 class Optimizers:
-    """torch's optimizer and this library's two of the same kind.
+    """torch's optimizer and this library's two of the same kind."""
 
-    Attributes:
-        name: torch's class, as it is called in the names of contenders.
-        plain, flat, shared: torch's class, and this library's.
-        settings: of all of them.
-    """
-
-    name: str
+    name: str  # torch's class, in the names of contenders
     plain: type[torch.optim.SGD] | type[torch.optim.AdamW]
     flat: type[FlatOptimizer]
     shared: type[FlatOptimizer]
@@ -64,25 +58,17 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Training:
-    """A model made ready to take steps.
-
-    Attributes:
-        forward: the module to call.
-        zero_grad: comes before it.
-        update: backward and the optimizer's step, given the loss.
-    """
+    """A model made ready to take steps."""
 
     forward: nn.Module
     zero_grad: Callable[[], None]
-    update: Callable[[torch.Tensor], None]
+    update: Callable[[torch.Tensor], None]  # backward and the optimizer's step, given the loss
 
 
 Prepare = Callable[[nn.Module, Group, Optimizers], Training]
 
 
-def two_calls(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Training:
-    """`loss.backward()`, then `optimizer.step()`."""
-
+def _two_calls(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Training:
     def update(loss: torch.Tensor) -> None:
         loss.backward()
         optimizer.step()
@@ -92,30 +78,26 @@ def two_calls(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Training:
 
 def alone(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
     """No communication at all: every other contender adds to that."""
-    return two_calls(model, optimizers.fused(model))
+    return _two_calls(model, optimizers.fused(model))
 
 
 def torch_ddp(tapering: bool = False, **settings: Any) -> Prepare:
     """A `DistributedDataParallel` of torch's with these arguments, and torch's optimizer.
 
-    Args:
-        tapering: buckets that get smaller toward the end of backward, where nothing hides them.
-        settings: of torch's class.
+    With `tapering` buckets get smaller toward the end of backward, where nothing hides them.
     """
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
-        caps: dict[str, Any] = {"bucket_cap_mb_list": tapering_caps(model)} if tapering else {}
+        caps: dict[str, Any] = {}
+        if tapering:
+            # Three quarters of the gradients in three buckets, the rest in smaller ones.
+            size = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+            parts = (1 / 4, 1 / 4, 1 / 4, 1 / 8, 1 / 16, 1 / 16)
+            caps["bucket_cap_mb_list"] = [max(1, round(size * part)) for part in parts]
         wrapped = DistributedDataParallel(model, process_group=group, **settings, **caps)
-        return two_calls(wrapped, optimizers.fused(model))
+        return _two_calls(wrapped, optimizers.fused(model))
 
     return prepare
-
-
-def tapering_caps(model: nn.Module) -> list[int]:
-    """Sizes of buckets in MiB: three quarters of the gradients in three, the rest in smaller."""
-    # The last all-reduce begins when backward has ended, so nothing hides its time.
-    size = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
-    return [max(1, round(size * part)) for part in (1 / 4, 1 / 4, 1 / 4, 1 / 8, 1 / 16, 1 / 16)]
 
 
 def torch_zero(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
@@ -128,16 +110,13 @@ def torch_zero(model: nn.Module, group: Group, optimizers: Optimizers) -> Traini
     sharded = ZeroRedundancyOptimizer(
         model.parameters(), optimizers.plain, parameters_as_bucket_view=True, **settings
     )
-    return two_calls(wrapped, sharded)
+    return _two_calls(wrapped, sharded)
 
 
 def reducer(timeline: bool = False, made: list[Reducer] | None = None, **settings: Any) -> Prepare:
-    """A `Reducer` with these arguments, and torch's optimizer.
+    """A `Reducer` with these arguments, and torch's optimizer; `made` gets the Reducer.
 
-    Args:
-        timeline: record every step.
-        made: gets the Reducer.
-        settings: of the Reducer.
+    With `timeline` it records every step.
     """
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
@@ -149,7 +128,7 @@ def reducer(timeline: bool = False, made: list[Reducer] | None = None, **setting
             made.append(averaging)
         if timeline:
             Timeline(averaging, None, steps=_ENDLESS)
-        return two_calls(model, optimizers.fused(model))
+        return _two_calls(model, optimizers.fused(model))
 
     return prepare
 
@@ -157,10 +136,7 @@ def reducer(timeline: bool = False, made: list[Reducer] | None = None, **setting
 def flat(at_once: bool = False, shared: bool = False, **settings: Any) -> Prepare:
     """A `Reducer` with these arguments, and this library's optimizer.
 
-    Args:
-        at_once: `backward_and_step()` in place of the two calls.
-        shared: one copy of parameters and state for a machine.
-        settings: of the Reducer.
+    `at_once` calls `backward_and_step()`; `shared` keeps one copy of parameters for a machine.
     """
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
@@ -170,7 +146,7 @@ def flat(at_once: bool = False, shared: bool = False, **settings: Any) -> Prepar
         stepper = kind(model.parameters(), reducer=averaging, **optimizers.settings)
         if at_once:
             return Training(model, stepper.zero_grad, stepper.backward_and_step)
-        return two_calls(model, stepper)
+        return _two_calls(model, stepper)
 
     return prepare
 
@@ -189,39 +165,24 @@ SHARING = ("gloo", "mpi")  # backends on which a machine's ranks share memory
 
 @dataclass(frozen=True)
 class ContenderSpec:
-    """A way to keep models in step, to be made into a `Contender` on each rank.
-
-    Attributes:
-        name: for the table.
-        prepare: makes a model ready, given the process group (None means all ranks).
-        backends: of the groups that it works on.
-        optimizers: those it is measured with, of `OPTIMIZERS`.
-        rung: a step on the way to another contender, measured only if it is asked for.
-        group: the backend of the group that it gets; None means the job's own group.
-    """
+    """A way to keep models in step, to be made into a `Contender` on each rank."""
 
     name: str
     prepare: Prepare
-    backends: tuple[str, ...] = BACKENDS
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
-    rung: bool = False
-    group: str | None = None
+    backends: tuple[str, ...] = BACKENDS  # of the groups that it works on
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)  # those it is measured with
+    rung: bool = False  # a step on the way to another, measured only if it is asked for
+    group: str | None = None  # the backend of its group; None means the job's own group
 
 
 @dataclass
 class Contender:
-    """A way to keep models in step, at work on its own copy of the model.
-
-    Attributes:
-        name: for the table.
-        model: the user's module, without a wrapper.
-        step: takes one training step.
-        start: the parameters before the first step, if they are known.
-    """
+    """A way to keep models in step, at work on its own copy of the model."""
 
     name: str
-    model: nn.Module
+    model: nn.Module  # the user's, without a wrapper
     step: Callable[[], None]
+    # The parameters before the first step, if they are known.
     start: Sequence[torch.Tensor] = field(default=(), repr=False)
 
 
@@ -246,9 +207,7 @@ CONTENDERS = [
     ContenderSpec(f"{TORCH}, ZeroRedundancyOptimizer", torch_zero, _TORCHS, ("adamw",)),
     # The ladder: each rung adds one idea to the one before.
     ContenderSpec(
-        "Reducer, one all-reduce per parameter",
-        reducer(bucket_cap_mb=0, overlap=False),
-        rung=True,
+        "Reducer, one all-reduce per parameter", reducer(bucket_cap_mb=0, overlap=False), rung=True
     ),
     ContenderSpec("Reducer, one flat bucket", reducer(**_FLAT_BUCKET), rung=True),
     ContenderSpec("Reducer, buckets at the end", reducer(overlap=False), rung=True),
@@ -274,12 +233,8 @@ def rows(
 ) -> list[ContenderSpec]:
     """Rows of a table of these backends: each contender on each of them, named after both.
 
-    On a CPU torch's DDP on gloo, the reference, is always included.
-
-    Args:
-        backends: "nccl", or some of the others.
-        optimizer: of `OPTIMIZERS`.
-        chosen: by their names in `CONTENDERS`, beside the references; None means all but rungs.
+    `chosen` are names in `CONTENDERS`; None means all but rungs. On a CPU torch's DDP on gloo, the
+    reference, is always included.
     """
     reference = "nccl" if "nccl" in backends else "gloo"
     found = []
@@ -313,13 +268,8 @@ def contenders(
 ) -> list[Contender]:
     """Every contender, each with the same parameters and, on this rank, the same batch.
 
-    Args:
-        workload: to train.
-        device: to train on.
-        specs: of the contenders.
-        groups: process groups of all ranks by backend, beside the job's own.
-        optimizer: of `OPTIMIZERS`.
-        keep_start: keep a copy of the parameters as they were, for `check_equal`.
+    `groups` are process groups of all ranks by backend, beside the job's own. With `keep_start` a
+    copy of the parameters is kept as they were, for `check_equal`.
     """
     # One batch for all: loading data is not what is compared. The caller seeds it by rank.
     batch = _moved(workload.batch(), device)
@@ -343,7 +293,6 @@ def contenders(
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors, in whatever tuples, lists and dicts, on the device."""
     if isinstance(batch, dict):
         return {key: _moved(value, device) for key, value in batch.items()}
     if isinstance(batch, list | tuple):

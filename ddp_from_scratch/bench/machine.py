@@ -18,6 +18,10 @@ from ddp_from_scratch import gpu
 
 def describe() -> dict[str, Any]:
     """Processor, cores, memory, GPU, versions, and the commit that was measured."""
+    # The MPI that this process runs on; importing mpi4py would start one.
+    mpi = sys.modules.get("mpi4py.MPI")
+    # An installed package may lie in a folder of another repository.
+    tracked = _git("ls-files", "--error-unmatch", __file__) is not None
     return {
         "processor": _processor(),
         # Those that this process may use, not those that the machine has.
@@ -31,9 +35,9 @@ def describe() -> dict[str, Any]:
         "torchvision": _version("torchvision"),
         "numpy": _version("numpy"),
         "mpi4py": _version("mpi4py"),
-        "mpi": _mpi_library(),
+        "mpi": mpi and mpi.Get_library_version().partition("\0")[0].splitlines()[0],
         # A number without its commit cannot be measured again.
-        "commit": _commit(),
+        "commit": _git("rev-parse", "--short", "HEAD") if tracked else None,
         "uncommitted_changes": uncommitted_changes(),
     }
 
@@ -76,18 +80,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _mpi_library() -> str | None:
-    """The MPI that this process runs on; importing mpi4py would start one."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    return None if mpi is None else mpi.Get_library_version().partition("\0")[0].splitlines()[0]
-
-
-def _commit() -> str | None:
-    # An installed package may lie in a folder of another repository.
-    tracked = _git("ls-files", "--error-unmatch", __file__) is not None
-    return _git("rev-parse", "--short", "HEAD") if tracked else None
-
-
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
@@ -103,13 +95,8 @@ def write(
 ) -> None:
     """Writes every sample, and the machine, to a JSON file: a list of numbers is one line of it.
 
-    Args:
-        name: of the file.
-        title: for people.
-        samples: for `benchmarks.compare` a list of dicts with `name` and `milliseconds`, the
-            contenders' samples of the same rounds.
-        settings: of the measurement. `benchmarks.compare` compares files with equal ones.
-        folder: where to.
+    `benchmarks.compare` compares files with equal settings. Its samples are a list of dicts with
+    `name` and `milliseconds`, the contenders' samples of the same rounds.
     """
     save(name, content_of(title, samples, settings), folder)
 

@@ -74,16 +74,10 @@ def main(
     results: Path | None = None,
     draw: Draw | None = None,
 ) -> int:
-    """Runs the program.
+    """Runs the program; returns 0, or the exit code of the first rank that failed.
 
-    Args:
-        arguments: of the command line.
-        program: its name, for --help.
-        results: the default of --results.
-        draw: makes pictures of a job's runs, which are keyed by the way of running.
-
-    Returns:
-        0, or the exit code of the first rank that failed.
+    `program` is its name for --help, `results` the default of --results. `draw` makes pictures of a
+    job's runs, which are keyed by the way of running.
     """
     options = parse(arguments, program, results)
     if options.job is not None:
@@ -92,7 +86,7 @@ def main(
             options.into.write_text(compact_json(content))
         return 0
     if environment.launcher() != "none":
-        return under_launcher(options)
+        return _under_launcher(options)
     try:
         # All jobs first: a mistake in the last one is reported before the first runs.
         for job in jobs(options):
@@ -105,17 +99,13 @@ def main(
 
 
 def parse(arguments: list[str], program: str, results: Path | None = None) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a value is out of its range, or does not go with another one.
-    """
+    """The command line. Raises a UsageError for wrong values."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=(__doc__ or "").format(program=program),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, ranks, backends = parser.add_argument, default_ranks(), default_backends()
+    add, ranks, backends = parser.add_argument, default_ranks(), _default_backends()
     names = [spec.name for spec in CONTENDERS[1:]]
     models = f"{', '.join(WORKLOADS)}, any classifier of torchvision, or FILE.py:FUNCTION"
     add("--model", nargs="+", default=["mlp"], metavar="M", help=f"{models} (default: mlp)")
@@ -146,8 +136,7 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     return options
 
 
-def default_backends() -> list[str]:
-    """Nccl where there is a GPU, else gloo, and mpi where it can be started."""
+def _default_backends() -> list[str]:
     from ddp_from_scratch import gpu
 
     if gpu.count():
@@ -157,11 +146,7 @@ def default_backends() -> list[str]:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """A job for each table.
-
-    Raises:
-        UsageError: a model is unknown, or its contenders do not fit into memory.
-    """
+    """A job for each table. Raises a UsageError for an unknown model, or too little memory."""
     found = []
     for nproc in options.nproc:
         for model in options.model:
@@ -214,7 +199,7 @@ def described(way: str, run: Run) -> str:
     return f"{ways[way]}, {steps} each"
 
 
-def under_launcher(options: argparse.Namespace) -> int:
+def _under_launcher(options: argparse.Namespace) -> int:
     """A rank's part where torchrun, srun or mpirun has started it: one table."""
     if len(options.model) > 1 or options.way != ["interleaved"] or len(options.backend) > 1:
         raise UsageError("under a launcher --model and --backend take one, and --way none")

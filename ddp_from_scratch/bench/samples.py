@@ -18,29 +18,21 @@ _DRAWS = 2000
 
 @dataclass(frozen=True)
 class Samples:
-    """One contender's steps, round by round; of the slowest rank in each.
-
-    Attributes:
-        name: the contender's.
-        milliseconds: from the ranks' meeting before the step to its end.
-        cpu_milliseconds: of all threads of the rank's process, until the step's last call
-            returned: with a GPU what it costs to drive it.
-    """
+    """One contender's steps, round by round; of the slowest rank in each."""
 
     name: str
-    milliseconds: list[float]
+    milliseconds: list[float]  # from the ranks' meeting before the step to its end
+    # Of all threads, until the step's last call returned: with a GPU what it costs to drive it.
     cpu_milliseconds: list[float] = field(default_factory=list)
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """The 25th, 50th and 75th percentile."""
         low, median, high = np.percentile(self.milliseconds, [25, 50, 75])
         return float(low), float(median), float(high)
 
     def ratio_to(self, other: "Samples") -> Interval:
         """Median of the ratios round by round, with its 95 % bootstrap interval."""
-        # Round by round, and the median of that: what slows the machine for a while slows both
-        # steps of a round, and cancels out.
+        # What slows the machine for a while slows both steps of a round, and cancels out.
         return median_interval(np.array(self.milliseconds) / np.array(other.milliseconds))
 
     def unpaired_ratio_to(self, other: "Samples") -> Interval:
@@ -57,8 +49,7 @@ class Samples:
 
 def median_interval(values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> Interval:
     """The median, and the 2.5th and 97.5th percentile of 2000 bootstrap medians."""
-    # The bootstrap assumes no shape of the noise. A fixed seed: a file gives the same interval
-    # again.
+    # The bootstrap assumes no shape of the noise. A fixed seed repeats a file's interval.
     low, high = np.percentile(_medians(values, np.random.default_rng(0)), [2.5, 97.5])
     return float(np.median(values)), float(low), float(high)
 
@@ -67,7 +58,6 @@ def _medians(
     values: "Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
     random: np.random.Generator,
 ) -> "np.ndarray[tuple[int, ...], np.dtype[np.float64]]":
-    """Medians of samples drawn from these with replacement."""
     medians: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
     medians = np.median(random.choice(values, (_DRAWS, len(values))), axis=1)
     return medians
@@ -80,18 +70,15 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class CpuUse:
-    """CPU time that others take on the ranks' processors, from when this is made. Collective.
-
-    Attributes:
-        processors: that any rank may use. A launcher may have bound each rank to its own.
-    """
+    """CPU time that others take on the ranks' processors, from when this is made. Collective."""
 
     def __init__(self) -> None:
         everyone: list[set[int]] = [set() for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, os.sched_getaffinity(0))
+        # A launcher may have bound each rank to its own.
         self.processors = set().union(*everyone)
         self._began = time.perf_counter()
-        self._busy, self._own = busy_seconds(self.processors), time.process_time()
+        self._busy, self._own = _busy_seconds(self.processors), time.process_time()
 
     def others(self) -> float | None:
         """The part of the processors' time that went to other processes. Collective.
@@ -100,49 +87,36 @@ class CpuUse:
         """
         own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
         dist.all_reduce(own)
-        busy = busy_seconds(self.processors)
+        busy = _busy_seconds(self.processors)
         if busy is None or self._busy is None:
             return None
         took = (time.perf_counter() - self._began) * len(self.processors)
         return max(0.0, busy - self._busy - own.item()) / took
 
 
-def busy_seconds(processors: set[int]) -> float | None:
+def _busy_seconds(processors: set[int]) -> float | None:
     """Seconds in which these processors have computed; None: unknown."""
+    ticks = 0
     try:
-        return parse_busy(Path("/proc/stat").read_text(), processors) / _TICKS
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *columns = line.split()
+            if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in processors:
+                # Not interrupts: those of gloo's sockets belong to no process.
+                user, nice, system, *_ = map(int, columns)
+                ticks += user + nice + system + int(columns[7])  # the time stolen from it
     except (OSError, ValueError):
         return None
-
-
-def parse_busy(text: str, processors: set[int]) -> int:
-    """Ticks of these processors in user, nice, system and stolen time, from /proc/stat.
-
-    Raises:
-        ValueError: it is not the kernel's.
-    """
-    ticks = 0
-    for line in text.splitlines():
-        name, *columns = line.split()
-        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in processors:
-            # Not interrupts: those of gloo's sockets belong to no process.
-            user, nice, system, *_ = map(int, columns)
-            ticks += user + nice + system + int(columns[7])
-    return ticks
+    return ticks / _TICKS
 
 
 def disturbance(alone: Samples | None, others: float | None, ranks: int, cores: int) -> str | None:
     """The sign that something else ran meanwhile, for people; None: the machine was quiet.
 
-    Args:
-        alone: the steps without communication, if there were any.
-        others: see `CpuUse.others`.
-        ranks: on this machine.
-        cores: that they may use.
+    `alone` are the steps without communication, `others` is from `CpuUse`; `ranks` of this machine
+    may use so many `cores`.
     """
     if alone is not None and alone.cpu_milliseconds and ranks <= cores:
-        # Without communication a step computes all the time. Others may use cores that no rank
-        # needs.
+        # Without communication a step computes all the time. Others may use idle cores.
         pairs = zip(alone.milliseconds, alone.cpu_milliseconds, strict=True)
         ratio = statistics.median(wall / cpu for wall, cpu in pairs)
         if ratio > MOST_WALL:

@@ -31,11 +31,8 @@ def interleave(
     `WARM_UP` rounds before the first are not counted (torch's DDP and ours rebuild their buckets in
     the first, allocators settle). Whatever slows the machine for a while slows all alike.
 
-    Args:
-        contenders: take turns.
-        rounds: gives the next round when the one before is over, so that it may count or look at
-            the clock (`rounds_for`); must end alike on all ranks.
-        device: synchronized at both ends of a step.
+    `rounds` gives the next round when the one before is over, so that it may count or look at the
+    clock (`rounds_for`); it must end alike on all ranks.
     """
     order = np.random.default_rng(0)  # the same on every rank
     for turn in range(WARM_UP):
@@ -46,7 +43,6 @@ def interleave(
     cpu_times: list[list[float]] = [[] for _ in contenders]
     # Times stay on their rank until the end: sending them in between would disturb the next step.
     for turn in rounds:
-        # A new order each round: no contender always comes after the same one.
         for index in order.permutation(len(contenders)):
             _seed(WARM_UP + turn)
             dist.barrier()  # all begin together; each ends by itself
@@ -60,8 +56,7 @@ def interleave(
             times[index].append(1e3 * (time.perf_counter() - began))
             cpu_times[index].append(1e3 * (cpu_ended - cpu_began))
     slowest = torch.tensor([times, cpu_times], dtype=torch.float64, device=device)
-    # Training goes on when the last rank has ended, so the slowest counts: in each round, not on
-    # the whole.
+    # Training goes on when the last rank has ended, so the slowest counts in each round.
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [
         Samples(c.name, milliseconds, cpu)
@@ -111,14 +106,11 @@ def _rounds(
 
 
 def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> None:
-    """Refuses to compare contenders that did not compute the same.
+    """Raises a RuntimeError for contenders that did not compute the same: no times to compare.
 
     Parameters must be equal over ranks to the bit, and over contenders up to the rounding of
     differently ordered sums: the distance between two contenders' parameters may be `tolerance` of
     how far training has moved them, where the start is known.
-
-    Raises:
-        RuntimeError: parameters differ, so the times cannot be compared.
     """
     # Without communication ranks diverge, as they must.
     synchronised = [c for c in contenders if c.name != NO_COMMUNICATION]
@@ -132,8 +124,7 @@ def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> Non
             continue
         expected = dict(first.model.named_parameters())
         for name, parameter in contender.model.named_parameters():
-            # Where the start was not kept, how far training has gone is unknown: elements are
-            # compared.
+            # How far training has gone is unknown, so elements are compared.
             if not torch.allclose(parameter, expected[name], rtol=1e-3, atol=1e-5):
                 raise _differ((contender.name, first.name), name)
 
@@ -148,12 +139,7 @@ def check_distance(
 ) -> None:
     """Raises a RuntimeError if two trained models are farther apart than part of their way.
 
-    Args:
-        names: of the two, for the text.
-        some: parameters of the first.
-        others: parameters of the second.
-        start: those from which both have come.
-        tolerance: the part.
+    Their names are for the text. Both have come from the parameters in `start`.
     """
     others = list(others)
     moved, apart = _distance(others, start), _distance(some, others)

@@ -8,12 +8,7 @@ from ddp_from_scratch.bench.samples import Interval, Samples
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right; a line under the headers.
-
-    Args:
-        headers: one for each column.
-        rows: as many texts as there are headers, in each.
-    """
+    """The first column to the left, the others to the right; a line under the headers."""
     columns = list(zip(headers, *rows, strict=True))
     widths = [max(len(text) for text in column) for column in columns]
     lines = [headers, ["-" * width for width in widths], *rows]
@@ -32,31 +27,23 @@ _NOTHING = 1.05
 
 @dataclass(frozen=True)
 class Run:
-    """The contenders of a table, timed in one way.
-
-    Attributes:
-        samples: of each contender.
-        paired: the rounds are the same for all; otherwise each had processes of its own.
-        disturbed: the sign that the machine was not quiet, or None.
-    """
+    """The contenders of a table, timed in one way."""
 
     samples: Sequence[Samples]
-    paired: bool = True
-    disturbed: str | None = None
+    paired: bool = True  # the same rounds for all; otherwise each had processes of its own
+    disturbed: str | None = None  # the sign that the machine was not quiet
 
     @property
     def torch_ddp(self) -> Samples | None:
         """Torch's DDP in its fastest setting, on gloo, or on nccl in a job of that."""
-        return fastest(s for s in self.samples if is_reference(s.name))
+        return fastest(s for s in self.samples if _is_reference(s.name))
 
     @property
     def alone(self) -> Samples | None:
-        """The steps without communication."""
         return next((s for s in self.samples if s.name == NO_COMMUNICATION), None)
 
     @property
     def ours(self) -> list[Samples]:
-        """This library's contenders."""
         return [s for s in self.samples if kind(s.name) == "ours"]
 
     def ratio(self, one: Samples, other: Samples | None) -> Interval | None:
@@ -80,8 +67,8 @@ def kind(name: str) -> str:
     return "torch" if name.startswith(TORCH) else "ours"
 
 
-def is_reference(name: str) -> bool:
-    """True for torch's DDP on a backend of torch's; the fastest setting is what ratios are to."""
+def _is_reference(name: str) -> bool:
+    # torch's DDP on a backend of torch's.
     what, _, group = name.partition(", ")[0].partition(" on ")
     return what == TORCH and group in ("", "gloo", "nccl")
 

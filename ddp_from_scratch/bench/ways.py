@@ -7,8 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -45,30 +44,19 @@ Content = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What one group of ranks measures.
+    """What one group of ranks measures."""
 
-    Attributes:
-        model: see `workload`.
-        backends: of the table; mpi's ranks open groups of the others beside their own.
-        nproc: ranks.
-        optimizer: of `OPTIMIZERS`.
-        chosen: contenders beside the references; None means the usual ones.
-        seconds, rounds: how long: by the clock, or so many steps of each contender.
-        only: one row of the table alone; None means all.
-        way: of running, for the file.
-        own: the backend of the ranks' own group; "" means mpi where that is among the backends,
-            since its ranks can open groups of the others as well.
-    """
-
-    model: str
-    backends: tuple[str, ...]
+    model: str  # see `workload`
+    backends: tuple[str, ...]  # of the table
     nproc: int
     optimizer: str = "sgd"
-    chosen: tuple[str, ...] | None = None
+    chosen: tuple[str, ...] | None = None  # beside the references; None means the usual ones
     seconds: float = 15.0
-    rounds: int | None = None
-    only: str | None = None
+    rounds: int | None = None  # so many steps of each contender, in place of `seconds`
+    only: str | None = None  # one row of the table alone
     way: str = "interleaved"
+    # The backend of the ranks' own group; "" means mpi where that is among the backends, since its
+    # ranks can open groups of the others as well.
     own: str = ""
 
     @classmethod
@@ -82,41 +70,32 @@ class Job:
         return cls(**values)
 
     def dumps(self) -> str:
-        """The job as one argument of a command line."""
         defaults = {f.name: f.default for f in fields(self)}
         return json.dumps({k: v for k, v in asdict(self).items() if v != defaults[k]})
 
     @property
     def rows(self) -> list[ContenderSpec]:
-        """The contenders to measure."""
         found = rows(self.backends, self.optimizer, self.chosen)
         return [spec for spec in found if self.only in (None, spec.name)]
 
     @property
     def backend(self) -> str:
-        """That of the ranks' own group."""
         return self.own or next((b for b in ("mpi", "nccl") if b in self.backends), "gloo")
 
     @property
     def file_name(self) -> str:
-        """Of the results."""
         model = "-".join(Path(self.model).name.replace(".py:", "-").split())
         parts = [f"step_time-{model}-{'+'.join(self.backends)}-{self.nproc}"]
         parts += [self.optimizer] if self.optimizer != "sgd" else []
         return "-".join([*parts, *([self.way] if self.way != "interleaved" else [])])
 
     def title(self, of: Workload) -> str:
-        """For people."""
         optimizer = f"fused {OPTIMIZERS[self.optimizer].name} in rows with torch's optimizer"
         return f"{of.name}; {' and '.join(self.backends)}, {self.nproc} ranks; {optimizer}"
 
 
 def measure(job: Job) -> dict[str, Any] | None:
-    """A rank's part: times the contenders. Returns the file's content on rank 0.
-
-    Raises:
-        RuntimeError: contenders did not compute the same.
-    """
+    """A rank's part: times the contenders. Returns the file's content on rank 0."""
     # One thread a rank: more would take the other ranks' cores.
     torch.set_num_threads(1)
     of = workload(job.model)
@@ -129,8 +108,7 @@ def measure(job: Job) -> dict[str, Any] | None:
         use = CpuUse()
         samples = interleave(compared, rounds, world.device)
         others = use.others()
-        # Before anything is printed: times of contenders that computed something else mean
-        # nothing.
+        # Before anything is printed: times of something else mean nothing.
         check_equal(compared)
         if world.rank != 0:
             return None
@@ -151,7 +129,6 @@ def measure(job: Job) -> dict[str, Any] | None:
 
 
 def _groups(job: Job, world: World) -> dict[str, dist.ProcessGroup]:
-    """Groups of all ranks, of the backends of the job's rows, beside the job's own."""
     groups: dict[str, dist.ProcessGroup] = {}
     # Sorted: making a group is collective, so all ranks make them in one order.
     for backend in sorted({spec.group for spec in job.rows if spec.group} - {world.backend}):
@@ -167,7 +144,6 @@ def _groups(job: Job, world: World) -> dict[str, dist.ProcessGroup]:
 def _make(
     job: Job, of: Workload, world: World, groups: dict[str, dist.ProcessGroup]
 ) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders, and the reasons of those that cannot train this model."""
     made: list[Contender] = []
     left_out: dict[str, str] = {}
     for spec in job.rows:
@@ -191,16 +167,9 @@ def default_ranks() -> int:
 
 
 def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
-    """Runs `python -m module` on every rank of a job, and waits for it.
+    """Runs `python -m module` on every rank; returns the exit code of the first that failed.
 
-    Args:
-        module: the benchmark.
-        backend: of the job.
-        nproc: number of ranks. Every rank gets this and the backend as its last options.
-        arguments: other options.
-
-    Returns:
-        The exit code of the first rank that failed, or 0.
+    Every rank gets the backend and the number of ranks as its last options.
     """
     rank = [sys.executable, "-m", module, *map(str, arguments)]
     # Last: of an option that is there twice the last counts.
@@ -212,14 +181,11 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
 
 
 def check_memory(model: Workload, copies: int, nproc: int) -> None:
-    """Refuses copies that would not fit into memory, before a rank is started.
+    """Raises a UsageError for copies that would not fit into memory, before a rank is started.
 
     A copy of a model is taken for four times its parameters: these, momentum, gradients, buckets.
-
-    Raises:
-        UsageError: it does not fit into what is available.
     """
-    # All contenders of a model are in memory at once, since they take turns.
+    # All contenders are in memory at once, since they take turns.
     needed = 4 * model.parameter_bytes * copies * nproc
     available = available_memory()
     if available is not None and needed > available and not gpu.count():
@@ -251,8 +217,16 @@ def interleaved(job: Job) -> Content:
 
 def kept(job: Job) -> Content:
     """The same, where glibc keeps memory that is freed: no page is taken from the system twice."""
-    with _environment(KEPT):
+    before = {name: os.environ.get(name) for name in KEPT}
+    os.environ.update(KEPT)
+    try:
         return interleaved(job)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def alone(job: Job) -> Content:
@@ -283,17 +257,3 @@ WAYS: Mapping[str, Callable[[Job], Content]] = {
     "kept": kept,
     "alone": alone,
 }
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

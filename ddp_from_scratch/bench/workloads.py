@@ -17,34 +17,24 @@ from ddp_from_scratch.errors import UsageError, needs_extra, one_line
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
-def classification_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross entropy of the model's logits; `batch` holds inputs and labels."""
+def _classification_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, labels = batch
     return cross_entropy(model(inputs), labels)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and the batch of one rank.
-
-    Attributes:
-        name: for the table.
-        model: makes the model, random with torch's generator.
-        batch: makes the batch, which `loss` takes.
-        loss: of a model, or of its wrapper, and a batch. By default the batch is inputs and
-            labels, and the model's output has a row of logits for each label.
-        known_bytes: of all parameters; None finds out.
-    """
+    """A model and the batch of one rank."""
 
     name: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[], Any]
-    loss: Loss = classification_loss
-    known_bytes: int | None = None
+    model: Callable[[], nn.Module]  # random with torch's generator
+    batch: Callable[[], Any]  # which `loss` takes
+    loss: Loss = _classification_loss
+    known_bytes: int | None = None  # of all parameters; None finds out
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all parameters, which is also the size of all gradients; none of them is made."""
+        """Of all parameters, of which none is made."""
         if self.known_bytes is not None:
             return self.known_bytes
         with torch.device("meta"):
@@ -54,10 +44,8 @@ class Workload:
 def workload(name: str) -> Workload:
     """The workload of a name: one of `WORKLOADS`, a model of torchvision, or "file.py:function".
 
-    The function returns a module and a batch, optionally a loss.
-
-    Raises:
-        UsageError: there is none, or the function failed or returned something else.
+    The function returns a module and a batch, optionally a loss. Raises a UsageError if there is
+    none, or if it failed or returned something else.
     """
     if name in WORKLOADS:
         return WORKLOADS[name]
@@ -78,7 +66,7 @@ def _of_file(path: Path, function: str) -> Workload:
         )
     size = _bytes_of(made[0])
     name = f"{path.name}:{function}, {size / 2**20:.0f} MB"
-    loss = made[2] if len(made) == 3 else classification_loss
+    loss = made[2] if len(made) == 3 else _classification_loss
     return Workload(name, lambda: make()[0], lambda: make()[1], loss, size)
 
 
@@ -102,7 +90,8 @@ def _of_torchvision(name: str) -> Workload:
             f"torchvision (resnet34, vit_b_16, ...) or FILE.py:FUNCTION"
         )
     # Two return more than logits otherwise.
-    plain = {"aux_logits": False, "init_weights": True} if name in _WITH_AUXILIARIES else {}
+    auxiliary = name in ("googlenet", "inception_v3")
+    plain = {"aux_logits": False, "init_weights": True} if auxiliary else {}
     made = Workload(
         name,
         lambda: _torchvision().models.get_model(name, weights=None, num_classes=1000, **plain),
@@ -111,9 +100,6 @@ def _of_torchvision(name: str) -> Workload:
     size = made.parameter_bytes
     title = f"{name}, {size / 2**20:.0f} MB, batch 4 at 224x224"
     return Workload(title, made.model, made.batch, known_bytes=size)
-
-
-_WITH_AUXILIARIES = ("googlenet", "inception_v3")
 
 
 def _torchvision() -> Any:
@@ -129,12 +115,7 @@ def _bytes_of(model: nn.Module) -> int:
 
 
 class Transformer(nn.Module):
-    """GPT-2's shape: learned positions, norms before each part, and a head that is the embedding.
-
-    Args:
-        vocabulary, context: the number of tokens, and the most of them in a row.
-        width, heads, depth: GPT-2's smallest has 768, 12 and 12.
-    """
+    """GPT-2's shape: learned positions, norms before each part, a head that is the embedding."""
 
     def __init__(self, vocabulary: int, context: int, width: int, heads: int, depth: int) -> None:
         super().__init__()
@@ -153,7 +134,6 @@ class Transformer(nn.Module):
         self.head.weight = self.tokens.weight  # tied: one gradient from two places
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`tokens` (batch, length) to logits (batch * length, vocabulary)."""
         length = tokens.shape[1]
         later = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         hidden = self.tokens(tokens) + self.positions.weight[:length]
@@ -171,7 +151,6 @@ class _Residual(nn.Linear):
 
 
 def _mlp() -> nn.Module:
-    """16 x Linear(1024, 1024): 64 MB of gradients."""
     layers: list[nn.Module] = []
     for _ in range(16):
         layers += [nn.Linear(1024, 1024), nn.ReLU()]
@@ -191,15 +170,11 @@ def text_batch(count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, 
 WORKLOADS = {
     # Much to send and little to compute: communication shows most.
     "mlp": Workload(
-        "MLP, 64 MB, batch 16",
-        _mlp,
-        lambda: (torch.randn(16, 1024), torch.randint(1024, (16,))),
+        "MLP, 64 MB, batch 16", _mlp, lambda: (torch.randn(16, 1024), torch.randint(1024, (16,)))
     ),
     # The same to send with more to compute: overlap has more to hide behind.
     "mlp64": Workload(
-        "MLP, 64 MB, batch 64",
-        _mlp,
-        lambda: (torch.randn(64, 1024), torch.randint(1024, (64,))),
+        "MLP, 64 MB, batch 64", _mlp, lambda: (torch.randn(64, 1024), torch.randint(1024, (64,)))
     ),
     # Small images: on a processor a step then takes a tenth of a second, and rounds are many.
     "resnet18": Workload(

@@ -29,8 +29,7 @@ from ddp_from_scratch.reducer import Reducer
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a method of torch's optimizers so that a call does not import torch._dynamo."""
 
-    # The import takes a second. torch wraps the method so that torch.compile does not trace it, and
-    # nothing traces before that import.
+    # The import takes a second. torch wraps the method for torch.compile, which imports it anyway.
     @wraps(method)
     def call(*args: Any, **options: Any) -> Any:
         imported = "torch._dynamo" in sys.modules
@@ -186,12 +185,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._arranged_for = (buckets, groups)
 
     def _make_runs(self, bucket: Bucket, shared: set[int]) -> list[FlatParams]:
-        """Moves the bucket's parameters in runs, each of one group; leaves those that cannot move.
-
-        Args:
-            bucket: of the Reducer.
-            shared: ids of parameters that share memory with another one.
-        """
+        """Moves the bucket's parameters in runs, each of one group; some cannot move."""
         rows = zip(self._groups_of(bucket), bucket.parameters(), bucket.views, strict=True)
         # None for a parameter that stays where it is.
         groups = [g if can_move(p, view) and id(p) not in shared else None for g, p, view in rows]
@@ -210,7 +204,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         ]
 
     def _allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Allocates memory for flat parameters or their state."""
         return in_huge_pages(like.new_empty(numel))
 
     def _groups_of(self, bucket: Bucket) -> list[int | None]:
@@ -265,8 +258,8 @@ class _BackwardAndStep(Extension):
         return self._loss
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
-        """Steps the runs of the bucket. All other parameters are stepped later, one by one."""
         if takes_part and bucket in self._optimizer._runs:
+            # All other parameters are stepped later, one by one.
             self._optimizer._step_bucket(bucket)
             self._stepped = True
 

@@ -30,14 +30,8 @@ class FlatParams:
     """A run: neighbours in a bucket that belong to one parameter group, in one flat tensor.
 
     Each member begins at a cache line, since torch allocates it so: at other addresses BLAS rounds
-    a matrix product differently, and a step may round other elements as its last ones.
-
-    Attributes:
-        group: the index of their parameter group.
-        parameters: the members' parameters.
-        gradient, gradients: the part of the bucket's buffer for the run, and its windows: one for
-            the `.grad` of each member.
-        flat, places: the flat tensor, and its windows: one for the `.data` of each member.
+    a matrix product differently, and a step may round other elements as its last ones. Windows of
+    `gradient` and of `flat` are the `.grad` and `.data` of members: `gradients` and `places`.
     """
 
     def __init__(
@@ -66,8 +60,7 @@ class FlatParams:
         self._pieces.append(len(self.parameters))
         self.flat = allocate(self._round_up(end), self.gradient)
         self.places = self._windows(self.flat)
-        # The state by its key: a flat tensor, and a window of it for each member. Allocated by the
-        # first step that needs them.
+        # The state by its key: a flat tensor, and a window for each member. Allocated when needed.
         self._state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
         # The columns of a step of all members, by the names of their state: the same in most steps.
         self._all_columns: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
@@ -188,7 +181,6 @@ class FlatParams:
         return columns
 
     def count(self, stretches: Sequence[Stretch]) -> None:
-        """Adds 1 to the "step" of these members, if their state has one."""
         if "step" in self._state:
             for first, last, _ in stretches:
                 self._state["step"][0][first:last].add_(1)

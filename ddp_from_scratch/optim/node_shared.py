@@ -91,9 +91,8 @@ class NodeSharedOptimizer(FlatOptimizer):
                 f"to be wrapped itself; ddp.{name.removeprefix('NodeShared')} does without"
             )
         self._check_groups()
-        # `_moved`: tensors have moved since the last step; the next one frees the memory that they
-        # left.
-        self._checked = self._moved = False
+        # Tensors have moved since the last step: the next one frees the memory that they left.
+        self._moved = self._checked = False
 
     def backward_and_step(self, loss: torch.Tensor) -> None:
         """Runs `loss.backward()` and `step()` in one, without averages in `.grad`.

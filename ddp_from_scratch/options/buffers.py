@@ -21,8 +21,7 @@ class BufferHook(NamedTuple):
     """A hook that synchronises buffers in place of rank 0's."""
 
     state: Any
-    # Called with `state` and `{name: buffer}`; returns None, or futures for which the end of
-    # backward waits.
+    # Called with `state` and `{name: buffer}`; returns None, or futures to wait for.
     call: Callable[[Any, dict[str, torch.Tensor]], Any]
     before: bool  # a forward pass, not after it
 
@@ -41,13 +40,6 @@ class BufferSync(Extension):
     Buffers are launched behind the last bucket, and written when every bucket has landed. With a
     hook, `before_forward` or `after_forward` calls the hook instead. Inside `join()`, `in_join`
     sends them before forward: the ranks agree in each step on the rank to send from.
-
-    Args:
-        module: the owner of the buffers; they are looked up again each time.
-        ignore: names of buffers that are left alone.
-
-    Attributes:
-        enabled, hook: changed by `enable` and `set_hook`.
     """
 
     def __init__(
@@ -68,42 +60,29 @@ class BufferSync(Extension):
         self._src = 0
 
     def enable(self, enabled: bool) -> None:
-        """Turns synchronisation on or off. Must be called on all ranks alike.
-
-        Raises:
-            ValueError: a buffer is expanded.
-        """
+        """On all ranks alike. Raises a ValueError for an expanded buffer."""
         if enabled:
             check_buffers(self._module, self._ignore)
         self.enabled = enabled
 
-    def set_hook(self, hook: BufferHook | None) -> None:
-        """Lets a hook synchronise buffers in place of rank 0's; None removes the hook."""
-        self.hook = hook
-
     def set_joining(self, joining: bool) -> None:
-        """Leaves the sending to `in_join` while `joining` is True."""
         self._joining = joining
 
     def will_send(self) -> bool:
-        """True if there are buffers to synchronise, with or without a hook."""
         return self.enabled and bool(self.named())
 
     # At the end of a backward pass --------------------------------------------------------------
 
     def on_all_launched(self) -> None:
-        """Launches rank 0's buffers. Collective."""
         # At the end of backward, not before forward as in torch's DDP: a forward pass may be one
         # rank's own (an evaluation). Forward passes in training find the same buffers either way.
         if self.enabled and self.hook is None and not self._joining:
             self._launch(0)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Writes the received buffers."""
         self._finish()
 
     def on_abort(self) -> None:
-        """Forgets buffers under way."""
         self._sent, self._futures = [], []
 
     @torch.no_grad()
@@ -146,8 +125,7 @@ class BufferSync(Extension):
         if any(b._use_count() > 1 for b, _ in pairs):  # type: ignore[attr-defined, unused-ignore]
             norms = [m for m in self._module.modules() if isinstance(m, _NormBase)]
             statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-            # Running statistics are written uncounted, as batch norm's own kernel writes them: no
-            # backward pass in training reads them.
+            # Running statistics uncounted, as by batch norm's own kernel: no backward reads them.
             uncounted = tuple(buffer for buffer, _ in pairs if id(buffer) in statistics)
             # Others, such as tables of positions, are not written if they would stay the same.
             pairs = [(b, v) for b, v in pairs if id(b) in statistics or not torch.equal(b, v)]
@@ -173,11 +151,6 @@ class BufferSync(Extension):
             self._run(self.hook)
 
     def after_forward(self, averages: bool) -> None:
-        """Calls a hook that is due after forward. Collective, as the hook is.
-
-        Args:
-            averages: True if this forward pass is followed by an average.
-        """
         if self.hook is not None and not self.hook.before and self._hook_is_due and self.enabled:
             self._run(self.hook)
         self._hook_is_due = averages
@@ -188,7 +161,6 @@ class BufferSync(Extension):
         send_tensors(buffers, src, self._process_group)
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers that are synchronised, by name."""
         return {n: b for n, b in self._module.named_buffers() if n not in self._ignore}
 
     def _run(self, hook: BufferHook) -> None:

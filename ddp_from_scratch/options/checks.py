@@ -23,37 +23,25 @@ _OFTEN = 10
 
 
 class Checks(Extension):
-    """Compares the module with what it was, and parameters before and after forward.
-
-    Args:
-        snapshot: the module when the Reducer was made.
-        ignore: names of parameters and buffers that are not synchronised.
-    """
+    """Compares the module with what it was, and parameters before and after forward."""
 
     def __init__(self, snapshot: "ModuleSnapshot", ignore: Collection[str]) -> None:
         self._snapshot, self._ignore = snapshot, ignore
-        # Versions of all parameters, also frozen ones, at the beginning of the forward pass under
-        # way; None outside of one in training. Writes to `parameter.data` are missed: torch does
-        # not count them.
+        # Versions of all parameters as the forward pass under way began; None outside of one in
+        # training. Writes to `parameter.data` are missed: torch does not count them.
         self._before: list[int] | None = None
         self._written: dict[str, None] = {}  # by forward passes so far
         self._forwards = 0
 
     def attach(self, reducer: CoreReducer) -> None:
-        """Looks for layers that are known to write to parameters in forward.
-
-        Raises:
-            ValueError: there is one.
-        """
         super().attach(reducer)
         # One rank alone cannot differ from others.
         self._watches_writes = dist.get_world_size(reducer.process_group) > 1
         if self._watches_writes:
             reducer.add_extension(_FirstAverage(self))
-            check_rescaling(reducer.module, self._snapshot.parameters)
+            _check_rescaling(reducer.module, self._snapshot.parameters)
 
     def on_forward(self) -> None:
-        """Raises, in training, if averages after this forward pass would be missing or wrong."""
         reducer: CoreReducer = self._of()
         module = reducer.module
         # Recomputing a forward pass, for activation checkpointing, is part of backward.
@@ -80,7 +68,6 @@ class Checks(Extension):
             self._before = [*map(_version, snapshot.parameters.values())]
 
     def on_forwarded(self, outputs: object) -> None:
-        """Raises if forward has written to parameters and ranks will not be compared."""
         before, self._before = self._before, None
         if before is None:
             return
@@ -138,11 +125,7 @@ def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:
 
 
 class ModuleSnapshot:
-    """The parameters of a module when the Reducer was made.
-
-    Attributes:
-        parameters: all but those to ignore, by name.
-    """
+    """The parameters of a module when the Reducer was made, but those to ignore."""
 
     def __init__(self, module: torch.nn.Module, ignore: Collection[str] = ()) -> None:
         self._ignore = frozenset(ignore)
@@ -161,15 +144,13 @@ class ModuleSnapshot:
         self._owned = self._ids()
 
     def _ids(self) -> list[int]:
-        # Comparing the ids of what submodules own is enough, and cheaper than collecting names in
-        # every forward pass.
+        # The ids of what submodules own: cheaper than collecting names in every pass.
         return [*map(id, chain.from_iterable(map(dict.values, self._tables)))]
 
     def looks_different(self, all_of_it: bool) -> bool:
         """True if `difference` is to look for a change; asked in every forward pass.
 
-        Args:
-            all_of_it: compare dtypes and devices, too.
+        With `all_of_it` dtypes and devices are compared, too.
         """
         everyone = self.parameters.values()
         if [*map(_requires_grad, everyone)] != self._traits[0]:
@@ -182,11 +163,7 @@ class ModuleSnapshot:
         return now != (self._traits[1], self._devices)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the parameters that require a gradient, by name.
-
-        Raises:
-            ValueError: no parameter requires a gradient.
-        """
+        """By name. Raises a ValueError if no parameter requires a gradient."""
         found = {name: p for name, p in self.parameters.items() if p.requires_grad}
         if not found:
             raise ValueError("the module has no parameter that requires a gradient")
@@ -219,7 +196,11 @@ class ModuleSnapshot:
         nows = zip(*traits, devices, strict=True)
         for name, before, after in zip(self.parameters, thens, nows, strict=True):
             if before != after and not (may_freeze and before == (True, *after[1:])):
-                return f"parameter {name} became {_describe(self.parameters[name])}"
+                requires_grad, dtype, device = after
+                return (
+                    f"parameter {name} became {dtype} on {device} with "
+                    f"requires_grad={requires_grad}"
+                )
         return None
 
     def _parameters_of(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -230,20 +211,11 @@ def _is_substitute(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and not isinstance(parameter, torch.nn.Parameter)
 
 
-def _describe(parameter: torch.Tensor) -> str:
-    return f"{parameter.dtype} on {parameter.device} with requires_grad={parameter.requires_grad}"
-
-
 # With `max_norm` these layers rescale, in forward, the rows that this rank has looked up.
 _RESCALING = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
-def check_rescaling(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raises if a layer is known to rescale one of these parameters in forward.
-
-    Raises:
-        ValueError: the layer is an embedding with `max_norm`.
-    """
+def _check_rescaling(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
     names = {id(parameter): name for name, parameter in parameters.items()}
     for layer in module.modules():
         if isinstance(layer, _RESCALING) and layer.max_norm is not None:

@@ -48,7 +48,6 @@ class FusedWgrad(Extension):
     """
 
     def attach(self, reducer: CoreReducer) -> None:
-        """Replaces the forward of the layers."""
         super().attach(reducer)
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Claimed and not arrived yet: a second gradient of the parameter must not overwrite it.
@@ -60,17 +59,16 @@ class FusedWgrad(Extension):
                 self._layers.append(layer)
 
     def index_of(self, parameter: torch.Tensor | None) -> int | None:
-        """Returns the parameter's index; None for a tensor that is not the Reducer's."""
         return self._index_of.get(id(parameter))
 
     def window(self, index: int | None, accumulation: Any) -> torch.Tensor | None:
-        """Returns the window to write a gradient to, if it may be written there.
-
-        Args:
-            index: the parameter's.
-            accumulation: the node of the graph that will get the gradient.
-        """
-        if index is None or index in self._claimed or not _will_run(accumulation):
+        """Returns the window to write a gradient to; None if it may not be written there."""
+        if index is None or index in self._claimed:
+            return None
+        try:
+            if not torch._C._will_engine_execute_node(accumulation):
+                return None
+        except RuntimeError:  # in torch.autograd.grad, whose caller gets the gradient
             return None
         reducer: CoreReducer | None = self._of()
         if reducer is None:  # a graph that has outlived it
@@ -84,17 +82,15 @@ class FusedWgrad(Extension):
         return window
 
     def on_gradient(self, index: int) -> None:
-        """Notes that the gradient of this parameter is in `.grad`."""
         self._claimed.discard(index)
 
     def on_forward(self) -> None:
-        """Forgets the claims of a pass that an exception has ended."""
-        # Not inside of a backward pass, where checkpointed layers run forward again.
+        # Claims of a pass that an exception has ended. Not inside of a backward pass, where
+        # checkpointed layers run forward again.
         if self._claimed and torch._C._current_graph_task_id() == -1:
             self._claimed.clear()
 
     def remove(self) -> None:
-        """Gives the layers their own forward back. Idempotent."""
         # Graphs that are still alive get no window any more.
         self._of = lambda: None
         for layer in self._layers:
@@ -110,14 +106,6 @@ def _is_plain(layer: Any) -> TypeGuard[Layer]:
         and layer.weight.is_floating_point()
         and layer.weight.numel() >= _WORTH * (_EMBEDDING if type(layer) is Embedding else 1)
     )
-
-
-def _will_run(accumulation: Any) -> bool:
-    """True if the gradient goes to `.grad`, and not to a caller of `torch.autograd.grad`."""
-    try:
-        return bool(torch._C._will_engine_execute_node(accumulation))
-    except RuntimeError:  # raised in torch.autograd.grad
-        return False
 
 
 class _Forward:
@@ -242,11 +230,6 @@ def _alias(window: torch.Tensor) -> torch.Tensor:
     return window.view_as(window)
 
 
-def _linear(layer: Any, input: torch.Tensor, fused: FusedWgrad) -> torch.Tensor:
-    output: torch.Tensor = _Linear.apply(input, layer.weight, layer.bias, fused)
-    return output
-
-
 def _embedding(layer: Any, tokens: torch.Tensor, fused: FusedWgrad) -> torch.Tensor:
     # Of 16-bit rows index_add_ rounds the sum once, and autograd after each row.
     exact = layer.weight.dtype in (torch.float32, torch.float64)
@@ -257,6 +240,6 @@ def _embedding(layer: Any, tokens: torch.Tensor, fused: FusedWgrad) -> torch.Ten
 
 
 _FUSED: dict[type, Callable[[Any, torch.Tensor, FusedWgrad], torch.Tensor]] = {
-    Linear: _linear,
+    Linear: lambda layer, input, fused: _Linear.apply(input, layer.weight, layer.bias, fused),
     Embedding: _embedding,
 }

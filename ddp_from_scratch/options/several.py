@@ -18,9 +18,8 @@ from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.options.unused import Unused
 
-# In the order in which they were made, which is the same on all ranks of a group. No list that weak
-# references take themselves out of: up to Python 3.11 the garbage collector may run while a list is
-# copied, and a copy of one that has become shorter holds what is no longer there.
+# In the order in which they were made, the same on all ranks of a group. No list of weak
+# references: up to Python 3.11 the garbage collector may run, and shorten it, while it is copied.
 _made: "weakref.WeakValueDictionary[int, CoreReducer]" = weakref.WeakValueDictionary()
 _count = itertools.count()
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -63,7 +62,6 @@ class Several(Extension):
     """Launches the Reducer's buckets behind those of the Reducers before it, and ends with them."""
 
     def attach(self, reducer: CoreReducer) -> None:
-        """Begins with no pass."""
         super().attach(reducer)
         # Alone it has not watched for exceptions (`on_break`).
         reducer.broken_off = reducer.pass_number != IDLE and not reducer.is_in_pass()
@@ -71,20 +69,18 @@ class Several(Extension):
         self._ahead: tuple[int, dict[CoreReducer, int]] = (IDLE, {})
 
     def may_launch(self) -> bool:
-        """True if the Reducers that come first in this pass have launched all their buckets."""
         reducer, everyone = self._of(), living()
         if len(everyone) < 2:
             return True
         unused = _unused(reducer) if reducer.may_be_unused else None
-        if unused is not None and unused.hides_parameters:
+        if unused is not None and unused.graphs.hides_parameters:
             # What the checkpoint hides is known at the end, and another Reducer's may be among it.
             return False
         if any(_is_inside(reducer, other) for other in everyone):
             return False  # another inner pass may add to these gradients
         number, ahead = self._ahead
         if number != reducer.pass_number:
-            # The graph decides, not which Reducers have begun: backward is not equally far on all
-            # ranks.
+            # By the graph, not by who has begun: backward is not equally far on all ranks.
             before = everyone[: everyone.index(reducer)] if reducer in everyone else []
             ahead = {other: other.iteration for other in before if _takes_part(other)}
             self._ahead = reducer.pass_number, ahead
@@ -96,7 +92,6 @@ class Several(Extension):
         return fixed or not any(r.layers_communicate() and _takes_part(r) for r in everyone)
 
     def takes_over_end(self) -> bool:
-        """Ends the pass for all Reducers in it."""
         reducer, everyone = self._of(), living()
         if reducer.broken_off:
             return False
@@ -118,11 +113,9 @@ class Several(Extension):
         return True
 
     def before_end(self) -> None:
-        """Forgets who was ahead."""
         self._ahead = (IDLE, {})
 
     def on_break(self, number: int) -> None:
-        """Breaks off the pass of a Reducer that had joined this one's."""
         self._ahead = (IDLE, {})
         for other in living():
             if _is_running(other) and other.pass_number == number:
@@ -157,5 +150,5 @@ def _takes_part(reducer: CoreReducer) -> bool:
     return (
         _is_running(reducer)
         or will_accumulate_any(reducer)
-        or (unused is not None and unused.will_run())
+        or (unused is not None and unused.graphs.will_enter())
     )

@@ -32,12 +32,6 @@ class SparseBucket(Bucket):
     The result is coalesced and has the same bits on every rank: each adds up the same rows in the
     order of ranks. If the gradient is dense on all ranks (the weight is also used elsewhere), it is
     averaged as a dense one.
-
-    Args:
-        members, parameters: the one index, and its parameter.
-        index: the bucket's place in the order of launch.
-        process_group: the ranks that take part; None means all.
-        name, label: the parameter's name, for errors; for torch.profiler.
     """
 
     is_sparse = True
@@ -71,7 +65,6 @@ class SparseBucket(Bucket):
 
     @torch.no_grad()
     def pack(self, scale: float) -> None:
-        """Multiplies this rank's rows by `scale`."""
         gradient = self._parameter.grad
         self._kind_and_rows = _NONE, 0
         if gradient is None:
@@ -86,12 +79,10 @@ class SparseBucket(Bucket):
             self._kind_and_rows = _DENSE, 0
 
     def contribute_zeros(self) -> None:
-        """Sends no rows, whatever the gradient holds."""
         self._mine, self._kind_and_rows = (), (_NONE, 0)
 
     @torch.no_grad()
     def launch(self, hook: object, state: object, aside: bool = False) -> None:
-        """Exchanges the numbers of rows; returns before they are there. Calls no hook."""
         mine = torch.tensor(self._kind_and_rows, device=self._parameter.device)
         self._kinds = [
             torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))
@@ -104,7 +95,6 @@ class SparseBucket(Bucket):
 
     @property
     def arrived(self) -> bool:
-        """True if this bucket waits for no other rank, as far as is known before `wait`."""
         # On a GPU the host waits for nothing. From torch 2.15 on, `is_completed` of NCCL would make
         # the current stream wait.
         work = self._work
@@ -114,11 +104,6 @@ class SparseBucket(Bucket):
         """Does nothing: the rows are gathered in `wait`."""
 
     def wait(self) -> None:
-        """Gathers the rows, if launched, and keeps the average. Idempotent.
-
-        Raises:
-            RuntimeError: on every rank: the gradient is sparse on some ranks and dense on others.
-        """
         if self._work is None or self._average is not None:
             return
         self._work.wait()
@@ -126,10 +111,17 @@ class SparseBucket(Bucket):
         # all ranks start it at the same place among the collectives.
         kinds, rows = torch.stack(self._kinds).t().tolist()
         found = {kind for kind in kinds if kind != _NONE}
-        if len(found) > 1:
-            raise RuntimeError(self._differ(kinds))
+        if len(found) > 1:  # on every rank
+            dense = [rank for rank, kind in enumerate(kinds) if kind == _DENSE]
+            sparse = [rank for rank, kind in enumerate(kinds) if kind > 0]
+            raise RuntimeError(
+                f"the gradient of parameter {self.name} is dense on ranks {dense} and sparse on "
+                f"{sparse}: it must be the same kind on all"
+            )
         if _DENSE in found:
-            self._average = self._sum_dense()
+            total = self._mine[0] if self._mine else torch.zeros_like(self._parameter)
+            dist.all_reduce(total, group=self._process_group)
+            self._average = total
         else:
             self._average = self._sum_rows(rows, max(found, default=1))
         self.state = BucketState.LANDED
@@ -138,22 +130,15 @@ class SparseBucket(Bucket):
 
     @torch.no_grad()
     def unpack(self, used: Collection[int] | None = None) -> None:
-        """Puts the average into `.grad`; see `Bucket.unpack`."""
         if self._average is not None and (used is None or self.members[0] in used):
             self._parameter.grad = self._average
         self.reset()
 
     def reset(self) -> None:
-        """Empties the bucket, whatever has become of its launch. Idempotent."""
         self._work = self._average = None
         self._mine, self.state = (), BucketState.FILLING
         self.missing.update(self.members)
         self.unused.clear()
-
-    def _sum_dense(self) -> torch.Tensor:
-        total = self._mine[0] if self._mine else torch.zeros_like(self._parameter)
-        dist.all_reduce(total, group=self._process_group)
-        return total
 
     def _sum_rows(self, rows: list[int], sparse_dim: int) -> torch.Tensor:
         shape, most = self._parameter.shape, max(rows)
@@ -174,15 +159,7 @@ class SparseBucket(Bucket):
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))]
-        # An empty all-gather is not sent: the padded size is the same on every rank, so all leave
-        # it out.
+        # Not if it is empty: the padded size is the same on all ranks, so all leave it out.
         if mine.numel():
             dist.all_gather(parts, mine, group=self._process_group)
         return parts
-
-    def _differ(self, kinds: list[int]) -> str:
-        dense = [rank for rank, kind in enumerate(kinds) if kind == _DENSE]
-        return (
-            f"the gradient of parameter {self.name} is dense on ranks {dense} and sparse on "
-            f"{[r for r, kind in enumerate(kinds) if kind > 0]}: it must be the same kind on all"
-        )

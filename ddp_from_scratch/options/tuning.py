@@ -39,34 +39,24 @@ SURE = 0.6
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to launch buckets.
+    """A way to launch buckets."""
 
-    Attributes:
-        bucket_cap_mb: see `bucket_caps`.
-        overlap: True launches buckets during backward, False at its end.
-    """
-
-    bucket_cap_mb: float | Sequence[float]
-    overlap: bool
+    bucket_cap_mb: float | Sequence[float]  # see `bucket_caps`
+    overlap: bool  # True launches buckets during backward, False at its end
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The candidate of one average; `counted` is True if its time counts."""
+    """The candidate of one average."""
 
     candidate: Candidate
-    counted: bool
+    counted: bool  # its time counts
 
 
 def candidates(
     layouts: Mapping[float | tuple[float, ...], Sequence[Hashable]], overlap: bool
 ) -> list[list[Candidate]]:
-    """Lists the candidates to choose from, for each layout.
-
-    Args:
-        layouts: the buckets that each cap leads to.
-        overlap: True if buckets may be launched during backward.
-    """
+    """Lists the candidates to choose from, for each layout: the buckets that a cap leads to."""
     # Caps that lead to the same buckets are one candidate; the preferred cap comes first.
     first: dict[tuple[Hashable, ...], float | tuple[float, ...]] = {}
     for cap, buckets in layouts.items():
@@ -79,22 +69,13 @@ def candidates(
 
 
 def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[Trial]:
-    """Plans the coming averages: in a round each candidate is tried twice.
-
-    Args:
-        groups: the candidates of each layout, as `candidates` returns them.
-        rounds: each layout has one turn in each round.
-
-    Returns:
-        The trials in order; none if there is only one candidate.
-    """
+    """Plans the coming averages: a round tries each candidate twice. None for a single one."""
     if sum(map(len, groups)) == 1:
         return []
     found: list[Trial] = []
     for number in range(rounds):
         for place in range(len(groups)):
-            # Another layout begins each round. Otherwise events that recur every so many steps
-            # might always hit the same one.
+            # Another layout begins each round: what recurs every so many steps hits each of them.
             group = groups[(number + place) % len(groups)]
             # The first step includes the work of laying out the buckets, so it is not counted.
             found += [Trial(group[0], False), *(Trial(c, True) for c in (*group, *group))]
@@ -104,8 +85,7 @@ def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[
 def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
     """Returns the first candidate that is as good as the best; those with overlap come first.
 
-    Args:
-        times: seconds of each candidate's steps, in the order of `trials`; as many of each.
+    `times` are seconds of each candidate's steps, in the order of `trials`; as many of each.
     """
     # Each step is compared with the others of its round: a machine that is slow for a while slows
     # all of them alike. Medians, since an evaluation or a slow batch is in a step now and then.
@@ -125,20 +105,13 @@ def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
 
 
 class BucketTuning(Extension):
-    """Tries buckets of several sizes in the first averages, and keeps the fastest.
-
-    Attributes:
-        present: the candidate of the next average.
-        settled: True once `present` is final.
-    """
+    """Tries buckets of several sizes in the first averages, and keeps the fastest."""
 
     def attach(self, reducer: CoreReducer) -> None:
-        """Begins with the default layout."""
-        self.settled = False
+        self.settled = False  # `present` is not final
         self.present = Candidate(DEFAULT, reducer.overlap)
         super().attach(reducer)
-        # The order that the present layout was made for. A new order means new buckets, made by the
-        # Reducer.
+        # The order that the present layout was made for. A new one means new buckets.
         self._known_order = reducer.ready_order
         self._overlap = reducer.overlap
         # Trials still to come; None until the first average has ended. The plan depends on no
@@ -150,7 +123,6 @@ class BucketTuning(Extension):
         self._last = math.nan
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Prepares the next average: the next candidate, or the best one for good."""
         if self.settled:
             return
         # The Reducer has just laid out the buckets again, so the time of this step is of no use.
@@ -167,13 +139,19 @@ class BucketTuning(Extension):
             self._times[self._trial.candidate].append(now - self._last)
         self._last = now
         self._trial = self._ahead.pop(0) if self._ahead else None
-        if self._trial is None:
-            self._settle(order)
-        else:
+        if self._trial is not None:
             self._apply(self._trial.candidate, order)
+            return
+        if len(self._times) > 1:
+            device = self._of().device
+            times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
+            # The longest over ranks is the step's. From the same times all choose the same.
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._of().process_group)
+            self._times = dict(zip(self._times, times.tolist(), strict=True))
+            self._apply(choose(self._times), order)
+        self.settled = True
 
     def check_hook(self, hook: CommHook) -> None:
-        """Raises if `hook` may not be used while buckets are still laid out in different ways."""
         # A hook that remembers a bucket by its index (torch's PowerSGD does) would take it for
         # another. The hooks of this package remember parameters.
         if not self.settled and not comm_hooks.is_ours(hook):
@@ -181,17 +159,6 @@ class BucketTuning(Extension):
                 f'bucket_cap_mb="auto" has not settled, and the comm hook {hook!r} may remember '
                 f"buckets by their index, which it lays out anew: give bucket_cap_mb a number"
             )
-
-    def _settle(self, order: Sequence[str]) -> None:
-        if len(self._times) > 1:
-            device = self._of().device
-            times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
-            # The longest time over ranks is the step's time. From the same times every rank makes
-            # the same choice.
-            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._of().process_group)
-            self._times = dict(zip(self._times, times.tolist(), strict=True))
-            self._apply(choose(self._times), order)
-        self.settled = True
 
     def _apply(self, candidate: Candidate, order: Sequence[str]) -> None:
         if candidate.bucket_cap_mb != self.present.bucket_cap_mb:

@@ -25,20 +25,11 @@ class Unused(Extension):
     not reach are marked unused; the rest of them at its end. Ranks exchange the parameters that
     they have used: with `find_unused` in every average, with a static graph in the first, with
     `skip` in none.
-
-    Args:
-        find_unused: True if any parameter may be unused in any pass.
-        static: True if every pass is as the first.
-        skip: True skips a bucket of which this rank has used none since the last average.
-
-    Attributes:
-        is_static: see `static`.
     """
 
     def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
         self.find_unused, self.is_static, self._skip = find_unused, static, skip
-        # False until the first average, which skips no bucket: one rank alone may have gradients
-        # that are older than its Reducer.
+        # The first average skips no bucket: gradients of one rank may be older than its Reducer.
         self._has_agreed = False
         # Since the last average, also under no_sync(): the next average covers all of it.
         self._used: set[int] = set()
@@ -48,14 +39,13 @@ class Unused(Extension):
         self._unforeseen: set[int] = set()
 
     def attach(self, reducer: CoreReducer) -> None:
-        """Notes the gradients that are there already."""
         super().attach(reducer)
         self._count = len(reducer.parameters)
         # Parameters whose `.grad` is older than the Reducer. No hook of ours has seen it, and other
         # ranks may have none, but it is averaged like any other.
         self._inherited = {i for i, p in enumerate(reducer.parameters) if p.grad is not None}
         self._static = StaticGraph(self._count) if self.is_static else None
-        self._graphs = GraphWatch(reducer.parameters, self._on_enter)
+        self.graphs = GraphWatch(reducer.parameters, self._on_enter)
         self._update()
 
     def _update(self) -> None:
@@ -67,31 +57,20 @@ class Unused(Extension):
         """True if the set of used parameters may change from pass to pass."""
         return self.find_unused and not self.is_static
 
-    @property
-    def hides_parameters(self) -> bool:
-        """True if a graph that was walked hides parameters in a reentrant checkpoint."""
-        return self._graphs.hides_parameters
-
-    def will_run(self) -> bool:
-        """True if the pass that autograd is executing goes through a forward pass of the module."""
-        return self._graphs.will_enter()
-
     def set_static(self) -> None:
         """Makes the graph static from the next pass on. Idempotent."""
         if not self.is_static:
             # Passes before this one may have had another graph.
-            self._graphs.forget()
+            self.graphs.last = None
             self.is_static, self._static = True, StaticGraph(self._count)
             self._update()
 
     def prepare(self, outputs: object) -> None:
         """Looks for unused parameters in the graph of these tensors."""
         if self._of().may_be_unused:
-            self._graphs.on_forward(outputs, as_before=self.is_static)
+            self.graphs.on_forward(outputs, as_before=self.is_static)
 
-    def on_forwarded(self, outputs: object) -> None:
-        """Looks for parameters that this forward pass does not use."""
-        self.prepare(outputs)
+    on_forwarded = prepare
 
     def _on_enter(self, unreached: set[int]) -> None:
         """Marks unreached parameters unused, as a backward pass enters the graph of an output."""
@@ -104,19 +83,15 @@ class Unused(Extension):
             reducer.launch_full_buckets(early=True)
 
     def on_gradient(self, index: int) -> None:
-        """Records a gradient, also one under `no_sync()`: those are averaged later."""
         self._used.add(index)
 
     def is_complete(self, index: int) -> bool:
-        """Counts a gradient of a synchronised pass; True if it is its parameter's last."""
         return self._static is None or self._static.count(index)
 
     def skips(self, bucket: Bucket) -> bool:
-        """True if this rank has used none of a bucket's parameters since the last average."""
         return self._skip and self._has_agreed and self._used.isdisjoint(bucket.members)
 
     def before_end(self) -> None:
-        """Marks all parameters without a gradient in this pass as unused."""
         if self._of().may_be_unused:
             self._of().mark_unused(range(self._count))
 
@@ -158,7 +133,6 @@ class Unused(Extension):
         return used | inherited
 
     def error(self) -> RuntimeError | None:
-        """Returns an error if the backward pass differs from the first one of a static graph."""
         if self._static is None:
             return None
         differences = self._static.end_pass()
@@ -176,8 +150,7 @@ class Unused(Extension):
 
     def on_abort(self) -> None:
         """Forgets all that ranks agreed on, and the gradients since the last average."""
-        # All of it: an average that failed may have ended on some ranks alone, and all must agree
-        # again in the same one.
+        # An average that failed may have ended on some ranks alone: all must agree again.
         self._used, self._used_by_any, self._has_agreed = set(), None, False
         if self._static is not None:
             self._static = StaticGraph(self._count)
@@ -185,8 +158,7 @@ class Unused(Extension):
     on_set_step = on_abort
 
     def remove(self) -> None:
-        """Ignores all graphs from now on, also those still alive."""
-        self._graphs.stop()
+        self.graphs.stop()
 
 
 class StaticGraph:
@@ -263,15 +235,10 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 class _Forward:
-    """The leaves that the graph of one forward pass reaches.
-
-    Attributes:
-        reached: indices of the Reducer's parameters; None means unknown.
-        others: all other leaves.
-    """
+    """The leaves that the graph of one forward pass reaches."""
 
     def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor] = ()) -> None:
-        self.reached = reached
+        self.reached = reached  # indices of the Reducer's parameters; None means unknown
         self.others = [weakref.ref(leaf) for leaf in others]
 
 
@@ -279,14 +246,10 @@ class GraphWatch:
     """Walks the graph of each forward pass, and calls back when a backward pass enters it.
 
     `on_forward` walks from the module's outputs to the parameters. When a backward pass reaches one
-    of these outputs, `on_enter` is called with the indices of the parameters that get no gradient
-    in this pass. The set is empty if a walk met a reentrant checkpoint, which hides parameters.
-    `torch.autograd.grad` accumulates nothing in `.grad` and is not reported.
-
-    Args:
-        parameters: their indices are passed to `on_enter`.
-        on_enter: a bound method, held weakly. Called during the backward pass, before any gradient
-            of this graph is ready.
+    of these outputs, `on_enter`, a bound method, is called with the indices of the parameters that
+    get no gradient in this pass, before any gradient of this graph is ready. The set is empty if a
+    walk met a reentrant checkpoint, which hides parameters. `torch.autograd.grad` accumulates
+    nothing in `.grad` and is not reported.
     """
 
     def __init__(
@@ -295,11 +258,10 @@ class GraphWatch:
         self._parameters = parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._on_enter = weakref.WeakMethod(on_enter)
-        # Each graph owns its record, through its hooks. So the record of a forward pass that never
-        # goes backward disappears with its graph.
+        # Each graph owns its record, through its hooks: it disappears with the graph.
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         # The record of the last walk. A static graph uses it again instead of another walk.
-        self._last: _Forward | None = None
+        self.last: _Forward | None = None
         self._stopped = False
 
     @property
@@ -310,42 +272,33 @@ class GraphWatch:
     def on_forward(self, outputs: object, as_before: bool = False) -> None:
         """Walks from all tensors in `outputs`, and puts a hook on the node of each.
 
-        Args:
-            outputs: the return value of the module.
-            as_before: True takes the result of the last walk: the graph is static.
+        With `as_before` it takes the result of the last walk: the graph is static.
         """
-        # Inside a transform of torch.func nothing is accumulated in `.grad`, and the graph does not
-        # lead to the parameters themselves.
+        # A transform of torch.func accumulates nothing, and hides the parameters themselves.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         if not nodes:
             return
-        if self._last is None or not as_before:
+        if self.last is None or not as_before:
             with torch.profiler.record_function("search_unused_parameters"):
                 leaves = reached(tensors)
-            self._last = self._record(leaves)
-        forward = self._last
+            if leaves is None:
+                self.last = _Forward(None)
+            else:
+                known = self._index_of
+                ours = {known[id(leaf)] for leaf in leaves if id(leaf) in known}
+                self.last = _Forward(ours, (leaf for leaf in leaves if id(leaf) not in known))
+        forward = self.last
         self._forwards.add(forward)
         for node in nodes:
             # A strong reference would keep a Reducer alive for as long as some graph is.
             node.register_prehook(partial(_enter, weakref.ref(self), forward))
 
-    def forget(self) -> None:
-        """Forgets the last walk: the next forward pass is walked in any case."""
-        self._last = None
-
     def will_enter(self) -> bool:
         """True if the pass that autograd is executing goes through a forward pass of the module."""
         return any(self._accumulates(f.reached or set(), f) for f in self._forwards)
-
-    def _record(self, leaves: list[torch.Tensor] | None) -> _Forward:
-        if leaves is None:
-            return _Forward(None)
-        known = self._index_of
-        ours = {known[id(leaf)] for leaf in leaves if id(leaf) in known}
-        return _Forward(ours, (leaf for leaf in leaves if id(leaf) not in known))
 
     def stop(self) -> None:
         """Stops calling `on_enter`, whatever graphs are still alive. Idempotent."""

@@ -74,7 +74,6 @@ class ViewBucket(Bucket):
 
     @torch.no_grad()
     def pack(self, scale: float) -> None:
-        """Copies the rest of the gradients in; see `Bucket.pack`."""
         if self.state is not BucketState.FILLING:
             raise self._again()
         gradients = [*map(gradient_of, self._parameters)]
@@ -96,8 +95,7 @@ class ViewBucket(Bucket):
             elif lies_at(gradient, view):
                 in_place.append(view)
                 if index in unused:
-                    # The buffer will hold the average. If no rank has used this parameter, `.grad`
-                    # must keep its own value.
+                    # If no rank has used this parameter, `.grad` must keep its own value.
                     parameter.grad = view.clone()
             else:
                 sources.append(gradient)
@@ -123,7 +121,6 @@ class ViewBucket(Bucket):
 
     @torch.no_grad()
     def unpack(self, used: Collection[int] | None = None) -> None:
-        """Makes each `.grad` its window; see `Bucket.unpack`."""
         if self.state is BucketState.LANDED:
             # `pack` has put most of them there.
             gradients = map(gradient_of, self._parameters)
@@ -135,7 +132,6 @@ class ViewBucket(Bucket):
         self.reset()
 
     def reset(self) -> None:
-        """Empties the bucket; see `Bucket.reset`."""
         super().reset()
         self._packed.clear()
 
@@ -173,12 +169,10 @@ class Views(Extension):
     """Has a Reducer make its buckets as `ViewBucket`."""
 
     def attach(self, reducer: Any) -> None:
-        """Makes the buckets again, in the same memory."""
         super().attach(reducer)
         reducer.make_buckets(ViewBucket)
 
     def on_break(self, number: int) -> None:
-        """Restores gradients after an exception in a pass."""
         self._of().restore_grads()
 
 

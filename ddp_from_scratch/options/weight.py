@@ -14,14 +14,11 @@ _MOST = 1e100  # float64 ends at 1e308, and squares are summed
 class GradientWeight:
     """The factor of this rank's gradients: amount x world size / sum of all ranks' amounts.
 
-    The plain average of gradients times these factors is the average weighted by amounts. Ranks
-    agree on the sum while the forward pass runs. Equal amounts make every factor 1.
+    The plain average of gradients times these factors is the average weighted by amounts, such as
+    numbers of samples or tokens. Equal amounts make every factor 1.
 
-    Construction starts to agree on the sum. Collective: every rank gives its own amount.
-
-    Args:
-        amount: this rank's number of samples or tokens.
-        process_group: the ranks that take part; must take CPU tensors.
+    Construction starts to agree on the sum, while the forward pass runs. Collective: every rank
+    gives its own amount, over a group that takes CPU tensors.
 
     Raises:
         ValueError: `amount` is no number, negative, not finite or more than 1e100.
@@ -46,7 +43,6 @@ class GradientWeight:
 
     @cached_property
     def _agreed(self) -> tuple[float, float]:
-        """The sum of all amounts and that of their squares."""
         self._work.wait()
         total, squares = self._sums.tolist()
         if math.isnan(total):
@@ -54,11 +50,7 @@ class GradientWeight:
         return total, squares
 
     def total(self) -> float:
-        """Returns the sum of all ranks' amounts. The first call waits for all ranks to give theirs.
-
-        Raises:
-            ValueError: an amount is negative or not finite.
-        """
+        """Waits for all ranks' amounts. Raises a ValueError if one is negative or not finite."""
         return self._agreed[0]
 
     def all_equal(self) -> bool:
@@ -68,11 +60,7 @@ class GradientWeight:
         return self._world_size * squares - total**2 <= 1e-12 * total**2
 
     def value(self) -> float:
-        """Returns the factor of this rank's gradients. Waits as `total` does.
-
-        Raises:
-            ValueError: on every rank: the amounts add up to zero.
-        """
+        """The factor. Waits as `total` does; raises a ValueError if the amounts add up to zero."""
         total = self.total()
         if total == 0:
             raise ValueError("the weights of all ranks are 0: there is nothing to average")

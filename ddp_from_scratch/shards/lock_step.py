@@ -37,12 +37,9 @@ DIFFERENT_LAYERS = (
 
 
 class View:
-    """A shard's view of the process.
+    """A shard's view of the process: gradients, generators, and the buffers that it has for itself.
 
-    Args:
-        module: with the parameters and buffers.
-        buffers: those that each shard has for itself.
-        attributes: an object's, by its name, with a value for each shard.
+    `attributes` are an object's, by name, with a value for each shard.
     """
 
     def __init__(
@@ -69,7 +66,6 @@ class View:
             owner[name] = buffer
 
     def capture(self) -> tuple[Any, ...]:
-        """Returns all of it, as it is now."""
         return (
             [parameter.grad for parameter in self._parameters],
             [owner[name] for owner, name in self._places],
@@ -78,7 +74,6 @@ class View:
         )
 
     def restore(self, captured: tuple[Any, ...]) -> None:
-        """Makes all of it what it was."""
         gradients, buffers, attributes, generators = captured
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -89,14 +84,11 @@ class View:
         set_generator_states(generators)
 
 
-class ShardBatches:
-    """The batches of all shards, as a layer in one of them asks for them."""
-
+class _ShardBatches:
     def __init__(self, view: View, outside: tuple[Any, ...], gather: Gather) -> None:
         self._view, self._outside, self._gather = view, outside, gather
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of all shards, in their order."""
         mine = self._view.capture()
         self._view.restore(self._outside)
         try:
@@ -105,7 +97,6 @@ class ShardBatches:
             self._view.restore(mine)
 
     def add_up(self, row: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of the rows of all shards, along the tree."""
         return sum_of_rows(self.gather(row))
 
 
@@ -114,14 +105,10 @@ class _Over(BaseException):
 
 
 class Turn:
-    """A function in a thread, which runs only while the caller of `resume` waits for it.
-
-    Attributes:
-        row: what it has come to a layer with; None if it is in none.
-    """
+    """A function in a thread, which runs only while the caller of `resume` waits for it."""
 
     def __init__(self, function: Callable[["Turn"], None]) -> None:
-        self.row: torch.Tensor | None = None
+        self.row: torch.Tensor | None = None  # what it has come to a layer with
         self._error: BaseException | None = None
         self._rows: SimpleQueue[torch.Tensor | _Over | None] = SimpleQueue()
         self._stops: SimpleQueue[None] = SimpleQueue()
@@ -130,11 +117,7 @@ class Turn:
         self._thread.start()
 
     def resume(self, rows: torch.Tensor | None = None) -> None:
-        """Lets it run to the next layer or to its end, and raises what the function does.
-
-        Args:
-            rows: those that it waits for; None at its beginning.
-        """
+        """Lets it run to the next layer, whose rows it gets, or to its end; raises what it does."""
         self._rows.put(rows)
         self._stops.get()
         if self._error is not None:
@@ -177,12 +160,8 @@ def run_in_lock_step(
 ) -> None:
     """Calls `run` for each shard; the last one's runs in the calling thread.
 
-    Args:
-        run: what each shard does with `module`.
-        shards: those of this rank, in descending order.
-        module: with the layers.
-        view: of the process, for each shard.
-        gather: returns the rows of all shards, of this rank's in ascending order. Collective.
+    `shards` are those of this rank, in descending order. `gather` returns the rows of all shards,
+    of this rank's in ascending order; it is collective.
 
     Raises:
         RuntimeError: the shards do not run the same layers.
@@ -194,7 +173,7 @@ def run_in_lock_step(
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     def take_part(shard: int, gather: Gather) -> None:
-        several_batches.set(ShardBatches(view, outside, gather))
+        several_batches.set(_ShardBatches(view, outside, gather))
         # Backward in this thread, also on a GPU: there all would share one, and wait in it.
         with torch.autograd.set_multithreading_enabled(False):
             run(shard)

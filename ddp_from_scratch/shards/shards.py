@@ -39,60 +39,32 @@ class Averaging(Protocol):
     module: torch.nn.Module
     sync: bool
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulates gradients locally inside."""
-        ...
+    def no_sync(self) -> AbstractContextManager[None]: ...
 
-    def abort_step(self) -> None:
-        """Forgets a step that failed."""
-        ...
+    def abort_step(self) -> None: ...
 
 
 class Shards(Extension):
-    """The shards of this rank, and the step that they are in.
-
-    Args:
-        count: V, the shards of a step on all ranks together.
-        buffers: returns the module's buffers, by name.
-        windows: see `TreeReduction`.
-
-    Attributes:
-        count: as given.
-        step: the number of averages so far. It seeds the generators, with the shard.
-        reduction: sums the gradients.
-        in_lock_step: True while shards run in lock step.
-        inside: the shard that runs now; None between shards.
-
-    Raises:
-        ValueError: a count that cannot be.
-    """
+    """The shards of this rank, and the step that they are in; `count` on all ranks together."""
 
     def __init__(
-        self,
-        count: int,
-        buffers: Callable[[], Mapping[str, torch.Tensor]],
-        windows: bool,
+        self, count: int, buffers: Callable[[], Mapping[str, torch.Tensor]], windows: bool
     ) -> None:
         if count < 1 or count & (count - 1):
             raise ValueError(f"shards must be a power of two, got {count}")
         self.count, self._buffers, self._windows = count, buffers, windows
-        self.step, self._seed = 0, 0
+        self.step, self._seed = 0, 0  # with the shard they seed the generators
         self.reduction = TreeReduction(count, windows)
         # Shards of this step: those that have not ended, and those that have not begun, in order.
         # Both are empty between steps.
         self._due: list[int] = []
         self._ahead: list[int] = []
-        self.inside: int | None = None
+        self.inside: int | None = None  # the shard that runs now
         self.in_lock_step = False
         # The buffers when the step began, and its number; until the optimizer steps.
         self._before: tuple[dict[str, torch.Tensor], int] | None = None
 
     def attach(self, reducer: CoreReducer) -> None:
-        """Sums along the tree from now on.
-
-        Raises:
-            ValueError: a module that cannot be; the text says why.
-        """
         if len(reducer.flat_buckets) < len(reducer.all_buckets):
             raise ValueError("sparse gradients cannot be summed over shards: use sparse=False")
         super().attach(reducer)
@@ -238,11 +210,10 @@ class Shards(Extension):
     # As an extension ----------------------------------------------------------------------------
 
     def may_launch(self) -> bool:
-        """False in lock step: other shards of this rank are in backward, too."""
-        return not self.in_lock_step
+        return not self.in_lock_step  # else other shards of this rank are in backward, too
 
     def on_launch(self, bucket: Bucket) -> None:
-        """Raises outside of this rank's last shard, where gradients would be lost."""
+        # Outside of this rank's last shard gradients would be lost.
         if self._due != [self.inside]:
             raise RuntimeError(
                 DIFFERENT_LAYERS
@@ -251,12 +222,10 @@ class Shards(Extension):
             )
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Ends the step."""
         self.reduction.clear()
         self._due, self.step = [], self.step + 1
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises if shards are missing in this step."""
         # In the last shard a backward pass may step each bucket that has landed.
         if self._due and self._due != [self.inside]:
             raise RuntimeError(

@@ -34,8 +34,7 @@ def aligned_blocks(part: range) -> list[Block]:
     """Returns the fewest nodes of the tree that make up these shards, in order."""
     blocks, start = [], part.start
     while start < part.stop:
-        # The lowest set bit of `start` is the largest size that it is a multiple of. 0 is one of
-        # every size.
+        # The lowest set bit of `start` is the largest size that divides it; every size divides 0.
         size = start & -start or 1 << part.stop.bit_length()
         while start + size > part.stop:
             size //= 2
@@ -47,8 +46,7 @@ def aligned_blocks(part: range) -> list[Block]:
 class PartialSums(Generic[T]):
     """A binary counter of sums: two siblings become their parent as soon as both are there.
 
-    Args:
-        add: returns the sum of two values, the one of lower shards first. May reuse their memory.
+    `add` gets the value of lower shards first, and may reuse the memory of both.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
@@ -70,5 +68,4 @@ class PartialSums(Generic[T]):
         return iter(sorted(self._values.items(), key=lambda item: item[0]))
 
     def clear(self) -> None:
-        """Drops all sums."""
         self._values.clear()

@@ -87,11 +87,8 @@ class TreeReduction:
     """The partial sums of this rank's earlier shards, and the hook that averages over all shards.
 
     Sums have the dtype of the gradients: each node of the tree rounds once, so a sum of V shards
-    has log2 V roundings. The division by V is exact, but where a value becomes subnormal.
-
-    Args:
-        shards: V, a power of two.
-        windows: True if a gradient may be a window of a bucket already (`FusedWgrad`).
+    has log2 V roundings. The division by V is exact, but where a value becomes subnormal. With
+    `windows` a gradient may be a window of a bucket already (`FusedWgrad`).
     """
 
     def __init__(self, shards: int, windows: bool) -> None:
@@ -113,7 +110,6 @@ class TreeReduction:
             tensor.mul_(1 / self._shards)
 
     def clear(self) -> None:
-        """Drops the sums of this step."""
         self._sums.clear()
 
     def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
@@ -159,10 +155,9 @@ class TreeReduction:
             sums.push(block, None)
         return [block for block, _ in sums]
 
-    # Of messages one collective is started here, the other in `wait`. All ranks launch buckets in
-    # order of their index, and `Reducer.finish` waits for them in that order after the last launch
-    # (the buffers' broadcast and the agreement on used parameters lie between). So every rank
-    # issues the same collectives in the same order.
+    # Of messages one collective is started here, the other in `wait`. Buckets are launched in order
+    # of their index, and waited for in that order after the last launch: every rank issues the same
+    # collectives in the same order.
     average.one_collective = True  # type: ignore[attr-defined]
 
     def _rows(self, bucket: Bucket, last: int) -> list[torch.Tensor]:
@@ -191,10 +186,7 @@ class TreeReduction:
 class _Exchange:
     """The partial sums of a bucket on their way to the owners of its chunks, and the sums back.
 
-    Args:
-        rows: this rank's partial sums; the first one gets what all ranks' rows are folded to.
-        blocks: by rank, those of its rows.
-        fold: see `TreeReduction`.
+    The first of this rank's rows gets what the rows of all ranks are folded to.
     """
 
     def __init__(

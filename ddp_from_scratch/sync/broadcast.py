@@ -14,8 +14,7 @@ from ddp_from_scratch.core.layout import assign
 from ddp_from_scratch.core.memory import sparse_parameters, split_like
 from ddp_from_scratch.group import check_group, on_gpu_of
 
-# Approximate size of a message. Large enough for the network; small enough that a rank passes one
-# on to its children while it receives the next.
+# Approximate. Small enough that a rank passes one message on while it receives the next.
 _MESSAGE_BYTES = 16 * 2**20
 
 # What no rank can receive, and the remedy.
@@ -103,7 +102,6 @@ def _check_same_model(
 
 
 def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
-    """Describes each parameter and buffer in one line, in order."""
     sparse = sparse_parameters(module)
 
     def line(kind: str, name: str, tensor: torch.Tensor) -> str:

@@ -22,14 +22,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Computes a 64-bit number for each tensor, equal for equal bits in equal (logical) order.
+    """A 64-bit number for each dense tensor, equal for equal bits in equal (logical) order.
 
     It is the sum, modulo 2**64, of the elements' bits as integers times odd random weights. A
     change of one element always shows; changes of several cancel out about once in 2**32 times at
     worst.
-
-    Args:
-        tensors: dense, of any dtypes, devices and strides.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums = []
@@ -139,12 +136,10 @@ class DriftCheck(Extension):
             raise ValueError(f"check_every must be 1 or more, got {every}")
         self._every, self._after_writes, self._is_due = every, after_writes, after_writes
         self._module, self._process_group, self._ignore = module, process_group, ignore
-        # Weak: a check must not keep an optimizer, and its state, alive. A dict keeps the order of
-        # first steps, which is the same on every rank.
+        # Weak: a check must not keep an optimizer alive. A dict keeps the order of first steps.
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compares this optimizer's state, too, from now on. Idempotent."""
         self._optimizers[optimizer] = None
 
     def on_set_step(self) -> None:
@@ -199,7 +194,7 @@ class _Held:
 
 
 def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the dense tensors and numbers in an optimizer's state, as tensors."""
+    """Yields the dense tensors and numbers in a state, as tensors."""
     if isinstance(state, torch.Tensor):
         if state.layout == torch.strided:
             yield key, state

@@ -154,9 +154,8 @@ class SyncBatchNorm(_BatchNorm):
             self._update_running_statistics(moments)
         anchor = None
         if moments.need_gradient and torch.is_grad_enabled():
-            # No layer below this one learns on this rank, but some do on other ranks, whose
-            # backward needs this rank's sums. The anchor makes autograd run this layer's backward
-            # on this rank, too.
+            # Layers below this one learn on other ranks alone, whose backward needs this rank's
+            # sums. The anchor makes autograd run this layer's backward here, too.
             anchor = torch.empty((), requires_grad=True, device=input.device)
         output: torch.Tensor = _Normalize.apply(
             input, self.weight, self.bias, anchor, moments, self.eps, batches
@@ -177,8 +176,7 @@ class SyncBatchNorm(_BatchNorm):
             return
         # As in torch: without a momentum, the average of all batches so far.
         factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        # As in torch: running variance is that of a sample, normalisation uses that of the
-        # population.
+        # As in torch: running variance is a sample's, normalisation uses the population's.
         unbiased = moments.variance * (moments.count / (moments.count - 1))
         for running, now in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
             assert running is not None
@@ -195,8 +193,6 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _OneOfEachRank:
-    """The batches of a group's ranks."""
-
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._process_group = process_group
 
@@ -251,8 +247,7 @@ def _pack_moments(x: torch.Tensor) -> torch.Tensor:
     count = x.numel() // x.size(1)
     wide = x.to(_wide(x.dtype))
     mean = wide.sum(_all_but_channels(x)) / max(count, 1)
-    # Deviations from the mean, not squares: for large values close together, a difference of large
-    # squares has no correct digits left.
+    # Deviations from the mean: a difference of large squares has no correct digits left.
     squares = (wide - _along_channels(mean, x)).square_().sum(_all_but_channels(x))
     # Filled on the device: copying a number to a GPU would wait for its earlier work.
     counted, learns = torch.full((2, 1), count, dtype=torch.float64, device=x.device)
@@ -319,7 +314,6 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which values of `dtype` are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -130,13 +130,10 @@ def hook_for(precision: Any) -> CommHook | None:
 def cast_buffers(
     module: torch.nn.Module, dtype: torch.dtype | None, ignore: Collection[str]
 ) -> None:
-    """Casts the floating buffers to `dtype` for good; None leaves them.
-
-    Raises:
-        ValueError: a parameter's gradient is sparse: autograd cannot take it back through a cast.
-    """
+    """Casts the floating buffers to `dtype` for good; None leaves them."""
     sparse = sparse_parameters(module)
     for name, parameter in module.named_parameters():
+        # Autograd cannot take a sparse gradient back through a cast.
         if id(parameter) in sparse and name not in ignore:
             raise ValueError(
                 f"mixed_precision cannot cast parameter {name}, whose gradient is sparse: use "
@@ -212,15 +209,14 @@ class WrappedReducer(Reducer):
         self.prepare_backward(outputs)
 
     def _rebuild_buckets(self) -> bool:
-        """Returns False: here buckets are only laid out again at the end of an average."""
-        return False
+        return False  # buckets are only laid out again at the end of an average
 
 
 class CopiedReducer(WrappedReducer):
     """The Reducer of a copy, which one rank may make alone."""
 
     def _meets(self) -> bool:
-        """Returns False: sharing memory takes all ranks. They meet when the copy first averages."""
+        # Sharing memory takes all ranks. They meet when the copy first averages.
         return False
 
 

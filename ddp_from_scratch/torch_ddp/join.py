@@ -79,8 +79,7 @@ class JoinableReducer(Joinable, JoinHook):
             return
         sync = self.reducer.sync
         self.reducer.set_joining(True)
-        # The order of these collectives is that of `main_hook`, or ranks with and without data
-        # would wait for each other.
+        # In the order of `main_hook`, else ranks with and without data would wait for each other.
         Join.notify_join_context(self)
         self.check_norms(1.0)
         self.send_buffers(has_data=True)
@@ -115,9 +114,8 @@ class JoinableReducer(Joinable, JoinHook):
 
     def end(self) -> None:
         """Leaves the context. Idempotent."""
-        # torch's `Join` never announces its end. Without this, each forward pass would go on to
-        # agree on ranks and weights: buffers would come from the highest rank, and `Reducer.weight`
-        # would be overruled.
+        # torch's `Join` never announces its end. Without this, forward passes would go on to agree
+        # on ranks and weights, and `Reducer.weight` would be overruled.
         self._join_config = self._outside
         self.reducer.set_joining(False)
 

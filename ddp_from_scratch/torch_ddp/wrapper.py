@@ -31,12 +31,7 @@ from ddp_from_scratch.group import check_group
 from ddp_from_scratch.options.buffers import BufferHook, BufferSync
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.torch_ddp import internals
-from ddp_from_scratch.torch_ddp.internals import (
-    CopiedReducer,
-    DelayedReduction,
-    WrappedReducer,
-    moved,
-)
+from ddp_from_scratch.torch_ddp.internals import WrappedReducer, moved
 from ddp_from_scratch.torch_ddp.join import JoinableReducer
 
 
@@ -128,9 +123,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             broadcast_buffers = True
         else:
             instead = "forward_sync_buffers is for forward passes alone"
-            warnings.warn(
-                f"broadcast_buffers is deprecated; {instead}", FutureWarning, stacklevel=2
-            )
+            text = f"broadcast_buffers is deprecated; {instead}"
+            warnings.warn(text, FutureWarning, stacklevel=2)
         self.module = module
         self.process_group = internals.chosen_group(module, process_group, device_mesh)
         self.device_mesh = device_mesh
@@ -174,21 +168,22 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if mixed_precision is not None:
             dtype = mixed_precision.buffer_dtype
             internals.cast_buffers(module, dtype, self.parameters_to_ignore)
-        self.delayed: DelayedReduction | None = None
+        self.delayed: internals.DelayedReduction | None = None
         if trigger is not None:
-            self.delayed = DelayedReduction([p for _, p in delayed], trigger, self._group)
+            own = [parameter for _, parameter in delayed]
+            self.delayed = internals.DelayedReduction(own, trigger, self._group)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build(WrappedReducer)
 
     def _build(self, kind: type[WrappedReducer], buffer_hook: BufferHook | None = None) -> None:
-        """Makes the parts that know the process group. A copy of this module makes its own."""
+        # The parts that know the process group. A copy of this module makes its own.
         self.reducer = kind(
             self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
         )
         # When the wrapper goes, its hooks go too: the module may live on, or be wrapped again. So
         # nothing here may hold a reference to the wrapper.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
-        self.buffer_sync.set_hook(buffer_hook)
+        self.buffer_sync.hook = buffer_hook
         self._joinable = JoinableReducer(self.reducer)
         if self.mixed_precision is not None:
             hook = internals.hook_for(self.mixed_precision)
@@ -409,7 +404,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     ) -> None:
         """Synchronises buffers with `hook(state, {name: buffer})`, by default after forward."""
         before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
-        self.buffer_sync.set_hook(BufferHook(state, hook, before))
+        self.buffer_sync.hook = BufferHook(state, hook, before)
 
     def _default_broadcast_coalesced(
         self,
@@ -463,16 +458,15 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         torch.nn.Module.__setstate__(self, state)
         self.process_group = check_group(None)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
-        self._build(CopiedReducer, buffer_hook)
+        self._build(internals.CopiedReducer, buffer_hook)
 
 
 internals.derive_in_name_alone(torch.nn.parallel.DistributedDataParallel, DistributedDataParallel)
 
 
 def _add_prefix(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets the wrapper load the state dict of the bare module, too."""
     inside = [key for key in state_dict if key.startswith(prefix)]
-    # A wrapper's own keys begin with `module.`, those of a bare module do not.
+    # The keys of the bare module, which is loaded too, do not begin with `module.`.
     if not any(key.startswith(f"{prefix}module.") for key in inside):
         for key in inside:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import random
 import re
 import socket
 from contextlib import suppress
@@ -24,6 +23,7 @@ from torch import nn
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError, one_line
+from ddp_from_scratch.shards.tree_reduction import generator_states, set_generator_states
 from ddp_from_scratch.training.contents import check_contents, check_fit
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
@@ -46,11 +46,9 @@ class UnreadableError(UsageError):
 def save(folder: Path, state: State) -> Path:
     """Writes plain values and tensors as the newest checkpoint of `folder`; keeps the newest two.
 
-    Raises:
-        UsageError: the folder cannot be written to, or the disk is full. What was there stays.
+    Raises a UsageError if the folder cannot be written to; what was there stays.
     """
-    # Numbered by when it was written, not by its step: with another batch size a later checkpoint
-    # may have fewer steps behind it.
+    # Not numbered by its step: with another batch size a later one may have fewer behind it.
     number = max((_number(path) for path in files(folder)), default=0) + 1
     final = folder / f"checkpoint-{number:06d}.pt"
     temporary = final.with_suffix(".tmp")
@@ -79,7 +77,7 @@ def save(folder: Path, state: State) -> Path:
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """The digest of the first `size` bytes, as text; leaves the file's position behind them."""
+    """The digest of the first `size` bytes, as text; leaves the position behind them."""
     file.seek(0)
     digest = hashlib.sha256()
     while size > 0 and (block := file.read(min(size, 2**20))):
@@ -90,8 +88,8 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 def _lock(folder: Path) -> TextIO | None:
     """Locks a folder until the file is closed, or until this process ends, however it does."""
-    # The lock is the system's (`flock`), not the file, which stays. Opened for appending, so that a
-    # loser does not empty the holder's text.
+    # The lock is the system's (`flock`), not the file, which stays. Appending, so that a loser does
+    # not empty the holder's text.
     path, flags = folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND
     try:
         # A link could lead to any file of the user's, which would be emptied.
@@ -103,8 +101,7 @@ def _lock(folder: Path) -> TextIO | None:
             f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
         ) from error
     try:
-        # On NFS Linux makes it a lock of the server, so that it holds between machines, unless the
-        # mount says `nolock` or `local_lock=flock`.
+        # On NFS it holds between machines, unless mounted with `nolock` or `local_lock=flock`.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.seek(0)
@@ -125,8 +122,7 @@ def _lock(folder: Path) -> TextIO | None:
 def prepare_folder(folder: Path, *, resume: str | None) -> TextIO | None:
     """Makes the folder, locks it and tries to write there, before hours of work depend on it.
 
-    Returns the file that holds the lock; None where the file system has no locks, so that a second
-    run is not noticed.
+    Returns the file that holds the lock; None where the file system has no locks.
 
     Raises:
         UsageError: it cannot be written to; another run holds it; or it has the checkpoints of a
@@ -211,14 +207,9 @@ def _number(path: Path) -> int:
 def load_newest(folder: Path) -> tuple[Path, State, list[str]] | None:
     """The newest checkpoint that is whole, and a line for each newer one that is not.
 
-    Newer ones are renamed to `.unreadable`.
-
-    Returns:
-        None when the folder holds no checkpoint at all.
-
-    Raises:
-        UsageError: it holds some, but none that is whole; or one that the system will not read, or
-            of a newer version: those may be whole, and stay as they are.
+    Newer ones are renamed to `.unreadable`. Returns None when the folder holds no checkpoint. It is
+    a UsageError if none is whole, or if the system does not read one or it is of a newer version:
+    those may be whole, and stay as they are.
     """
     unreadable: dict[Path, str] = {}
     for path in files(folder):
@@ -241,8 +232,7 @@ def find_checkpoint(
 ) -> State | None:
     """The checkpoint to continue from; None where none is asked for, or `auto` finds none.
 
-    Raises:
-        UsageError: it cannot be read, holds another model, or does not fit into this one.
+    Raises a UsageError if it cannot be read, or does not fit this model.
     """
     resume, folder = settings.resume, settings.checkpoint_dir
     if resume is None:
@@ -278,25 +268,19 @@ def _describe(spec: dict[str, Any]) -> str:
 
 def rng_state() -> State:
     """The state of this process's random generators: torch's, CUDA's, Python's and numpy's."""
+    cpu, cuda, python, (name, keys, *rest) = generator_states()
     # As a tensor: a checkpoint is read without unpickling anything but those and plain values.
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": gpu.generator_state(),
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(np.array(keys, np.int64)), position, has_gauss, gauss),
-    }
+    numpy = name, torch.from_numpy(np.array(keys, np.int64)), *rest
+    return {"torch": cpu, "cuda": cuda, "python": python, "numpy": numpy}
 
 
 def set_rng_state(state: State) -> None:
     """Puts the generators where `rng_state` found them."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and gpu.count():
-        gpu.set_generator_state(state["cuda"])
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    name, keys, *rest = state["numpy"]
+    cuda = state["cuda"] if gpu.count() else None
+    numpy = name, keys.numpy().astype(np.uint32), *rest
+    set_generator_states((state["torch"], cuda, (version, tuple(internal), gauss), numpy))
 
 
 def _reason(error: BaseException) -> str:

@@ -17,11 +17,10 @@ _OF_TEST = {
 }
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """argparse, with a mistake as one line like every other."""
 
     def parse_args(self, *given: Any, **options: Any) -> Any:
-        """Suggests an option in place of one that there is not."""
         found, unknown = self.parse_known_args(*given, **options)
         if unknown:
             name, known = unknown[0].partition("=")[0], list(self._option_string_actions)
@@ -35,19 +34,18 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see --help")
 
 
-def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> Parser:
+def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> _Parser:
     """The parser of a command line, made from the fields of `Command` and `Settings`.
 
-    Args:
-        about: the program's docstring, a sentence and then examples with run.py.
-        program: behind `python`: a file, or -m and a module.
+    `about` is the program's docstring, a sentence and then examples with run.py; `program` is what
+    stands behind `python`: a file, or -m and a module.
     """
     about, _, examples = about.partition("\n\n")
     name = Path(program[0]).name
     if name == "-m":
         examples = examples.replace("run.py", " ".join(program))
         name = f"python {' '.join(program)}"
-    parser = Parser(
+    parser = _Parser(
         prog=name,
         description=about,
         epilog=examples,
@@ -78,12 +76,9 @@ def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> Parser:
 def parse(
     arguments: Sequence[str], about: str, program: Sequence[str] = ("run.py",)
 ) -> tuple[Settings, Command]:
-    """The settings of the run, and what concerns its processes alone.
+    """The settings of the run, and what concerns its processes alone; see `make_parser`.
 
-    `about` and `program` are those of `make_parser`.
-
-    Raises:
-        UsageError: an unknown option, a value out of range, options that do not go together.
+    Raises a UsageError for an unknown option, a wrong value, or options that do not go together.
     """
     given = vars(make_parser(about, program).parse_args(arguments))
     for name, value in given.items():

@@ -35,11 +35,7 @@ _NUMPY_KEYS = torch.zeros(624, dtype=torch.int64)
 
 
 def check_contents(state: Mapping[str, Any]) -> None:
-    """Checks all that can be known without the model.
-
-    Raises:
-        UsageError: something is missing, or is not what a run writes there; the text names it.
-    """
+    """Checks all that can be known without the model; a UsageError names what is wrong."""
     _check(state, _LIKE)
     settings, buckets, everyone = state["settings"], state["buckets"], state["rng"]
     # Another version's may lack some, and have others.
@@ -91,10 +87,7 @@ def _try_generators(of_rank: Mapping[str, Any], name: str) -> None:
 def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
     """Checks that all tensors of a state, after `check_contents`, have this model's shapes.
 
-    The model may be on the meta device.
-
-    Raises:
-        UsageError: something does not fit; the text names it.
+    The model may be on the meta device. A UsageError names what does not fit.
     """
     named, world_size = dict(model.named_parameters()), state["world_size"]
     _check(state["model"], dict.fromkeys(model.state_dict()), "the model")
@@ -140,7 +133,6 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
 
 
 def _check_some(found: Any, like: Mapping[Any, torch.Tensor], name: str) -> None:
-    """Requires of each tensor what is its like; some may be missing."""
     _check(found, {}, name)
     for key in found:
         _expect(key in like, f"{name} has no {_short(key)}")

@@ -71,11 +71,8 @@ def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
     """Compares the options of all ranks, then sets threads, determinism and seeds of this process.
 
-    `asked` has values, by name, that all ranks must have alike beside the settings. Returns a group
-    for CPU tensors.
-
-    Raises:
-        UsageError: on every rank: settings or versions differ.
+    `asked` has values, by name, that all ranks must have alike beside the settings; a UsageError on
+    every rank says what differs. Returns a group for CPU tensors.
     """
     group: Any = dist.group.WORLD
     if world.backend == "nccl":
@@ -99,21 +96,13 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
 def require_alike(
     settings: Settings, group: dist.ProcessGroup | None, asked: Mapping[str, str]
 ) -> None:
-    """Compares versions, options and what else was asked for on all ranks. Collective.
-
-    Raises:
-        UsageError: on every rank: they differ.
-    """
+    """Raises on every rank if versions, options or what else was asked for differ. Collective."""
     # `asked` comes first in the message, and wins where both name an option.
-    require_same(versions() | dict(asked) | settings.to_compare() | dict(asked), group)
+    _require_same(versions() | dict(asked) | settings.to_compare() | dict(asked), group)
 
 
-def require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
-    """Ends all ranks unless each was asked for the same. Collective.
-
-    Raises:
-        UsageError: on rank 0, a PeerError on the others; it names what differs, and where.
-    """
+def _require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+    """Ends all ranks unless each was asked for the same, and names what differs. Collective."""
     everyone: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(asked), group=group)
     text = differences(everyone)
@@ -155,8 +144,7 @@ def open_dataset(
 ) -> ImageData:
     """The dataset, downloaded where asked by the first rank of each machine while others wait.
 
-    Raises:
-        UsageError: on every rank, as `load_dataset`; or the ranks' images are not the same.
+    Raises on every rank, as `load_dataset`, or if the ranks' images are not the same.
     """
     with together(group):
         if settings.download and world.local_rank == 0:
@@ -164,7 +152,7 @@ def open_dataset(
     with together(group):
         # By every rank, after the download: the first `together` is a barrier.
         data = load_dataset(name, settings.data_dir, download=False)
-    require_same({f"--dataset {name}": data.summary()}, group)
+    _require_same({f"--dataset {name}": data.summary()}, group)
     return data
 
 
@@ -231,8 +219,7 @@ class StopSignal:
         return number, first, second
 
 
-# An event as one number, so that a MAX over ranks leaves the earliest step, and of that the lowest
-# rank; 0 is none.
+# An event as one number: a MAX leaves the earliest step, and of that the lowest rank; 0 is none.
 _STEPS, _RANKS = 2**42, 2**20
 
 
@@ -263,7 +250,6 @@ class LossWatch:
             self._event = torch.Event(device)
 
     def see(self, loss: torch.Tensor, step: int) -> None:
-        """Looks at a loss of this step, a tensor without dimensions."""
         here = as_number(step, self._rank) * loss.detach().isfinite().logical_not()
         self._first = torch.maximum(self._first, here)
         # One copy at a time: while the last is on its way, this step's find waits for a later one.

@@ -54,11 +54,8 @@ class ImageData:
 def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
     """Opens a dataset; its images come normalised by a fixed mean and standard deviation.
 
-    Args:
-        name: one of DATASETS.
-        data_dir: a folder in torchvision's layout; not used for digits and fake.
-        download: fetch missing files. Of several ranks on a machine let one call with True, and
-            the others with False after it.
+    `data_dir` is in torchvision's layout; digits and fake do without. `download` fetches missing
+    files: of several ranks on a machine let one call with True, and the others with False after it.
 
     Raises:
         UsageError: an unknown name; files that are missing, unreadable, truncated or corrupt; a
@@ -67,9 +64,9 @@ def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
     if name not in DATASETS:
         raise UsageError(f"unknown dataset {name!r}: expected one of {', '.join(DATASETS)}")
     if name == "digits":
-        return ImageData(Digits("train"), Digits("t10k"), channels=1, image_size=8)
+        return ImageData(_Digits("train"), _Digits("t10k"), channels=1, image_size=8)
     if name == "fake":
-        return ImageData(Noise(2048), Noise(512, offset=2048), channels=3, image_size=32)
+        return ImageData(_Noise(2048), _Noise(512, offset=2048), channels=3, image_size=32)
     return _from_torchvision(name, data_dir.expanduser(), download)
 
 
@@ -79,12 +76,8 @@ DIGITS_DIR = Path(__file__).parent / "data" / "digits"
 _DIGITS_MEAN, _DIGITS_STD = (4.886 / 255,), (6.015 / 255,)  # their pixels are 0 to 16
 
 
-class Digits(Dataset[Sample]):
-    """The shipped digits (their README.md says whose), in MNIST's format.
-
-    Raises:
-        UsageError: a file is missing or damaged.
-    """
+class _Digits(Dataset[Sample]):
+    """The shipped digits (their README.md says whose), in MNIST's format."""
 
     def __init__(self, part: str) -> None:
         # uint8 pixels, N x 8 x 8, and int64 labels, N: torchvision's names.
@@ -101,7 +94,7 @@ class Digits(Dataset[Sample]):
         return self._images[index], int(self.targets[index])
 
 
-class Noise(Dataset[Sample]):
+class _Noise(Dataset[Sample]):
     """Images of uniform noise in CIFAR-10's shape, image i drawn with the seed `offset` + i."""
 
     def __init__(self, size: int, offset: int = 0) -> None:
@@ -111,7 +104,6 @@ class Noise(Dataset[Sample]):
         return self._size
 
     def __getitem__(self, index: int) -> Sample:
-        """Image `index`, normalised from uniform in [0, 1), and its random label."""
         # A new one for each image, which so does not depend on those read before it.
         generator = torch.Generator().manual_seed(self._offset + index)
         image = torch.rand((3, 32, 32), generator=generator)

@@ -46,9 +46,7 @@ class Engine:
     3. Where to begin: at the start, or where a checkpoint left off.
     4. Engine: the Reducer, which averages gradients, and the optimizer.
 
-    Raises:
-        UsageError: the dataset, model, batch size, folder or checkpoint cannot be had. On every
-            rank alike.
+    What cannot be had, such as the dataset, raises a UsageError on every rank.
     """
 
     def __init__(self, settings: Settings, world: World) -> None:
@@ -106,8 +104,7 @@ class Engine:
                 if self.membership.elastic and (state := self._meet()) is not None:
                     return state, None
                 broadcast_parameters(self.model)
-                # From here on ranks draw different numbers: until now all have built the same
-                # model.
+                # From here on ranks draw different numbers: all have built the same model.
                 if self.settings.shards is None:
                     seed_generators(self.settings.seed + self.world.rank)
                 return self._find_checkpoint()
@@ -121,8 +118,7 @@ class Engine:
             nonlocal compressed
             spec, model, report = self.data.model_spec, self.model, self.report
             state = checkpoint.find_checkpoint(settings, spec, model, report)
-            # Not for all: it is as large as the gradients, for each rank, and no rank needs
-            # another's.
+            # Not for all: it is as large as the gradients, and no rank needs another's.
             if state is not None:
                 compressed = state.pop("compression", None)
             return state
@@ -182,8 +178,7 @@ class Engine:
         if settings.timeline is not None:
             steps = settings.timeline_steps or TIMELINE_STEPS
             self.timeline = Timeline(self.reducer, settings.timeline, steps)
-        # Gradients are averaged before the scaler looks at them, so an overflow on one rank is an
-        # overflow on all, and all skip the same step.
+        # The scaler looks at averages, so an overflow on one rank is one on all: all skip the step.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
 
     def _report_stragglers(self, found: StragglerReport) -> None:
@@ -217,8 +212,7 @@ class Engine:
     def _meet(self) -> checkpoint.State | None:
         """Opens the next generation's group, and makes this rank one of it. Collective.
 
-        Returns:
-            The state of the rank that is ahead of others; None where all are equal or at the start.
+        Returns the state of the rank that is ahead; None where all are equal or at the start.
         """
         meeting = self.membership.meet(self._position)
         self.world = self.membership.world

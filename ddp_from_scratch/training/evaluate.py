@@ -33,11 +33,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: str) -> float:
     """The share of right answers over all ranks' images. Collective: one all-reduce at the end.
 
-    Args:
-        model: the same on every rank, buffers included; left in evaluation mode.
-        loader: this rank's images (float32, N x C x H x W) and labels (int64, N); may be empty.
-        world: the open process group.
-        precision: a key of `DTYPES`; the forward pass runs under autocast unless it is "fp32".
+    The model is the same on every rank, buffers included, and left in evaluation mode. The loader
+    has this rank's images (float32, N x C x H x W) and labels (int64, N), and may be empty.
     """
     model.eval()
     # Summed on the device, and all-reduced once: ranks may have different numbers of batches.
@@ -54,12 +51,10 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
 
 
 def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    """The model of a checkpoint, on every rank, and the checkpoint's other contents.
+    """The model of a checkpoint, on every rank, and the checkpoint's other contents. Collective.
 
-    Rank 0 reads the file, so it need not be on every machine. Collective.
-
-    Raises:
-        UsageError: on every rank: the file is not a checkpoint, or does not fit its own model.
+    Rank 0 reads the file, so it need not be on every machine. A file that is no checkpoint, or does
+    not fit its own model, is a UsageError on every rank.
     """
 
     def read() -> checkpoint.State:
@@ -91,11 +86,8 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
 def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
     """Prints the test accuracy of a saved model; without a dataset, on that of its training.
 
-    Collective. Of the settings, those that concern training are not used.
-
-    Raises:
-        UsageError: on every rank: no such checkpoint or dataset, or images that the model was not
-            made for.
+    Collective. Settings that concern training are not used. Raises a UsageError on every rank for a
+    checkpoint that is not there, or images that the model was not made for.
     """
     asked = {"the command": "test", "--dataset": dataset or "not given"}
     group = prepare_process(settings, world, asked)

@@ -25,7 +25,7 @@ from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world import World
 
 
-class ShardSampler(DistributedSampler[int]):
+class _ShardSampler(DistributedSampler[int]):
     """torch's DistributedSampler, shuffling, with a position that an epoch can start from.
 
     The permutation of an epoch depends on the seed and the epoch alone, and is dealt out like
@@ -48,7 +48,7 @@ class ShardSampler(DistributedSampler[int]):
         super().__init__(dataset, parts, world.rank, seed=settings.seed, drop_last=True)
         self.batch_size = settings.rank_batch_size(world.world_size)
         self.batches_per_epoch = self.num_samples // self.batch_size
-        self.start_batch = 0
+        self.start_batch = 0  # of an epoch; earlier ones are not loaded
         self._mine, self._at_once = [world.rank], 1
         if settings.shards is not None:
             self._mine = list(shard_range(parts, world.rank, world.world_size)[::-1])
@@ -57,22 +57,19 @@ class ShardSampler(DistributedSampler[int]):
         self._end = self.batches_per_epoch // self._at_once * self._at_once * self.batch_size
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Uses the permutation of `epoch`, from `start_batch` on; earlier ones are not loaded."""
         super().set_epoch(epoch)
         self.start_batch = start_batch
 
     def __iter__(self) -> Iterator[int]:
-        of_each = [self._dealt_to(part) for part in self._mine]
+        of_each = []
+        for part in self._mine:
+            self.rank = part  # which torch's sampler deals to
+            of_each.append(list(super().__iter__()))
         size = self._at_once * self.batch_size
         begins = range(self.start_batch * self.batch_size, self._end, size)
         return (index for i in begins for images in of_each for index in images[i : i + size])
 
-    def _dealt_to(self, part: int) -> list[int]:
-        self.rank = part  # of torch's sampler
-        return list(super().__iter__())
-
     def __len__(self) -> int:
-        """The number of indices from `start_batch` on."""
         return (self._end - self.start_batch * self.batch_size) * len(self._mine)
 
 
@@ -81,14 +78,11 @@ def make_loader(
 ) -> DataLoader[Sample]:
     """The loader of this rank's images; a batch is float32 (N, C, H, W) and int64 labels (N,).
 
-    To train: shuffled, by a ShardSampler; `len(loader)` counts the batches left in the epoch, and
+    To train: shuffled, by `_ShardSampler`; `len(loader)` counts the batches left in the epoch, and
     images that do not fill a global batch are left out of it. To test: every world_size-th image,
     in order, starting with image `rank`. Those shards hold each image once, so sums over ranks are
     exact. They differ in length by up to one image, and may be empty: a rank must not communicate
     once a batch.
-
-    Raises:
-        UsageError: to train: the images fill no global batch, or ranks cannot share one evenly.
     """
     size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
     sampler: Iterable[int] = range(world.rank, size, world.world_size)
@@ -99,15 +93,14 @@ def make_loader(
                 f"the training images must fill one batch of {batch_size} on each of "
                 f"{parts} {of}, got {size} images; use a smaller batch size or fewer {of}"
             )
-        sampler = ShardSampler(dataset, settings, world)
+        sampler = _ShardSampler(dataset, settings, world)
     # DataLoader draws a base seed even without workers: from here, not from the global generator.
     # A worker seeds torch, numpy and random from base seed + worker id, so each rank needs its own.
     seeds = np.random.SeedSequence((settings.seed, world.rank)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(seeds[0]))
     workers, context = settings.workers, None
     if workers:
-        # Not fork: a child of a process that has initialised MPI or CUDA inherits their locks and
-        # handles, but not their threads.
+        # Not fork: a child inherits the locks of MPI and CUDA, but not their threads.
         context = multiprocessing.get_context("forkserver")
         _start_fork_server(type(dataset).__module__)
     return DataLoader(
@@ -116,10 +109,9 @@ def make_loader(
         sampler=sampler,
         num_workers=workers,
         pin_memory=gpu.is_gpu(world.device),
-        # Images are dropped: the average over ranks weighs every rank alike, so all of them need
-        # equally many batches, each of the same size. Padding, DistributedSampler's default, would
-        # count some images twice and end every epoch on a small batch, whose gradient is noisier
-        # at the same learning rate and on which batch norm may fail.
+        # Images are dropped: the average weighs every rank alike, so all need equally many
+        # batches of one size. Padding, DistributedSampler's default, would count some images
+        # twice, and end every epoch on a small batch, on which batch norm may fail.
         drop_last=train,
         # Started once and not in each epoch.
         persistent_workers=workers > 0,
@@ -138,9 +130,8 @@ def _start_fork_server(preload: str) -> None:
         forkserver.ensure_running()
         return
     # The server must ignore them, as it ignores Ctrl-C anyway: a launcher sends them to all
-    # processes of a rank, and workers end when their server does, but the rank finishes its step
-    # and saves first. A signal that is ignored here stays so in the server; its workers get torch's
-    # handler for it.
+    # processes of a rank, which finishes its step and saves first, and workers end with their
+    # server. A signal ignored here stays so there; its workers get torch's handler for it.
     stops = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in stops}
     try:
@@ -169,16 +160,7 @@ def _begin_worker(worker_id: int) -> None:
 class RankData:
     """The loaders of one rank. Does not communicate.
 
-    Attributes:
-        train: this rank's training images, dealt out by `sampler`.
-        test: its test images, each on one rank.
-        sampler: of `train`.
-        global_batch_size: images of all ranks in an optimizer step.
-        steps_per_epoch: optimizer steps.
-        model_spec: of a model for these images, for `make_model`.
-
-    Raises:
-        UsageError: the batch size does not fit the ranks, or the images fill no optimizer step.
+    Raises a UsageError if the batch size does not fit the ranks, or the images fill no step.
     """
 
     def __init__(self, data: ImageData, settings: Settings, world: World) -> None:
@@ -189,7 +171,7 @@ class RankData:
             )
         self.train = make_loader(data.train, settings, world, train=True)
         self.test = make_loader(data.test, settings, world, train=False)
-        assert isinstance(self.train.sampler, ShardSampler)
+        assert isinstance(self.train.sampler, _ShardSampler)
         self.sampler = self.train.sampler
         # Equal on all ranks: each gets as many batches, all of the same size.
         batches = self.sampler.batches_per_epoch
@@ -198,6 +180,7 @@ class RankData:
                 f"--accumulate {settings.accumulate} is more than the {batches} batches of an epoch"
             )
         parts = settings.parts(world.world_size)
+        # Images of all ranks in an optimizer step.
         self.global_batch_size = self.sampler.batch_size * parts * settings.accumulate
         # Batches that do not fill a step are left out, as images that do not fill a batch.
         self.steps_per_epoch = batches // settings.accumulate

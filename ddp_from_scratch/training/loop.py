@@ -27,11 +27,7 @@ class Trainer(Engine):
     """A training run on this rank: epochs of steps, each with an evaluation and a checkpoint."""
 
     def run(self) -> int:
-        """Trains, and prints the result.
-
-        Returns:
-            0, or the number of the signal that ended the run early, on every rank alike.
-        """
+        """Trains, and prints the result; returns 0, or the signal that ended all ranks early."""
         began = time.monotonic()
         with self.lock, StopSignal(self.group) as stop:
             while True:
@@ -94,8 +90,7 @@ class Trainer(Engine):
             place = f"epoch {self.epoch + 1}, step {self.step}/{self.data.steps_per_epoch}"
             self.report.result(f"stopped in {place}; {saved}")
             self.metrics.close()
-            # No rank may end, and its launcher end the others, before rank 0 has written and said
-            # so.
+            # No rank may end before rank 0 has written: its launcher may end the others.
             dist.barrier(group=self.group)
             return number, math.nan
         if test_accuracy is None:  # resumed after the last epoch
@@ -103,10 +98,9 @@ class Trainer(Engine):
         return 0, test_accuracy
 
     def _print_timeline(self) -> None:
-        """Writes the timeline that was asked for, and prints a step of it. Collective."""
         if self.timeline is None:
             return
-        self.timeline.close()
+        self.timeline.close()  # collective
         if self.timeline.record is None:
             self.report.warning(TOO_FEW)
             return
@@ -164,8 +158,7 @@ class Trainer(Engine):
             self.reducer.run_shards(run)
         if self.membership.elastic:
             wait(of_member(dist.all_reduce(totals, async_op=True)))
-        # From here to the end nothing communicates: a step that a lost rank breaks off has changed
-        # nothing.
+        # Nothing communicates from here on: a step that a lost rank breaks off changes nothing.
         self.totals += totals
         self.scaler.step(self.optimizer)
         # After the update: the next gradients come with the new scale.
@@ -263,7 +256,6 @@ def _count(loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> t
     """Sum of losses, number of right answers, number of images; float64, on the device."""
     correct = (outputs.argmax(1) == labels).sum()
     count = torch.full_like(correct, len(labels))
-    # In multiples of 2**-20, which float64 adds up exactly to 2**33: so the sum has the same bits
-    # however shards are shared out over ranks.
+    # In multiples of 2**-20, which add up exactly to 2**33, whatever rank has which shards.
     total = (loss.double() * len(labels) * 2**20).round() / 2**20
     return torch.stack([total, correct.double(), count.double()])

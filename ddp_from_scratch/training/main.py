@@ -13,8 +13,7 @@ Examples:
     python run.py test --checkpoint FILE         the test accuracy of a saved model
 """
 
-# Imports torch only in a process that trains: --help, a wrong option and the parent of the ranks
-# answer at once.
+# Imports torch only in a process that trains: --help and the parent of the ranks do without.
 
 import sys
 from collections.abc import Sequence
@@ -30,14 +29,9 @@ _TRAINER = "ddp_from_scratch.training.loop"
 
 
 def main(program: Sequence[str], arguments: Sequence[str]) -> int:
-    """Runs the command line; returns the exit code.
+    """Runs the command line; returns the exit code. Raises a UsageError for a wrong option.
 
-    Args:
-        program: behind `python`: a file, or -m and a module. Ranks are started with it.
-        arguments: of the program.
-
-    Raises:
-        UsageError: an option is wrong, or does not fit the launcher.
+    `program` is what stands behind `python`: a file, or -m and a module. Ranks are started with it.
     """
     settings, options = parse(arguments, str(__doc__), program)
     with needs_extra("train"):
@@ -125,7 +119,6 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
 
 
 def _counts(settings: Settings, options: Command) -> tuple[int, ...]:
-    """The number of ranks on each machine."""
     default = 2
     if settings.backend == "nccl":
         from ddp_from_scratch import gpu

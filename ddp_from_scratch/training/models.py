@@ -19,10 +19,7 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
 
     Its output is (batch, num_classes), unnormalised. The weights are drawn from the global
     generator. A torchvision model gets a first convolution with that many channels and, where the
-    images are too small for it, an enlargement in front.
-
-    Raises:
-        UsageError: an unknown name, or a model that takes no images of this size.
+    images are too small for it, an enlargement in front. Raises a UsageError for an unknown name.
     """
     if name == "cnn":
         return _cnn(channels, image_size, num_classes)
@@ -103,11 +100,9 @@ def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) 
 
 
 def _torchvision_model(name: str, channels: int, size: int, num_classes: int) -> nn.Module:
-    """Builds a torchvision classifier for images of `channels` x `size` x `size`."""
     options: dict[str, object] = {}
     if name in ("googlenet", "inception_v3"):
-        # Auxiliary losses need a training loop of their own, and these two models' own
-        # initialisation is twenty times slower than torch's.
+        # Auxiliary losses need a loop of their own; these models' own initialisation is slow.
         options = {"aux_logits": False, "init_weights": False}
     # These two are made for one size, and each names it in its own way.
     if name.startswith("vit"):

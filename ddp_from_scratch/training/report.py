@@ -19,15 +19,10 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """A progress bar on a terminal, plain lines elsewhere; from the one rank that `speaks`.
-
-    Attributes:
-        speaks: as given; another rank may take over.
-        colours: True where a person looks at standard output.
-    """
+    """A progress bar on a terminal, plain lines elsewhere; from the one rank that `speaks`."""
 
     def __init__(self, *, speaks: bool, quiet: bool) -> None:
-        self.speaks, self._quiet = speaks, quiet
+        self.speaks, self._quiet = speaks, quiet  # another rank may take over
         # Both: mpirun gives every rank a terminal of its own as standard output.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
         self.colours = terminal and "NO_COLOR" not in os.environ
@@ -37,7 +32,6 @@ class Report:
         return self.speaks and not self._quiet
 
     def progress(self, steps: range, title: str) -> Iterable[int]:
-        """Passes `steps` through, and shows how far they are on a terminal."""
         return tqdm(
             steps,
             total=steps.stop,
@@ -45,28 +39,24 @@ class Report:
             desc=title,
             unit="step",
             leave=False,
-            # On standard error, so that the output of a run can be piped. Under mpirun, too:
-            # standard error, a pipe there, has become the terminal that a person watches
-            # (`write_to_terminal`).
+            # On standard error: the output of a run can be piped. Under mpirun, too, where it has
+            # become the terminal that a person watches (`write_to_terminal`).
             disable=not (self._verbose and sys.stderr.isatty()),
             dynamic_ncols=True,
         )
 
     def line(self, text: str) -> None:
-        """Prints a line of a run's course."""
         if self._verbose:
             # Takes the bar away meanwhile.
             with tqdm.external_write_mode(file=sys.stdout):
                 write_line(text, sys.stdout)
 
     def warning(self, text: str) -> None:
-        """Prints a warning, also when quiet."""
-        if self.speaks:
+        if self.speaks:  # also when quiet
             write_line(f"warning: {text}", sys.stderr)
 
     def result(self, text: str) -> None:
-        """Prints the run's result, also when quiet."""
-        if self.speaks:
+        if self.speaks:  # also when quiet
             write_line(text, sys.stdout)
 
 
@@ -79,8 +69,7 @@ class MetricsWriter:
     A line is one JSON object: `{"step": 40, "loss": 0.31, "test_accuracy": 0.97}`. A resumed run
     appends; where it repeats steps since its checkpoint, the later line holds.
 
-    Raises:
-        UsageError: `log_dir` cannot be made or written, or tensorboard is not installed.
+    Raises a UsageError where it cannot write, or where tensorboard is not installed.
     """
 
     def __init__(self, log_dir: Path | None) -> None:
@@ -110,13 +99,7 @@ class MetricsWriter:
             ) from error
 
     def log(self, step: int, **values: float) -> None:
-        """Writes the values at `step`, which counts optimizer steps from the run's first one.
-
-        A value that is not finite is null in the file.
-
-        Raises:
-            UsageError: the disk is full, or the folder is gone.
-        """
+        """At a step counted from the run's first. Values that are not finite are null."""
         if self._lines is None or self._events is None:
             return
         # JSON has no other numbers.
@@ -133,7 +116,6 @@ class MetricsWriter:
             ) from error
 
     def close(self) -> None:
-        """Writes out the events and closes both files. Idempotent."""
         if self._lines is not None:
             self._lines.close()
             self._lines = None

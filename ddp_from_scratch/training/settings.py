@@ -86,11 +86,7 @@ _FOLDER: dict[str, Any] = {"type": Path, "metavar": "DIR"}
 
 @dataclass(frozen=True)
 class Command:
-    """The command, and what it needs beside the settings: the ranks to start, the file to test.
-
-    Raises:
-        UsageError: a value out of its range.
-    """
+    """The command, and what it needs beside the settings: the ranks to start, the file to test."""
 
     command: str = "train"
     dataset: str | None = None  # as given: a test without it takes the one of the model's training
@@ -118,11 +114,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Settings:
-    """A training run.
-
-    Raises:
-        UsageError: a value out of its range, or two that do not go together; it names the option.
-    """
+    """A training run. A wrong value is a UsageError that names the option."""
 
     backend: str = _processes("gloo and mpi: CPUs; nccl: GPUs", "gloo", choices=BACKENDS)
     elastic: bool = _processes(
@@ -277,11 +269,7 @@ class Settings:
         return self.shards or world_size
 
     def rank_batch_size(self, world_size: int) -> int:
-        """Images of a rank, or of a shard, in a backward pass.
-
-        Raises:
-            UsageError: the global batch cannot be divided evenly.
-        """
+        """Images of a rank or shard in a backward pass; a UsageError if that is not even."""
         if self.global_batch_size is None:
             return self.batch_size
         parts = self.parts(world_size) * self.accumulate
@@ -301,9 +289,8 @@ class Settings:
         """
         if not self.scale_lr:
             return self.lr
-        # `lr` is meant for the batch of one rank or shard: k times that batch takes k times `lr`,
-        # approached in equal increments over the first 5 epochs, or the first half of a run shorter
-        # than 10.
+        # k times the batch of a rank or shard takes k times `lr`, in equal increments over the
+        # first 5 epochs, or the first half of a run shorter than 10.
         scale = self.parts(world_size) * self.accumulate
         warmup = max(1, min(5 * steps_per_epoch, self.epochs * steps_per_epoch // 2))
         return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))
@@ -317,12 +304,14 @@ class Settings:
             values["resume"] = self.resume is not None
         for folder in ("checkpoint_dir", "timeline"):
             values[folder] = values[folder] is not None
+        given = {None: "not given", False: "not given", True: "given"}
         return {
-            option_of(name): _shown(value) for name, value in values.items() if name not in _OWN
+            option_of(name): given[value] if isinstance(value, bool | None) else str(value)
+            for name, value in values.items()
+            if name not in _OWN
         }
 
     def as_saved(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
 
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
@@ -339,9 +328,3 @@ class Settings:
             for name, value in self.as_saved().items()
             if name not in indifferent and saved.get(name, value) != value
         ]
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return "given" if value else "not given"
-    return str(value)

@@ -32,7 +32,6 @@ class BucketTimes:
 
     @property
     def exposed(self) -> float:
-        """Ms in which the main thread waited for it."""
         return self.wait[1] - self.wait[0]
 
     @property
@@ -56,12 +55,10 @@ class RankTimes:
 
     @property
     def communication(self) -> float:
-        """Ms in which at least one bucket was on its way."""
         return _covered([bucket.sent for bucket in self.buckets])
 
     @property
     def exposed(self) -> float:
-        """Ms in which the main thread waited for buckets."""
         return sum(bucket.exposed for bucket in self.buckets)
 
     @property
@@ -85,7 +82,6 @@ class StepTimes:
 
     @property
     def length(self) -> float:
-        """Ms until the last rank has ended it."""
         return max(rank.end for rank in self.ranks)
 
 
@@ -101,11 +97,9 @@ class Record:
 
     @property
     def typical(self) -> StepTimes:
-        """The step of median length."""
         return sorted(self.steps, key=lambda step: step.length)[len(self.steps) // 2]
 
     def bucket_nbytes(self, step: StepTimes, index: int) -> int:
-        """Bytes of a bucket's gradients."""
         return sum(self.nbytes[name] for name in step.layout[index])
 
 
@@ -151,8 +145,7 @@ def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
         at = {moment: ms(mark) for moment, mark in found.items() if mark is not None}
         if not {"launched", "unpacked"} <= at.keys():
             continue
-        # Sparse buckets and PowerSGD's land while they are waited for, and a thread that calls back
-        # may come late.
+        # Sparse buckets and PowerSGD's land in the wait, and a callback may come late.
         landed = min(at.get("landed", at["waited"]), at["waited"])
         pack, sent = (at["pack"], at["launched"]), (at["launched"], max(landed, at["launched"]))
         wait, unpack = (at["wait"], at["waited"]), (at["unpack"], at["unpacked"])
@@ -200,7 +193,6 @@ def moved(value: Any, by: float) -> Any:
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """The length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))

@@ -87,16 +87,11 @@ class StepMarks:
 
 
 class Recorder(Extension):
-    """Takes a mark at each event of a step. What ends a step, and reads it, derives from this.
-
-    Attributes:
-        marks: the clock.
-        step: the step under way; None records nothing.
-    """
+    """Takes a mark at each event of a step. What ends a step, and reads it, derives from this."""
 
     def __init__(self, device: torch.device) -> None:
         self.marks = marks_for(device)
-        self.step: StepMarks | None = None
+        self.step: StepMarks | None = None  # under way; None records nothing
         self._in_backward = False
         # Each with what removes the hook behind its steps.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], object]]
@@ -113,7 +108,6 @@ class Recorder(Extension):
             self._in_backward = event in ("backward", "waited")
 
     def close(self) -> None:
-        """Ends the recording, and removes the hooks of optimizers."""
         self.step = None
         for remove in self._optimizers.values():
             remove()
@@ -198,22 +192,14 @@ class Watched(Protocol):
 class BucketRecorder(Recorder):
     """Records each gradient and each bucket, too, of the steps after the first `skip` averages.
 
-    The moments of a bucket: pack, launched, landed, wait, waited, unpack, unpacked.
-
-    Args:
-        reducer: of the module to watch.
-        skip: averages before the first recorded step, counted from when `bucket_cap_mb="auto"` has
-            settled: the trials are no typical steps.
-        at_average: called after each average with the number of averages so far.
-
-    Attributes:
-        first: the number of averages before the first recorded step; it grows while "auto" tries.
-        steps: the recorded steps, the last of which is under way.
+    These are counted from when `bucket_cap_mb="auto"` has settled: its trials are no typical steps.
+    The moments of a bucket: pack, launched, landed, wait, waited, unpack, unpacked. `at_average` is
+    called after each average with the number of averages so far.
     """
 
     def __init__(self, reducer: Watched, skip: int, at_average: Callable[[int], None]) -> None:
         super().__init__(reducer.device)
-        self.steps: list[StepMarks] = []
+        self.steps: list[StepMarks] = []  # recorded; the last is under way
         self._reducer, self._at_average = reducer, at_average
         self._skip, self.first = skip, reducer.iteration + skip
         averaged = {name for bucket in reducer.buckets for name in bucket}
@@ -238,10 +224,7 @@ class BucketRecorder(Recorder):
             handle.remove()
 
     def complete(self) -> list[StepMarks]:
-        """Returns the steps that are averaged, from the first forward pass to the optimizer's end.
-
-        With names in place of parameters.
-        """
+        """The averaged steps, from the first forward pass to the optimizer's end, with names."""
         found = []
         for step, following in pairwise(self.steps):
             events = step.events[_opening(step) :] + following.events[: _opening(following)]

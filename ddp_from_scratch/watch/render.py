@@ -59,8 +59,7 @@ def sent(bucket: BucketTimes) -> Spans:
 
 
 def _rows(record: Record, step: StepTimes) -> Iterator[tuple[RankTimes, BucketTimes | None, str]]:
-    # A row for what each rank computes, and one for each of its buckets: all, or those that were
-    # waited for longest.
+    # A row for what each rank computes, and one for each bucket: those waited for longest.
     for rank in step.ranks:
         yield rank, None, f"rank {rank.rank}"
         longest = sorted(rank.buckets, key=lambda bucket: -bucket.exposed)[:MOST]
@@ -154,11 +153,7 @@ def summary(record: Record, step: StepTimes) -> list[str]:
 
 
 def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
-    """Draws one step of all ranks.
-
-    Returns:
-        False if there is no matplotlib; nothing is drawn then.
-    """
+    """Draws one step of all ranks; returns False, and draws nothing, without matplotlib."""
     rows = [
         (label, computed(rank) if bucket is None else sent(bucket))
         for rank, bucket, label in _rows(record, step)
@@ -168,10 +163,7 @@ def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
 
 
 def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = "") -> bool:
-    """Draws rows under captions, on one scale of ms, into files of the formats of their names.
-
-    Returns: see `draw`.
-    """
+    """Draws rows under captions, on one scale of ms, into files of the formats of their names."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -24,8 +24,7 @@ from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 # Number of looks at a wait before it is reported.
 _WAKES = 3
-# Number of watches so far, by group. All ranks of a group make them in the same order, so a watch
-# gets the same key in the store on every rank.
+# Watches so far, by group: its ranks make them in one order, so keys in the store are alike.
 _made: Counter[str] = Counter()
 
 
@@ -66,14 +65,8 @@ class StallWatch(Extension):
     progress, once. After `after` seconds with a bucket under way, every rank's progress is written
     to standard error, by one rank, once in a step.
 
-    The thread ends with the Reducer, with the process group, or with the process.
-
-    Args:
-        after: seconds.
-        progress: a bound method that returns the Reducer's position, held weakly.
-
-    Raises:
-        ValueError: `after` is not a positive number.
+    The thread ends with the Reducer, of which `progress` is a bound method, with the process group,
+    or with the process.
     """
 
     def __init__(
@@ -213,7 +206,6 @@ _ENDED, _STOPPED = "its process has ended", "its process is stopped (SIGSTOP)"
 
 
 def _process_in_words(store: dist.Store, rank: int) -> str | None:
-    """Tells the state of a rank's process; None on another machine."""
     if not store.check([f"process {rank}"]):
         return None
     machine, pid, started = json.loads(store.get(f"process {rank}"))

@@ -38,7 +38,6 @@ class StragglerReport:
 
     @property
     def steps(self) -> int:
-        """The number of steps."""
         return self.last - self.first + 1
 
     def __str__(self) -> str:
@@ -56,16 +55,14 @@ class StragglerReport:
 
 
 def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> StragglerReport:
-    """Finds the rank that the others wait for.
+    """Finds the rank that the others wait for, from seconds of shape (ranks, steps, `PHASES`).
 
     All ranks leave an average together, so the rank that works longest until the next one comes
     last, by the time that it works longer: no clocks are compared. A rank that did not work in some
     step is left out, unless all are: it has run out of data inside `join()`.
 
-    Args:
-        seconds: float64 of shape (ranks, steps, `PHASES`).
-        last: the number of averages at the end of the last step.
-        only: the phases that are compared; others hold waits for peers, too.
+    `last` is the number of averages at the end of the last step. Phases other than `only` hold
+    waits for peers, too.
     """
     present = (seconds[:, :, :-1].sum(2) > 0).all(1)
     ranks = present.nonzero().flatten().tolist() or list(range(len(seconds)))
@@ -139,18 +136,10 @@ class StragglerWatch(Recorder):
     """Compares the ranks' steps in every so many averages, and reports which of them is late.
 
     Each rank takes the time of the `phases` of its own steps, from the end of one average to that
-    of the next. They are gathered after `every` steps, in one collective more.
-
-    Args:
-        every: the number of averages from one report to the next.
-        device: the device of the parameters. On a GPU its own events are compared, not the host's.
-        process_group: the ranks that are compared; None means all.
-        layers_communicate: returns True if forward and backward hold waits for other ranks
-            (synchronised batch norm). Then data and optimizer alone are compared.
-        tell: called with each report, on every rank. By default rank 0 prints it to standard error.
-
-    Raises:
-        ValueError: `every` is no whole number of 1 or more.
+    of the next. They are gathered after `every` steps, in one collective more. On a GPU its own
+    events are compared, not the host's. Where layers communicate (synchronised batch norm), data
+    and optimizer alone are compared. `tell` is called with each report, on every rank; by default
+    rank 0 prints it to standard error.
     """
 
     def __init__(
@@ -190,23 +179,20 @@ class StragglerWatch(Recorder):
         self._steps, self.step = [], None
 
     def _report(self, iteration: int) -> None:
-        rows = [self._seconds(step) for step in self._steps]
+        rows = []
+        for step in self._steps:
+            found, seconds = phases(step.events), dict.fromkeys(PHASES, 0.0)
+            times = [self.marks.seconds(mark) for _, mark in found]
+            for (phase, _), begin, end in zip(found, times, times[1:], strict=False):
+                seconds[phase] += end - begin
+            rows.append(list(seconds.values()))
         own = torch.tensor(rows, dtype=torch.float64, device=self._device)
         self._steps.clear()
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._process_group))]
         dist.all_gather(everyone, own, group=self._process_group)
         only = ("data", "optimizer") if self._layers_communicate() else WORK
-        tell = self._tell or self._print
-        tell(compare(torch.stack(everyone).cpu(), iteration, only))
-
-    def _seconds(self, step: StepMarks) -> list[float]:
-        found = phases(step.events)
-        seconds = dict.fromkeys(PHASES, 0.0)
-        times = [self.marks.seconds(mark) for _, mark in found]
-        for (phase, _), begin, end in zip(found, times, times[1:], strict=False):
-            seconds[phase] += end - begin
-        return list(seconds.values())
-
-    def _print(self, report: StragglerReport) -> None:
-        if dist.get_rank(self._process_group) == 0:
+        report = compare(torch.stack(everyone).cpu(), iteration, only)
+        if self._tell is not None:
+            self._tell(report)
+        elif dist.get_rank(self._process_group) == 0:
             print(report, file=sys.stderr, flush=True)

@@ -32,11 +32,6 @@ class Timeline:
     """The record of some steps. Made, closed and finished on all ranks alike: collective.
 
     Args, raises: as `timeline`, from `close`, too; a folder of None writes nothing.
-
-    Attributes:
-        folder: as given.
-        record: the steps of all ranks, on every rank; None until they are complete.
-        has_picture: True once a picture was written, which takes matplotlib on rank 0.
     """
 
     def __init__(
@@ -44,8 +39,8 @@ class Timeline:
     ) -> None:
         if steps < 1 or skip < 0:
             raise UsageError(f"a timeline has 1 step or more after 0 or more, got {steps}, {skip}")
-        self.record: Record | None = None
-        self.has_picture = False
+        self.record: Record | None = None  # the same on every rank, once its steps are complete
+        self.has_picture = False  # which takes matplotlib on rank 0
         self._reducer, self._steps = reducer, steps
         self.folder = None if folder is None else Path(folder)
         group = check_group(reducer.process_group)
@@ -215,10 +210,6 @@ def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[
 
     The quickest of several rounds counts: its error is at most half of its round-trip time. Follows
     Cristian, "Probabilistic clock synchronization" (1989).
-
-    Args:
-        hosts: the machine of each rank.
-        group: takes CPU tensors.
     """
     found = torch.zeros(len(hosts), 2, dtype=torch.float64)
     there = torch.zeros(1, dtype=torch.float64)
