@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -139,13 +139,18 @@ class ModuleSnapshot:
         """Notes which tensors and modules each submodule owns."""
         pairs = ((owner._parameters, owner._modules) for owner in module.modules())
         tables: list[Any] = [*chain.from_iterable(pairs)]
-        self._tables = [table for table in tables if table]
+        self._full = [table.values() for table in tables if table]
         self._empty = [table for table in tables if not table]
-        self._owned = self._ids()
+        self._owned = [*chain.from_iterable(self._full)]
 
-    def _ids(self) -> list[int]:
-        # The ids of what submodules own: cheaper than collecting names in every pass.
-        return [*map(id, chain.from_iterable(map(dict.values, self._tables)))]
+    def _owns_others(self) -> bool:
+        # Cheaper than collecting names in every forward pass.
+        owned = chain.from_iterable(self._full)
+        return (
+            not all(map(is_, owned, self._owned))
+            or sum(map(len, self._full)) != len(self._owned)
+            or any(self._empty)
+        )
 
     def looks_different(self, all_of_it: bool) -> bool:
         """True if `difference` is to look for a change; asked in every forward pass.
@@ -155,7 +160,7 @@ class ModuleSnapshot:
         everyone = self.parameters.values()
         if [*map(_requires_grad, everyone)] != self._traits[0]:
             return True
-        if self._ids() != self._owned or any(self._empty):
+        if self._owns_others():
             return True
         if not all_of_it:
             return False
@@ -174,7 +179,7 @@ class ModuleSnapshot:
 
         With `may_freeze` a parameter that required a gradient may require none now.
         """
-        if self._ids() != self._owned or any(self._empty):
+        if self._owns_others():
             now = self._parameters_of(module)
             for name in self.parameters | now:
                 then, this = self.parameters.get(name), now.get(name)
