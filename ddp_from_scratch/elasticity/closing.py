@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.group import check_group, of_member
-from ddp_from_scratch.node.process_group import abandon_beside
+from ddp_from_scratch.node import abandon_beside
 from ddp_from_scratch.waiting import wait
 
 # No program's own message has this one.

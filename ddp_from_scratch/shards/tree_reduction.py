@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ddp_from_scratch import gpu
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.core.bucket import Bucket, Future
 from ddp_from_scratch.core.comm_hooks import Later
 from ddp_from_scratch.group import all_gather_single, check_group, of_member
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.shards.tree import Block, PartialSums, aligned_blocks, shard_range
 from ddp_from_scratch.waiting import may_be_left_behind, wait
 

@@ -34,7 +34,7 @@ ENDINGS = {
     "ends early": ("if rank == 1: sys.exit(3)\ndist.all_reduce(torch.ones(9))", 1, EARLY),
     "destroyed by one": ("if rank: dist.destroy_process_group()", 0, ""),
     "aborts": (
-        "if rank == 1: mpi.runtime.MPI.COMM_WORLD.Abort(7)\ndist.all_reduce(torch.ones(9))",
+        "if rank == 1: mpi.MPI.COMM_WORLD.Abort(7)\ndist.all_reduce(torch.ones(9))",
         *(7, ""),
     ),
 }

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.mpi import flight_recorder
-from ddp_from_scratch.mpi.torch_backend import IS_OFFERED
+from ddp_from_scratch.backend.mpi_tools import IS_OFFERED, recorder_is_on
 from tests.support.ranks import mpirun
 
 recorded = pytest.mark.skipif(
@@ -114,11 +113,11 @@ def test_the_recorder_is_on_where_torch_is_given_a_size(monkeypatch, environment
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert flight_recorder.is_on() == on
+    assert recorder_is_on() == on
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "many")
     told = "TORCH_FR_BUFFER_SIZE must be a number of entries, got 'many'"
     with pytest.raises(UsageError, match=told):
-        flight_recorder.is_on()
+        recorder_is_on()
 
 
 @pytest.mark.skipif(not IS_OFFERED, reason="torch takes no backends in Python")

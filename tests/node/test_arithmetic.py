@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.node import fingerprint
-from ddp_from_scratch.node.barrier_memory import rounds_of
-from ddp_from_scratch.node.reduction import Reduction
-from ddp_from_scratch.node.staging import share_of
+from ddp_from_scratch.backend import operations
+from ddp_from_scratch.backend.reduction import Reduction, share_of
+from ddp_from_scratch.backend.shared_memory import rounds_of
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
@@ -74,15 +73,15 @@ names = st.text(st.characters(exclude_characters="\n\0", exclude_categories=["Cs
 
 @given(names, names, names)
 def test_fingerprints_differ_where_operations_do(first, second, place):
-    one, other = fingerprint.encode(first, place), fingerprint.encode(second, place)
+    one, other = operations.fingerprint_of(first, place), operations.fingerprint_of(second, place)
     assert (one == other) == (first == second)
     assert not one.startswith(other) or one == other
 
 
 @given(st.text("abc", max_size=300), st.text("abc", max_size=300))
 def test_a_fingerprint_fits_its_memory_and_gives_the_operation_back(operation, place):
-    encoded = fingerprint.encode(operation, place)
-    padded = encoded.ljust(fingerprint.NBYTES, b"x")
-    assert len(padded) == fingerprint.NBYTES
-    assert fingerprint.operation_in(padded)[:150] == operation[:150]
-    assert fingerprint.split(padded * 3) == [padded] * 3
+    encoded = operations.fingerprint_of(operation, place)
+    padded = encoded.ljust(operations.FINGERPRINT_NBYTES, b"x")
+    assert len(padded) == operations.FINGERPRINT_NBYTES
+    assert operations.operation_in(padded)[:150] == operation[:150]
+    assert operations.split_fingerprints(padded * 3) == [padded] * 3

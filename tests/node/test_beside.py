@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import NodeSharedSGD, Reducer
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.node import shared_memory_beside
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from tests.support.machines import group_over
 
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.mpi import datatypes
+from ddp_from_scratch.backend import mpi_transport
+from ddp_from_scratch.backend.barrier import EAGER_NBYTES
+from ddp_from_scratch.backend.reduction import CHUNK
+from ddp_from_scratch.backend.stage import PIECE, PIECE_ACROSS
 from ddp_from_scratch.node import shared_memory_beside
-from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
-from ddp_from_scratch.node.reduction import CHUNK
-from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS
 from tests.support import soak
 from tests.support.machines import OPERATIONS, SIZES, Total, group_over
 from tests.support.on_ranks import on
@@ -60,8 +60,8 @@ def test_random_operations_give_what_numpy_gives(crew):
 def test_what_mpi_cannot_count_goes_in_pieces(world):
     """As if MPI could count to 1,024 only."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datatypes, "COUNTABLE", 1024)
-        patch.setattr(datatypes, "BLOCK", 256)
+        patch.setattr(mpi_transport, "COUNTABLE", 1024)
+        patch.setattr(mpi_transport, "BLOCK", 256)
         patch.setattr(soak, "GROUPS", 0)
         random_operations(world, 100, 3)
 

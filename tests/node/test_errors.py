@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ddp_from_scratch import mpi
-from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
+from ddp_from_scratch.backend.barrier import EAGER_NBYTES
 from tests.support.tiers import slow
 
 

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import waiting
+from ddp_from_scratch.backend.transport import StoreCommunicator
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.node import shared_memory_beside
-from ddp_from_scratch.node.process_group import abandon_beside
-from ddp_from_scratch.node.store_communicator import StoreCommunicator
+from ddp_from_scratch.node import abandon_beside, shared_memory_beside
 from tests.support.machines import Total
 from tests.support.on_ranks import on
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import Reducer, mpi
+from ddp_from_scratch.backend import shared_memory
 from ddp_from_scratch.errors import NoSharedMemory
-from ddp_from_scratch.node import shared_memory
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
@@ -153,4 +153,4 @@ def test_more_memory_than_there_is_is_refused(world):
         dist.group.WORLD.empty(2**45, torch.float32)
     for nbytes in (2**60, 2**64):
         with pytest.raises(NoSharedMemory, match=f"this rank cannot have {nbytes} bytes"):
-            shared_memory.SharedMemory(mpi.runtime.MPI.COMM_SELF, nbytes)
+            shared_memory.SharedMemory(mpi.MPI.COMM_SELF, nbytes)

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import mpi
-from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
-from ddp_from_scratch.mpi.transport import GATHERED
-from ddp_from_scratch.node.all_reduce import STAGED_FROM
-from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
-from ddp_from_scratch.node.reduction import CHUNK
-from ddp_from_scratch.node.staging import PIECE_ACROSS
+from ddp_from_scratch.backend.all_reduce import STAGED_FROM
+from ddp_from_scratch.backend.barrier import EAGER_NBYTES
+from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI
+from ddp_from_scratch.backend.mpi_transport import GATHERED
+from ddp_from_scratch.backend.reduction import CHUNK
+from ddp_from_scratch.backend.stage import PIECE_ACROSS
 from tests.support.machines import OPERATIONS, SIZES, group_over, machines
 from tests.support.tiers import slow
 
@@ -175,9 +175,7 @@ def test_sixteen_bit_floats_are_rounded_again_only_after_a_machines_sum(ranks, b
 
 def a_machine_that_falls_silent(world, folder):
     """It comes to the meeting, and then its cable is pulled: MPI itself would wait for it."""
-    group = ProcessGroupMPI(
-        mpi.runtime.MPI.COMM_WORLD, timedelta(seconds=0.2), mpi.runtime.MPI.COMM_SELF
-    )
+    group = ProcessGroupMPI(mpi.MPI.COMM_WORLD, timedelta(seconds=0.2), mpi.MPI.COMM_SELF)
     options = dist.AllreduceOptions()
     options.asyncOp = False  # as dist.all_reduce calls it where the caller waits
     if world.rank == 0:

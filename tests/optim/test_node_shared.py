@@ -13,10 +13,11 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import mpi
+from ddp_from_scratch.backend import stage
+from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI
+from ddp_from_scratch.backend.reduction import share_of
 from ddp_from_scratch.errors import NoSharedMemory
-from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
-from ddp_from_scratch.node import shared_memory_beside, windows
-from ddp_from_scratch.node.staging import share_of
+from ddp_from_scratch.node import shared_memory_beside
 from tests.support.optimizer_pair import torchs
 from tests.support.tiers import slow
 
@@ -265,7 +266,7 @@ def refuses_gradients_that_are_not_shared(world):
     ddp.broadcast_parameters(model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with patch.object(windows, "SharedMemory", side_effect=NoSharedMemory("no room")):
+        with patch.object(stage, "SharedMemory", side_effect=NoSharedMemory("no room")):
             reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
     assert ["no room" in str(warning.message) for warning in told] == [True] * (world.rank == 0)
     model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
@@ -302,7 +303,7 @@ def test_an_optimizer(ranks, backend, what):
 
 
 def shares_over_machines(world, sizes):
-    communicator = mpi.runtime.MPI.COMM_WORLD
+    communicator = mpi.MPI.COMM_WORLD
     machine = next(i for i in range(len(sizes)) if world.rank < sum(sizes[: i + 1]))
     group = ProcessGroupMPI(communicator, timedelta(seconds=20), communicator.Split(machine))
     local, owners = world.rank - sum(sizes[:machine]), min(sizes)

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.mpi.transport import MPICommunicator
-from ddp_from_scratch.node.all_reduce import STAGED_FROM
-from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
-from ddp_from_scratch.node.reduction import CHUNK
-from ddp_from_scratch.node.staging import PIECE
-from ddp_from_scratch.node.store_communicator import StoreCommunicator
+from ddp_from_scratch.backend.all_reduce import STAGED_FROM
+from ddp_from_scratch.backend.barrier import EAGER_NBYTES
+from ddp_from_scratch.backend.mpi_transport import MPICommunicator
+from ddp_from_scratch.backend.reduction import CHUNK
+from ddp_from_scratch.backend.stage import PIECE
+from ddp_from_scratch.backend.transport import StoreCommunicator
 
 # Elements: on either side of what 2 and 4 ranks bring along, of what several machines leave to
 # messages, and of what is staged in one piece, in two and in more than there are slots.

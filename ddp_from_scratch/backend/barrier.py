@@ -1,4 +1,6 @@
-"""Barrier before each collective: ranks sleep in it, and are compared.
+"""Shared memory of a `CheckedBarrier`, by field.
+
+Barrier before each collective: ranks sleep in it, and are compared.
 
 Waits of a message-passing library poll, and can take the core from a rank that still computes. So
 ranks meet here first, where waiting is sleeping, and communicate once all have come.
@@ -10,14 +12,91 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
+import numpy as np
+import torch
+
+from ddp_from_scratch.backend.operations import (
+    FINGERPRINT_NBYTES,
+    describe_difference,
+    fingerprint_of,
+    mark_place,
+    name_ranks,
+    operation_in,
+    split_fingerprints,
+)
+from ddp_from_scratch.backend.shared_memory import (
+    DisseminationBarrier,
+    Nodes,
+    SharedMemory,
+    semaphores_nbytes,
+)
+from ddp_from_scratch.backend.transport import Communicator, ProcessWatch
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.node import fingerprint
-from ddp_from_scratch.node.barrier_memory import BarrierMemory, Counters, DisseminationBarrier
-from ddp_from_scratch.node.fingerprint import name_ranks
-from ddp_from_scratch.node.process_watch import ProcessWatch
-from ddp_from_scratch.node.topology import Nodes
 from ddp_from_scratch.waiting import lost_rank_check, may_be_left_behind
+
+# Bytes of the eager buffers of all ranks of a machine together. Each rank reads all of them, so
+# with many ranks it is better to bring less and to read what another rank has summed.
+EAGER_NBYTES = 256 * 1024
+
+
+# A number of each rank, in its segment; an array of one element.
+Counters: TypeAlias = "list[np.ndarray[Any, np.dtype[np.int64]]]"
+
+
+class BarrierMemory:
+    """One segment for each rank of the machine.
+
+        semaphores | counters | fingerprints 0, 1 | heard 0, 1 | eager 0, 1
+
+    Fingerprints, heard and eager buffers are double, for even and odd meetings: a fast rank brings
+    its next ones while a slow one still reads these. (It cannot bring the ones after that, which
+    need all ranks at the meeting between.)
+
+    Collective to make. One for each rank, or for all ranks (*):
+
+    Attributes:
+        addresses: of the semaphores.
+        come: number of waits that the rank has come to.
+        passed: number of waits that the rank has passed: others need nothing more of it there.
+        left: 1 once its program has ended: nobody need wait for it until the timeout.
+        lost: 1 once others have given up for want of this rank.
+        gave_up: * number of a meeting that a rank no longer waits for: none may go on alone then.
+        fingerprints: a pair: the operation that the rank has come for.
+        heard: * a pair: fingerprints of all machines' first ranks.
+        eager: small tensors that the rank brings along; uint8, shape (2, eager_nbytes).
+    """
+
+    def __init__(self, node: Communicator, machines: int) -> None:
+        heard_nbytes = machines * FINGERPRINT_NBYTES if machines > 1 else 0
+        counters_at = semaphores_nbytes(node.size)
+        fingerprints_at = counters_at + 64  # counters share a cache line with nothing else
+        heard_at = fingerprints_at + 2 * FINGERPRINT_NBYTES
+        eager_at = heard_at + 2 * heard_nbytes
+        self.eager_nbytes = EAGER_NBYTES // max(node.size, 2) // 64 * 64
+        self._memory = SharedMemory(node, eager_at + 2 * self.eager_nbytes)
+        segments = self._memory.segments
+        segments[node.rank][:eager_at].zero_()
+        self.addresses = self._memory.addresses
+        # Views that are made once: making one takes longer than a meeting.
+        counters = [segment[counters_at:][:40].view(torch.int64).numpy() for segment in segments]
+        self.come: Counters = [counter[0:1] for counter in counters]
+        self.passed: Counters = [counter[1:2] for counter in counters]
+        self.left: Counters = [counter[2:3] for counter in counters]
+        self.lost: Counters = [counter[3:4] for counter in counters]
+        self.gave_up = counters[0][4:5]
+        self.fingerprints = [_pair(s, fingerprints_at, FINGERPRINT_NBYTES) for s in segments]
+        self.heard = _pair(segments[0], heard_at, heard_nbytes)
+        self.eager = [segment[eager_at:].view(2, self.eager_nbytes) for segment in segments]
+
+    def free(self) -> None:
+        self._memory.free()
+
+
+def _pair(segment: torch.Tensor, begin: int, nbytes: int) -> list[memoryview]:
+    return [segment[begin + i * nbytes :][:nbytes].numpy().data for i in range(2)]
+
 
 # Lets messages that are under way go on; returns seconds until it is to be called again.
 Progress = Callable[[], float]
@@ -116,7 +195,7 @@ class CheckedBarrier:
         self._number += 1
         parity = self.parity
         # Publish.
-        own = fingerprint.encode(operation, place)
+        own = fingerprint_of(operation, place)
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
         # Wait, exchange, compare.
         self._met_at = self._waits + 1
@@ -170,7 +249,7 @@ class CheckedBarrier:
             own = self._memory.fingerprints[0][parity]
             # Another machine hears of this one's other ranks by its first one's place alone.
             if len({bytes(pair[parity]) for pair in self._memory.fingerprints}) > 1:
-                fingerprint.mark_place(own)
+                mark_place(own)
             arrived = self._nodes.peers.begin_allgather(own, self._memory.heard[parity])
             # Polled with growing pauses: between machines there is nothing to sleep on.
             pause = 1e-5
@@ -193,7 +272,7 @@ class CheckedBarrier:
     def _compare(self, own: bytes, parity: int) -> None:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]
         if self._nodes.count > 1:
-            found += fingerprint.split(bytes(self._memory.heard[parity]))
+            found += split_fingerprints(bytes(self._memory.heard[parity]))
         # Compared as bytes, without decoding: this is in every collective's way.
         self.same_place = True
         for other in found:
@@ -202,10 +281,10 @@ class CheckedBarrier:
         if self.same_place:
             return
         # Places may differ, operations must not.
-        operations = [fingerprint.operation_in(other) for other in found]
+        operations = [operation_in(other) for other in found]
         if operations.count(operations[self.rank]) < len(operations):
             here = list(zip(self._ranks, operations, strict=False))
-            difference = fingerprint.describe_difference(here, operations[self.size :])
+            difference = describe_difference(here, operations[self.size :])
             raise self.fail(f"the ranks called different operations: {difference}")
 
     def _next_check(self) -> float:

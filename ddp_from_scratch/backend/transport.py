@@ -1,25 +1,113 @@
-"""Communicator of the shared-memory engine, over a store of torch's and, between machines, gloo."""
+"""Watches the processes of other ranks on this machine: a killed one will not come.
+
+Messages that shared memory cannot replace: to set it up, and between machines.
+
+Implemented by `store_communicator.py`, over torch's store and gloo, and `mpi/transport.py`.
+
+Communicator of the shared-memory engine, over a store of torch's and, between machines, gloo.
+"""
 
 import os
 import pickle
+import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.backend.operations import name_ranks
+from ddp_from_scratch.backend.reduction import Reduction, share_of
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.group import open_gloo
-from ddp_from_scratch.node.fingerprint import name_ranks
-from ddp_from_scratch.node.process_watch import ProcessWatch
-from ddp_from_scratch.node.reduction import Reduction
-from ddp_from_scratch.node.staging import share_of
 from ddp_from_scratch.waiting import lost_rank_check
+
+
+class ProcessWatch:
+    """Processes by index, each followed by a descriptor that no later process can take over.
+
+    Args:
+        pids: of processes that run now. One that cannot be followed (an old kernel) never counts as
+            ended: its rank is then missed at the timeout. 0 stands for none.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._index_of: dict[int, int] = {}
+        for index, pid in enumerate(pids):
+            if pid not in (0, os.getpid()) and hasattr(os, "pidfd_open"):
+                with suppress(OSError):
+                    self._index_of[os.pidfd_open(pid)] = index
+
+    def ended(self) -> list[int]:
+        """Returns the indices of the processes that have ended, also by a signal."""
+        poll = select.poll()
+        for descriptor in self._index_of:
+            poll.register(descriptor, select.POLLIN)
+        return [self._index_of[descriptor] for descriptor, _ in poll.poll(0)]
+
+    def close(self) -> None:
+        """Stops watching. Idempotent."""
+        while self._index_of:
+            os.close(self._index_of.popitem()[0])
+
+    __del__ = close
+
+
+class Communicator(Protocol):
+    """Ranks that exchange messages. Each method is collective, and called by one thread at a time.
+
+    Attributes:
+        rank, size: this rank's place among them, and their number.
+        world_rank: its number in the whole job, by which errors name it.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def world_rank(self) -> int: ...
+
+    # Also stands for a broadcast and a barrier: called when memory is mapped, never in a step.
+    def allgather(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of ranks. Returns after all ranks have called it."""
+
+    def split(self, color: int) -> Self:
+        """A communicator of the ranks that pass the same color, in the same order."""
+
+    def split_by_machine(self) -> Self:
+        """A communicator of the ranks that run on this rank's machine."""
+
+    def free(self) -> None: ...
+
+    # Between machines only: `Nodes` calls these where there are several.
+
+    def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
+        """Starts to gather equally many bytes of every rank; returns a poll, True at the end.
+
+        A caller that stops polling before that calls nothing else on the communicator.
+        """
+
+    def exchange(
+        self, sent: torch.Tensor, sizes: list[int], received: torch.Tensor, expected: list[int]
+    ) -> None:
+        """Sends each rank its part of a dense, flat tensor, and receives one of each.
+
+        `sizes` and `expected` are elements, by rank, as they lie in `sent` and in `received`.
+        """
+
+    def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
+        """Replaces a dense, flat tensor by the reduction of all, with the same bits on all ranks.
+
+        16-bit floats are summed in float32 and rounded once.
+        """
+
 
 # Dtypes in which gloo sums as torch does. Others cross as bytes and are reduced here: 16-bit floats
 # would be rounded at each rank on gloo's ring.

@@ -21,17 +21,15 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.backend.all_reduce import AllReduce, Receive, RowTree
+from ddp_from_scratch.backend.barrier import CheckedBarrier, Progress
+from ddp_from_scratch.backend.operations import caller, check_memory, elements, size_of
+from ddp_from_scratch.backend.reduction import ReduceOp, Reduction
+from ddp_from_scratch.backend.shared_memory import Nodes
+from ddp_from_scratch.backend.stage import Windows
+from ddp_from_scratch.backend.transport import Communicator
+from ddp_from_scratch.backend.work import NodeWork, Operation, Worker, run_in_turn
 from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
-from ddp_from_scratch.node.all_reduce import AllReduce, Receive, RowTree
-from ddp_from_scratch.node.arguments import check_memory, elements, size_of
-from ddp_from_scratch.node.barrier import CheckedBarrier, Progress
-from ddp_from_scratch.node.communicator import Communicator
-from ddp_from_scratch.node.fingerprint import caller
-from ddp_from_scratch.node.reduction import ReduceOp, Reduction
-from ddp_from_scratch.node.topology import Nodes
-from ddp_from_scratch.node.windows import Windows
-from ddp_from_scratch.node.work import NodeWork, Operation, run_in_turn
-from ddp_from_scratch.node.worker import Worker
 
 Tensors = Sequence[torch.Tensor]
 Make = Callable[[int, torch.dtype], torch.Tensor]

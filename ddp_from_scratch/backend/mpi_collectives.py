@@ -9,15 +9,14 @@ from functools import partial
 
 import torch
 
-from ddp_from_scratch.mpi.datatypes import reduction_of
-from ddp_from_scratch.mpi.transport import MPICommunicator, Transport, join
-from ddp_from_scratch.node import arguments
-from ddp_from_scratch.node.arguments import elements, size_of
-from ddp_from_scratch.node.barrier import CheckedBarrier
-from ddp_from_scratch.node.reduction import ReduceOp
-from ddp_from_scratch.node.work import Operation, Result
+from ddp_from_scratch.backend import operations
+from ddp_from_scratch.backend.barrier import CheckedBarrier
+from ddp_from_scratch.backend.mpi_transport import MPICommunicator, Transport, join, reduction_of
+from ddp_from_scratch.backend.operations import elements, size_of
+from ddp_from_scratch.backend.reduction import ReduceOp
+from ddp_from_scratch.backend.work import Operation, Result
 
-check_memory = partial(arguments.check_memory, "mpi")
+check_memory = partial(operations.check_memory, "mpi")
 
 
 def sizes_of(tensors: Sequence[torch.Tensor]) -> str:

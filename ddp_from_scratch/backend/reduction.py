@@ -127,3 +127,12 @@ class Reduction:
                 reduced /= self.divisor
             else:
                 reduced //= self.divisor
+
+
+def share_of(numel: int, rank: int, owners: int) -> tuple[int, int]:
+    """Begin and end of the share of `numel` elements that `rank` reduces; empty past the owners.
+
+    Shares begin at multiples of 16 elements, so that no two ranks write to one cache line.
+    """
+    step = -(-numel // (16 * owners)) * 16
+    return min(rank * step, numel), min((rank + 1) * step, numel)

@@ -3,6 +3,8 @@
 MPI moves a large message only while both ranks are inside MPI. A rank that has sent one and then
 sleeps, in a barrier or in a handle's `wait`, calls `progress` once in a while as long as there are
 any.
+
+Monitored barrier: rank 0 hears from each rank, names the missing ones, and answers each.
 """
 
 import math
@@ -14,9 +16,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.backend.mpi_runtime import MPI
+from ddp_from_scratch.backend.mpi_transport import message
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.mpi.datatypes import message
-from ddp_from_scratch.mpi.runtime import MPI
 
 # Seconds between two tests of the messages under way.
 PAUSE = 1e-3
@@ -159,3 +161,49 @@ def receive(
 
     request = communicator.Irecv(message(dense), source, tag)
     return P2PWork(name, timeout, request, dense, finish)
+
+
+_LAST_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag that a program uses
+
+
+def monitored_barrier(group: dist.ProcessGroup, limit: timedelta, wait_all_ranks: bool) -> None:
+    """Returns when every rank has called it; a RuntimeError where one has not in time.
+
+    It sends messages, so that it can be used to find out why a group's collectives do not end.
+
+    Args:
+        group: the ranks.
+        limit: how long rank 0 waits for the others.
+        wait_all_ranks: name all ranks that are missing, and not only the first.
+    """
+    rank, others = group.rank(), range(1, group.size())
+    if rank != 0:
+        # 0 is no answer's rank: rank 0 itself cannot be missing where it answers.
+        answer = torch.zeros(1, dtype=torch.int64)
+        group.send([torch.zeros(1, dtype=torch.int64)], 0, _LAST_TAG)
+        group.recv([answer], 0, _LAST_TAG).wait(limit + timedelta(seconds=5))
+        missing = [int(answer)] if answer else []
+    else:
+        heard = {
+            other: group.recv([torch.zeros(1, dtype=torch.int64)], other, _LAST_TAG)
+            for other in others
+        }
+        deadline = time.monotonic() + limit.total_seconds()
+        # Looked at together: the timeout is for all ranks, not for each.
+        while not all(m.is_completed() for m in heard.values()) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        missing = [other for other in others if not heard[other].is_completed()]
+        for other in set(others) - set(missing):
+            group.send([torch.tensor([missing[0] if missing else 0])], other, _LAST_TAG).wait()
+    if missing:
+        named = missing if wait_all_ranks else missing[:1]
+        missed = (
+            f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass "
+            f"monitoredBarrier in {limit.total_seconds() * 1e3:g} ms"
+        )
+        if rank != 0:  # in gloo's words, which programs look for
+            missed = (
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank 0: {missed}"
+            )
+        raise RuntimeError(f"[Rank {rank}]: {missed}")

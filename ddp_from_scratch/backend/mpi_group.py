@@ -17,17 +17,15 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.backend import mpi_messages
+from ddp_from_scratch.backend.mpi_collectives import Collectives, check_memory
+from ddp_from_scratch.backend.mpi_messages import P2PWork, monitored_barrier
+from ddp_from_scratch.backend.mpi_runtime import MPI, replace_placeholder
+from ddp_from_scratch.backend.mpi_transport import MPICommunicator, reduction_of
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
+from ddp_from_scratch.backend.reduction import ReduceOp, Reduction
+from ddp_from_scratch.backend.work import NodeWork
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.mpi import p2p
-from ddp_from_scratch.mpi.collectives import Collectives, check_memory
-from ddp_from_scratch.mpi.datatypes import reduction_of
-from ddp_from_scratch.mpi.monitored_barrier import monitored_barrier
-from ddp_from_scratch.mpi.p2p import P2PWork
-from ddp_from_scratch.mpi.runtime import MPI, replace_placeholder
-from ddp_from_scratch.mpi.transport import MPICommunicator
-from ddp_from_scratch.node.reduction import ReduceOp, Reduction
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup, Tensors
-from ddp_from_scratch.node.work import NodeWork
 
 
 class ProcessGroupMPI(SharedMemoryGroup):
@@ -57,7 +55,7 @@ class ProcessGroupMPI(SharedMemoryGroup):
         self._communicator = communicator.Dup()
         here = None if node is None else MPICommunicator(node.Dup())
         everyone = MPICommunicator(self._communicator)
-        super().__init__(everyone, timeout, here, p2p.progress)
+        super().__init__(everyone, timeout, here, mpi_messages.progress)
         self._collectives = Collectives(everyone, self.checked_barrier)
         self._store = store  # until it is installed
 
@@ -192,12 +190,12 @@ class ProcessGroupMPI(SharedMemoryGroup):
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> P2PWork:
         (tensor,) = tensors
         check_memory("send", tensor)
-        return p2p.send(self._communicator, tensor, dst, tag, self._timeout)
+        return mpi_messages.send(self._communicator, tensor, dst, tag, self._timeout)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> P2PWork:
         (tensor,) = tensors
         check_memory("recv", written=[tensor])
-        return p2p.receive(self._communicator, tensor, src, tag, self._timeout)
+        return mpi_messages.receive(self._communicator, tensor, src, tag, self._timeout)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> P2PWork:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)

@@ -1,4 +1,18 @@
-"""Backend registration: torch.distributed finds the mpi backend and its "mpi://" rendezvous."""
+"""torch.distributed's "mpi" backend over mpi4py, for torch wheels that were built without MPI.
+
+Importing this module registers the backend:
+
+    import ddp_from_scratch.mpi
+    torch.distributed.init_process_group("mpi")      # under mpirun; ranks come from MPI
+
+`BACKEND` holds the backend's name: "mpi" where torch looks for registered backends before its own,
+and "mpi4py" where it insists on its own for "mpi" (older versions, and a torch that was built with
+MPI). `ddp.process_group("mpi")` chooses the right one. With either name, an init_method of "mpi://"
+takes from MPI the ranks, and the store through which groups of other backends meet:
+
+    torch.distributed.init_process_group(ddp_from_scratch.mpi.BACKEND, init_method="mpi://")
+
+"""
 
 import weakref
 from collections.abc import Iterator
@@ -8,10 +22,59 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.mpi import flight_recorder
-from ddp_from_scratch.mpi.process_group import ProcessGroupMPI, create_subgroup
-from ddp_from_scratch.mpi.runtime import MPI, check_world, is_placeholder, placement, store
-from ddp_from_scratch.mpi.torch_backend import IS_OFFERED, CPUBackend
+from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI, create_subgroup
+from ddp_from_scratch.backend.mpi_runtime import (
+    MPI,
+    broadcast_object,
+    check_launcher,
+    check_world,
+    is_placeholder,
+    placement,
+    store,
+)
+from ddp_from_scratch.backend.mpi_tools import IS_OFFERED, CPUBackend, RecordedGroup, recorder_is_on
+
+__all__ = [
+    "BACKEND",
+    "ProcessGroupMPI",
+    "broadcast_object",
+    "check_launcher",
+    "empty",
+    "placement",
+    "store",
+]
+
+
+def empty(
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    process_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """A flat tensor in memory that the machine's ranks share.
+
+    `all_reduce` on it, or on a contiguous part of it, works in place and sends no message on the
+    machine. Otherwise it is an ordinary CPU tensor. Collective: called with the same arguments on
+    all ranks, in the order of the group's other operations. The memory is given back when all ranks
+    have dropped their tensors, at the next `empty` of the group or at its end.
+
+    Args:
+        numel: number of elements.
+        dtype: of the elements.
+        process_group: an mpi group; None means the default group.
+
+    Returns:
+        Uninitialised tensor of shape (numel,).
+
+    Raises:
+        ValueError: the group is not an mpi group, or `numel` is negative.
+        CommunicationError: a rank did not come, or there is no such memory left.
+    """
+    group = process_group or dist.distributed_c10d._get_default_group()
+    if not isinstance(group, ProcessGroupMPI):
+        raise ValueError(f"mpi.empty needs a group of the mpi backend, got {group.name()}")
+    if numel < 0:
+        raise ValueError(f"numel must be 0 or more, got {numel}")
+    return group.empty(numel, dtype)
 
 
 def register() -> str:
@@ -53,7 +116,7 @@ _behind: "weakref.WeakKeyDictionary[dist.ProcessGroup, CPUBackend]" = weakref.We
 
 def _open(backend_options: Any) -> ProcessGroupMPI:
     timeout = backend_options.timeout
-    kind = flight_recorder.RecordedGroup if flight_recorder.is_on() else ProcessGroupMPI
+    kind = RecordedGroup if recorder_is_on() else ProcessGroupMPI
     ranks = list(backend_options.global_ranks_in_group)
     if ranks:
         return create_subgroup(MPI.COMM_WORLD, ranks, timeout, kind)
@@ -71,3 +134,6 @@ def _rendezvous(
     place = placement()
     yield store(place, timeout), place.rank, place.world_size
     raise RuntimeError("ranks of an MPI job meet once; they cannot meet anew")
+
+
+BACKEND = register()

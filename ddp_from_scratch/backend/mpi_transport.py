@@ -1,18 +1,124 @@
-"""MPI's collectives on dense tensors of any size, and the messages that the node backend needs.
+"""Tensors as MPI sees them: memory, element type, reduction.
+
+MPI's collectives on dense tensors of any size, and the messages that the node backend needs.
 
 Larger tensors than MPI can count go in pieces.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from ddp_from_scratch.mpi import datatypes
-from ddp_from_scratch.mpi.datatypes import operation_of, pieces, raw, values
-from ddp_from_scratch.mpi.runtime import MPI
-from ddp_from_scratch.node.reduction import Reduction
-from ddp_from_scratch.node.staging import share_of
+from ddp_from_scratch.backend.mpi_runtime import MPI
+from ddp_from_scratch.backend.reduction import WIDENED, ReduceOp, Reduction, share_of
+
+# Without a count: mpi4py then divides the memory by the number of ranks where MPI wants a share.
+Buffer: TypeAlias = "tuple[np.ndarray[Any, np.dtype[np.uint8]], MPI.Datatype]"
+
+DATATYPES: dict[torch.dtype, MPI.Datatype] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.uint8: MPI.UINT8_T,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+    torch.bool: MPI.C_BOOL,
+}
+
+# Bytes; most MPIs count in 32 bits.
+COUNTABLE = 2**31 - 2**20
+BLOCK = 2**30
+
+# torch's reduction, MPI's for numbers, MPI's for booleans. AVG is a sum, which is divided. C's
+# bool has logical operations only: a sum of booleans is "any", a product "all", as in torch.
+_OPERATIONS = (
+    (dist.ReduceOp.SUM, MPI.SUM, MPI.LOR),
+    (dist.ReduceOp.AVG, MPI.SUM, MPI.LOR),
+    (dist.ReduceOp.PRODUCT, MPI.PROD, MPI.LAND),
+    (dist.ReduceOp.MIN, MPI.MIN, MPI.LAND),
+    (dist.ReduceOp.MAX, MPI.MAX, MPI.LOR),
+    (dist.ReduceOp.BAND, MPI.BAND, MPI.LAND),
+    (dist.ReduceOp.BOR, MPI.BOR, MPI.LOR),
+    (dist.ReduceOp.BXOR, MPI.BXOR, MPI.LXOR),
+)
+_BITWISE = (MPI.BAND, MPI.BOR, MPI.BXOR)
+_ORDERED = (MPI.MIN, MPI.MAX)
+
+
+def values(tensor: torch.Tensor) -> Buffer:
+    """A dense tensor as MPI's elements, for reductions."""
+    return (_memory(tensor), DATATYPES[tensor.dtype])
+
+
+def pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A flat tensor in pieces whose bytes MPI can count."""
+    if tensor.nbytes <= COUNTABLE:
+        return (tensor,)
+    return tuple(tensor.split(COUNTABLE // tensor.itemsize))
+
+
+def message(tensor: torch.Tensor) -> "Buffer | tuple[Any, int, MPI.Datatype]":
+    """A dense tensor as bytes, in one message whatever its size."""
+    if tensor.nbytes <= COUNTABLE:
+        return raw(tensor)
+    return (_memory(tensor), 1, _many_bytes(tensor.nbytes))
+
+
+@cache
+def _many_bytes(count: int) -> MPI.Datatype:
+    """One element that is `count` bytes: blocks that MPI can count, and the rest."""
+    # Cached and never freed: a committed type is a few words of memory, for each large size sent.
+    blocks, rest = divmod(count, BLOCK)
+    block = MPI.BYTE.Create_contiguous(BLOCK)
+    places = [0, blocks * BLOCK]
+    return MPI.Datatype.Create_struct([blocks, rest], places, [block, MPI.BYTE]).Commit()
+
+
+def raw(tensor: torch.Tensor) -> Buffer:
+    """A dense tensor as bytes of any dtype, for calls that only move it."""
+    return (_memory(tensor), MPI.BYTE)
+
+
+def _memory(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    # An array and not an address: it keeps a tensor alive that is nobody else's.
+    # A single element is dense with any stride, and `view` keeps that stride.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy()
+
+
+@cache
+def reduction_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Reduction:
+    """Torch's reduction over `size` ranks; a RuntimeError where MPI does not have it."""
+    # Asked of MPI on one machine, too: what a program may call must not depend on its placement.
+    operation(op, torch.float32 if dtype in WIDENED else dtype)
+    return Reduction.of(op, dtype, size)
+
+
+@cache
+def operation_of(reduction: Reduction) -> MPI.Op:
+    """MPI's operation for a reduction, up to the division of an average."""
+    return operation(reduction.op, reduction.dtype)
+
+
+def operation(op: ReduceOp, dtype: torch.dtype) -> MPI.Op:
+    """MPI's operation for torch's on elements of `dtype`; a RuntimeError where it has none."""
+    if dtype not in DATATYPES:
+        raise RuntimeError(f"the mpi backend cannot reduce tensors of {dtype}")
+    for ours, numeric, logical in _OPERATIONS:
+        if op != ours:
+            continue
+        fractional = dtype.is_floating_point or dtype.is_complex
+        if (numeric in _BITWISE and fractional) or (numeric in _ORDERED and dtype.is_complex):
+            raise RuntimeError(f"the mpi backend cannot reduce {dtype} with {ours}")
+        return logical if dtype == torch.bool else numeric
+    raise RuntimeError(f"the mpi backend has no reduction {op}")
 
 
 class MPICommunicator:
@@ -138,7 +244,7 @@ class Transport:
     ) -> torch.Tensor:
         """This rank's part of the undivided reduction of `joined`, which may be overwritten."""
         # Parts differ in size over ranks, so that cutting them needs a call for each rank.
-        if joined.nbytes < datatypes.COUNTABLE:
+        if joined.nbytes < COUNTABLE:
             own = joined.new_empty(counts[self._rank])
             self._communicator.Reduce_scatter(
                 values(joined), values(own), list(counts), operation_of(reduction)
@@ -157,7 +263,7 @@ class Transport:
     def all_gather(self, gathered: torch.Tensor, sizes: list[int], flat: torch.Tensor) -> None:
         """Gathers tensors of `sizes` elements into `gathered` on every rank."""
         parts = gathered.split(sizes)
-        if gathered.nbytes < datatypes.COUNTABLE:
+        if gathered.nbytes < COUNTABLE:
             counts = [part.nbytes for part in parts]
             self._communicator.Allgatherv(raw(flat), [raw(gathered)[0], counts, MPI.BYTE])
         else:
@@ -168,7 +274,7 @@ class Transport:
 
     def gather(self, gathered: torch.Tensor | None, dense: torch.Tensor, root: int) -> None:
         """Gathers equal tensors into `gathered` on the root; None on the others."""
-        if self._size * dense.nbytes < datatypes.COUNTABLE:
+        if self._size * dense.nbytes < COUNTABLE:
             into = None if gathered is None else raw(gathered)
             self._communicator.Gather(raw(dense), into, root)
         else:
@@ -177,7 +283,7 @@ class Transport:
 
     def scatter(self, parts: Sequence[torch.Tensor], flat: torch.Tensor, root: int) -> None:
         """Sends the root's parts, one to each rank's `flat`; no parts on the others."""
-        if self._size * flat.nbytes < datatypes.COUNTABLE:
+        if self._size * flat.nbytes < COUNTABLE:
             sent = raw(join(parts, flat.dtype)) if self._rank == root else None
             self._communicator.Scatter(sent, raw(flat), root)
         else:

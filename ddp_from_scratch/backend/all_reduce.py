@@ -25,14 +25,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ddp_from_scratch.backend.barrier import CheckedBarrier
+from ddp_from_scratch.backend.reduction import CHUNK, Reduction, share_of
+from ddp_from_scratch.backend.shared_memory import LASTING, Nodes
+from ddp_from_scratch.backend.stage import PIECE, PIECE_ACROSS, Stage, Windows
+from ddp_from_scratch.backend.transport import Communicator
 from ddp_from_scratch.errors import NoSharedMemory
-from ddp_from_scratch.node.barrier import CheckedBarrier
-from ddp_from_scratch.node.communicator import Communicator
-from ddp_from_scratch.node.reduction import CHUNK, Reduction
-from ddp_from_scratch.node.shared_memory import LASTING
-from ddp_from_scratch.node.staging import PIECE, PIECE_ACROSS, Stage, share_of
-from ddp_from_scratch.node.topology import Nodes
-from ddp_from_scratch.node.windows import Windows
 
 # Bytes from which on tensors of several machines are summed by each machine before they cross.
 STAGED_FROM = 512 * 1024

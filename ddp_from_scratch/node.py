@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
+from ddp_from_scratch.backend.reduction import REDUCED
+from ddp_from_scratch.backend.shared_memory import SEMAPHORES_AVAILABLE
+from ddp_from_scratch.backend.transport import StoreCommunicator
 from ddp_from_scratch.group import open_gloo, store_beside, timeout_of
-from ddp_from_scratch.node import semaphore
-from ddp_from_scratch.node.reduction import REDUCED
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup, Tensors
-from ddp_from_scratch.node.store_communicator import StoreCommunicator
 from ddp_from_scratch.waiting import may_be_left_behind
 
 # mypy: disable-error-code="override"
@@ -179,7 +179,7 @@ def abandon_beside(group: dist.ProcessGroup) -> None:
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     return (
-        semaphore.AVAILABLE
+        SEMAPHORES_AVAILABLE
         and not isinstance(group, SharedMemoryGroup)
         and _CPU in group._device_types
         and group._get_backend(_CPU).name() == "gloo"
@@ -199,3 +199,6 @@ def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     # Not at exit: closing waits for what is under way, and other ranks may wait for this one.
     weakref.finalize(group, opened.shutdown).atexit = False
     return opened
+
+
+register()
