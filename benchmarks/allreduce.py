@@ -131,7 +131,7 @@ def contenders_on_cpu(
 ) -> dict[str, Contender]:
     """Every way to all-reduce a tensor of zeros, and the copy."""
     from ddp_from_scratch import mpi
-    from ddp_from_scratch.backend.mpi_runtime import MPI
+    from ddp_from_scratch.backend.mpi_transport import MPI
     from ddp_from_scratch.mpi import datatypes
 
     # Once for all sizes: a group costs a thread and connections.

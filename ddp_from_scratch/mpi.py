@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI, create_subgroup
-from ddp_from_scratch.backend.mpi_runtime import (
+from ddp_from_scratch.backend.mpi_tools import IS_OFFERED, CPUBackend, RecordedGroup, recorder_is_on
+from ddp_from_scratch.backend.mpi_transport import (
     MPI,
     broadcast_object,
     check_launcher,
@@ -32,7 +33,6 @@ from ddp_from_scratch.backend.mpi_runtime import (
     placement,
     store,
 )
-from ddp_from_scratch.backend.mpi_tools import IS_OFFERED, CPUBackend, RecordedGroup, recorder_is_on
 
 __all__ = [
     "BACKEND",

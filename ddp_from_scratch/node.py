@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.backend.collectives import CollectivesGroup
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
-from ddp_from_scratch.backend.reduction import REDUCED
 from ddp_from_scratch.backend.shared_memory import SEMAPHORES_AVAILABLE
-from ddp_from_scratch.backend.transport import StoreCommunicator
+from ddp_from_scratch.backend.transport import GlooTransport
 from ddp_from_scratch.group import open_gloo, store_beside, timeout_of
 from ddp_from_scratch.waiting import may_be_left_behind
 
@@ -33,7 +33,7 @@ def _by_gloo(name: str) -> Callable[..., Any]:
     return call
 
 
-class ProcessGroupNode(SharedMemoryGroup):
+class ProcessGroupNode(CollectivesGroup):
     """A group that reduces in shared memory within a machine, and sends the rest through gloo.
 
     Args:
@@ -44,7 +44,7 @@ class ProcessGroupNode(SharedMemoryGroup):
 
     backend: ClassVar[str] = "node"
 
-    def __init__(self, communicator: StoreCommunicator, timeout: timedelta, gloo: Gloo) -> None:
+    def __init__(self, communicator: GlooTransport, timeout: timedelta, gloo: Gloo) -> None:
         super().__init__(communicator, timeout)
         self._communicator = communicator
         self._gloo: Gloo | None = gloo
@@ -56,7 +56,7 @@ class ProcessGroupNode(SharedMemoryGroup):
         """Opens a group of these ranks, and gloo's for it, through a store of their own."""
         gloo = open_gloo(store, rank, len(world_ranks), timeout)
         own = dist.PrefixStore("node", store)
-        return cls(StoreCommunicator(own, rank, world_ranks, timeout), timeout, lambda: gloo)
+        return cls(GlooTransport(own, rank, world_ranks, timeout), timeout, lambda: gloo)
 
     @property
     def gloo(self) -> dist.ProcessGroup:
@@ -79,39 +79,14 @@ class ProcessGroupNode(SharedMemoryGroup):
         world_ranks = [self._communicator.world_ranks[rank] for rank in ranks]
         return self.open(store, list(ranks).index(self.rank()), world_ranks, timeout)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
         # Sparse tensors, and dtypes that are summed by gloo alone, if at all.
-        for tensor in tensors:
-            dense = tensor.is_cpu and tensor.layout is torch.strided
-            if not dense or tensor.dtype not in REDUCED:
-                return self.gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
-        return super().allreduce(tensors, opts)
+        return self.gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
 
-    allgather = _by_gloo("allgather")
-    allgather_coalesced = _by_gloo("allgather_coalesced")
-    all_gather_single = _by_gloo("all_gather_single")
-    all_gather_single_coalesced = _by_gloo("all_gather_single_coalesced")
-    alltoall = _by_gloo("alltoall")
-    all_to_all_single = _by_gloo("all_to_all_single")
-    broadcast = _by_gloo("broadcast")
-    gather = _by_gloo("gather")
-    gather_single = _by_gloo("gather_single")
     monitored_barrier = _by_gloo("monitored_barrier")
     recv = _by_gloo("recv")
     recv_anysource = _by_gloo("recv_anysource")
-    reduce = _by_gloo("reduce")
-    reduce_scatter = _by_gloo("reduce_scatter")
-    reduce_scatter_single = _by_gloo("reduce_scatter_single")
-    reduce_scatter_single_coalesced = _by_gloo("reduce_scatter_single_coalesced")
-    scatter = _by_gloo("scatter")
     send = _by_gloo("send")
-
-    # The names of these methods in torch before 2.14.
-    _allgather_base = _by_gloo("_allgather_base")
-    allgather_into_tensor_coalesced = _by_gloo("allgather_into_tensor_coalesced")
-    _reduce_scatter_base = _by_gloo("_reduce_scatter_base")
-    reduce_scatter_tensor_coalesced = _by_gloo("reduce_scatter_tensor_coalesced")
-    alltoall_base = _by_gloo("alltoall_base")
 
     def abandon(self) -> None:
         """As `shutdown`, but what is under way fails: afterwards nothing writes to its tensors."""
@@ -188,7 +163,7 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     timeout, ranks = timeout_of(group), dist.get_process_group_ranks(group)
-    communicator = StoreCommunicator(store_beside(group), group.rank(), ranks, timeout)
+    communicator = GlooTransport(store_beside(group), group.rank(), ranks, timeout)
     # A reference to gloo's group would keep its threads.
     opened = ProcessGroupNode(communicator, timeout, weakref.ref(group))
     # Between machines a wait for a lost rank might not end, nor could its thread be.

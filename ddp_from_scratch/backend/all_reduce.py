@@ -18,36 +18,24 @@ other machines it is rounded before, too, since it crosses in 16 bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import lru_cache
-from itertools import chain
-from typing import Any, Protocol
 
 import torch
 
 from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.backend.reduction import CHUNK, Reduction, share_of
 from ddp_from_scratch.backend.shared_memory import LASTING, Nodes
-from ddp_from_scratch.backend.stage import PIECE, PIECE_ACROSS, Stage, Windows
-from ddp_from_scratch.backend.transport import Communicator
-from ddp_from_scratch.errors import NoSharedMemory
+from ddp_from_scratch.backend.stage import Stage, Windows
+from ddp_from_scratch.backend.transport import Transport
 
 # Bytes from which on tensors of several machines are summed by each machine before they cross.
 STAGED_FROM = 512 * 1024
 
+# Bytes of all ranks up to which each rank gets all messages and sums them by itself: with so few it
+# is the number of messages that takes time.
+GATHERED = 64 * 1024
+
 Receive = Callable[[int, torch.Tensor], None]
-
-
-class RowTree(Protocol):
-    """Sums rows of one size and dtype, each of which has a place in a tree."""
-
-    def fold(self, places: Sequence[Any], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sums up what belongs together, of some places or all; may overwrite the rows."""
-        ...
-
-    def left(self, places: Sequence[Any]) -> list[Any]:
-        """The places of what `fold` makes of these: the root alone, where all are there."""
-        ...
 
 
 class AllReduce:
@@ -59,23 +47,16 @@ class AllReduce:
     - in place: a larger one in shared memory (`Windows`), at the same place on all ranks;
     - staged: any other goes through shared memory (`Stage`), a piece at a time;
     - by messages: where no two ranks share memory, and small tensors of several machines.
-
-    Attributes:
-        shares_memory: True where two ranks of some machine share memory.
     """
 
-    def __init__(self, nodes: Nodes, barrier: CheckedBarrier, windows: Windows) -> None:
-        self._nodes, self._barrier, self._windows = nodes, barrier, windows
-        self._stage: Stage | None = None
+    def __init__(
+        self, nodes: Nodes, barrier: CheckedBarrier, windows: Windows, stage: Stage
+    ) -> None:
+        self._nodes, self._barrier, self._windows, self._stage = nodes, barrier, windows, stage
         # Making a view takes as long as summing a small tensor: those last used are kept.
         self._eager = lru_cache(maxsize=256)(self._make_eager)
         # One for each dtype is enough: operations of a group run one after another.
         self._scratches: dict[torch.dtype, torch.Tensor] = {}
-        sizes = nodes.everyone.allgather(nodes.node.size)
-        # As many shares as the smallest machine has ranks: each share has an owner everywhere.
-        self._owners = min(sizes)
-        # False also once a machine had no memory for a stage.
-        self.shares_memory = max(sizes) > 1
 
     def prepare(self, tensor: torch.Tensor) -> str:
         """Copies the tensor where others will read it, before they meet; or returns its place."""
@@ -86,8 +67,8 @@ class AllReduce:
         place = self._windows.place(tensor)
         # Early, so that the first piece needs no barrier of its own. A stage that does not exist
         # yet cannot be made here: making it is collective, and the ranks have not met.
-        if not place and self._stage is not None and self._is_staged(tensor):
-            self._stage.fill([tensor])
+        if not place and self._stage.is_open and self._is_staged(tensor):
+            self._stage.fill(tensor)
         return place
 
     def __call__(
@@ -106,11 +87,11 @@ class AllReduce:
         elif self._barrier.same_place and self._windows.place(tensor):
             self._reduce(self._own_shares(tensor), reduction, crossing, everywhere=True)
             self._barrier.wait()  # no rank reads before all shares are reduced
-        elif self._is_staged(tensor) and (stage := self._get_stage()):
-            self._reduce_staged(tensor, reduction, crossing, stage)
+        elif self._is_staged(tensor) and self._stage.open():
+            self._reduce_staged(tensor, reduction, crossing)
         else:
             dense = tensor.contiguous()
-            _cross(self._nodes.everyone, dense.view(-1), reduction, crossing)
+            _by_messages(self._nodes.everyone, dense.view(-1), reduction, crossing)
             if dense is not tensor:
                 tensor.copy_(dense)
         return [tensor]
@@ -128,78 +109,14 @@ class AllReduce:
         if not self._barrier.same_place or not self._windows.place(tensor):
             raise ValueError("the tensor must lie in the same part of a window on all ranks")
         shares = self._own_shares(tensor)
-        begin, _ = share_of(tensor.numel(), self._barrier.rank, self._owners)
+        begin, _ = share_of(tensor.numel(), self._barrier.rank, self._stage.owners)
         for chunk in self._reduced_chunks(shares, reduction):
             receive(begin, chunk)
             begin += chunk.numel()
 
-    def prepare_rows(self, rows: Sequence[torch.Tensor], places: Sequence[Sequence[Any]]) -> str:
-        """Copies the rows' first piece in, where there is a stage: as `prepare`."""
-        if self._stage is not None:
-            self._fill_rows(self._stage, rows, places)
-        return ""
-
-    def fold_rows(
-        self, rows: Sequence[torch.Tensor], places: Sequence[Sequence[Any]], tree: RowTree
-    ) -> None:
-        """Replaces this rank's first row by the root of the tree that all ranks' rows make.
-
-        A machine's rows are folded there, in shares, and what is left crosses the network.
-
-        Args:
-            rows: of one size and dtype, dense and flat.
-            places: by rank, those of its rows.
-            tree: gets this rank's share of the rows.
-
-        Raises:
-            NoSharedMemory: on all ranks alike.
-        """
-        stage = self._get_stage()
-        if stage is None:
-            raise NoSharedMemory("there is no shared memory for a stage")
-        if not stage.filled:
-            self._fill_rows(stage, rows, places)
-            self._barrier.wait()
-        machines = [list(chain(*map(places.__getitem__, m))) for m in self._nodes.machines]
-        left = list(map(tree.left, machines))
-        for piece in stage.pieces():
-            into = piece.shares[0]
-            folded = tree.fold(machines[self._nodes.peers.rank], piece.shares)
-            if self._nodes.count > 1 and into.numel():
-                self._fold_across(folded, left, tree, into)
-            elif folded[0] is not into:
-                into.copy_(folded[0])
-        stage.take()
-
-    def _fill_rows(
-        self, stage: Stage, rows: Sequence[torch.Tensor], places: Sequence[Sequence[Any]]
-    ) -> None:
-        here = self._nodes.machines[self._nodes.peers.rank]
-        stage.fill(rows, tuple(len(places[rank]) for rank in here), max(map(len, places)))
-
-    def _fold_across(
-        self,
-        rows: list[torch.Tensor],
-        places: list[list[Any]],
-        tree: RowTree,
-        into: torch.Tensor,
-    ) -> None:
-        """Folds what machines have left of a share: each of them a part, for all."""
-        peers = self._nodes.peers
-        parts = [share_of(into.numel(), machine, peers.size) for machine in range(peers.size)]
-        sizes = [end - begin for begin, end in parts]
-        own = sizes[peers.rank]
-        sent = torch.cat([row[begin:end] for begin, end in parts for row in rows])
-        received = into.new_empty(sum(map(len, places)), own)
-        from_each = [len(of_machine) * own for of_machine in places]
-        peers.exchange(sent, [len(rows) * size for size in sizes], received.view(-1), from_each)
-        (root,) = tree.fold(list(chain(*places)), received.unbind())
-        peers.exchange(root.repeat(peers.size), [own] * peers.size, into, sizes)
-
     def free(self) -> None:
         self._eager.cache_clear()
-        if self._stage is not None:
-            self._stage.free()
+        self._stage.free()
 
     # Choosing the way ----------------------------------------------------------------------------
 
@@ -217,18 +134,7 @@ class AllReduce:
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         here = self._nodes.count == 1
-        return self.shares_memory and (here or tensor.nbytes >= STAGED_FROM)
-
-    def _get_stage(self) -> Stage | None:
-        """The stage, made at first use; None where a machine has no memory for it."""
-        if self._stage is None:
-            piece = PIECE if self._nodes.count == 1 else PIECE_ACROSS
-            with suppress(NoSharedMemory):
-                self._stage = Stage(self._nodes.node, self._barrier, self._owners, piece)
-            if not all(self._nodes.everyone.allgather(self._stage is not None)):
-                # By messages alone from now on, on all machines: their ways must not differ.
-                self._stage, self.shares_memory = None, False
-        return self._stage
+        return self._stage.shares_memory and (here or tensor.nbytes >= STAGED_FROM)
 
     # The ways ------------------------------------------------------------------------------------
 
@@ -242,24 +148,20 @@ class AllReduce:
             tensor.copy_(reduction.fold(buffers, scratch))
 
     def _reduce_staged(
-        self,
-        tensor: torch.Tensor,
-        reduction: Reduction,
-        crossing: torch.dtype | None,
-        stage: Stage,
+        self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None
     ) -> None:
         # Not by `prepare` where the stage is new, or where tensors lay in windows on some ranks.
-        if not stage.filled or not self._barrier.same_place:
-            stage.fill([tensor])
+        if not self._stage.is_filled or not self._barrier.same_place:
+            self._stage.fill(tensor)
             self._barrier.wait()
-        for piece in stage.pieces():
-            self._reduce(piece.shares, reduction, crossing, everywhere=False)
-        reduced = stage.take()
+        for shares in self._stage.shares():
+            self._reduce(shares, reduction, crossing, everywhere=False)
+        reduced = self._stage.take()
         if reduced is not tensor:
             tensor.copy_(reduced)
 
     def _own_shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        begin, end = share_of(tensor.numel(), self._barrier.rank, self._owners)
+        begin, end = share_of(tensor.numel(), self._barrier.rank, self._stage.owners)
         return [part[begin:end] for part in self._windows.by_rank(tensor)]
 
     def _reduce(
@@ -286,7 +188,7 @@ class AllReduce:
             return
         # A rank past the owners has empty shares, and peers that do not call this either.
         if shares[0].numel():
-            _cross(self._nodes.peers, shares[0], across, crossing)
+            _by_messages(self._nodes.peers, shares[0], across, crossing)
         for share in shares[1:] if everywhere else ():
             share.copy_(shares[0])
 
@@ -304,7 +206,7 @@ class AllReduce:
         for chunk, part in zip(_chunks(shares), total.split(CHUNK), strict=True):
             here.fold(chunk, part)
         if total.numel():
-            self._nodes.peers.all_reduce(total, across)
+            _by_messages(self._nodes.peers, total, across, None)
         yield from total.split(CHUNK)
 
     def _divided(self, reduction: Reduction, wide: bool) -> tuple[Reduction, Reduction]:
@@ -313,7 +215,7 @@ class AllReduce:
         The first, where that is exact, and where a machine's sum is rounded to 16 bits, in which it
         could overflow. Else the second: then a machine of one rank rounds nothing.
         """
-        first = reduction.divides_first if wide else self.shares_memory
+        first = reduction.divides_first if wide else self._stage.shares_memory
         if first or self._nodes.count == 1:
             return reduction, reduction.undivided
         return reduction.undivided, reduction
@@ -326,19 +228,29 @@ class AllReduce:
         return self._scratches[reduction.dtype]
 
 
-def _cross(
-    communicator: Communicator,
+def _by_messages(
+    transport: Transport,
     flat: torch.Tensor,
     reduction: Reduction,
     crossing: torch.dtype | None,
 ) -> None:
-    """All-reduces by messages, in the dtype `crossing` where that is smaller. Of sums alone."""
-    if crossing is None or crossing.itemsize >= flat.itemsize:
-        communicator.all_reduce(flat, reduction)
-    else:
+    """Replaces `flat` by the reduction of all ranks', with the same bits on all of them."""
+    if crossing is not None and crossing.itemsize < flat.itemsize:  # of sums alone
         compressed = flat.to(crossing)
-        communicator.all_reduce(compressed, Reduction.of(reduction.op, crossing, 1))
+        _by_messages(transport, compressed, Reduction.of(reduction.op, crossing, 1), None)
         flat.copy_(compressed)
+    elif flat.nbytes * transport.size <= GATHERED:
+        everybodys = flat.new_empty(transport.size, flat.numel()).unbind()
+        transport.exchange([flat] * transport.size, everybodys)
+        reduction.fold_into(flat, everybodys)
+    else:
+        begins = [share_of(flat.numel(), rank, transport.size) for rank in range(transport.size)]
+        shares = [flat[begin:end] for begin, end in begins]
+        own = shares[transport.rank]
+        everybodys = own.new_empty(transport.size, own.numel()).unbind()
+        transport.exchange(shares, everybodys)
+        reduction.fold_into(own, everybodys)
+        transport.exchange([own] * transport.size, shares)
 
 
 def _chunks(shares: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:

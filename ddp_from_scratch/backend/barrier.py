@@ -32,7 +32,7 @@ from ddp_from_scratch.backend.shared_memory import (
     SharedMemory,
     semaphores_nbytes,
 )
-from ddp_from_scratch.backend.transport import Communicator, ProcessWatch
+from ddp_from_scratch.backend.transport import ProcessWatch, Transport
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.waiting import lost_rank_check, may_be_left_behind
 
@@ -68,7 +68,7 @@ class BarrierMemory:
         eager: small tensors that the rank brings along; uint8, shape (2, eager_nbytes).
     """
 
-    def __init__(self, node: Communicator, machines: int) -> None:
+    def __init__(self, node: Transport, machines: int) -> None:
         heard_nbytes = machines * FINGERPRINT_NBYTES if machines > 1 else 0
         counters_at = semaphores_nbytes(node.size)
         fingerprints_at = counters_at + 64  # counters share a cache line with nothing else
@@ -130,9 +130,8 @@ class CheckedBarrier:
         self._nodes, self.progress = nodes, progress
         self.rank, self.size = nodes.node.rank, nodes.node.size
         self._process = os.getpid()
-        came = nodes.node.allgather((nodes.node.world_rank, self._process))
-        self._ranks = [rank for rank, _ in came]
-        self._processes = ProcessWatch([pid for _, pid in came])
+        self._ranks = nodes.node.world_ranks
+        self._processes = ProcessWatch(nodes.node.allgather(self._process))
         self._memory = memory = BarrierMemory(nodes.node, nodes.count)
         self.eager, self.eager_nbytes = memory.eager, memory.eager_nbytes
         self._semaphores = DisseminationBarrier(memory.addresses, self.rank)

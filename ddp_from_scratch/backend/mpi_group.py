@@ -1,7 +1,8 @@
-"""Process group of torch.distributed over an MPI communicator.
+"""Process group of torch.distributed over an MPI communicator, and messages between two ranks.
 
-Methods carry torch's names and arguments. Each asks `collectives.py` for operations, numbers the
-call, and submits it to the group's thread under one handle.
+MPI moves a large message only while both ranks are inside MPI. A rank that has sent one and then
+sleeps, in a barrier or in a handle's `wait`, calls `progress` once in a while as long as there are
+any.
 """
 
 # torch.distributed calls these methods in one form; its C++ class has others besides.
@@ -9,26 +10,213 @@ call, and submits it to the group's thread under one handle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend import mpi_messages
-from ddp_from_scratch.backend.mpi_collectives import Collectives, check_memory
-from ddp_from_scratch.backend.mpi_messages import P2PWork, monitored_barrier
-from ddp_from_scratch.backend.mpi_runtime import MPI, replace_placeholder
-from ddp_from_scratch.backend.mpi_transport import MPICommunicator, reduction_of
-from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
-from ddp_from_scratch.backend.reduction import ReduceOp, Reduction
-from ddp_from_scratch.backend.work import NodeWork
+from ddp_from_scratch.backend.collectives import CollectivesGroup
+from ddp_from_scratch.backend.mpi_transport import MPI, MPITransport, message, replace_placeholder
+from ddp_from_scratch.backend.operations import check_memory
+from ddp_from_scratch.backend.process_group import Tensors
 from ddp_from_scratch.errors import CommunicationError
 
+# Seconds between two tests of the messages under way.
+PAUSE = 1e-3
 
-class ProcessGroupMPI(SharedMemoryGroup):
+
+def _nothing(status: MPI.Status) -> None:
+    pass
+
+
+class P2PWork(dist.Work):
+    """The handle of a send or receive that MPI itself has under way.
+
+    It keeps the tensor alive until MPI has done with it, also where the caller has dropped it.
+
+    Args:
+        name: names the call and the rank, in error messages.
+        timeout: of a `wait()` that is given none.
+        request: MPI's.
+        tensor: sent, or received into.
+        finish: called once, on arrival; may raise a CommunicationError.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: timedelta,
+        request: MPI.Request,
+        tensor: torch.Tensor,
+        finish: Callable[[MPI.Status], None] = _nothing,
+    ) -> None:
+        super().__init__()
+        self._name, self._timeout = name, timeout
+        self._request = request
+        self._tensor = tensor
+        self._finish = finish
+        self._status = MPI.Status()
+        self._error: CommunicationError | None = None
+        # Changes once, after everything that a caller may read then.
+        self._done = False
+        self._testing = threading.Lock()  # any thread may call `progress`
+        _under_way.add(self)
+
+    def is_completed(self) -> bool:
+        # Without waiting for the lock: its holder may be this very thread, which a signal's handler
+        # interrupts.
+        if self._testing.acquire(blocking=False):
+            try:
+                if not self._done:
+                    self._test()
+            finally:
+                self._testing.release()
+        return self._done
+
+    def _test(self) -> None:
+        try:
+            if not self._request.Test(self._status):
+                return
+            with torch.no_grad():
+                self._finish(self._status)
+        except (MPI.Exception, CommunicationError) as error:
+            self._error = CommunicationError(f"{self._name} failed: {error}")
+        self._done = True
+        # The tensor belongs to the caller again, however long the handle is kept.
+        self._finish = _nothing
+        del self._tensor
+        _under_way.discard(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the message has arrived, or its tensor can be used again.
+
+        Raises:
+            CommunicationError: it failed, or did not end in time. The text names it.
+        """
+        # torch passes zero for "no timeout given".
+        limit = timeout if timeout and timeout > timedelta(0) else self._timeout
+        began = time.monotonic()
+        while not self.is_completed():
+            waited = time.monotonic() - began
+            if waited > limit.total_seconds():
+                raise CommunicationError(
+                    f"{self._name} did not end within {limit.total_seconds():g} s: "
+                    f"the other rank has not called its part, or has stopped"
+                )
+            # Without a pause at first: most messages arrive at once.
+            if waited > PAUSE:
+                progress()
+                time.sleep(1e-4)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def _source_rank(self) -> int:
+        return self._status.Get_source()
+
+    source_rank = _source_rank
+
+
+# Keeps each message's handle, and so its tensor, until MPI has done with it: the caller may drop
+# both.
+_under_way: set[P2PWork] = set()
+
+
+def progress() -> float:
+    """Lets the messages under way go on; returns seconds until it is to be called again."""
+    for work in list(_under_way):  # a copy: messages that have arrived leave the set
+        work.is_completed()
+    return PAUSE if _under_way else math.inf
+
+
+def send(
+    communicator: MPI.Intracomm, tensor: torch.Tensor, target: int, tag: int, timeout: timedelta
+) -> P2PWork:
+    """Starts to send a tensor to a rank of the communicator."""
+    dense = tensor.contiguous()  # kept by the handle where it is a copy
+    name = f"send to rank {target} from rank {communicator.rank} ({tensor.nbytes} bytes)"
+    progress()  # those that have arrived make room
+    return P2PWork(name, timeout, communicator.Isend(message(dense), target, tag), dense)
+
+
+def receive(
+    communicator: MPI.Intracomm, tensor: torch.Tensor, source: int, tag: int, timeout: timedelta
+) -> P2PWork:
+    """Starts to receive into a tensor, from a rank of the communicator or MPI.ANY_SOURCE."""
+    dense = tensor.contiguous()
+    named = "any rank" if source == MPI.ANY_SOURCE else f"rank {source}"
+    name = f"recv from {named} on rank {communicator.rank} ({tensor.nbytes} bytes)"
+
+    def finish(status: MPI.Status) -> None:
+        came = status.Get_elements(MPI.BYTE)
+        if came != tensor.nbytes:  # fewer: MPI itself refuses more
+            raise CommunicationError(f"{came} bytes came, expected {tensor.nbytes}")
+        if dense is not tensor:
+            tensor.copy_(dense)
+
+    request = communicator.Irecv(message(dense), source, tag)
+    return P2PWork(name, timeout, request, dense, finish)
+
+
+_LAST_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag that a program uses
+
+
+def monitored_barrier(group: dist.ProcessGroup, limit: timedelta, wait_all_ranks: bool) -> None:
+    """Returns when every rank has called it; a RuntimeError where one has not in time.
+
+    It sends messages, so that it can be used to find out why a group's collectives do not end.
+
+    Args:
+        group: the ranks.
+        limit: how long rank 0 waits for the others.
+        wait_all_ranks: name all ranks that are missing, and not only the first.
+    """
+    rank, others = group.rank(), range(1, group.size())
+    if rank != 0:
+        # 0 is no answer's rank: rank 0 itself cannot be missing where it answers.
+        answer = torch.zeros(1, dtype=torch.int64)
+        group.send([torch.zeros(1, dtype=torch.int64)], 0, _LAST_TAG)
+        group.recv([answer], 0, _LAST_TAG).wait(limit + timedelta(seconds=5))
+        missing = [int(answer)] if answer else []
+    else:
+        heard = {
+            other: group.recv([torch.zeros(1, dtype=torch.int64)], other, _LAST_TAG)
+            for other in others
+        }
+        deadline = time.monotonic() + limit.total_seconds()
+        # Looked at together: the timeout is for all ranks, not for each.
+        while not all(m.is_completed() for m in heard.values()) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        missing = [other for other in others if not heard[other].is_completed()]
+        for other in set(others) - set(missing):
+            group.send([torch.tensor([missing[0] if missing else 0])], other, _LAST_TAG).wait()
+    if missing:
+        named = missing if wait_all_ranks else missing[:1]
+        missed = (
+            f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass "
+            f"monitoredBarrier in {limit.total_seconds() * 1e3:g} ms"
+        )
+        if rank != 0:  # in gloo's words, which programs look for
+            missed = (
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank 0: {missed}"
+            )
+        raise RuntimeError(f"[Rank {rank}]: {missed}")
+
+
+class ProcessGroupMPI(CollectivesGroup):
     """A group of ranks with a communicator of its own.
 
     Messages (`send`, `recv`) do not queue behind collectives: two ranks may each post a receive
@@ -53,10 +241,9 @@ class ProcessGroupMPI(SharedMemoryGroup):
         # A duplicate, so that no other library's messages can be taken for ours. Messages and
         # collectives share it: they differ in tags, and collectives run one by one.
         self._communicator = communicator.Dup()
-        here = None if node is None else MPICommunicator(node.Dup())
-        everyone = MPICommunicator(self._communicator)
-        super().__init__(everyone, timeout, here, mpi_messages.progress)
-        self._collectives = Collectives(everyone, self.checked_barrier)
+        here = None if node is None else MPITransport(node.Dup())
+        everyone = MPITransport(self._communicator)
+        super().__init__(everyone, timeout, here, progress)
         self._store = store  # until it is installed
 
     @property
@@ -80,104 +267,7 @@ class ProcessGroupMPI(SharedMemoryGroup):
     def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> ProcessGroupMPI:
         return create_subgroup(self._communicator, ranks, timeout, type(self))
 
-    # Collectives ---------------------------------------------------------------------------------
-
-    def _reduction(self, op: ReduceOp, dtype: torch.dtype) -> Reduction:
-        # Between machines MPI reduces: it must have the operation.
-        return reduction_of(op, dtype, self.size())
-
-    def reduce(self, tensors: Tensors, opts: Any) -> NodeWork:
-        (tensor,) = tensors
-        operation = self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank)
-        return self._submit("reduce", tensors, opts, operation)
-
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> NodeWork:
-        operations = [
-            self._collectives.reduce_scatter(output, parts, opts.reduceOp)
-            for output, parts in zip(outputs, inputs, strict=True)
-        ]
-        return self._submit("reduce_scatter", outputs, opts, *operations)
-
-    def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Any
-    ) -> NodeWork:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any
-    ) -> NodeWork:
-        parts = [input.reshape(-1).tensor_split(self.size()) for input in inputs]
-        return self.reduce_scatter(outputs, parts, opts)
-
-    def broadcast(self, tensors: Tensors, opts: Any) -> NodeWork:
-        (tensor,) = tensors
-        operation = self._collectives.broadcast(tensor, opts.rootRank)
-        return self._submit("broadcast", tensors, opts, operation)
-
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> NodeWork:
-        operations = [
-            self._collectives.all_gather(parts, tensor)
-            for parts, tensor in zip(outputs, inputs, strict=True)
-        ]
-        return self._submit("all_gather", inputs, opts, *operations)
-
-    def allgather_coalesced(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
-    ) -> NodeWork:
-        # torch gives a list for each rank here, not one for each tensor.
-        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
-
-    def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
-    ) -> NodeWork:
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> NodeWork:
-        operations = [
-            self._collectives.all_gather_single(output, input)
-            for output, input in zip(outputs, inputs, strict=True)
-        ]
-        return self._submit("all_gather_into_tensor", inputs, opts, *operations)
-
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> NodeWork:
-        (tensor,) = inputs
-        operation = self._collectives.gather(outputs[0] if outputs else [], tensor, opts.rootRank)
-        return self._submit("gather", inputs, opts, operation)
-
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> NodeWork:
-        root = opts.rootRank == self.rank()
-        return self.gather(
-            [output.view(-1).tensor_split(self.size())] if root else [], [input], opts
-        )
-
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> NodeWork:
-        (tensor,) = outputs
-        operation = self._collectives.scatter(tensor, inputs[0] if inputs else [], opts.rootRank)
-        return self._submit("scatter", outputs, opts, operation)
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> NodeWork:
-        operation = self._collectives.all_to_all(outputs, inputs)
-        return self._submit("all_to_all", inputs, opts, operation)
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
-    ) -> NodeWork:
-        operation = self._collectives.all_to_all_single(output, input, output_splits, input_splits)
-        return self._submit("all_to_all_single", [input], opts, operation)
-
-    # The names of these methods in torch before 2.14.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    # Messages ------------------------------------------------------------------------------------
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -185,17 +275,15 @@ class ProcessGroupMPI(SharedMemoryGroup):
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         monitored_barrier(self, limit, wait_all_ranks)
 
-    # Messages ------------------------------------------------------------------------------------
-
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> P2PWork:
         (tensor,) = tensors
-        check_memory("send", tensor)
-        return mpi_messages.send(self._communicator, tensor, dst, tag, self._timeout)
+        check_memory("mpi", "send", tensor)
+        return send(self._communicator, tensor, dst, tag, self._timeout)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> P2PWork:
         (tensor,) = tensors
-        check_memory("recv", written=[tensor])
-        return mpi_messages.receive(self._communicator, tensor, src, tag, self._timeout)
+        check_memory("mpi", "recv", written=[tensor])
+        return receive(self._communicator, tensor, src, tag, self._timeout)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> P2PWork:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI
-from ddp_from_scratch.backend.mpi_runtime import MPI
+from ddp_from_scratch.backend.mpi_transport import MPI
 from ddp_from_scratch.errors import UsageError
 
 # From 2.14 on torch takes backends that are written in Python.

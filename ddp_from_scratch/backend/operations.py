@@ -31,6 +31,8 @@ def _bits(*names: str) -> int:
 # (FakeTensor, DTensor), of functionalize and of vmap; and of views that are computed when read.
 _TRANSFORMED = _bits("Python", "Functionalize", "FuncTorchBatched")
 _LAZY = _bits("Negative", "Conjugate")
+# The keys of most tensors: plain ones on a CPU.
+PLAIN = _bits("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU")
 
 _OVERLAPS = 1  # torch's MemOverlap::Yes
 
@@ -80,6 +82,59 @@ def check_memory(
                 f"{kind} on the {backend} backend writes to its tensor, and several elements of "
                 f"this one are one place in memory (shape {tuple(tensor.shape)}, strides "
                 f"{tensor.stride()}), as after expand(): call contiguous() first"
+            )
+
+
+def sizes_of(tensors: Sequence[torch.Tensor]) -> str:
+    """`10, 20 x torch.float32`."""
+    return f"{', '.join(str(tensor.numel()) for tensor in tensors)} x {tensors[0].dtype}"
+
+
+def split_rows(
+    what: str, tensor: torch.Tensor, splits: Sequence[int], size: int
+) -> Sequence[torch.Tensor]:
+    """A part for each of `size` ranks of a tensor split along its first dimension."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not splits:
+        if rows % size:
+            raise ValueError(
+                f"all_to_all_single needs an {what} whose first dimension divides evenly over "
+                f"{size} ranks, got {rows}: give split sizes"
+            )
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(
+            f"all_to_all_single needs {size} {what} split sizes that add up to {rows}, got "
+            f"{list(splits)}"
+        )
+    parts: Sequence[torch.Tensor] = tensor.split(list(splits))
+    return parts
+
+
+def check_count(kind: str, what: str, tensors: Sequence[torch.Tensor], size: int) -> None:
+    """Raises unless there is one tensor for each rank, all of one dtype."""
+    if len(tensors) != size:
+        raise ValueError(f"{kind} needs {size} {what} tensors, one a rank, got {len(tensors)}")
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ValueError(f"{kind} needs {what} tensors of one dtype")
+
+
+def check_dtype(kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    """Raises unless the inputs, of one dtype, are of the output's."""
+    if inputs[0].dtype != output.dtype:
+        raise ValueError(
+            f"{kind} needs inputs and outputs of one dtype, got {inputs[0].dtype} and "
+            f"{output.dtype}"
+        )
+
+
+def check_same(kind: str, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    """Raises unless all have the size and the dtype of `tensor`."""
+    for other in others:
+        if other.numel() != tensor.numel() or other.dtype != tensor.dtype:
+            raise ValueError(
+                f"{kind} needs tensors of one size and dtype: got {tuple(other.shape)} "
+                f"{other.dtype} beside {tuple(tensor.shape)} {tensor.dtype}"
             )
 
 

@@ -1,7 +1,7 @@
 """Process group whose ranks share a machine's memory: the part that every backend has in common.
 
 Collectives return at once with a handle (work.py); they run in order, on one thread per group
-(worker.py). A backend adds the messages: a `Communicator`, and the collectives that are not here.
+(worker.py). A backend adds the messages: a `Transport`, and the collectives that are not here.
 """
 
 # torch.distributed calls these methods in one form; its C++ class has others besides.
@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial
-from itertools import repeat
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.all_reduce import AllReduce, Receive, RowTree
+from ddp_from_scratch.backend.all_reduce import AllReduce, Receive
 from ddp_from_scratch.backend.barrier import CheckedBarrier, Progress
-from ddp_from_scratch.backend.operations import caller, check_memory, elements, size_of
-from ddp_from_scratch.backend.reduction import ReduceOp, Reduction
+from ddp_from_scratch.backend.operations import PLAIN, caller, check_memory, elements, size_of
+from ddp_from_scratch.backend.reduction import REDUCED, ReduceOp, Reduction
 from ddp_from_scratch.backend.shared_memory import Nodes
-from ddp_from_scratch.backend.stage import Windows
-from ddp_from_scratch.backend.transport import Communicator
+from ddp_from_scratch.backend.stage import Exchange, Stage, Windows
+from ddp_from_scratch.backend.transport import Transport
 from ddp_from_scratch.backend.work import NodeWork, Operation, Worker, run_in_turn
 from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
 
@@ -56,9 +55,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        everyone: Communicator,
+        everyone: Transport,
         timeout: timedelta,
-        node: Communicator | None = None,
+        node: Transport | None = None,
         progress: Progress = lambda: math.inf,
     ) -> None:
         super().__init__(everyone.rank, everyone.size)  # type: ignore[call-arg, unused-ignore]
@@ -66,13 +65,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._nodes = Nodes.of(everyone, node)
         self.checked_barrier = CheckedBarrier(self._nodes, progress)
         self._windows = Windows(self._nodes.node)
-        self._reduce = AllReduce(self._nodes, self.checked_barrier, self._windows)
+        self._stage = Stage(self._nodes, self.checked_barrier)
+        self._reduce = AllReduce(self._nodes, self.checked_barrier, self._windows, self._stage)
         # For `average_on_machine`.
         self._reduce_here = self._reduce
         if self.machines > 1:
-            self._reduce_here = AllReduce(self._nodes.here, self.checked_barrier, self._windows)
+            here = self._nodes.here
+            self._reduce_here = AllReduce(
+                here, self.checked_barrier, self._windows, Stage(here, self.checked_barrier)
+            )
+        self._exchange = Exchange(self._nodes, self.checked_barrier, self._stage)
         # Finding both takes as long as summing a small tensor: those last used are kept.
         self._named_reduction = lru_cache(maxsize=1024)(self._make_named_reduction)
+        # True if `ReduceOp.AVG` has the bits of a division before the sum, as torch's DDP: where
+        # 1/n is exact. Elsewhere AVG divides the sum, which has other bits.
+        self.divides_first = everyone.size.bit_count() == 1
         self._timeout = timeout
         self._sequence = 0  # of calls, for error messages
         self._worker = Worker(f"{self.backend}-group-{everyone.size}")
@@ -80,18 +87,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @property
     def shares_memory(self) -> bool:
         """True where two ranks of the group share a machine's memory, on whatever machine."""
-        return bool(self._reduce.shares_memory)
+        return bool(self._stage.shares_memory)
 
     @property
     def machines(self) -> int:
         """Number of machines; ranks that share no memory count as one each."""
         return self._nodes.count
-
-    @property
-    def divides_first(self) -> bool:
-        """True if `ReduceOp.AVG` has the bits of a division before the sum, as torch's DDP."""
-        # Only where 1/n is exact; elsewhere AVG divides the sum, which has other bits.
-        return self.size().bit_count() == 1
 
     def getBackendName(self) -> str:
         return self.backend
@@ -151,56 +152,47 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # Collectives ---------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        return self._submit(
-            "all_reduce", tensors, opts, *map(self._all_reduce, tensors, repeat(op))
+    def allreduce(
+        self, tensors: Tensors, opts: Any = None, crossing: torch.dtype | None = None
+    ) -> dist.Work:
+        """As torch's; sums go from machine to machine in the dtype `crossing`, if that is given."""
+        op, operations = dist.ReduceOp.SUM if opts is None else opts.reduceOp, []
+        for tensor in tensors:
+            if tensor.dtype not in REDUCED or tensor.layout is not torch.strided:
+                return self._all_reduce_elsewhere(tensors, opts)
+            text, reduction = self._named_reduction(tensor.numel(), tensor.dtype, op, caller.suffix)
+            run = partial(self._reduce, tensor, reduction, crossing)
+            operations.append(Operation(text, run, partial(self._reduce.prepare, tensor)))
+        return self._submit("all_reduce", tensors, opts, operations, written=tensors)
+
+    def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
+        """Tensors that cannot be reduced in shared memory."""
+        check_memory(self.backend, "all_reduce", written=tensors)
+        raise RuntimeError(
+            f"the {self.backend} backend cannot reduce tensors of {tensors[0].dtype}"
         )
 
-    def sum_compressed(self, tensor: torch.Tensor, dtype: torch.dtype) -> dist.Work:
-        """Sums as `allreduce` does, but in `dtype` from machine to machine. Collective."""
-        operation = self._all_reduce(tensor, dist.ReduceOp.SUM, dtype)
-        return self._submit("all_reduce", [tensor], None, operation)
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self.allreduce(tensors, opts)
 
     def average_on_machine(self, tensor: torch.Tensor) -> dist.Work:
         """Averages over the ranks of this machine alone. Collective: on all machines."""
-        check_memory(self.backend, "average_on_machine", written=[tensor])
         operation = Operation(f"average_on_machine of {size_of(tensor)}", lambda: [tensor])
         if (size := self._nodes.node.size) > 1:
             reduction = Reduction.of(dist.ReduceOp.AVG, tensor.dtype, size)
             operation.run = partial(self._reduce_here, tensor, reduction)
             operation.prepare = partial(self._reduce_here.prepare, tensor)
-        return self._submit("average_on_machine", [tensor], None, operation)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self.allreduce(tensors, opts)
-
-    def barrier(self, opts: Any = None) -> NodeWork:
-        # To meet is all it does.
-        return self._submit("barrier", [], opts, Operation("barrier", list))
-
-    def _all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, crossing: torch.dtype | None = None
-    ) -> Operation:
-        check_memory(self.backend, "all_reduce", written=[tensor])
-        fingerprint, reduction = self._named_reduction(
-            tensor.numel(), tensor.dtype, op, caller.suffix
-        )
-        return Operation(
-            fingerprint,
-            partial(self._reduce, tensor, reduction, crossing),
-            partial(self._reduce.prepare, tensor),
-        )
+        return self._submit("average_on_machine", [tensor], None, [operation], written=[tensor])
 
     def _make_named_reduction(
         self, numel: int, dtype: torch.dtype, op: ReduceOp, suffix: str
     ) -> tuple[str, Reduction]:
-        reduction = self._reduction(op, dtype)
+        reduction = Reduction.of(op, dtype, self.size())
         return f"all_reduce({reduction.name}) of {elements(numel, dtype)}{suffix}", reduction
 
-    def _reduction(self, op: ReduceOp, dtype: torch.dtype) -> Reduction:
-        """Torch's reduction over the group; a RuntimeError where the backend does not have it."""
-        return Reduction.of(op, dtype, self.size())
+    def barrier(self, opts: Any = None) -> dist.Work:
+        # To meet is all it does.
+        return self._submit("barrier", [], opts, [Operation("barrier", list)])
 
     # Memory that ranks share ---------------------------------------------------------------------
 
@@ -234,9 +226,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _allocate(self, kind: str, make: Make, numel: int, dtype: torch.dtype) -> torch.Tensor:
         kind = f"{self.backend}.{kind}"
-        check_memory(self.backend, kind)
         operation = Operation(f"{kind}({numel}, {dtype})", lambda: [make(numel, dtype)])
-        work = self._submit(kind, [], None, operation)
+        work = self._submit(kind, [], None, [operation])
         work.wait()
         (tensor,) = work.result()
         return tensor
@@ -248,7 +239,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def free_unused(self) -> None:
         """Gives memory back that this rank no longer uses. Also a barrier. Collective."""
         operation = Operation("free_unused", self._windows.free_unused)
-        self._submit("free_unused", [], _AT_ONCE, operation).wait()
+        self._submit("free_unused", [], _AT_ONCE, [operation]).wait()
 
     def reduce_to_owners(
         self,
@@ -261,25 +252,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         Returns when this rank has it. Ranks with different labels all raise a CommunicationError.
         """
-        check_memory(self.backend, "reduce_to_owners", tensor)
-        reduction = self._reduction(op, tensor.dtype)
+        reduction = Reduction.of(op, tensor.dtype, self.size())
         operation = Operation(
             f"reduce_to_owners({reduction.name}) of {size_of(tensor)} {label}",
             partial(self._reduce.to_owners, tensor, reduction, receive),
             partial(self._windows.place, tensor),
         )
-        self._submit("reduce_to_owners", [tensor], _AT_ONCE, operation).wait()
-
-    def fold_rows(self, rows: Tensors, places: Sequence[Sequence[Any]], tree: RowTree) -> dist.Work:
-        """Folds all ranks' rows into each rank's first; see `AllReduce.fold_rows`. Collective."""
-        check_memory(self.backend, "fold_rows", written=rows)
-        size = elements(rows[0].numel(), rows[0].dtype)
-        operation = Operation(
-            f"fold_rows of {sum(map(len, places))} rows of {size}",
-            partial(self._reduce.fold_rows, rows, places, tree),
-            partial(self._reduce.prepare_rows, rows, places),
-        )
-        return self._submit("fold_rows", rows, None, operation)
+        self._submit("reduce_to_owners", [tensor], _AT_ONCE, [operation], [tensor]).wait()
 
     # Lifetime ------------------------------------------------------------------------------------
 
@@ -287,8 +266,26 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Limits operations that begin from now on."""
         self._timeout = timeout
 
-    def _submit(self, kind: str, tensors: Tensors, opts: Any, *operations: Operation) -> NodeWork:
-        """Gives the operations to the group's thread, under one handle."""
+    def _submit(
+        self,
+        kind: str,
+        tensors: Tensors,
+        opts: Any,
+        operations: Sequence[Operation],
+        read: Iterable[torch.Tensor] = (),
+        written: Tensors = (),
+    ) -> NodeWork:
+        """Gives the operations to the group's thread, under one handle.
+
+        `tensors` are those that an error and the profiler tell of.
+        """
+        read = [*read]
+        plain = not torch._C._len_torch_dispatch_stack()
+        for tensor in (*read, *written):
+            keys = torch._C._dispatch_keys(tensor).raw_repr()
+            plain = plain and keys == PLAIN and tensor.is_contiguous()
+        if not plain:  # else it is what most tensors are, and the check would find nothing
+            check_memory(self.backend, kind, *read, written=written)
         # Not for a call whose arguments were refused: that raised before.
         self._sequence += 1
         name = partial(_name_call, kind, self._sequence, self._nodes.everyone, tensors)
@@ -318,6 +315,6 @@ def _show_profiler(name: str, tensors: Tensors, work: NodeWork) -> None:
         of_call._call_end_callbacks_on_future(work.get_future())
 
 
-def _name_call(kind: str, sequence: int, everyone: Communicator, tensors: Tensors) -> str:
+def _name_call(kind: str, sequence: int, everyone: Transport, tensors: Tensors) -> str:
     size = sum(tensor.nbytes for tensor in tensors)
-    return f"{kind} number {sequence} on rank {everyone.world_rank} ({size} bytes)"
+    return f"{kind} number {sequence} on rank {everyone.world_ranks[everyone.rank]} ({size} bytes)"

@@ -18,7 +18,7 @@ CHUNK = 256 * 1024
 # Reduced in float32, so that a fold rounds once.
 WIDENED = (torch.float16, torch.bfloat16)
 
-# Dtypes that are reduced here. torch has others, which it cannot add on a CPU, or only in part.
+# Torch has others, which it cannot add on a CPU, or only in part.
 REDUCED = (
     *WIDENED,
     *(torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool),
@@ -60,6 +60,8 @@ class Reduction:
     @cache
     def of(op: ReduceOp, dtype: torch.dtype, size: int) -> "Reduction":
         """The reduction over `size` ranks; a RuntimeError where torch's has no meaning."""
+        if dtype not in REDUCED:
+            raise RuntimeError(f"cannot reduce tensors of {dtype}")
         kind = next((kind for kind in _COMBINE if op == kind), None)
         if kind is None:
             raise RuntimeError(f"there is no reduction {op} in shared memory")
@@ -102,11 +104,6 @@ class Reduction:
         chunks = zip(*(part.split(CHUNK) for part in parts), strict=True)
         for into, chunk in zip(result.split(CHUNK), chunks, strict=True):
             into.copy_(self.fold(chunk, scratch[: into.numel()]))
-
-    @property
-    def undivided_op(self) -> dist.ReduceOp.RedOpType:
-        """The operation that comes before the division, if there is one."""
-        return dist.ReduceOp.SUM if self.op == dist.ReduceOp.AVG else self.op
 
     @cached_property
     def undivided(self) -> "Reduction":

@@ -9,7 +9,6 @@ Ranks of a group by machine.
 """
 
 import ctypes
-import itertools
 import mmap
 import os
 import sys
@@ -18,13 +17,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, Self
 
 import numpy as np
 import torch
 
-from ddp_from_scratch.backend.transport import Communicator
+from ddp_from_scratch.backend.transport import Transport
 from ddp_from_scratch.errors import NoSharedMemory
 
 SEMAPHORES_AVAILABLE = sys.platform.startswith("linux")  # macOS has none that live in shared memory
@@ -109,7 +108,7 @@ class DisseminationBarrier:
         self._rounds: list[tuple[list[Semaphore], list[Semaphore]]] = []
         # One semaphore for each distance in each round: the second post of a fast rank must not
         # stand for the first of a slow one.
-        places = itertools.count(0, SEMAPHORE_NBYTES)
+        places = count(0, SEMAPHORE_NBYTES)
         for distances in rounds_of(len(addresses)):
             wakes, waits = [], []
             for distance, place in zip(distances, places, strict=False):
@@ -171,7 +170,7 @@ class SharedMemory:
     """
 
     @LASTING
-    def __init__(self, node: Communicator, nbytes: int) -> None:
+    def __init__(self, node: Transport, nbytes: int) -> None:
         sizes = node.allgather(nbytes)
         # Each on pages of its own: a page lies near the processor that first writes to it.
         *begins, end = accumulate(
@@ -206,7 +205,7 @@ class SharedMemory:
         self._arrays.clear()
 
 
-def can_share(node: Communicator) -> bool:
+def can_share(node: Transport) -> bool:
     """True where these ranks can share memory, enough to meet. Collective: the same on all."""
     try:
         SharedMemory(node, _TO_MEET // node.size).free()
@@ -217,7 +216,7 @@ def can_share(node: Communicator) -> bool:
     return True
 
 
-def _map(node: Communicator, nbytes: int) -> mmap.mmap:
+def _map(node: Transport, nbytes: int) -> mmap.mmap:
     """Zeros that are the same memory on all ranks of the node."""
     if node.size == 1:
         try:
@@ -292,17 +291,15 @@ class Nodes:
         node: those of this machine, which share memory.
         peers: rank i of every machine that has one, where this is rank i of its own.
         count: number of machines.
-        machines: for each of the peers, the ranks of its machine.
     """
 
-    everyone: Communicator
-    node: Communicator
-    peers: Communicator
+    everyone: Transport
+    node: Transport
+    peers: Transport
     count: int
-    machines: list[list[int]]
 
     @classmethod
-    def of(cls, everyone: Communicator, node: Communicator | None = None) -> Self:
+    def of(cls, everyone: Transport, node: Transport | None = None) -> Self:
         """Finds the ranks that share memory, unless given as `node`, which it then owns."""
         if node is None:
             here = everyone.split_by_machine()
@@ -313,21 +310,12 @@ class Nodes:
             here.free()
         peers = everyone.split(node.rank)
         # Every machine has a first rank, so the peers of that one count the machines.
-        count = node.allgather(peers.size)[0]
-        # A machine is known by its first rank.
-        own = node.allgather(everyone.rank)[0]
-        of_ranks = everyone.allgather(own)
-        machines = [
-            [rank for rank, other in enumerate(of_ranks) if other == machine]
-            for machine in peers.allgather(own)
-        ]
-        return cls(everyone, node, peers, count, machines)
+        return cls(everyone, node, peers, count=node.allgather(peers.size)[0])
 
     @property
     def here(self) -> "Nodes":
         """This machine's ranks, as if there were no others."""
-        here = [list(range(self.node.size))]
-        return Nodes(self.node, self.node, self.node, count=1, machines=here)
+        return Nodes(self.node, self.node, self.node, count=1)
 
     def free(self) -> None:
         """Frees `node` and `peers`, but not `everyone`. Collective."""

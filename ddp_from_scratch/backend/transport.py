@@ -1,10 +1,6 @@
-"""Watches the processes of other ranks on this machine: a killed one will not come.
+"""Transports: the messages that shared memory cannot replace, and gloo's way to send them.
 
-Messages that shared memory cannot replace: to set it up, and between machines.
-
-Implemented by `store_communicator.py`, over torch's store and gloo, and `mpi/transport.py`.
-
-Communicator of the shared-memory engine, over a store of torch's and, between machines, gloo.
+They set shared memory up, and go between machines. `mpi_transport.py` has them over MPI.
 """
 
 import os
@@ -23,10 +19,51 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import name_ranks
-from ddp_from_scratch.backend.reduction import Reduction, share_of
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.group import open_gloo
 from ddp_from_scratch.waiting import lost_rank_check
+
+
+class Transport(Protocol):
+    """Ranks that exchange messages. Each method is collective, and called by one thread at a time.
+
+    Attributes:
+        rank, size: this rank's place among them, and their number.
+        world_ranks: by rank, its number in the whole job, by which errors name it.
+    """
+
+    rank: int
+    world_ranks: list[int]
+
+    @property
+    def size(self) -> int: ...
+
+    # Also stands for a broadcast and a barrier: called when memory is mapped, never in a step.
+    def allgather(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of ranks. Returns after all ranks have called it."""
+
+    def split(self, color: int) -> Self:
+        """A transport of the ranks that pass the same color, in the same order."""
+
+    def split_by_machine(self) -> Self:
+        """A transport of the ranks that run on this rank's machine."""
+
+    def free(self) -> None: ...
+
+    def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
+        """Starts to gather equally many bytes of every rank; returns a poll, True at the end.
+
+        A caller that stops polling before that calls nothing else on the transport.
+        """
+
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Sends each rank a tensor and receives one of each: dense, flat, of sizes that agree."""
+
+
+def flat_bytes(dense: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor."""
+    # A single element is dense with any stride, and `view` keeps that stride.
+    return dense.detach().as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class ProcessWatch:
@@ -59,61 +96,6 @@ class ProcessWatch:
     __del__ = close
 
 
-class Communicator(Protocol):
-    """Ranks that exchange messages. Each method is collective, and called by one thread at a time.
-
-    Attributes:
-        rank, size: this rank's place among them, and their number.
-        world_rank: its number in the whole job, by which errors name it.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def world_rank(self) -> int: ...
-
-    # Also stands for a broadcast and a barrier: called when memory is mapped, never in a step.
-    def allgather(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of ranks. Returns after all ranks have called it."""
-
-    def split(self, color: int) -> Self:
-        """A communicator of the ranks that pass the same color, in the same order."""
-
-    def split_by_machine(self) -> Self:
-        """A communicator of the ranks that run on this rank's machine."""
-
-    def free(self) -> None: ...
-
-    # Between machines only: `Nodes` calls these where there are several.
-
-    def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
-        """Starts to gather equally many bytes of every rank; returns a poll, True at the end.
-
-        A caller that stops polling before that calls nothing else on the communicator.
-        """
-
-    def exchange(
-        self, sent: torch.Tensor, sizes: list[int], received: torch.Tensor, expected: list[int]
-    ) -> None:
-        """Sends each rank its part of a dense, flat tensor, and receives one of each.
-
-        `sizes` and `expected` are elements, by rank, as they lie in `sent` and in `received`.
-        """
-
-    def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
-        """Replaces a dense, flat tensor by the reduction of all, with the same bits on all ranks.
-
-        16-bit floats are summed in float32 and rounded once.
-        """
-
-
-# Dtypes in which gloo sums as torch does. Others cross as bytes and are reduced here: 16-bit floats
-# would be rounded at each rank on gloo's ring.
-_BY_GLOO = (torch.float32, torch.float64, torch.int32, torch.int64)
-
-
 def this_machine() -> str:
     """A name that this machine has and no other."""
     # The kernel's number of its last start: host names may be alike. Beside it the network: a
@@ -125,12 +107,12 @@ def this_machine() -> str:
 
 
 @dataclass
-class StoreCommunicator:
-    """`Communicator` whose objects go through the store, and whose tensors go through gloo.
+class GlooTransport:
+    """`Transport` whose objects go through torch's store, and whose tensors go through gloo.
 
     Attributes:
         store: used by these ranks alone.
-        world_ranks: by rank, its number in the whole job.
+        rank, world_ranks: see `Transport`.
         timeout: limit of each call.
         machine: ranks with the same one count as ranks of one machine.
         processes: by world rank, those of this machine; known from `split_by_machine` on.
@@ -148,10 +130,6 @@ class StoreCommunicator:
     @property
     def size(self) -> int:
         return len(self.world_ranks)
-
-    @property
-    def world_rank(self) -> int:
-        return self.world_ranks[self.rank]
 
     def allgather(self, value: Any) -> list[Any]:
         if self.size == 1:
@@ -195,10 +173,10 @@ class StoreCommunicator:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
-    def split(self, color: int) -> "StoreCommunicator":
+    def split(self, color: int) -> "GlooTransport":
         return self._part(color, self.allgather(color))
 
-    def split_by_machine(self) -> "StoreCommunicator":
+    def split_by_machine(self) -> "GlooTransport":
         found = self.allgather((self.machine, os.getpid()))
         pids = [0] * (max(self.world_ranks) + 1)
         for world_rank, (machine, pid) in zip(self.world_ranks, found, strict=True):
@@ -206,7 +184,7 @@ class StoreCommunicator:
         self.processes = ProcessWatch(pids)
         return self._part(self.machine, [machine for machine, _ in found])
 
-    def _part(self, color: object, colors: list[Any]) -> "StoreCommunicator":
+    def _part(self, color: object, colors: list[Any]) -> "GlooTransport":
         members = [rank for rank, other in enumerate(colors) if other == color]
         return replace(
             self,
@@ -221,9 +199,7 @@ class StoreCommunicator:
         # the next default group may need.
         for name in ("_gloo", "store"):
             self.__dict__.pop(name, None)
-        self.processes = ProcessWatch([])  # closed with the last communicator that has it
-
-    # Between machines ---------------------------------------------------------------------------
+        self.processes = ProcessWatch([])  # closed with the last transport that has it
 
     @cached_property
     def _gloo(self) -> dist.ProcessGroup:
@@ -245,32 +221,13 @@ class StoreCommunicator:
 
         return arrived
 
-    def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
-        if flat.dtype not in _BY_GLOO:
-            self._all_reduce_bytes(flat, reduction)
-            return
-        if reduction.divides_first:
-            flat /= reduction.divisor
-        options = dist.AllreduceOptions()
-        options.reduceOp = reduction.undivided_op
-        self._gloo.allreduce([flat], options).wait()
-        if not reduction.divides_first:
-            reduction.divide(flat)
-
-    def _all_reduce_bytes(self, flat: torch.Tensor, reduction: Reduction) -> None:
-        """As MPI's `inter_node.all_reduce`: each rank reduces a part for all, in rank order."""
-        shares = [share_of(flat.numel(), rank, self.size) for rank in range(self.size)]
-        begin, end = shares[self.rank]
-        sizes = [stop - start for start, stop in shares]
-        own = flat[begin:end]
-        everybodys = own.new_empty(self.size, own.numel())
-        self.exchange(flat, sizes, everybodys, [own.numel()] * self.size)
-        reduction.fold_into(own, everybodys.unbind())
-        self.exchange(own.repeat(self.size), [own.numel()] * self.size, flat, sizes)
-
-    def exchange(
-        self, sent: torch.Tensor, sizes: list[int], received: torch.Tensor, expected: list[int]
-    ) -> None:
-        into, of = (tensor.view(-1).view(torch.uint8) for tensor in (received, sent))
-        nbytes = [[size * sent.itemsize for size in part] for part in (expected, sizes)]
-        self._gloo.alltoall_base(into, of, *nbytes).wait()
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        if received[self.rank].numel():
+            received[self.rank].copy_(sent[self.rank])
+        works = []
+        for call, tensors in ("recv", received), ("send", sent):
+            for rank, tensor in enumerate(tensors):
+                if rank != self.rank and tensor.numel():
+                    works.append(getattr(self._gloo, call)([flat_bytes(tensor)], rank, 0))
+        for work in works:
+            work.wait()

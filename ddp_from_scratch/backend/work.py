@@ -8,9 +8,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import repeat
 from queue import SimpleQueue
 
 import torch
@@ -70,15 +70,16 @@ class NodeWork(dist.Work):
     ) -> None:
         super().__init__()
         self._name, self._timeout, self._barrier = name, timeout, barrier
-        # No lock guards these, as a signal's handler may read them in the middle of anything. Each
-        # flag changes once, in this order: result or error set, `_known`, futures done, `_ended`.
-        self._known = False
+        self._result: Result = []
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[Result] = torch.futures.Future()
+        # Returns the future each time it is called. Not a method: it is in every bucket's way.
+        self.get_future = repeat(self._future).__next__  # type: ignore[method-assign]
+        # No lock guards it, as a signal's handler may read it in the middle of anything. It changes
+        # once, after everything that a caller may read then.
         self._ended = False
         self._under_way = threading.Lock()  # held until `_ended`: waiting threads sleep on it
         self._under_way.acquire()
-        self._error: Exception | None = None
-        self._result: Result = []
-        self._futures: list[torch.futures.Future[Result]] = []  # one for each call of get_future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the operation has ended.
@@ -124,36 +125,20 @@ class NodeWork(dist.Work):
     def result(self) -> Result:
         return self._result
 
-    def get_future(self) -> "torch.futures.Future[Result]":
-        future: torch.futures.Future[Result] = torch.futures.Future()
-        # Before the look at `_known`, which `_end` sets before it looks here: one of them sees it.
-        self._futures.append(future)
-        if self._known:  # `_end` may have gone through the futures before this one was there
-            self._settle(future)
-        return future
-
     def complete(self, result: Result) -> None:
         self._result = result
+        self._future.set_result(result)
         self._end()
 
     def fail(self, error: Exception) -> None:
         self._error = CommunicationError(f"{self._name()} failed: {error}")
         self._error.__cause__ = error
+        self._future.set_exception(self._error)  # type: ignore[arg-type]  # a wrong annotation
         self._end()
 
     def _end(self) -> None:
-        self._known = True
-        for future in self._futures:
-            self._settle(future)  # first: they are done when wait() returns
-        self._ended = True
+        self._ended = True  # after the future, which is done when wait() returns
         self._under_way.release()
-
-    def _settle(self, future: "torch.futures.Future[Result]") -> None:
-        with suppress(RuntimeError):  # set already: `get_future` and `_end` may both come here
-            if self._error is None:
-                future.set_result(self._result)
-            else:
-                future.set_exception(self._error)  # type: ignore[arg-type]  # a wrong annotation
 
 
 Run = Callable[[], Result]

@@ -153,7 +153,7 @@ def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Fut
         # Nothing is sent within a machine, so nothing is rounded there.
         caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"
         try:
-            return group.sum_compressed(buffer, dtype).get_future()
+            return group.allreduce([buffer], crossing=dtype).get_future()
         finally:
             caller.suffix = ""
     compressed = bucket.scratch(buffer.shape, dtype)

@@ -13,18 +13,17 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import waiting
-from ddp_from_scratch.backend.transport import StoreCommunicator
+from ddp_from_scratch.backend.transport import GlooTransport
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.node import abandon_beside, shared_memory_beside
-from tests.support.machines import Total
 from tests.support.on_ranks import on
 
 
 def processes():
-    """The ranks' processes."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, os.getpid())
-    return found
+    """The ranks' processes, by the store: no rank has met another yet."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"process {dist.get_rank()}", str(os.getpid()))
+    return [int(store.get(f"process {rank}")) for rank in range(dist.get_world_size())]
 
 
 def asleep(world):
@@ -97,7 +96,7 @@ def test_a_rank_that_does_not_come_to_the_setup_is_named(world):
     store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
     if world.rank == 0:
         with pytest.raises(CommunicationError, match=r"0\.2 s passed without rank 1$"):
-            StoreCommunicator(store, 0, [0, 1], timedelta(seconds=0.2)).allgather(None)
+            GlooTransport(store, 0, [0, 1], timedelta(seconds=0.2)).allgather(None)
     dist.barrier()
 
 
@@ -129,22 +128,22 @@ def abandoned(world, folder):
         own = dist.new_group()
         group = shared_memory_beside(own)
         group.allreduce([torch.ones(3)]).wait()
-        rows, text = [torch.ones(10**6), torch.ones(10**6)], ""
+        tensor, text = torch.ones(10**6), ""
         if world.rank == 0:
-            work, after = (group.fold_rows(rows, [[1, 2]] * 2, Total()) for _ in range(2))
+            work, after = (group.allreduce([tensor]) for _ in range(2))
             while group.checked_barrier._memory.come[0][0] < 2:  # it waits there
                 os.sched_yield()
             abandon_beside(own)
-            # At once: nothing may write to the rows any more.
+            # At once: nothing may write to the tensor any more.
             assert work.is_completed()
             assert after.is_completed()
             text = error_of(work)
             assert "has failed before" in error_of(after)
-            assert rows[0].eq(1).all()
+            assert tensor.eq(1).all()
             (Path(folder) / "left").touch()
         else:
             seen(folder, "left")
-            text = error_of(group.fold_rows(rows, [[1, 2]] * 2, Total()))
+            text = error_of(group.allreduce([tensor]))
             abandon_beside(own)
         abandon_beside(own)  # there is none any more
         dist.destroy_process_group(own)

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import mpi
-from ddp_from_scratch.backend.all_reduce import STAGED_FROM
+from ddp_from_scratch.backend.all_reduce import GATHERED, STAGED_FROM
 from ddp_from_scratch.backend.barrier import EAGER_NBYTES
 from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI
-from ddp_from_scratch.backend.mpi_transport import GATHERED
 from ddp_from_scratch.backend.reduction import CHUNK
 from ddp_from_scratch.backend.stage import PIECE_ACROSS
 from tests.support.machines import OPERATIONS, SIZES, group_over, machines
@@ -47,9 +46,15 @@ def over_machines(world, sizes):
         tensor = (torch.empty(PIECE_ACROSS) if r == outside else shared).fill_(r + 1)
         dist.all_reduce(tensor, group=group)
         assert tensor.eq(n * (n + 1) / 2).all()
-    tensor = torch.tensor([r])
-    dist.broadcast(tensor, n - 1, group=group)
-    assert tensor.item() == n - 1
+    for numel in (1, 1000):
+        tensor = torch.full((numel, 2), r)[:, 0]
+        dist.broadcast(tensor, n - 1, group=group)
+        assert tensor.eq(n - 1).all()
+    parts = [torch.empty(s + 1) for s in range(n)]
+    dist.all_to_all(parts, [torch.full((r + 1,), float(r))] * n, group=group)
+    assert all(part.eq(s).all() for s, part in enumerate(parts))
+    dist.all_gather(parts, torch.full((r + 1,), r + 1.0), group=group)
+    assert all(part.eq(s + 1).all() for s, part in enumerate(parts))
     flags = torch.tensor([r == 0, False])
     dist.all_reduce(flags, group=group)
     assert flags.tolist() == [True, False]
@@ -60,7 +65,7 @@ def over_machines(world, sizes):
     for numel in (9, STAGED_FROM):
         # 257 in bfloat16 is 256: each machine's sum is rounded once, and nothing else.
         tensor = torch.full((numel,), 257.0)
-        group.sum_compressed(tensor, torch.bfloat16).wait()
+        group.allreduce([tensor], crossing=torch.bfloat16).wait()
         sums = [257.0 * size for size in sizes] if numel > 9 else [257.0] * n
         assert tensor.eq(torch.tensor(sums).bfloat16().sum().float()).all(), numel
     dist.destroy_process_group(group)
@@ -184,14 +189,14 @@ def a_machine_that_falls_silent(world, folder):
         Path(folder, "back").touch()
     else:
         everyone = group._nodes.everyone
-        by_mpi = everyone.all_reduce
+        by_mpi = everyone.exchange
 
         def later(*arguments):
             while not Path(folder, "back").exists():
                 threading.Event().wait(0.01)
             by_mpi(*arguments)
 
-        everyone.all_reduce = later
+        everyone.exchange = later
         with suppress(RuntimeError):  # nor can it wait longer than that
             group.allreduce([torch.ones(9)], options).wait()
     group._worker.close(10.0)
