@@ -85,7 +85,10 @@ class AllReduce:
             self._reduce_eager(tensor, reduction, buffers[self._barrier.parity])
         # All ranks of a machine take the same branch: `same_place` is the same on all of them.
         elif self._barrier.same_place and self._windows.place(tensor):
-            self._reduce(self._own_shares(tensor), reduction, crossing, everywhere=True)
+            for chunk, total in self._reduce(self._own_shares(tensor), reduction, crossing):
+                for part in chunk:
+                    if part is not total:
+                        part.copy_(total)
             self._barrier.wait()  # no rank reads before all shares are reduced
         elif self._is_staged(tensor) and self._stage.open():
             self._reduce_staged(tensor, reduction, crossing)
@@ -102,17 +105,17 @@ class AllReduce:
         Args:
             tensor: in a window, at the same place on all ranks, or a ValueError is raised; stays as
                 it is, and must until all ranks have met again.
-            reduction: of its dtype.
+            reduction: of its dtype, which is no 16-bit float.
             receive: called with the index in `tensor` of a chunk's first element, and the chunk:
-                flat, of the reduction's dtype, overwritten after the call.
+                flat, overwritten after the call.
         """
         if not self._barrier.same_place or not self._windows.place(tensor):
             raise ValueError("the tensor must lie in the same part of a window on all ranks")
         shares = self._own_shares(tensor)
         begin, _ = share_of(tensor.numel(), self._barrier.rank, self._stage.owners)
-        for chunk in self._reduced_chunks(shares, reduction):
-            receive(begin, chunk)
-            begin += chunk.numel()
+        for _, total in self._reduce(shares, reduction, keep=True):
+            receive(begin, total)
+            begin += total.numel()
 
     def free(self) -> None:
         self._eager.cache_clear()
@@ -155,7 +158,9 @@ class AllReduce:
             self._stage.fill(tensor)
             self._barrier.wait()
         for shares in self._stage.shares():
-            self._reduce(shares, reduction, crossing, everywhere=False)
+            for chunk, total in self._reduce(shares, reduction, crossing):
+                if chunk[0] is not total:
+                    chunk[0].copy_(total)
         reduced = self._stage.take()
         if reduced is not tensor:
             tensor.copy_(reduced)
@@ -168,46 +173,31 @@ class AllReduce:
         self,
         shares: list[torch.Tensor],
         reduction: Reduction,
-        crossing: torch.dtype | None,
-        *,
-        everywhere: bool,
-    ) -> None:
-        """Replaces the first rank's share, or everybody's, by the reduction over all machines."""
-        wide = shares[0].dtype == reduction.dtype
-        one_machine = self._nodes.count == 1
-        here, across = self._divided(reduction, wide)
-        scratch = self._scratch(reduction)
-        for chunk in _chunks(shares):
-            # Into the first share itself where dtypes allow it: a fold reads its first tensor
-            # before it writes there.
-            total = here.fold(chunk, chunk[0] if wide else scratch[: chunk[0].numel()])
-            for share in chunk if everywhere and one_machine else chunk[:1]:
-                if share is not total:
-                    share.copy_(total)
-        if one_machine:
-            return
-        # A rank past the owners has empty shares, and peers that do not call this either.
-        if shares[0].numel():
-            _by_messages(self._nodes.peers, shares[0], across, crossing)
-        for share in shares[1:] if everywhere else ():
-            share.copy_(shares[0])
+        crossing: torch.dtype | None = None,
+        keep: bool = False,
+    ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+        """Yields chunks of the shares, and of each the reduction over all machines.
 
-    def _reduced_chunks(
-        self, shares: list[torch.Tensor], reduction: Reduction
-    ) -> Iterator[torch.Tensor]:
-        """The reduction over all machines, in chunks; the shares stay as they are."""
-        if self._nodes.count == 1:
-            scratch = self._scratch(reduction)
-            for chunk in _chunks(shares):
-                yield reduction.fold(chunk, scratch[: chunk[0].numel()])
-            return
-        total = torch.empty(shares[0].numel(), dtype=reduction.dtype)
-        here, across = self._divided(reduction, wide=True)
-        for chunk, part in zip(_chunks(shares), total.split(CHUNK), strict=True):
-            here.fold(chunk, part)
-        if total.numel():
-            _by_messages(self._nodes.peers, total, across, None)
-        yield from total.split(CHUNK)
+        `keep` leaves the shares as they are; else a reduction may lie in the first share's chunk.
+        """
+        wide = shares[0].dtype == reduction.dtype
+        here, across = self._divided(reduction, wide)
+        in_place, scratch = wide and not keep, self._scratch(reduction)
+        whole = shares[0] if self._nodes.count == 1 or not keep else torch.empty_like(shares[0])
+        chunks = list(zip(*(part.split(CHUNK) for part in (whole, *shares)), strict=True))
+        for part, *chunk in chunks:
+            # In place: a fold reads its first tensor before it writes there.
+            total = here.fold(chunk, chunk[0] if in_place else scratch[: part.numel()])
+            if self._nodes.count == 1:
+                yield chunk, total
+            elif not in_place:
+                part.copy_(total)
+        if self._nodes.count > 1:
+            # A rank past the owners has empty shares, and peers that do not call this either.
+            if whole.numel():
+                _by_messages(self._nodes.peers, whole, across, crossing)
+            for part, _, *others in chunks:
+                yield [part, *others], part
 
     def _divided(self, reduction: Reduction, wide: bool) -> tuple[Reduction, Reduction]:
         """The reductions on this machine and across machines: one of them divides an average.
@@ -251,7 +241,3 @@ def _by_messages(
         transport.exchange(shares, everybodys)
         reduction.fold_into(own, everybodys)
         transport.exchange([own] * transport.size, shares)
-
-
-def _chunks(shares: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(share.split(CHUNK) for share in shares), strict=True)

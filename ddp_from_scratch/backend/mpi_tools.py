@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI
-from ddp_from_scratch.backend.mpi_transport import MPI
 from ddp_from_scratch.errors import UsageError
 
 # From 2.14 on torch takes backends that are written in Python.
@@ -151,79 +150,57 @@ class _OnItsWay(threading.local):
     work: dist.Work | None = None
 
 
-class FlightRecorder:
-    """Notes the calls of one group.
+class RecordedGroup(ProcessGroupMPI):
+    """The same group, with an entry in torch's flight recorder for each call."""
 
-    Args:
-        group: has the name under which the entries are kept.
-        ranks: of its members, in the world.
-    """
-
-    def __init__(self, group: ProcessGroupMPI, ranks: Sequence[int]) -> None:
-        rank, size, kind = group.rank(), group.size(), dist.ProcessGroup.BackendType.MPI
-        name: Any = group.getGroupName()  # torch's stubs have a type of their own
-        self._group = dist.ProcessGroup(rank, size)  # type: ignore[call-arg, unused-ignore]
-        self._group._set_default_backend(kind)
-        # Refers to this object weakly: torch's group keeps it in C++, where no garbage is looked
-        # for. Kept here, too: of a backend in Python torch keeps no more than C++ sees.
-        run = partial(_run, weakref.WeakMethod(self._come_back))
-        self._backend = TorchBackend(group.backend, rank, size, run)
-        self._group._register_backend(torch.device("cpu"), kind, self._backend)
-        self._group._set_group_name(name)
-        self._group._set_group_desc(group.getGroupDesc())
-        self._hook = c10d.FlightRecorderHook.attach(
-            self._group,
-            list(ranks),  # type: ignore[call-arg, unused-ignore]
-        )
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._on_its_way = _OnItsWay()
+        self._recorder: dist.ProcessGroup | None = None
+
+    def _open_recorder(self) -> dist.ProcessGroup:
+        """A group of torch's own with the name of this one, under which entries are kept."""
+        rank, size, kind = self.rank(), self.size(), dist.ProcessGroup.BackendType.MPI
+        name: Any = self.getGroupName()  # torch's stubs have a type of their own
+        group = dist.ProcessGroup(rank, size)  # type: ignore[call-arg, unused-ignore]
+        group._set_default_backend(kind)
+        # Weakly: torch's group keeps its backend in C++, where no garbage is looked for. Kept here,
+        # too: of a backend in Python torch keeps no more than C++ sees.
+        come_back = weakref.WeakMethod(self._come_back)
+        self._returns = TorchBackend(self.backend, rank, size, lambda *_: come_back()())  # type: ignore[misc]
+        group._register_backend(torch.device("cpu"), kind, self._returns)
+        group._set_group_name(name)
+        group._set_group_desc(self.getGroupDesc())
+        ranks: Any = self._nodes.everyone.world_ranks
+        self._hook = c10d.FlightRecorderHook.attach(group, ranks)
+        return group
 
     def note(self, name: str, call: _Call, *arguments: Any, **options: Any) -> dist.Work:
         """Makes an entry of the call `name` with these arguments, runs it, returns its handle."""
         mine = self._on_its_way
         if mine.call is not None:
             return call()  # a part of the call that has an entry
-        mine.call, mine.came_back = call, False
+        if self._recorder is None:  # at the first call: torch names a group when it is made
+            self._recorder = self._open_recorder()
+        mine.call, mine.came_back, mine.work = call, False, None
         try:
-            self._send(name, arguments, options)
+            try:
+                getattr(self._recorder, name)(*arguments, **options)
+            except Exception:
+                if mine.came_back:
+                    raise
             # Not torch's handle, which knows neither whether the call has ended nor where a message
             # is from. There is none where torch refuses the tensors: then this group says why.
             return mine.work or call()
         finally:
             mine.call = mine.work = None
 
-    def _send(self, name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
-        try:
-            getattr(self._group, name)(*arguments, **options)
-        except Exception:
-            if self._on_its_way.came_back:
-                raise
-
-    def _come_back(self, *_: Any) -> dist.Work:
+    def _come_back(self) -> dist.Work:
         mine = self._on_its_way
-        assert mine.call is not None
+        assert mine.call is not None, "calls come through `note` alone"
         mine.came_back = True
         mine.work = mine.call()
         return mine.work
-
-
-def _run(method: weakref.WeakMethod[Callable[..., dist.Work]], *arguments: Any) -> dist.Work:
-    found = method()
-    assert found is not None, "calls come through `note` alone"
-    return found(*arguments)
-
-
-class RecordedGroup(ProcessGroupMPI):
-    """The same group, with an entry in torch's flight recorder for each call."""
-
-    _recorder: FlightRecorder | None = None
-
-    def note(self, name: str, call: _Call, *arguments: Any, **options: Any) -> dist.Work:
-        if self._recorder is None:  # at the first call: torch names a group when it is made
-            everyone, members = MPI.COMM_WORLD.Get_group(), self._communicator.Get_group()
-            self._recorder = FlightRecorder(
-                self, MPI.Group.Translate_ranks(members, None, everyone)
-            )
-        return self._recorder.note(name, call, *arguments, **options)
 
     def shutdown(self) -> None:
         super().shutdown()
