@@ -83,7 +83,7 @@ def register() -> str:
     # name "mpi" and never asks us.
     name = "mpi" if torch.__version__ >= "2.14" and not dist.is_mpi_available() else "mpi4py"
     # To others torch attaches a recorder, backend by backend; a group of ours has none but itself,
-    # and notes its calls by other means (flight_recorder.py).
+    # and notes its calls by other means (`RecordedGroup`).
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(name)
     dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu"])

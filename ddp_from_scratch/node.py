@@ -37,16 +37,16 @@ class ProcessGroupNode(CollectivesGroup):
     """A group that reduces in shared memory within a machine, and sends the rest through gloo.
 
     Args:
-        communicator: the group's ranks.
+        everyone: the group's ranks.
         timeout: how long a collective may take.
         gloo: returns a gloo group of the same ranks; None once that is closed.
     """
 
     backend: ClassVar[str] = "node"
 
-    def __init__(self, communicator: GlooTransport, timeout: timedelta, gloo: Gloo) -> None:
-        super().__init__(communicator, timeout)
-        self._communicator = communicator
+    def __init__(self, everyone: GlooTransport, timeout: timedelta, gloo: Gloo) -> None:
+        super().__init__(everyone, timeout)
+        self._everyone = everyone
         self._gloo: Gloo | None = gloo
 
     @classmethod
@@ -72,11 +72,11 @@ class ProcessGroupNode(CollectivesGroup):
         return self.gloo._get_backend(torch.device("cpu")).options
 
     def get_group_store(self) -> dist.Store:
-        return self._communicator.store
+        return self._everyone.store
 
     def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> ProcessGroupNode:
         store = dist.PrefixStore(f"{name}/", self.get_group_store())
-        world_ranks = [self._communicator.world_ranks[rank] for rank in ranks]
+        world_ranks = [self._everyone.world_ranks[rank] for rank in ranks]
         return self.open(store, list(ranks).index(self.rank()), world_ranks, timeout)
 
     def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
@@ -163,9 +163,9 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     timeout, ranks = timeout_of(group), dist.get_process_group_ranks(group)
-    communicator = GlooTransport(store_beside(group), group.rank(), ranks, timeout)
+    everyone = GlooTransport(store_beside(group), group.rank(), ranks, timeout)
     # A reference to gloo's group would keep its threads.
-    opened = ProcessGroupNode(communicator, timeout, weakref.ref(group))
+    opened = ProcessGroupNode(everyone, timeout, weakref.ref(group))
     # Between machines a wait for a lost rank might not end, nor could its thread be.
     left_behind = may_be_left_behind() and opened.machines > 1
     if (not opened.shares_memory and group.size() > 1) or left_behind:

@@ -1,6 +1,4 @@
-"""Shared memory of a `CheckedBarrier`, by field.
-
-Barrier before each collective: ranks sleep in it, and are compared.
+"""Barrier before each collective: ranks sleep in it, and are compared.
 
 Waits of a message-passing library poll, and can take the core from a rank that still computes. So
 ranks meet here first, where waiting is sleeping, and communicate once all have come.
@@ -15,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 
 from ddp_from_scratch.backend.operations import (
     FINGERPRINT_NBYTES,
@@ -69,33 +66,31 @@ class BarrierMemory:
     """
 
     def __init__(self, node: Transport, machines: int) -> None:
-        heard_nbytes = machines * FINGERPRINT_NBYTES if machines > 1 else 0
-        counters_at = semaphores_nbytes(node.size)
-        fingerprints_at = counters_at + 64  # counters share a cache line with nothing else
-        heard_at = fingerprints_at + 2 * FINGERPRINT_NBYTES
-        eager_at = heard_at + 2 * heard_nbytes
         self.eager_nbytes = EAGER_NBYTES // max(node.size, 2) // 64 * 64
-        self._memory = SharedMemory(node, eager_at + 2 * self.eager_nbytes)
-        segments = self._memory.segments
-        segments[node.rank][:eager_at].zero_()
-        self.addresses = self._memory.addresses
+        heard_nbytes = machines * FINGERPRINT_NBYTES if machines > 1 else 0
+        fields = np.dtype(
+            [
+                ("semaphores", "u1", semaphores_nbytes(node.size)),
+                *((name, "i8") for name in ("come", "passed", "left", "lost", "gave_up")),
+                ("rest", "u1", 24),  # counters share a cache line with nothing else
+                ("fingerprints", "u1", (2, FINGERPRINT_NBYTES)),
+                ("heard", "u1", (2, heard_nbytes)),
+            ]
+        )
+        self._memory = SharedMemory(node, fields.itemsize + 2 * self.eager_nbytes)
+        self.addresses, segments = self._memory.addresses, self._memory.segments
+        self.eager = [segment[fields.itemsize :].view(2, -1) for segment in segments]
+        segments[node.rank][: fields.itemsize].zero_()
         # Views that are made once: making one takes longer than a meeting.
-        counters = [segment[counters_at:][:40].view(torch.int64).numpy() for segment in segments]
-        self.come: Counters = [counter[0:1] for counter in counters]
-        self.passed: Counters = [counter[1:2] for counter in counters]
-        self.left: Counters = [counter[2:3] for counter in counters]
-        self.lost: Counters = [counter[3:4] for counter in counters]
-        self.gave_up = counters[0][4:5]
-        self.fingerprints = [_pair(s, fingerprints_at, FINGERPRINT_NBYTES) for s in segments]
-        self.heard = _pair(segments[0], heard_at, heard_nbytes)
-        self.eager = [segment[eager_at:].view(2, self.eager_nbytes) for segment in segments]
+        each = [segment[: fields.itemsize].numpy().view(fields) for segment in segments]
+        self.come, self.passed = [one["come"] for one in each], [one["passed"] for one in each]
+        self.left, self.lost = [one["left"] for one in each], [one["lost"] for one in each]
+        self.gave_up = each[0]["gave_up"]
+        self.fingerprints = [[part.data for part in one["fingerprints"][0]] for one in each]
+        self.heard = [part.data for part in each[0]["heard"][0]]
 
     def free(self) -> None:
         self._memory.free()
-
-
-def _pair(segment: torch.Tensor, begin: int, nbytes: int) -> list[memoryview]:
-    return [segment[begin + i * nbytes :][:nbytes].numpy().data for i in range(2)]
 
 
 # Lets messages that are under way go on; returns seconds until it is to be called again.

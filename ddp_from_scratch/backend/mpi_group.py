@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import ClassVar
@@ -22,17 +22,13 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.collectives import CollectivesGroup
-from ddp_from_scratch.backend.mpi_transport import MPI, MPITransport, message, replace_placeholder
+from ddp_from_scratch.backend.mpi_transport import MPI, MPITransport, message
 from ddp_from_scratch.backend.operations import check_memory
 from ddp_from_scratch.backend.process_group import Tensors
 from ddp_from_scratch.errors import CommunicationError
 
 # Seconds between two tests of the messages under way.
 PAUSE = 1e-3
-
-
-def _nothing(status: MPI.Status) -> None:
-    pass
 
 
 class P2PWork(dist.Work):
@@ -44,8 +40,8 @@ class P2PWork(dist.Work):
         name: names the call and the rank, in error messages.
         timeout: of a `wait()` that is given none.
         request: MPI's.
-        tensor: sent, or received into.
-        finish: called once, on arrival; may raise a CommunicationError.
+        dense: sent, or received into.
+        into: gets what has been received; None where this is a send.
     """
 
     def __init__(
@@ -53,14 +49,13 @@ class P2PWork(dist.Work):
         name: str,
         timeout: timedelta,
         request: MPI.Request,
-        tensor: torch.Tensor,
-        finish: Callable[[MPI.Status], None] = _nothing,
+        dense: torch.Tensor,
+        into: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self._name, self._timeout = name, timeout
         self._request = request
-        self._tensor = tensor
-        self._finish = finish
+        self._tensors = dense, into
         self._status = MPI.Status()
         self._error: CommunicationError | None = None
         # Changes once, after everything that a caller may read then.
@@ -83,15 +78,23 @@ class P2PWork(dist.Work):
         try:
             if not self._request.Test(self._status):
                 return
-            with torch.no_grad():
-                self._finish(self._status)
+            self._finish(*self._tensors)
         except (MPI.Exception, CommunicationError) as error:
             self._error = CommunicationError(f"{self._name} failed: {error}")
         self._done = True
         # The tensor belongs to the caller again, however long the handle is kept.
-        self._finish = _nothing
-        del self._tensor
+        del self._tensors
         _under_way.discard(self)
+
+    def _finish(self, dense: torch.Tensor, into: torch.Tensor | None) -> None:
+        if into is None:
+            return
+        came = self._status.Get_elements(MPI.BYTE)
+        if came != into.nbytes:  # fewer: MPI itself refuses more
+            raise CommunicationError(f"{came} bytes came, expected {into.nbytes}")
+        if dense is not into:
+            with torch.no_grad():
+                into.copy_(dense)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the message has arrived, or its tensor can be used again.
@@ -141,79 +144,7 @@ def progress() -> float:
     return PAUSE if _under_way else math.inf
 
 
-def send(
-    communicator: MPI.Intracomm, tensor: torch.Tensor, target: int, tag: int, timeout: timedelta
-) -> P2PWork:
-    """Starts to send a tensor to a rank of the communicator."""
-    dense = tensor.contiguous()  # kept by the handle where it is a copy
-    name = f"send to rank {target} from rank {communicator.rank} ({tensor.nbytes} bytes)"
-    progress()  # those that have arrived make room
-    return P2PWork(name, timeout, communicator.Isend(message(dense), target, tag), dense)
-
-
-def receive(
-    communicator: MPI.Intracomm, tensor: torch.Tensor, source: int, tag: int, timeout: timedelta
-) -> P2PWork:
-    """Starts to receive into a tensor, from a rank of the communicator or MPI.ANY_SOURCE."""
-    dense = tensor.contiguous()
-    named = "any rank" if source == MPI.ANY_SOURCE else f"rank {source}"
-    name = f"recv from {named} on rank {communicator.rank} ({tensor.nbytes} bytes)"
-
-    def finish(status: MPI.Status) -> None:
-        came = status.Get_elements(MPI.BYTE)
-        if came != tensor.nbytes:  # fewer: MPI itself refuses more
-            raise CommunicationError(f"{came} bytes came, expected {tensor.nbytes}")
-        if dense is not tensor:
-            tensor.copy_(dense)
-
-    request = communicator.Irecv(message(dense), source, tag)
-    return P2PWork(name, timeout, request, dense, finish)
-
-
 _LAST_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag that a program uses
-
-
-def monitored_barrier(group: dist.ProcessGroup, limit: timedelta, wait_all_ranks: bool) -> None:
-    """Returns when every rank has called it; a RuntimeError where one has not in time.
-
-    It sends messages, so that it can be used to find out why a group's collectives do not end.
-
-    Args:
-        group: the ranks.
-        limit: how long rank 0 waits for the others.
-        wait_all_ranks: name all ranks that are missing, and not only the first.
-    """
-    rank, others = group.rank(), range(1, group.size())
-    if rank != 0:
-        # 0 is no answer's rank: rank 0 itself cannot be missing where it answers.
-        answer = torch.zeros(1, dtype=torch.int64)
-        group.send([torch.zeros(1, dtype=torch.int64)], 0, _LAST_TAG)
-        group.recv([answer], 0, _LAST_TAG).wait(limit + timedelta(seconds=5))
-        missing = [int(answer)] if answer else []
-    else:
-        heard = {
-            other: group.recv([torch.zeros(1, dtype=torch.int64)], other, _LAST_TAG)
-            for other in others
-        }
-        deadline = time.monotonic() + limit.total_seconds()
-        # Looked at together: the timeout is for all ranks, not for each.
-        while not all(m.is_completed() for m in heard.values()) and time.monotonic() < deadline:
-            time.sleep(1e-3)
-        missing = [other for other in others if not heard[other].is_completed()]
-        for other in set(others) - set(missing):
-            group.send([torch.tensor([missing[0] if missing else 0])], other, _LAST_TAG).wait()
-    if missing:
-        named = missing if wait_all_ranks else missing[:1]
-        missed = (
-            f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass "
-            f"monitoredBarrier in {limit.total_seconds() * 1e3:g} ms"
-        )
-        if rank != 0:  # in gloo's words, which programs look for
-            missed = (
-                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
-                f"waiting for send/recv from rank 0: {missed}"
-            )
-        raise RuntimeError(f"[Rank {rank}]: {missed}")
 
 
 class ProcessGroupMPI(CollectivesGroup):
@@ -225,7 +156,6 @@ class ProcessGroupMPI(CollectivesGroup):
     Args:
         communicator: the group's ranks; duplicated.
         timeout: how long a collective or a message may take.
-        node: those of the ranks that share memory with this one; None asks MPI.
         store: for groups of other backends to meet through, where torch noted a placeholder.
     """
 
@@ -235,15 +165,12 @@ class ProcessGroupMPI(CollectivesGroup):
         self,
         communicator: MPI.Intracomm,
         timeout: timedelta,
-        node: MPI.Intracomm | None = None,
         store: dist.Store | None = None,
     ) -> None:
         # A duplicate, so that no other library's messages can be taken for ours. Messages and
         # collectives share it: they differ in tags, and collectives run one by one.
         self._communicator = communicator.Dup()
-        here = None if node is None else MPITransport(node.Dup())
-        everyone = MPITransport(self._communicator)
-        super().__init__(everyone, timeout, here, progress)
+        super().__init__(MPITransport(self._communicator), timeout, progress)
         self._store = store  # until it is installed
 
     @property
@@ -258,7 +185,9 @@ class ProcessGroupMPI(CollectivesGroup):
 
     def install_store(self) -> None:
         store = self._store  # read once: the stall watch calls this in a thread of its own
-        if store is not None and replace_placeholder(self, store):
+        noted = dist.distributed_c10d._world.pg_map
+        if store is not None and self in noted:
+            noted[self] = (noted[self][0], store)
             self._store = None
 
     def get_group_store(self) -> dist.Store | None:
@@ -269,24 +198,67 @@ class ProcessGroupMPI(CollectivesGroup):
 
     # Messages ------------------------------------------------------------------------------------
 
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        limit = timeout if timeout and timeout > timedelta(0) else self._timeout
-        monitored_barrier(self, limit, wait_all_ranks)
-
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> P2PWork:
         (tensor,) = tensors
         check_memory("mpi", "send", tensor)
-        return send(self._communicator, tensor, dst, tag, self._timeout)
+        dense = tensor.contiguous()  # kept by the handle where it is a copy
+        name = f"send to rank {dst} from rank {self.rank()} ({tensor.nbytes} bytes)"
+        progress()  # those that have arrived make room
+        request = self._communicator.Isend(message(dense), dst, tag)
+        return P2PWork(name, self._timeout, request, dense)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> P2PWork:
         (tensor,) = tensors
         check_memory("mpi", "recv", written=[tensor])
-        return receive(self._communicator, tensor, src, tag, self._timeout)
+        dense = tensor.contiguous()
+        named = "any rank" if src == MPI.ANY_SOURCE else f"rank {src}"
+        name = f"recv from {named} on rank {self.rank()} ({tensor.nbytes} bytes)"
+        request = self._communicator.Irecv(message(dense), src, tag)
+        return P2PWork(name, self._timeout, request, dense, into=tensor)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> P2PWork:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Returns when every rank has called it; a RuntimeError where one has not in time.
+
+        It sends messages, so that it can be used to find out why a group's collectives do not end:
+        rank 0 hears from each rank, names the missing ones, and answers each.
+        """
+        limit = timeout if timeout and timeout > timedelta(0) else self._timeout
+        rank, others = self.rank(), range(1, self.size())
+        if rank != 0:
+            # 0 is no answer's rank: rank 0 itself cannot be missing where it answers.
+            answer = torch.zeros(1, dtype=torch.int64)
+            self.send([torch.zeros_like(answer)], 0, _LAST_TAG)
+            self.recv([answer], 0, _LAST_TAG).wait(limit + timedelta(seconds=5))
+            missing = [int(answer)] if answer else []
+        else:
+            heard = {
+                other: self.recv([torch.zeros(1, dtype=torch.int64)], other, _LAST_TAG)
+                for other in others
+            }
+            deadline = time.monotonic() + limit.total_seconds()
+            # Looked at together: the timeout is for all ranks, not for each.
+            while not all(m.is_completed() for m in heard.values()) and time.monotonic() < deadline:
+                time.sleep(1e-3)
+            missing = [other for other in others if not heard[other].is_completed()]
+            for other in set(others) - set(missing):
+                self.send([torch.tensor([missing[0] if missing else 0])], other, _LAST_TAG).wait()
+        if missing:
+            named = missing if wait_all_ranks else missing[:1]
+            missed = (
+                f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass "
+                f"monitoredBarrier in {limit.total_seconds() * 1e3:g} ms"
+            )
+            if rank != 0:  # in gloo's words, which programs look for
+                missed = (
+                    f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
+                    f"waiting for send/recv from rank 0: {missed}"
+                )
+            raise RuntimeError(f"[Rank {rank}]: {missed}")
 
     # Lifetime ------------------------------------------------------------------------------------
 

@@ -123,7 +123,11 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
     On one machine a private file without a name, on several a port that rank 0 opens.
     """
     if placement.one_machine:
-        file = broadcast_object(_private_file() if placement.rank == 0 else None)
+        file = None
+        if placement.rank == 0:
+            handle, file = tempfile.mkstemp(prefix="ddp-")
+            os.close(handle)
+        file = broadcast_object(file)
         # A way to the file that needs no name, on Linux: the last rank to have it open removes the
         # name, so that a job leaves nothing behind, however it ends. Never closed: groups that are
         # opened later meet through it, too.
@@ -151,21 +155,6 @@ def is_placeholder(store: dist.Store) -> bool:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return type(store) is dist.Store
-
-
-def replace_placeholder(group: dist.ProcessGroup, store: dist.Store) -> bool:
-    """Replaces the store that torch noted for a group; False before it has noted one."""
-    noted = dist.distributed_c10d._world.pg_map
-    if group not in noted:
-        return False
-    noted[group] = (noted[group][0], store)
-    return True
-
-
-def _private_file() -> str:
-    handle, name = tempfile.mkstemp(prefix="ddp-")
-    os.close(handle)
-    return name
 
 
 # Bytes; most MPIs count in 32 bits.

@@ -1,6 +1,6 @@
-r"""Arguments of collectives in shared memory: checked where the caller can see the error.
+r"""Arguments of collectives, checked where the caller can see the error; and their fingerprints.
 
-Fingerprints: a call and its place in a fixed number of bytes, for ranks to compare.
+A fingerprint is a call and its place in a fixed number of bytes, for ranks to compare:
 
 all_reduce(SUM) of 10 x torch.float32\nwindow 3 at 4096\0 ......
 operation                             place               padding

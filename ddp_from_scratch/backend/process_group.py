@@ -1,7 +1,7 @@
 """Process group whose ranks share a machine's memory: the part that every backend has in common.
 
-Collectives return at once with a handle (work.py); they run in order, on one thread per group
-(worker.py). A backend adds the messages: a `Transport`, and the collectives that are not here.
+Collectives return at once with a handle; they run in order, on one thread per group (work.py).
+collectives.py has those that are not here, and a backend the messages: a `Transport`.
 """
 
 # torch.distributed calls these methods in one form; its C++ class has others besides.
@@ -43,7 +43,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     Args:
         everyone: the group's ranks.
         timeout: how long a collective may take.
-        node: those of the ranks that share memory with this one; None finds them.
         progress: called by threads that wait; see `CheckedBarrier`.
 
     Attributes:
@@ -57,12 +56,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self,
         everyone: Transport,
         timeout: timedelta,
-        node: Transport | None = None,
         progress: Progress = lambda: math.inf,
     ) -> None:
         super().__init__(everyone.rank, everyone.size)  # type: ignore[call-arg, unused-ignore]
         # In this order on all ranks: each of these exchanges messages when it is made.
-        self._nodes = Nodes.of(everyone, node)
+        self._nodes = Nodes.of(everyone)
         self.checked_barrier = CheckedBarrier(self._nodes, progress)
         self._windows = Windows(self._nodes.node)
         self._stage = Stage(self._nodes, self.checked_barrier)
@@ -158,7 +156,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """As torch's; sums go from machine to machine in the dtype `crossing`, if that is given."""
         op, operations = dist.ReduceOp.SUM if opts is None else opts.reduceOp, []
         for tensor in tensors:
-            if tensor.dtype not in REDUCED or tensor.layout is not torch.strided:
+            dense = tensor.is_cpu and tensor.layout is torch.strided
+            if not dense or tensor.dtype not in REDUCED:
                 return self._all_reduce_elsewhere(tensors, opts)
             text, reduction = self._named_reduction(tensor.numel(), tensor.dtype, op, caller.suffix)
             run = partial(self._reduce, tensor, reduction, crossing)
@@ -299,7 +298,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         work = NodeWork(name, self._timeout, self.checked_barrier)
         if torch.autograd.profiler._is_profiler_enabled:
             at_once = False  # a range is asynchronous if it ends in another thread
-            _show_profiler(f"{self.backend}:{kind}", tensors, work)
+            # As torch's own backends do.
+            shapes = str([list(tensor.shape) for tensor in tensors])
+            with torch.profiler.record_function(f"{self.backend}:{kind}", shapes) as of_call:
+                of_call._call_end_callbacks_on_future(work.get_future())
         return self._worker.submit(work, run, at_once)
 
     def _free_memory(self) -> None:
@@ -307,12 +309,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._reduce_here.free()  # the same on one machine: freed twice does no harm
         self._windows.free_unused()
         self.checked_barrier.free()
-
-
-def _show_profiler(name: str, tensors: Tensors, work: NodeWork) -> None:
-    """Opens an asynchronous range of torch.profiler, as torch's own backends do."""
-    with torch.profiler.record_function(name, str([list(t.shape) for t in tensors])) as of_call:
-        of_call._call_end_callbacks_on_future(work.get_future())
 
 
 def _name_call(kind: str, sequence: int, everyone: Transport, tensors: Tensors) -> str:

@@ -1,11 +1,8 @@
-"""POSIX semaphores in shared memory: a rank sleeps on one until another rank wakes it.
+"""Memory that the ranks of one machine share, and POSIX semaphores in it.
 
-Memory that the ranks of one machine share: a file without a name, in memory.
-
-MPI's windows are not used: they are files in `/dev/shm`, which containers often keep at 64 MB, and
-where one rank finds no room there, the others wait for it.
-
-Ranks of a group by machine.
+A rank sleeps on a semaphore until another rank wakes it. The memory is a file without a name. MPI's
+windows are not used: they are files in `/dev/shm`, which containers often keep at 64 MB, and where
+one rank finds no room there, the others wait for it.
 """
 
 import ctypes
@@ -299,15 +296,13 @@ class Nodes:
     count: int
 
     @classmethod
-    def of(cls, everyone: Transport, node: Transport | None = None) -> Self:
-        """Finds the ranks that share memory, unless given as `node`, which it then owns."""
-        if node is None:
-            here = everyone.split_by_machine()
-            # Containers on one machine may be unable to share memory: then each rank counts as a
-            # machine of its own.
-            shared = SEMAPHORES_AVAILABLE and can_share(here)
-            node = here.split(0 if shared else here.rank)
-            here.free()
+    def of(cls, everyone: Transport) -> Self:
+        """Finds the ranks that share memory."""
+        here = everyone.split_by_machine()
+        # Containers on one machine may be unable to share memory: then each rank counts as one.
+        shared = SEMAPHORES_AVAILABLE and can_share(here)
+        node = here.split(0 if shared else here.rank)
+        here.free()
         peers = everyone.split(node.rank)
         # Every machine has a first rank, so the peers of that one count the machines.
         return cls(everyone, node, peers, count=node.allgather(peers.size)[0])

@@ -1,7 +1,4 @@
-"""Work: the handle of one collective, completed by the group's thread.
-
-Worker: the thread that runs a group's collectives one after another.
-"""
+"""Work: the handle of a collective; and the thread that runs a group's, one after another."""
 
 import atexit
 import threading
@@ -158,6 +155,7 @@ class Worker:
         # that empty means: the thread that looks has nothing ahead of it.
         self._queued: set[NodeWork] = set()
         self._turn = threading.Lock()  # held while an operation runs
+        self._closed = False
         # A daemon: blocked in MPI on a peer that died, it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -168,6 +166,8 @@ class Worker:
 
         On the group's thread, or on this one `at_once`, where the caller is going to wait for it.
         """
+        if self._closed:
+            raise RuntimeError("the process group is closed")
         # Here and now only where nothing is ahead, or the ranks' orders would differ.
         if at_once and not self._queued and self._turn.acquire(blocking=False):
             self._execute(work, run)
@@ -184,6 +184,7 @@ class Worker:
 
     def close(self, timeout: float) -> bool:
         """Ends the thread after the submitted operations; True if it has ended. Idempotent."""
+        self._closed = True
         self._queue.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch import mpi
 from ddp_from_scratch.backend import stage
-from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI
 from ddp_from_scratch.backend.reduction import share_of
 from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.node import shared_memory_beside
+from tests.support.machines import group_over, machines
 from tests.support.optimizer_pair import torchs
 from tests.support.tiers import slow
 
@@ -303,9 +302,7 @@ def test_an_optimizer(ranks, backend, what):
 
 
 def shares_over_machines(world, sizes):
-    communicator = mpi.MPI.COMM_WORLD
-    machine = next(i for i in range(len(sizes)) if world.rank < sum(sizes[: i + 1]))
-    group = ProcessGroupMPI(communicator, timedelta(seconds=20), communicator.Split(machine))
+    machine, group = machines(sizes, world.rank), group_over(world, sizes)
     local, owners = world.rank - sum(sizes[:machine]), min(sizes)
     for numel in (1, 1000, 300_001):
         tensor = group.empty(numel, torch.float32)
@@ -323,7 +320,7 @@ def shares_over_machines(world, sizes):
         assert found[:begin].eq(-1).all()
         assert found[end:].eq(-1).all()
         assert tensor.equal(torch.arange(numel) + float(world.rank))
-    group.shutdown()
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("sizes", [(2,), slow((1, 2))])

@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import mpi
 from ddp_from_scratch.backend.all_reduce import GATHERED, STAGED_FROM
 from ddp_from_scratch.backend.barrier import EAGER_NBYTES
-from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI
 from ddp_from_scratch.backend.reduction import CHUNK
 from ddp_from_scratch.backend.stage import PIECE_ACROSS
 from tests.support.machines import OPERATIONS, SIZES, group_over, machines
@@ -180,7 +178,8 @@ def test_sixteen_bit_floats_are_rounded_again_only_after_a_machines_sum(ranks, b
 
 def a_machine_that_falls_silent(world, folder):
     """It comes to the meeting, and then its cable is pulled: MPI itself would wait for it."""
-    group = ProcessGroupMPI(mpi.MPI.COMM_WORLD, timedelta(seconds=0.2), mpi.MPI.COMM_SELF)
+    group = group_over(world, [1, 1])
+    group.set_timeout(timedelta(seconds=0.2))
     options = dist.AllreduceOptions()
     options.asyncOp = False  # as dist.all_reduce calls it where the caller waits
     if world.rank == 0:
@@ -201,7 +200,7 @@ def a_machine_that_falls_silent(world, folder):
             group.allreduce([torch.ones(9)], options).wait()
     group._worker.close(10.0)
     dist.barrier()
-    group.shutdown()
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.slow
