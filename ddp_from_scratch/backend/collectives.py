@@ -9,7 +9,7 @@ gives each rank everybody's part for it, which it sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
@@ -139,24 +139,32 @@ class CollectivesGroup(SharedMemoryGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
-        kind, operations = "all_gather_into_tensor", []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            if output.numel() != tensor.numel() * self.size() or output.dtype != tensor.dtype:
-                raise ValueError(
-                    f"{kind} needs an output of {tensor.numel() * self.size()} elements of "
-                    f"{tensor.dtype}, got {output.numel()} of {output.dtype}"
-                )
-            dense = (
-                output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+        operations = [
+            self._all_gather_single(output, tensor)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._submit(
+            "all_gather_into_tensor", inputs, opts, operations, inputs, written=outputs
+        )
+
+    def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
+        numel = tensor.numel() * self.size()
+        if output.numel() != numel or output.dtype != tensor.dtype:
+            raise ValueError(
+                f"all_gather_into_tensor needs an output of {numel} elements of {tensor.dtype}, "
+                f"got {output.numel()} of {output.dtype}"
             )
+
+        def run() -> Result:
+            dense = output.contiguous()
             parts = dense.view(-1).tensor_split(self.size())
-            operation = self._copy(
-                f"{kind} of {size_of(output)}", [tensor], parts, tensor.nbytes, [output]
-            )
+            self._exchange([tensor], parts, tensor.nbytes)
             if dense is not output:
-                operation.run = partial(_and_copy, operation.run, output, dense)
-            operations.append(operation)
-        return self._submit(kind, inputs, opts, operations, inputs, written=outputs)
+                output.copy_(dense)
+            return [output]
+
+        prepare = partial(self._exchange.prepare, [tensor], tensor.nbytes)
+        return Operation(f"all_gather_into_tensor of {size_of(output)}", run, prepare)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         (tensor,), root = inputs, opts.rootRank
@@ -276,12 +284,3 @@ class CollectivesGroup(SharedMemoryGroup):
             wrong[_NAMED_PAIRS:] = [f"and {len(wrong) - _NAMED_PAIRS} more"]
         if wrong:
             raise self.checked_barrier.fail(f"{kind} does not fit: {'; '.join(wrong)}")
-
-
-def _and_copy(
-    run: Callable[[], Result | None], output: torch.Tensor, dense: torch.Tensor
-) -> Result:
-    """Runs what fills `dense`, which stands for an output that is not dense."""
-    run()
-    output.copy_(dense)
-    return [output]
