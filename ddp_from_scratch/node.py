@@ -139,7 +139,12 @@ def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     gloo group and two of its ranks share a machine's memory, or if it has one rank; else `group`
     itself. torch.distributed does not list it. Collective.
     """
-    if not _is_gloo(group):
+    if (
+        not SEMAPHORES_AVAILABLE
+        or isinstance(group, SharedMemoryGroup)
+        or _CPU not in group._device_types
+        or group._get_backend(_CPU).name() != "gloo"
+    ):
         return group
     if group not in _beside:
         _beside[group] = _open_beside(group)
@@ -150,15 +155,6 @@ def abandon_beside(group: dist.ProcessGroup) -> None:
     """Ends what is under way in the group that `shared_memory_beside` has opened, if it has."""
     if (beside := _beside.pop(group, None)) is not None:
         beside.abandon()
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    return (
-        SEMAPHORES_AVAILABLE
-        and not isinstance(group, SharedMemoryGroup)
-        and _CPU in group._device_types
-        and group._get_backend(_CPU).name() == "gloo"
-    )
 
 
 def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:

@@ -12,9 +12,9 @@ Several machines: each rank's share, summed on its machine, is all-reduced with 
 the same share on the other machines. So every element crosses the network once for each machine,
 however many ranks it has.
 
-In shared memory the sum is taken in the order of ranks by the share's owner, so all ranks have the
-same bits. 16-bit floats are summed in float32 and rounded once. Only where a machine's sum goes to
-other machines it is rounded before, too, since it crosses in 16 bits.
+A share's owner takes the sum in the order of ranks, and across machines in that of machines, so all
+ranks have the same bits. 16-bit floats are summed in float32 and rounded once. Only where a
+machine's sum goes to other machines it is rounded before, too, since it crosses in 16 bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
