@@ -106,15 +106,20 @@ class Stage:
         assert dense is not None, "the stage is empty"
         return dense
 
-    def publish(self, sent: torch.Tensor, most: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def publish(
+        self, sent: Sequence[torch.Tensor], most: int
+    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Yields, piece by piece, where in its rank's bytes a piece begins, and all ranks' pieces.
 
         `sent` are this rank's bytes, of which no rank has more than `most`.
         """
         for begin in range(0, most, self._nbytes):
             parts, _ = self._views(self._nbytes, torch.uint8, self._slot)
-            piece = sent[begin : begin + self._nbytes]
-            parts[self._barrier.rank][: piece.numel()].copy_(piece)
+            at = -begin
+            for tensor in sent:
+                into, of = overlap(parts[self._barrier.rank], tensor, at)
+                into.copy_(of)
+                at += tensor.numel()
             self._slot = (self._slot + 1) % _SLOTS
             self._barrier.wait()
             yield begin, parts
@@ -133,6 +138,15 @@ class Stage:
         parts = [part[begin : begin + nbytes].view(dtype) for part in self._memory.segments]
         first, last = share_of(numel, self._barrier.rank, self.owners)
         return parts, [part[first:last] for part in parts]
+
+
+def overlap(
+    piece: torch.Tensor, tensor: torch.Tensor, at: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What both hold of the same bytes, where the tensor begins `at` bytes into the piece."""
+    first = max(at, 0)
+    last = max(first, min(at + tensor.numel(), piece.numel()))
+    return piece[first:last], tensor[first - at : last - at]
 
 
 class Exchange:
@@ -189,8 +203,7 @@ class Exchange:
         else:
             parts = [flat_bytes(tensor.contiguous()) for tensor in sent]
             if self._nodes.count == 1 and self._stage.open():
-                joined = parts[0] if len(parts) == 1 else torch.cat([_NOTHING, *parts])
-                self._read(self._stage.publish(joined, most), into, begins)
+                self._read(self._stage.publish(parts, most), into, begins)
             else:
                 self._send(parts, into)
         for _, tensor, dense in wanted:
@@ -226,10 +239,8 @@ class Exchange:
     ) -> None:
         for begin, parts in pieces:
             for rank, tensor in into.items():
-                at = (begins[rank] if begins else 0) - begin  # where `tensor` begins in the piece
-                first, last = max(at, 0), min(at + tensor.numel(), parts[rank].numel())
-                if first < last:
-                    tensor[first - at : last - at].copy_(parts[rank][first:last])
+                of, part = overlap(parts[rank], tensor, (begins[rank] if begins else 0) - begin)
+                part.copy_(of)
 
     def _send(self, parts: list[torch.Tensor], into: dict[int, torch.Tensor]) -> None:
         sent = parts * self._size if len(parts) == 1 else parts or [_NOTHING] * self._size
