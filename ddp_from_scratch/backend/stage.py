@@ -185,13 +185,7 @@ class Exchange:
         """
         own = self._nodes.everyone.rank
         wanted = [
-            (
-                rank,
-                tensor,
-                tensor
-                if tensor.is_contiguous()
-                else torch.empty_like(tensor, memory_format=torch.contiguous_format),
-            )
+            (rank, tensor, tensor.contiguous())
             for rank, tensor in enumerate(received)
             if tensor is not None and not (rank == own and any(tensor is s for s in sent))
         ]

@@ -222,12 +222,13 @@ class GlooTransport:
         return arrived
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        gloo = self._gloo  # also opened by a rank that sends nothing: the others wait for it there
         if received[self.rank].numel():
             received[self.rank].copy_(sent[self.rank])
         works = []
-        for call, tensors in ("recv", received), ("send", sent):
+        for call, tensors in (gloo.recv, received), (gloo.send, sent):
             for rank, tensor in enumerate(tensors):
                 if rank != self.rank and tensor.numel():
-                    works.append(getattr(self._gloo, call)([flat_bytes(tensor)], rank, 0))
+                    works.append(call([flat_bytes(tensor)], rank, 0))
         for work in works:
             work.wait()

@@ -1,7 +1,4 @@
-"""Collectives of both backends that share memory, node and mpi: torch's calls, exact answers.
-
-Node sends everything but all_reduce through gloo, so only a few other collectives are called.
-"""
+"""Collectives of both backends, node and mpi: torch's calls, exact answers."""
 
 import os
 import random
@@ -15,8 +12,10 @@ from torch.distributed import _functional_collectives as funcol
 import ddp_from_scratch as ddp
 from ddp_from_scratch.backend import mpi_transport
 from ddp_from_scratch.backend.barrier import EAGER_NBYTES
+from ddp_from_scratch.backend.mpi_transport import MPITransport
 from ddp_from_scratch.backend.reduction import CHUNK
 from ddp_from_scratch.backend.stage import PIECE
+from ddp_from_scratch.backend.transport import GlooTransport
 from tests.support import soak
 from tests.support.machines import OPERATIONS, SIZES
 from tests.support.on_ranks import on
@@ -58,14 +57,20 @@ def test_random_operations_give_what_numpy_gives(crew):
     assert min(crew(random_operations, 300, 10 + crew.world_size)) > 100
 
 
-@on("mpi-2")
-def test_what_mpi_cannot_count_goes_in_pieces(world):
-    """As if MPI could count to 1,024 only."""
+def random_messages(world):
+    """Each rank stands for a machine, and MPI can count to 1,024 only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mpi_transport, "COUNTABLE", 1024)
         patch.setattr(mpi_transport, "BLOCK", 256)
-        patch.setattr(soak, "GROUPS", 0)
+        patch.setattr(soak, "GROUPS", 2)
+        for kind in (GlooTransport, MPITransport):
+            patch.setattr(kind, "split_by_machine", lambda t: t.split(t.rank))
         random_operations(world, 100, 3)
+
+
+@pytest.mark.parametrize("crew", ["mpi-2", "node-3"], indirect=True)
+def test_random_operations_between_machines(crew):
+    crew(random_messages)
 
 
 # All-reduce --------------------------------------------------------------------------------------
