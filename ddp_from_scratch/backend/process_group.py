@@ -27,7 +27,7 @@ from ddp_from_scratch.backend.reduction import REDUCED, ReduceOp, Reduction
 from ddp_from_scratch.backend.shared_memory import Nodes
 from ddp_from_scratch.backend.stage import Exchange, Stage, Windows
 from ddp_from_scratch.backend.transport import Transport
-from ddp_from_scratch.backend.work import NodeWork, Operation, Worker, run_in_turn
+from ddp_from_scratch.backend.work import NodeWork, Operation, Result, Worker, run_in_turn
 from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
 
 Tensors = Sequence[torch.Tensor]
@@ -298,10 +298,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         work = NodeWork(name, self._timeout, self.checked_barrier)
         if torch.autograd.profiler._is_profiler_enabled:
             at_once = False  # a range is asynchronous if it ends in another thread
-            # As torch's own backends do.
-            shapes = str([list(tensor.shape) for tensor in tensors])
-            with torch.profiler.record_function(f"{self.backend}:{kind}", shapes) as of_call:
-                of_call._call_end_callbacks_on_future(work.get_future())
+            run = _in_range(f"{self.backend}:{kind}", tensors, run)
         return self._worker.submit(work, run, at_once)
 
     def _free_memory(self) -> None:
@@ -309,6 +306,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._reduce_here.free()  # the same on one machine: freed twice does no harm
         self._windows.free_unused()
         self.checked_barrier.free()
+
+
+def _in_range(name: str, tensors: Tensors, run: Callable[[], Result]) -> Callable[[], Result]:
+    """Opens an asynchronous range of torch.profiler, as torch's own backends do; `run` ends it."""
+    # A future of its own: of the handle's, a thread that waits may stop the profiler too early.
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    with torch.profiler.record_function(name, str([list(t.shape) for t in tensors])) as of_call:
+        of_call._call_end_callbacks_on_future(ended)
+
+    def run_and_end() -> Result:
+        try:
+            return run()
+        finally:
+            ended.set_result(None)
+
+    return run_and_end
 
 
 def _name_call(kind: str, sequence: int, everyone: Transport, tensors: Tensors) -> str:
