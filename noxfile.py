@@ -1,7 +1,7 @@
 """Runs the quick tier on every version of torch and Python that is promised: `make test-versions`.
 
     nox --list
-    nox -s "tests(torch='2.11')" -- tests/mpi tests/node
+    nox -s "tests(torch='2.11')" -- tests/backend
 
 Each session's environment takes about 6 GB and is kept, in .nox.
 """

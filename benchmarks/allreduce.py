@@ -131,8 +131,7 @@ def contenders_on_cpu(
 ) -> dict[str, Contender]:
     """Every way to all-reduce a tensor of zeros, and the copy."""
     from ddp_from_scratch import mpi
-    from ddp_from_scratch.mpi import datatypes
-    from ddp_from_scratch.mpi.runtime import MPI
+    from ddp_from_scratch.backend.mpi_transport import MPI
 
     # Once for all sizes: a group costs a thread and connections.
     if "gloo" not in _groups:
@@ -152,7 +151,7 @@ def contenders_on_cpu(
         ALONE: Contender(lambda: dist.all_reduce(tensor, group=_groups["alone"])),
         COPY: Contender(lambda: other.copy_(tensor)),
     }
-    if dtype in datatypes.DATATYPES:  # MPI itself has no 16-bit floats
+    if dtype.itemsize > 2:  # MPI itself has no 16-bit floats
         flat, world = tensor.numpy(), MPI.COMM_WORLD
         # Pieces that stay in the cache, as in this library's own all-reduce.
         pieces = np.array_split(flat, max(1, nbytes // 2**20))

@@ -41,6 +41,8 @@ import torch.distributed as dist
 from benchmarks.harness.launch import ON_CPU, Duration, add_common_options, backend_of_job
 from benchmarks.harness.report import draw_parts
 from ddp_from_scratch import SGD, UsageError, process_group
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.backend.reduction import Reduction
 from ddp_from_scratch.bench.contenders import (
     CONTENDERS,
     NO_COMMUNICATION,
@@ -58,8 +60,6 @@ from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.node.reduction import Reduction
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.optim.flat_params import FlatParams
 from ddp_from_scratch.options.views import ViewBucket
 

@@ -57,7 +57,7 @@ def main() -> int:
 
 def measure(rounds: int, folder: Path) -> None:
     """A rank's part: computes or waits, each way in turn."""
-    from ddp_from_scratch.mpi.runtime import MPI
+    from ddp_from_scratch.backend.mpi_transport import MPI
 
     everyone = MPI.COMM_WORLD
     # One thread a rank: more would take the other ranks' cores.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ddp_from_scratch.group import check_group, of_member
 from ddp_from_scratch.launch.elastic import NO_STATE, FileStore, Generation, JobStore, Member
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, RENDEZVOUS_FILE
-from ddp_from_scratch.node.process_group import abandon_beside
+from ddp_from_scratch.node import abandon_beside
 from ddp_from_scratch.waiting import look_for_lost_ranks, wait
 from ddp_from_scratch.world import World, replace_group
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.core import comm_hooks
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.extension import Extension
@@ -16,8 +17,7 @@ from ddp_from_scratch.core.layout import AUTO, Caps, bucket_caps
 from ddp_from_scratch.core.memory import sparse_parameters
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
-from ddp_from_scratch.node.process_group import shared_memory_beside
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
+from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.options import several
 from ddp_from_scratch.options.buffers import BufferSync
 from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_norms

@@ -21,19 +21,20 @@ ROOMS = {
         "group": "gpu",
         "waiting": "errors",
         "launch": "errors gpu",
-        "node": "errors group waiting",
-        "core": "errors gpu group node",
-        "mpi": "errors launch node",
+        "backend": "errors group launch waiting",
+        "node": "backend group waiting",
+        "core": "backend errors gpu group",
+        "mpi": "backend",
         "sync": "core gpu group",
         "world": "errors gpu launch mpi",
         "membership": "group launch node waiting world",
-        "options": "core errors gpu group node sync waiting",
+        "options": "backend core errors gpu group sync waiting",
         "comm_hooks": "core options",
-        "shards": "core errors gpu group node options sync waiting",
-        "watch": "core errors gpu group node options",
-        "reducer": "core group node options shards sync watch",
+        "shards": "core errors gpu group options sync waiting",
+        "watch": "backend core errors gpu group options",
+        "reducer": "backend core group node options shards sync watch",
         "elasticity": "errors group launch membership reducer waiting world",
-        "optim": "core node reducer sync",
+        "optim": "backend core reducer sync",
         "torch_ddp": "comm_hooks core gpu group options reducer sync",
         "bench": "errors gpu launch node optim reducer sync watch world",
         "training": "comm_hooks core errors gpu group launch membership optim options reducer "
@@ -91,7 +92,7 @@ def rooms(path: Path) -> set[str]:
 def test_imports_point_down_and_never_outside():
     # Imports are read in every form: here is what `__init__.py` and a module in a folder import.
     assert {"sync", "reducer", "world"} <= rooms(PACKAGE / "__init__.py")
-    assert {"launch", "errors"} <= rooms(PACKAGE / "mpi" / "runtime.py")
+    assert {"launch", "errors"} <= rooms(PACKAGE / "backend" / "mpi_transport.py")
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
     assert set(ROOMS) == there - {"__init__", "__main__", "__pycache__"}
     found = {
@@ -106,8 +107,9 @@ def test_imports_point_down_and_never_outside():
     assert [path for path, names in packages.items() if names & OUTSIDE] == []
     of_cuda = [path for path in MODULES if "torch.cuda" in path.read_text()]
     assert [room_of(path) for path in of_cuda] == ["gpu"]
-    of_mpi = [path for path, names in packages.items() if "mpi4py" in names]
-    assert [path for path in of_mpi if room_of(path) == "node"] == []
+    mpi = ("mpi4py", "ddp_from_scratch.backend.mpi_")
+    of_mpi = [path for path, names in IMPORTED.items() if any(n.startswith(mpi) for n in names)]
+    assert {path.stem.split("_")[0] for path in of_mpi if room_of(path) == "backend"} == {"mpi"}
 
 
 def test_no_import_goes_round_in_a_circle():
@@ -125,11 +127,11 @@ def test_no_import_goes_round_in_a_circle():
 
 
 def test_the_package_is_as_short_as_it_was():
-    assert len(MODULES) <= 120
-    assert sum(path.read_text().count("\n") for path in MODULES) <= 21_500
+    assert len(MODULES) <= 106
+    assert sum(path.read_text().count("\n") for path in MODULES) <= 21_000
 
 
 @on("gloo-2")
 def test_a_step_takes_as_few_calls_as_it_did(world):
     first, later = trace()
-    assert (first.total() <= 98, later.total() <= 41) == (True, True), f"{first}\n{later}"
+    assert (first.total() <= 91, later.total() <= 36) == (True, True), f"{first}\n{later}"

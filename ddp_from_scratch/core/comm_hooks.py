@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
+from ddp_from_scratch.backend.operations import caller
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
 from ddp_from_scratch.group import of_member
-from ddp_from_scratch.node.fingerprint import caller
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 __all__ = [
     "allreduce_hook",
@@ -153,7 +153,7 @@ def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Fut
         # Nothing is sent within a machine, so nothing is rounded there.
         caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"
         try:
-            return group.sum_compressed(buffer, dtype).get_future()
+            return group.allreduce([buffer], crossing=dtype).get_future()
         finally:
             caller.suffix = ""
     compressed = bucket.scratch(buffer.shape, dtype)

@@ -12,10 +12,10 @@ import weakref
 
 import torch.distributed as dist
 
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import will_accumulate_any
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.options.unused import Unused
 
 # In the order in which they were made, the same on all ranks of a group. No list of weak

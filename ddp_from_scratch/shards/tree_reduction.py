@@ -8,9 +8,6 @@ along the tree, and sends the average to all:
              | 4          |                 |
     rank 2   | 5          |                 |                  rank 2: root of chunk 2
              | sum of 6 7 |
-
-Ranks that share memory need no messages: each reads everybody's partial sums there. Between
-machines go the sums that each of them has left.
 """
 
 import random
@@ -28,7 +25,6 @@ from ddp_from_scratch import gpu
 from ddp_from_scratch.core.bucket import Bucket, Future
 from ddp_from_scratch.core.comm_hooks import Later
 from ddp_from_scratch.group import all_gather_single, check_group, of_member
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.shards.tree import Block, PartialSums, aligned_blocks, shard_range
 from ddp_from_scratch.waiting import may_be_left_behind, wait
 
@@ -122,8 +118,6 @@ class TreeReduction:
         end: Callable[[], object]
         if group.size() == 1:
             end = partial(self.fold, blocks[0], rows)
-        elif isinstance(group, SharedMemoryGroup) and group.shares_memory:
-            end = partial(wait, group.fold_rows(rows, blocks, self))
         else:
             end = _Exchange(group, rows, blocks, self.fold).end
 
@@ -148,15 +142,8 @@ class TreeReduction:
             root.add_(0.0)
         return [row for _, row in left]
 
-    def left(self, places: Sequence[Block]) -> list[Block]:
-        """The blocks of the sums that `fold` leaves."""
-        sums: PartialSums[None] = PartialSums(lambda *_: None)
-        for block in places:
-            sums.push(block, None)
-        return [block for block, _ in sums]
-
-    # Of messages one collective is started here, the other in `wait`. Buckets are launched in order
-    # of their index, and waited for in that order after the last launch: every rank issues the same
+    # One collective is started here, the other in `wait`. Buckets are launched in order of their
+    # index, and waited for in that order after the last launch: every rank issues the same
     # collectives in the same order.
     average.one_collective = True  # type: ignore[attr-defined]
 

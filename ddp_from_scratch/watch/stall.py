@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.errors import shortened
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 
 # Number of looks at a wait before it is reported.
 _WAKES = 3

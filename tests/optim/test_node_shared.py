@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch import mpi
+from ddp_from_scratch.backend import stage
+from ddp_from_scratch.backend.reduction import share_of
 from ddp_from_scratch.errors import NoSharedMemory
-from ddp_from_scratch.mpi.process_group import ProcessGroupMPI
-from ddp_from_scratch.node import shared_memory_beside, windows
-from ddp_from_scratch.node.staging import share_of
+from ddp_from_scratch.node import shared_memory_beside
+from tests.support.machines import group_over, machines
 from tests.support.optimizer_pair import torchs
 from tests.support.tiers import slow
 
@@ -263,7 +263,7 @@ def refuses_gradients_that_are_not_shared(world):
     ddp.broadcast_parameters(model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with patch.object(windows, "SharedMemory", side_effect=NoSharedMemory("no room")):
+        with patch.object(stage, "SharedMemory", side_effect=NoSharedMemory("no room")):
             reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
     assert ["no room" in str(warning.message) for warning in told] == [True] * (world.rank == 0)
     model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
@@ -300,9 +300,7 @@ def test_an_optimizer(ranks, backend, what):
 
 
 def shares_over_machines(world, sizes):
-    communicator = mpi.runtime.MPI.COMM_WORLD
-    machine = next(i for i in range(len(sizes)) if world.rank < sum(sizes[: i + 1]))
-    group = ProcessGroupMPI(communicator, timedelta(seconds=20), communicator.Split(machine))
+    machine, group = machines(sizes, world.rank), group_over(world, sizes)
     local, owners = world.rank - sum(sizes[:machine]), min(sizes)
     for numel in (1, 1000, 300_001):
         tensor = group.empty(numel, torch.float32)
@@ -320,7 +318,7 @@ def shares_over_machines(world, sizes):
         assert found[:begin].eq(-1).all()
         assert found[end:].eq(-1).all()
         assert tensor.equal(torch.arange(numel) + float(world.rank))
-    group.shutdown()
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("sizes", [(2,), slow((1, 2))])

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_from_scratch import Reducer
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.node import shared_memory_beside
-from ddp_from_scratch.node.shared_memory_group import SharedMemoryGroup
 from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
 from tests.core.test_comm_hooks import is_rank_0s
 from tests.support.machines import group_over, machines

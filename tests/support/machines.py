@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.mpi.transport import MPICommunicator
-from ddp_from_scratch.node.all_reduce import STAGED_FROM
-from ddp_from_scratch.node.barrier_memory import EAGER_NBYTES
-from ddp_from_scratch.node.reduction import CHUNK
-from ddp_from_scratch.node.staging import PIECE
-from ddp_from_scratch.node.store_communicator import StoreCommunicator
+from ddp_from_scratch.backend.all_reduce import STAGED_FROM
+from ddp_from_scratch.backend.barrier import EAGER_NBYTES
+from ddp_from_scratch.backend.mpi_transport import MPITransport
+from ddp_from_scratch.backend.reduction import CHUNK
+from ddp_from_scratch.backend.stage import PIECE
+from ddp_from_scratch.backend.transport import GlooTransport
 
 # Elements: on either side of what 2 and 4 ranks bring along, of what several machines leave to
 # messages, and of what is staged in one piece, in two and in more than there are slots.
@@ -45,27 +45,11 @@ def group_over(
         return sizes(rank) if callable(sizes) else machines(sizes, rank)
 
     with pytest.MonkeyPatch.context() as patched:
-        for kind in (StoreCommunicator, MPICommunicator):
+        for kind in (GlooTransport, MPITransport):
             patched.setattr(
-                kind, "split_by_machine", lambda self: self.split(machine(self.world_rank))
+                kind, "split_by_machine", lambda t: t.split(machine(t.world_ranks[t.rank]))
             )
         group = dist.new_group(timeout=timeout)
         # On gloo the group beside is opened here.
         ddp.Reducer(torch.nn.Linear(1, 1), group).remove()
     return group
-
-
-class Total:
-    """A `RowTree` of one node."""
-
-    def fold(self, places: Sequence[Any], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sums all rows up in the first one, and spoils the others."""
-        assert len(places) == len(rows)
-        for row in rows[1:]:
-            rows[0].add_(row)
-            row.fill_(-1)
-        return [rows[0]]
-
-    def left(self, places: Sequence[Any]) -> list[Any]:
-        """One row is left."""
-        return list(places[:1])

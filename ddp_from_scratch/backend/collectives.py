@@ -1,0 +1,286 @@
+"""Torch's collectives beside all-reduce, for every backend whose ranks share memory.
+
+All but `reduce` are made of copies from rank to rank (`Exchange`): a reduce-scatter, for instance,
+gives each rank everybody's part for it, which it sums.
+"""
+
+# torch.distributed calls these methods in one form; its C++ class has others besides.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.backend.operations import (
+    check_count,
+    check_dtype,
+    check_same,
+    elements,
+    size_of,
+    sizes_of,
+    split_rows,
+)
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
+from ddp_from_scratch.backend.reduction import ReduceOp, Reduction
+from ddp_from_scratch.backend.work import Operation, Result
+
+# Pairs of ranks that an error names.
+_NAMED_PAIRS = 5
+
+
+class CollectivesGroup(SharedMemoryGroup):
+    """A process group with all of torch's collectives."""
+
+    # Reductions ----------------------------------------------------------------------------------
+
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+        (tensor,), root = tensors, opts.rootRank
+        reduction = Reduction.of(opts.reduceOp, tensor.dtype, self.size())
+        # All ranks reduce, each a share: the others a copy, since theirs must stay as it is.
+        total = tensor if self.rank() == root else torch.empty_like(tensor)
+
+        def prepare() -> str:
+            if total is not tensor:
+                total.copy_(tensor)
+            return self._reduce.prepare(total)
+
+        text = f"reduce({reduction.name}) of {size_of(tensor)} to {root}"
+        operation = Operation(text, partial(self._reduce, total, reduction), prepare)
+        return self._submit("reduce", tensors, opts, [operation], written=tensors)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
+        operations = [
+            self._reduce_scatter(output, parts, opts.reduceOp)
+            for output, parts in zip(outputs, inputs, strict=True)
+        ]
+        return self._submit(
+            "reduce_scatter", outputs, opts, operations, chain(*inputs), written=outputs
+        )
+
+    def _reduce_scatter(self, output: torch.Tensor, parts: Tensors, op: ReduceOp) -> Operation:
+        rank, size = self.rank(), self.size()
+        check_count("reduce_scatter", "input", parts, size)
+        check_dtype("reduce_scatter", output, parts)
+        if output.numel() != parts[rank].numel():
+            raise ValueError(
+                f"reduce_scatter needs an output of {parts[rank].numel()} elements on rank "
+                f"{rank}, got {output.numel()}"
+            )
+        reduction = Reduction.of(op, output.dtype, size)
+        ends = list(accumulate((part.nbytes for part in parts), initial=0))
+
+        def run() -> Result:
+            everybodys = output.new_empty(size, output.numel()).unbind()
+            self._exchange(parts, everybodys, ends[-1], [ends[rank]] * size)
+            dense = output.contiguous()
+            reduction.fold_into(dense.view(-1), everybodys)
+            if dense is not output:
+                output.copy_(dense)
+            return [output]
+
+        text = f"reduce_scatter({reduction.name}) of {sizes_of(parts)}"
+        return Operation(text, run, partial(self._exchange.prepare, parts, ends[-1]))
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any
+    ) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> dist.Work:
+        parts = [input.reshape(-1).tensor_split(self.size()) for input in inputs]
+        return self.reduce_scatter(outputs, parts, opts)
+
+    # Copies --------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
+        (tensor,), root = tensors, opts.rootRank
+        sent = [tensor] if self.rank() == root else []
+
+        def run() -> Result:
+            self._exchange.broadcast(tensor, root)
+            return [tensor]
+
+        prepare = partial(self._exchange.prepare, sent, tensor.nbytes)
+        operation = Operation(f"broadcast of {size_of(tensor)} from {root}", run, prepare)
+        return self._submit("broadcast", tensors, opts, [operation], written=tensors)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        operations = []
+        for parts, tensor in zip(outputs, inputs, strict=True):
+            check_count("all_gather", "output", parts, self.size())
+            check_same("all_gather", tensor, [parts[self.rank()]])
+            most = max(part.nbytes for part in parts)
+            operations.append(
+                self._copy(f"all_gather of {sizes_of(parts)}", [tensor], parts, most, parts)
+            )
+        return self._submit(
+            "all_gather", inputs, opts, operations, inputs, written=list(chain(*outputs))
+        )
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        # torch gives a list for each rank here, not one for each tensor.
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        operations = [
+            self._all_gather_single(output, tensor)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._submit(
+            "all_gather_into_tensor", inputs, opts, operations, inputs, written=outputs
+        )
+
+    def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
+        numel = tensor.numel() * self.size()
+        if output.numel() != numel or output.dtype != tensor.dtype:
+            raise ValueError(
+                f"all_gather_into_tensor needs an output of {numel} elements of {tensor.dtype}, "
+                f"got {output.numel()} of {output.dtype}"
+            )
+
+        def run() -> Result:
+            dense = output.contiguous()
+            parts = dense.view(-1).tensor_split(self.size())
+            self._exchange([tensor], parts, tensor.nbytes)
+            if dense is not output:
+                output.copy_(dense)
+            return [output]
+
+        prepare = partial(self._exchange.prepare, [tensor], tensor.nbytes)
+        return Operation(f"all_gather_into_tensor of {size_of(output)}", run, prepare)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+        (tensor,), root = inputs, opts.rootRank
+        parts = outputs[0] if outputs else []
+        received: Sequence[torch.Tensor | None] = [None] * self.size()
+        if self.rank() == root:
+            check_count("gather", "output", parts, self.size())
+            check_same("gather", tensor, parts)
+            received = parts
+        sent = [tensor if rank == root else tensor.new_empty(0) for rank in range(self.size())]
+        text = f"gather of {size_of(tensor)} to {root}"
+        operation = self._copy(text, sent, received, tensor.nbytes, parts)
+        return self._submit("gather", inputs, opts, [operation], inputs, written=parts)
+
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> dist.Work:
+        root = opts.rootRank == self.rank()
+        return self.gather(
+            [output.view(-1).tensor_split(self.size())] if root else [], [input], opts
+        )
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
+        (tensor,), root, size = outputs, opts.rootRank, self.size()
+        parts = inputs[0] if inputs else []
+        if self.rank() == root:
+            check_count("scatter", "input", parts, size)
+            check_same("scatter", tensor, parts)
+        operation = self._copy(
+            f"scatter of {size_of(tensor)} from {root}",
+            parts if self.rank() == root else [],
+            [tensor if rank == root else None for rank in range(size)],
+            size * tensor.nbytes,
+            outputs,
+            [self.rank() * tensor.nbytes] * size,
+        )
+        return self._submit("scatter", outputs, opts, [operation], parts, written=outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        check_count("all_to_all", "output", outputs, self.size())
+        check_count("all_to_all", "input", inputs, self.size())
+        operation = self._all_to_all("all_to_all", outputs, inputs, outputs)
+        return self._submit("all_to_all", inputs, opts, [operation], inputs, written=outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        kind = "all_to_all_single"
+        received = split_rows("output", output, output_splits, self.size())
+        sent = split_rows("input", input, input_splits, self.size())
+        operation = self._all_to_all(kind, received, sent, [output])
+        return self._submit(kind, [input], opts, [operation], [input], written=[output])
+
+    # The names of these methods in torch before 2.14.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _copy(
+        self,
+        text: str,
+        sent: Tensors,
+        received: Sequence[torch.Tensor | None],
+        most: int,
+        result: Tensors,
+        begins: Sequence[int] | None = None,
+    ) -> Operation:
+        """An operation that copies from rank to rank; see `Exchange`."""
+
+        def run() -> Result:
+            self._exchange(sent, received, most, begins)
+            return list(result)
+
+        return Operation(text, run, partial(self._exchange.prepare, sent, most))
+
+    def _all_to_all(
+        self, kind: str, received: Tensors, sent: Tensors, result: Tensors
+    ) -> Operation:
+        """Rank r's `sent[s]` becomes rank s's `received[r]`; they may differ in size."""
+        check_dtype(kind, received[0], sent)
+        size, nbytes = self.size(), received[0].itemsize
+        # Only the two of them know the sizes of a pair, which fingerprints therefore cannot hold.
+        own = torch.tensor([[part.numel() for part in parts] for parts in (sent, received)])
+
+        def run() -> Result:
+            sizes = own.new_empty(size, 2, size)
+            self._exchange([own], sizes.unbind(), own.nbytes)
+            by_source, by_target = sizes.unbind(1)
+            self._check_pairs(kind, by_source.T, by_target, received[0].dtype)
+            begins = (by_source.cumsum(1) - by_source)[:, self.rank()] * nbytes
+            most = int(by_source.sum(1).max()) * nbytes
+            self._exchange(sent, received, most, begins.tolist(), prepared=False)
+            return list(result)
+
+        prepare = partial(self._exchange.prepare, [own], own.nbytes)
+        return Operation(f"{kind} of {received[0].dtype}", run, prepare)
+
+    def _check_pairs(
+        self, kind: str, sent: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """Raises on all ranks if one expects another number of elements than is sent to it.
+
+        Both hold elements by target, and then by source.
+        """
+        names = self._nodes.everyone.world_ranks
+        wrong = [
+            f"rank {names[source]} sends {elements(int(sent[target, source]), dtype)} to rank "
+            f"{names[target]}, which expects {expected[target, source]}"
+            for target, source in (sent != expected).nonzero().tolist()
+        ]
+        if len(wrong) > _NAMED_PAIRS:
+            wrong[_NAMED_PAIRS:] = [f"and {len(wrong) - _NAMED_PAIRS} more"]
+        if wrong:
+            raise self.checked_barrier.fail(f"{kind} does not fit: {'; '.join(wrong)}")

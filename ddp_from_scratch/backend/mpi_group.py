@@ -1,0 +1,290 @@
+"""Process group of torch.distributed over an MPI communicator, and messages between two ranks.
+
+MPI moves a large message only while both ranks are inside MPI. A rank that has sent one and then
+sleeps, in a barrier or in a handle's `wait`, calls `progress` once in a while as long as there are
+any.
+"""
+
+# torch.distributed calls these methods in one form; its C++ class has others besides.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.backend.collectives import CollectivesGroup
+from ddp_from_scratch.backend.mpi_transport import MPI, MPITransport, message
+from ddp_from_scratch.backend.operations import check_memory
+from ddp_from_scratch.backend.process_group import Tensors
+from ddp_from_scratch.errors import CommunicationError
+
+# Seconds between two tests of the messages under way.
+PAUSE = 1e-3
+
+
+class P2PWork(dist.Work):
+    """The handle of a send or receive that MPI itself has under way.
+
+    It keeps the tensor alive until MPI has done with it, also where the caller has dropped it.
+
+    Args:
+        name: names the call and the rank, in error messages.
+        timeout: of a `wait()` that is given none.
+        request: MPI's.
+        dense: sent, or received into.
+        into: gets what has been received; None where this is a send.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: timedelta,
+        request: MPI.Request,
+        dense: torch.Tensor,
+        into: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self._name, self._timeout = name, timeout
+        self._request = request
+        self._tensors = dense, into
+        self._status = MPI.Status()
+        self._error: CommunicationError | None = None
+        # Changes once, after everything that a caller may read then.
+        self._done = False
+        self._testing = threading.Lock()  # any thread may call `progress`
+        _under_way.add(self)
+
+    def is_completed(self) -> bool:
+        # Without waiting for the lock: its holder may be this very thread, which a signal's handler
+        # interrupts.
+        if self._testing.acquire(blocking=False):
+            try:
+                if not self._done:
+                    self._test()
+            finally:
+                self._testing.release()
+        return self._done
+
+    def _test(self) -> None:
+        try:
+            if not self._request.Test(self._status):
+                return
+            self._finish(*self._tensors)
+        except (MPI.Exception, CommunicationError) as error:
+            self._error = CommunicationError(f"{self._name} failed: {error}")
+        self._done = True
+        # The tensor belongs to the caller again, however long the handle is kept.
+        del self._tensors
+        _under_way.discard(self)
+
+    def _finish(self, dense: torch.Tensor, into: torch.Tensor | None) -> None:
+        if into is None:
+            return
+        came = self._status.Get_elements(MPI.BYTE)
+        if came != into.nbytes:  # fewer: MPI itself refuses more
+            raise CommunicationError(f"{came} bytes came, expected {into.nbytes}")
+        if dense is not into:
+            with torch.no_grad():
+                into.copy_(dense)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the message has arrived, or its tensor can be used again.
+
+        Raises:
+            CommunicationError: it failed, or did not end in time. The text names it.
+        """
+        # torch passes zero for "no timeout given".
+        limit = timeout if timeout and timeout > timedelta(0) else self._timeout
+        began = time.monotonic()
+        while not self.is_completed():
+            waited = time.monotonic() - began
+            if waited > limit.total_seconds():
+                raise CommunicationError(
+                    f"{self._name} did not end within {limit.total_seconds():g} s: "
+                    f"the other rank has not called its part, or has stopped"
+                )
+            # Without a pause at first: most messages arrive at once.
+            if waited > PAUSE:
+                progress()
+                time.sleep(1e-4)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def _source_rank(self) -> int:
+        return self._status.Get_source()
+
+    source_rank = _source_rank
+
+
+# Keeps each message's handle, and so its tensor, until MPI has done with it: the caller may drop
+# both.
+_under_way: set[P2PWork] = set()
+
+
+def progress() -> float:
+    """Lets the messages under way go on; returns seconds until it is to be called again."""
+    for work in list(_under_way):  # a copy: messages that have arrived leave the set
+        work.is_completed()
+    return PAUSE if _under_way else math.inf
+
+
+_LAST_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag that a program uses
+
+
+class ProcessGroupMPI(CollectivesGroup):
+    """A group of ranks with a communicator of its own.
+
+    Messages (`send`, `recv`) do not queue behind collectives: two ranks may each post a receive
+    before their send.
+
+    Args:
+        communicator: the group's ranks; duplicated.
+        timeout: how long a collective or a message may take.
+        store: for groups of other backends to meet through, where torch noted a placeholder.
+    """
+
+    backend: ClassVar[str] = "mpi"
+
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        timeout: timedelta,
+        store: dist.Store | None = None,
+    ) -> None:
+        # A duplicate, so that no other library's messages can be taken for ours. Messages and
+        # collectives share it: they differ in tags, and collectives run one by one.
+        self._communicator = communicator.Dup()
+        super().__init__(MPITransport(self._communicator), timeout, progress)
+        self._store = store  # until it is installed
+
+    @property
+    def bound_device_id(self) -> None:
+        # torch asks for it before it hands the default store to a new group, and asks for nothing
+        # else between noting that store and using it: so the store is installed here, too.
+        self.install_store()
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        """Ignored: torch sets the whole's on a part that was split, and it has none either."""
+
+    def install_store(self) -> None:
+        store = self._store  # read once: the stall watch calls this in a thread of its own
+        noted = dist.distributed_c10d._world.pg_map
+        if store is not None and self in noted:
+            noted[self] = (noted[self][0], store)
+            self._store = None
+
+    def get_group_store(self) -> dist.Store | None:
+        return self._store
+
+    def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> ProcessGroupMPI:
+        return create_subgroup(self._communicator, ranks, timeout, type(self))
+
+    # Messages ------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> P2PWork:
+        (tensor,) = tensors
+        check_memory("mpi", "send", tensor)
+        dense = tensor.contiguous()  # kept by the handle where it is a copy
+        name = f"send to rank {dst} from rank {self.rank()} ({tensor.nbytes} bytes)"
+        progress()  # those that have arrived make room
+        request = self._communicator.Isend(message(dense), dst, tag)
+        return P2PWork(name, self._timeout, request, dense)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> P2PWork:
+        (tensor,) = tensors
+        check_memory("mpi", "recv", written=[tensor])
+        dense = tensor.contiguous()
+        named = "any rank" if src == MPI.ANY_SOURCE else f"rank {src}"
+        name = f"recv from {named} on rank {self.rank()} ({tensor.nbytes} bytes)"
+        request = self._communicator.Irecv(message(dense), src, tag)
+        return P2PWork(name, self._timeout, request, dense, into=tensor)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> P2PWork:
+        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Returns when every rank has called it; a RuntimeError where one has not in time.
+
+        It sends messages, so that it can be used to find out why a group's collectives do not end:
+        rank 0 hears from each rank, names the missing ones, and answers each.
+        """
+        limit = timeout if timeout and timeout > timedelta(0) else self._timeout
+        rank, others = self.rank(), range(1, self.size())
+        if rank != 0:
+            # 0 is no answer's rank: rank 0 itself cannot be missing where it answers.
+            answer = torch.zeros(1, dtype=torch.int64)
+            self.send([torch.zeros_like(answer)], 0, _LAST_TAG)
+            self.recv([answer], 0, _LAST_TAG).wait(limit + timedelta(seconds=5))
+            missing = [int(answer)] if answer else []
+        else:
+            heard = {
+                other: self.recv([torch.zeros(1, dtype=torch.int64)], other, _LAST_TAG)
+                for other in others
+            }
+            deadline = time.monotonic() + limit.total_seconds()
+            # Looked at together: the timeout is for all ranks, not for each.
+            while not all(m.is_completed() for m in heard.values()) and time.monotonic() < deadline:
+                time.sleep(1e-3)
+            missing = [other for other in others if not heard[other].is_completed()]
+            for other in set(others) - set(missing):
+                self.send([torch.tensor([missing[0] if missing else 0])], other, _LAST_TAG).wait()
+        if missing:
+            named = missing if wait_all_ranks else missing[:1]
+            missed = (
+                f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass "
+                f"monitoredBarrier in {limit.total_seconds() * 1e3:g} ms"
+            )
+            if rank != 0:  # in gloo's words, which programs look for
+                missed = (
+                    f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
+                    f"waiting for send/recv from rank 0: {missed}"
+                )
+            raise RuntimeError(f"[Rank {rank}]: {missed}")
+
+    # Lifetime ------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends the worker thread and frees the communicator. Idempotent."""
+        if self._communicator == MPI.COMM_NULL:
+            return
+        # First, so that a second call finds nothing to do, also where this one fails.
+        communicator, self._communicator = self._communicator, MPI.COMM_NULL
+        seconds = self._timeout.total_seconds()
+        if not self._worker.close(seconds):
+            return  # it still runs an operation in this memory
+        # Freeing is collective: not where a rank has failed, or ends without coming here.
+        with suppress(CommunicationError):
+            self.checked_barrier.meet("destroy_process_group", "", seconds)
+            self._free_memory()
+            self._nodes.free()
+            communicator.Free()
+
+
+def create_subgroup(
+    whole: MPI.Intracomm, ranks: Sequence[int], timeout: timedelta, kind: type[ProcessGroupMPI]
+) -> ProcessGroupMPI:
+    """A group of some ranks of `whole`. Only they call it."""
+    communicator = whole.Create_group(whole.Get_group().Incl(list(ranks)))
+    try:
+        return kind(communicator, timeout)
+    finally:
+        communicator.Free()  # the group has a duplicate

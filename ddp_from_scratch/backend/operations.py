@@ -1,0 +1,192 @@
+r"""Arguments of collectives, checked where the caller can see the error; and their fingerprints.
+
+A fingerprint is a call and its place in a fixed number of bytes, for ranks to compare:
+
+all_reduce(SUM) of 10 x torch.float32\nwindow 3 at 4096\0 ......
+operation                             place               padding
+"""
+
+import functools
+import operator
+import threading
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+# Modes under which operations on a tensor are recorded, or stand for others, and none is computed.
+_TRACING = tuple(
+    getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")
+)
+_INSTEAD = "use torch.distributed._functional_collectives there, or leave it out of what is traced"
+
+
+def _bits(*names: str) -> int:
+    keys = (getattr(torch._C.DispatchKey, name) for name in names)
+    return functools.reduce(operator.or_, (torch._C.DispatchKeySet(key).raw_repr() for key in keys))
+
+
+# Keys of tensors whose memory does not hold their numbers: of subclasses that compute otherwise
+# (FakeTensor, DTensor), of functionalize and of vmap; and of views that are computed when read.
+_TRANSFORMED = _bits("Python", "Functionalize", "FuncTorchBatched")
+_LAZY = _bits("Negative", "Conjugate")
+# The keys of most tensors: plain ones on a CPU.
+PLAIN = _bits("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU")
+
+_OVERLAPS = 1  # torch's MemOverlap::Yes
+
+
+def size_of(tensor: torch.Tensor) -> str:
+    """`10 x torch.float32`."""
+    return elements(tensor.numel(), tensor.dtype)
+
+
+def elements(numel: int, dtype: torch.dtype) -> str:
+    """`10 x torch.float32`."""
+    return f"{numel} x {dtype}"
+
+
+def check_memory(
+    backend: str, kind: str, *tensors: torch.Tensor, written: Sequence[torch.Tensor] = ()
+) -> None:
+    """Raises unless the tensors' numbers lie in memory, dense, and nothing is being traced.
+
+    Before this rank meets the others: the group can go on. Tensors that the call writes to are
+    `written`: each of their numbers needs a place of its own.
+    """
+    # Asked of torch's C++ throughout: this is in every call's way, and these take no microsecond.
+    if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
+        raise RuntimeError(f"{kind} on the {backend} backend cannot be traced: {_INSTEAD}")
+    for tensor in (*tensors, *written):
+        if torch._C._dispatch_keys(tensor).raw_repr() & _TRANSFORMED:
+            raise RuntimeError(
+                f"{kind} on the {backend} backend needs a tensor with numbers in memory, got a "
+                f"{type(tensor).__name__} that stands for others: {_INSTEAD}"
+            )
+        if torch._C._dispatch_keys(tensor).raw_repr() & _LAZY:
+            raise RuntimeError(
+                f"{kind} on the {backend} backend needs a tensor with numbers in memory, got one "
+                f"that is negated or conjugated when it is read: call resolve_neg() or "
+                f"resolve_conj() first"
+            )
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            raise RuntimeError(
+                f"{kind} on the {backend} backend needs dense tensors on a CPU, got "
+                f"{tensor.layout} on {tensor.device}"
+            )
+    for tensor in written:
+        # As torch's own `copy_` decides it, which would raise too late: after the ranks have met.
+        if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
+            raise RuntimeError(
+                f"{kind} on the {backend} backend writes to its tensor, and several elements of "
+                f"this one are one place in memory (shape {tuple(tensor.shape)}, strides "
+                f"{tensor.stride()}), as after expand(): call contiguous() first"
+            )
+
+
+def sizes_of(tensors: Sequence[torch.Tensor]) -> str:
+    """`10, 20 x torch.float32`."""
+    return f"{', '.join(str(tensor.numel()) for tensor in tensors)} x {tensors[0].dtype}"
+
+
+def split_rows(
+    what: str, tensor: torch.Tensor, splits: Sequence[int], size: int
+) -> Sequence[torch.Tensor]:
+    """A part for each of `size` ranks of a tensor split along its first dimension."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not splits:
+        if rows % size:
+            raise ValueError(
+                f"all_to_all_single needs an {what} whose first dimension divides evenly over "
+                f"{size} ranks, got {rows}: give split sizes"
+            )
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(
+            f"all_to_all_single needs {size} {what} split sizes that add up to {rows}, got "
+            f"{list(splits)}"
+        )
+    parts: Sequence[torch.Tensor] = tensor.split(list(splits))
+    return parts
+
+
+def check_count(kind: str, what: str, tensors: Sequence[torch.Tensor], size: int) -> None:
+    """Raises unless there is one tensor for each rank, all of one dtype."""
+    if len(tensors) != size:
+        raise ValueError(f"{kind} needs {size} {what} tensors, one a rank, got {len(tensors)}")
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ValueError(f"{kind} needs {what} tensors of one dtype")
+
+
+def check_dtype(kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    """Raises unless the inputs, of one dtype, are of the output's."""
+    if inputs[0].dtype != output.dtype:
+        raise ValueError(
+            f"{kind} needs inputs and outputs of one dtype, got {inputs[0].dtype} and "
+            f"{output.dtype}"
+        )
+
+
+def check_same(kind: str, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    """Raises unless all have the size and the dtype of `tensor`."""
+    for other in others:
+        if other.numel() != tensor.numel() or other.dtype != tensor.dtype:
+            raise ValueError(
+                f"{kind} needs tensors of one size and dtype: got {tuple(other.shape)} "
+                f"{other.dtype} beside {tuple(tensor.shape)} {tensor.dtype}"
+            )
+
+
+FINGERPRINT_NBYTES = 256
+
+
+class _Caller(threading.local):
+    """For whom this thread starts collectives: ` for bucket 0 of Reducer 2`; mostly empty."""
+
+    suffix = ""
+
+
+caller = _Caller()
+
+
+@lru_cache(maxsize=256)
+def fingerprint_of(operation: str, place: str) -> bytes:
+    """At most `FINGERPRINT_NBYTES` bytes; long operations keep their beginning and a checksum."""
+    # The zero ends it, so that no fingerprint is the beginning of another.
+    encoded = f"{operation}\n{place}\0".encode()
+    if len(encoded) > FINGERPRINT_NBYTES:  # lists of many sizes
+        short = f"{operation[:150]}... (checksum {zlib.crc32(operation.encode()):08x})"
+        encoded = f"{short}\n{place[:50]}\0".encode()
+    return encoded
+
+
+def mark_place(encoded: memoryview) -> None:
+    """Replaces the place by one that no rank gives."""
+    encoded[bytes(encoded).index(b"\n") + 1] = ord("*")
+
+
+def operation_in(encoded: bytes) -> str:
+    """The operation, without the place."""
+    return encoded.partition(b"\n")[0].decode()
+
+
+def split_fingerprints(joined: bytes) -> list[bytes]:
+    """Fingerprints that lie one behind the other."""
+    return [joined[i : i + FINGERPRINT_NBYTES] for i in range(0, len(joined), FINGERPRINT_NBYTES)]
+
+
+def describe_difference(here: Sequence[tuple[int, str]], elsewhere: Sequence[str]) -> str:
+    """`rank 0 broadcast(...); ranks 1, 2 all_reduce(...)`, and operations of other machines."""
+    operations = dict.fromkeys(operation for _, operation in here)
+    lines = [
+        f"{name_ranks([rank for rank, called in here if called == operation])} {operation}"
+        for operation in operations
+    ]
+    others = [operation for operation in dict.fromkeys(elsewhere) if operation not in operations]
+    return "; ".join(lines + [f"another machine's ranks {operation}" for operation in others])
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1` or `ranks 1, 2`; empty for none."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""

@@ -1,0 +1,135 @@
+"""Arithmetic of a reduction: several tensors become one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
+Combine = Callable[..., torch.Tensor]
+
+# Elements that are summed at a time: they stay in the processor's cache from one operation to the
+# next, and each is large beside the cost of a call.
+CHUNK = 256 * 1024
+
+# Reduced in float32, so that a fold rounds once.
+WIDENED = (torch.float16, torch.bfloat16)
+
+# Torch has others, which it cannot add on a CPU, or only in part.
+REDUCED = (
+    *WIDENED,
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+
+_BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+_ORDERED = (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+
+_COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One of torch's reductions on elements of one dtype.
+
+    Attributes:
+        op: torch's.
+        dtype: that of the result before it is put back: float32 for 16-bit floats.
+        combine: two tensors to one.
+        divisor: AVG is a sum, divided by it; 1 for the others.
+    """
+
+    op: dist.ReduceOp.RedOpType
+    dtype: torch.dtype
+    combine: Combine
+    divisor: int
+
+    @staticmethod
+    @cache
+    def of(op: ReduceOp, dtype: torch.dtype, size: int) -> "Reduction":
+        """The reduction over `size` ranks; a RuntimeError where torch's has no meaning."""
+        if dtype not in REDUCED:
+            raise RuntimeError(f"cannot reduce tensors of {dtype}")
+        kind = next((kind for kind in _COMBINE if op == kind), None)
+        if kind is None:
+            raise RuntimeError(f"there is no reduction {op} in shared memory")
+        fractional = dtype.is_floating_point or dtype.is_complex
+        if (kind in _BITWISE and fractional) or (kind in _ORDERED and dtype.is_complex):
+            raise RuntimeError(f"tensors of {dtype} cannot be reduced with {kind.name}")
+        wide = torch.float32 if dtype in WIDENED else dtype
+        return Reduction(kind, wide, _COMBINE[kind], size if kind == dist.ReduceOp.AVG else 1)
+
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+    def fold(self, tensors: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
+        """Leaves the reduction of tensors of one shape in `scratch`, which is returned.
+
+        `scratch` has the reduction's dtype, and may be the first tensor's own memory.
+        """
+        # In the order of ranks, from the first on: sums of floats depend on it.
+        wide = tensors
+        if tensors[0].dtype != self.dtype:
+            wide = [tensor.to(self.dtype) for tensor in tensors]
+        if self.divides_first:
+            torch.mul(wide[0], 1 / self.divisor, out=scratch)
+            for tensor in wide[1:]:
+                torch.add(scratch, tensor, alpha=1 / self.divisor, out=scratch)
+            return scratch
+        if len(wide) == 1:
+            scratch.copy_(wide[0])
+        else:
+            self.combine(wide[0], wide[1], out=scratch)
+        for tensor in wide[2:]:
+            self.combine(scratch, tensor, out=scratch)
+        self.divide(scratch)
+        return scratch
+
+    def fold_into(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Replaces `result` by the reduction of parts of its dtype; a chunk at a time, in cache."""
+        scratch = torch.empty(min(CHUNK, result.numel()), dtype=self.dtype)
+        chunks = zip(*(part.split(CHUNK) for part in parts), strict=True)
+        for into, chunk in zip(result.split(CHUNK), chunks, strict=True):
+            into.copy_(self.fold(chunk, scratch[: into.numel()]))
+
+    @cached_property
+    def undivided(self) -> "Reduction":
+        """The sum that an average is made of; any other reduction as it is."""
+        return replace(self, divisor=1)
+
+    @property
+    def divides_first(self) -> bool:
+        """True where the summands are divided rather than the sum, which then cannot overflow."""
+        # Only where 1/divisor is exact, so that the bits are the same.
+        fractional = self.dtype.is_floating_point or self.dtype.is_complex
+        return self.divisor > 1 and self.divisor & (self.divisor - 1) == 0 and fractional
+
+    def divide(self, reduced: torch.Tensor) -> None:
+        """Makes a sum an average, in place; leaves other reductions as they are."""
+        if self.divisor > 1:
+            if reduced.is_floating_point() or reduced.is_complex():
+                reduced /= self.divisor
+            else:
+                reduced //= self.divisor
+
+
+def share_of(numel: int, rank: int, owners: int) -> tuple[int, int]:
+    """Begin and end of the share of `numel` elements that `rank` reduces; empty past the owners.
+
+    Shares begin at multiples of 16 elements, so that no two ranks write to one cache line.
+    """
+    step = -(-numel // (16 * owners)) * 16
+    return min(rank * step, numel), min((rank + 1) * step, numel)

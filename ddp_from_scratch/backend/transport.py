@@ -1,0 +1,234 @@
+"""Transports: the messages that shared memory cannot replace, and gloo's way to send them.
+
+They set shared memory up, and go between machines. `mpi_transport.py` has them over MPI.
+"""
+
+import os
+import pickle
+import select
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.backend.operations import name_ranks
+from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.group import open_gloo
+from ddp_from_scratch.waiting import lost_rank_check
+
+
+class Transport(Protocol):
+    """Ranks that exchange messages. Each method is collective, and called by one thread at a time.
+
+    Attributes:
+        rank, size: this rank's place among them, and their number.
+        world_ranks: by rank, its number in the whole job, by which errors name it.
+    """
+
+    rank: int
+    world_ranks: list[int]
+
+    @property
+    def size(self) -> int: ...
+
+    # Also stands for a broadcast and a barrier: called when memory is mapped, never in a step.
+    def allgather(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of ranks. Returns after all ranks have called it."""
+
+    def split(self, color: int) -> Self:
+        """A transport of the ranks that pass the same color, in the same order."""
+
+    def split_by_machine(self) -> Self:
+        """A transport of the ranks that run on this rank's machine."""
+
+    def free(self) -> None: ...
+
+    def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
+        """Starts to gather equally many bytes of every rank; returns a poll, True at the end.
+
+        A caller that stops polling before that calls nothing else on the transport.
+        """
+
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Sends each rank a tensor and receives one of each: dense, flat, of sizes that agree."""
+
+
+def flat_bytes(dense: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor."""
+    # A single element is dense with any stride, and `view` keeps that stride.
+    return dense.detach().as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+class ProcessWatch:
+    """Processes by index, each followed by a descriptor that no later process can take over.
+
+    Args:
+        pids: of processes that run now. One that cannot be followed (an old kernel) never counts as
+            ended: its rank is then missed at the timeout. 0 stands for none.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._index_of: dict[int, int] = {}
+        for index, pid in enumerate(pids):
+            if pid not in (0, os.getpid()) and hasattr(os, "pidfd_open"):
+                with suppress(OSError):
+                    self._index_of[os.pidfd_open(pid)] = index
+
+    def ended(self) -> list[int]:
+        """Returns the indices of the processes that have ended, also by a signal."""
+        poll = select.poll()
+        for descriptor in self._index_of:
+            poll.register(descriptor, select.POLLIN)
+        return [self._index_of[descriptor] for descriptor, _ in poll.poll(0)]
+
+    def close(self) -> None:
+        """Stops watching. Idempotent."""
+        while self._index_of:
+            os.close(self._index_of.popitem()[0])
+
+    __del__ = close
+
+
+def this_machine() -> str:
+    """A name that this machine has and no other."""
+    # The kernel's number of its last start: host names may be alike. Beside it the network: a
+    # container with a network of its own is a machine of its own.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return f"process {os.getpid()}"  # not Linux: nothing is shared
+    return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+@dataclass
+class GlooTransport:
+    """`Transport` whose objects go through torch's store, and whose tensors go through gloo.
+
+    Attributes:
+        store: used by these ranks alone.
+        rank, world_ranks: see `Transport`.
+        timeout: limit of each call.
+        machine: ranks with the same one count as ranks of one machine.
+        processes: by world rank, those of this machine; known from `split_by_machine` on.
+    """
+
+    store: dist.Store
+    rank: int
+    world_ranks: list[int]
+    timeout: timedelta
+    machine: str = field(default_factory=this_machine)
+    processes: ProcessWatch = field(default_factory=lambda: ProcessWatch([]))
+    # Calls so far: ranks that are in the same call have the same.
+    _calls: int = field(default=0, init=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.world_ranks)
+
+    def allgather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        self._calls += 1
+        keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
+        try:
+            self.store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # bytes
+            self._await(keys)
+            return [pickle.loads(self.store.get(key)) for key in keys]
+        except dist.DistError as error:
+            # Most often rank 0 keeps the store: its connections end just before its process does.
+            time.sleep(0.1)
+            ended = name_ranks(self.processes.ended())
+            raise CommunicationError(
+                f"{ended or 'the process that keeps the store'} ended without coming to it"
+            ) from error
+
+    def _await(self, keys: list[str]) -> None:
+        """Returns when all ranks have set their keys."""
+        deadline, is_broken = time.monotonic() + self.timeout.total_seconds(), lost_rank_check()
+        # Polled with growing pauses: the store's own wait sees no process that ends.
+        pause = 1e-4
+        while not self.store.check(keys):
+            if is_broken():
+                raise CommunicationError("a rank of the group was lost")
+            expired, ended = time.monotonic() > deadline, self.processes.ended()
+            if expired or ended:
+                missing = [
+                    world_rank
+                    for world_rank, key in zip(self.world_ranks, keys, strict=True)
+                    if not self.store.check([key])
+                ]
+                if gone := [rank for rank in missing if rank in ended]:
+                    raise CommunicationError(f"{name_ranks(gone)} ended without coming to it")
+                if missing and expired:
+                    raise CommunicationError(
+                        f"the timeout of {self.timeout.total_seconds():g} s passed without "
+                        f"{name_ranks(missing)}"
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+    def split(self, color: int) -> "GlooTransport":
+        return self._part(color, self.allgather(color))
+
+    def split_by_machine(self) -> "GlooTransport":
+        found = self.allgather((self.machine, os.getpid()))
+        pids = [0] * (max(self.world_ranks) + 1)
+        for world_rank, (machine, pid) in zip(self.world_ranks, found, strict=True):
+            pids[world_rank] = pid if machine == self.machine else 0
+        self.processes = ProcessWatch(pids)
+        return self._part(self.machine, [machine for machine, _ in found])
+
+    def _part(self, color: object, colors: list[Any]) -> "GlooTransport":
+        members = [rank for rank, other in enumerate(colors) if other == color]
+        return replace(
+            self,
+            # The first member's number is in no other part.
+            store=dist.PrefixStore(f"{self._calls}/part {members[0]}", self.store),
+            rank=members.index(self.rank),
+            world_ranks=[self.world_ranks[rank] for rank in members],
+        )
+
+    def free(self) -> None:
+        # A Reducer may keep a closed group. torch's store is a server on rank 0, with a port that
+        # the next default group may need.
+        for name in ("_gloo", "store"):
+            self.__dict__.pop(name, None)
+        self.processes = ProcessWatch([])  # closed with the last transport that has it
+
+    @cached_property
+    def _gloo(self) -> dist.ProcessGroup:
+        # Opened when it is needed first, which is at the same call on all ranks.
+        try:
+            return open_gloo(self.store, self.rank, self.size, self.timeout)
+        except RuntimeError as error:  # what gloo raises here has no type of its own
+            raise CommunicationError(
+                f"no connection to ranks on other machines: {str(error).splitlines()[0]}"
+            ) from error
+
+    def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
+        into, mine = (torch.frombuffer(part, dtype=torch.uint8) for part in (gathered, own))
+        work = self._gloo._allgather_base(into, mine)
+
+        def arrived() -> bool:
+            # Raises if a peer is gone: then the work is completed, too.
+            return work.is_completed() and bool(work.wait())
+
+        return arrived
+
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        gloo = self._gloo  # also opened by a rank that sends nothing: the others wait for it there
+        if received[self.rank].numel():
+            received[self.rank].copy_(sent[self.rank])
+        works = []
+        for call, tensors in (gloo.recv, received), (gloo.send, sent):
+            for rank, tensor in enumerate(tensors):
+                if rank != self.rank and tensor.numel():
+                    works.append(call([flat_bytes(tensor)], rank, 0))
+        for work in works:
+            work.wait()

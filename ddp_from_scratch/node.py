@@ -1,0 +1,175 @@
+"""The "node" backend: shared memory within a machine, and gloo for everything else."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.backend.collectives import CollectivesGroup
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
+from ddp_from_scratch.backend.shared_memory import SEMAPHORES_AVAILABLE
+from ddp_from_scratch.backend.transport import GlooTransport
+from ddp_from_scratch.group import open_gloo, store_beside, timeout_of
+from ddp_from_scratch.waiting import may_be_left_behind
+
+# mypy: disable-error-code="override"
+
+
+Gloo = Callable[[], dist.ProcessGroup | None]
+
+
+def _by_gloo(name: str) -> Callable[..., Any]:
+    """A method that calls gloo's of the same name."""
+
+    def call(self: ProcessGroupNode, *args: Any, **options: Any) -> Any:
+        return getattr(self.gloo, name)(*args, **options)
+
+    call.__name__ = name
+    return call
+
+
+class ProcessGroupNode(CollectivesGroup):
+    """A group that reduces in shared memory within a machine, and sends the rest through gloo.
+
+    Args:
+        everyone: the group's ranks.
+        timeout: how long a collective may take.
+        gloo: returns a gloo group of the same ranks; None once that is closed.
+    """
+
+    backend: ClassVar[str] = "node"
+
+    def __init__(self, everyone: GlooTransport, timeout: timedelta, gloo: Gloo) -> None:
+        super().__init__(everyone, timeout)
+        self._everyone = everyone
+        self._gloo: Gloo | None = gloo
+
+    @classmethod
+    def open(
+        cls, store: dist.Store, rank: int, world_ranks: list[int], timeout: timedelta
+    ) -> ProcessGroupNode:
+        """Opens a group of these ranks, and gloo's for it, through a store of their own."""
+        gloo = open_gloo(store, rank, len(world_ranks), timeout)
+        own = dist.PrefixStore("node", store)
+        return cls(GlooTransport(own, rank, world_ranks, timeout), timeout, lambda: gloo)
+
+    @property
+    def gloo(self) -> dist.ProcessGroup:
+        """The gloo group of the same ranks."""
+        group = None if self._gloo is None else self._gloo()
+        if group is None:
+            raise RuntimeError("the process group is closed")
+        return group
+
+    @property
+    def options(self) -> Any:
+        # torch, and `gloo_beside`, ask a backend for its timeout by these.
+        return self.gloo._get_backend(torch.device("cpu")).options
+
+    def get_group_store(self) -> dist.Store:
+        return self._everyone.store
+
+    def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> ProcessGroupNode:
+        store = dist.PrefixStore(f"{name}/", self.get_group_store())
+        world_ranks = [self._everyone.world_ranks[rank] for rank in ranks]
+        return self.open(store, list(ranks).index(self.rank()), world_ranks, timeout)
+
+    def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
+        # Sparse tensors, and dtypes that are summed by gloo alone, if at all.
+        return self.gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
+
+    monitored_barrier = _by_gloo("monitored_barrier")
+    recv = _by_gloo("recv")
+    recv_anysource = _by_gloo("recv_anysource")
+    send = _by_gloo("send")
+
+    def abandon(self) -> None:
+        """As `shutdown`, but what is under way fails: afterwards nothing writes to its tensors."""
+        self.checked_barrier.abandon()
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Ends the worker thread and gives the memory back. Idempotent."""
+        if self._gloo is None:
+            return
+        # First, so that a second call finds nothing to do, also where this one fails.
+        self._gloo = None
+        # No rank waits for another one here: each has mapped the memory for itself.
+        self.checked_barrier.leave()
+        if self._worker.close(self._timeout.total_seconds()):
+            self._free_memory()
+            self._nodes.free()
+            self._nodes.everyone.free()
+
+
+_CPU = torch.device("cpu")
+
+
+def register() -> None:
+    """Registers the backend under its name, "node"."""
+    # To others torch attaches a recorder, backend by backend; a group of ours has none but itself.
+    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(ProcessGroupNode.backend)
+    dist.Backend.register_backend(
+        ProcessGroupNode.backend, _create, extended_api=True, devices=["cpu"]
+    )
+
+
+def _create(options: Any, unused: object) -> ProcessGroupNode:
+    """Makes torch.distributed's default group, or one of `new_group`'s (members only)."""
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return ProcessGroupNode.open(options.store, options.group_rank, ranks, options.timeout)
+
+
+# For each gloo group the group that reduces in its place; None where no memory can be shared.
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupNode | None] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the group through which the ranks of `group` reduce CPU tensors.
+
+    A node group of the same ranks, opened at the first call and closed with `group`, if that is a
+    gloo group and two of its ranks share a machine's memory, or if it has one rank; else `group`
+    itself. torch.distributed does not list it. Collective.
+    """
+    if (
+        not SEMAPHORES_AVAILABLE
+        or isinstance(group, SharedMemoryGroup)
+        or _CPU not in group._device_types
+        or group._get_backend(_CPU).name() != "gloo"
+    ):
+        return group
+    if group not in _beside:
+        _beside[group] = _open_beside(group)
+    return _beside[group] or group
+
+
+def abandon_beside(group: dist.ProcessGroup) -> None:
+    """Ends what is under way in the group that `shared_memory_beside` has opened, if it has."""
+    if (beside := _beside.pop(group, None)) is not None:
+        beside.abandon()
+
+
+def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
+    timeout, ranks = timeout_of(group), dist.get_process_group_ranks(group)
+    everyone = GlooTransport(store_beside(group), group.rank(), ranks, timeout)
+    # A reference to gloo's group would keep its threads.
+    opened = ProcessGroupNode(everyone, timeout, weakref.ref(group))
+    # Between machines a wait for a lost rank might not end, nor could its thread be.
+    left_behind = may_be_left_behind() and opened.machines > 1
+    if (not opened.shares_memory and group.size() > 1) or left_behind:
+        opened.shutdown()
+        return None
+    # Not at exit: closing waits for what is under way, and other ranks may wait for this one.
+    weakref.finalize(group, opened.shutdown).atexit = False
+    return opened
+
+
+register()

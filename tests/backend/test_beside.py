@@ -1,0 +1,108 @@
+"""A group of the node backend beside a gloo group: when it is opened, closed, and shown."""
+
+import contextlib
+import gc
+import socket
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import NodeSharedSGD, Reducer
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.node import shared_memory_beside
+from tests.support.machines import group_over
+
+
+@contextlib.contextmanager
+def groups_of(*members):
+    """Groups of these ranks, closed at the end."""
+    groups = [dist.new_group(ranks) for ranks in members]
+    yield groups
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+def beside(world):
+    group = dist.new_group(list(range(world.world_size)))
+    ours = shared_memory_beside(group)
+    assert isinstance(ours, SharedMemoryGroup)
+    assert shared_memory_beside(group) is shared_memory_beside(ours) is ours
+    tensor = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(tensor, group=ours)
+    assert tensor.item() == sum(range(1, world.world_size + 1))
+    parts = [torch.empty(1) for _ in range(world.world_size)]
+    dist.all_gather(parts, torch.tensor([float(world.rank)]), group=ours)
+    assert torch.cat(parts).tolist() == list(range(world.world_size))
+    gone = weakref.ref(ours)
+    dist.destroy_process_group(group)
+    del group, ours
+    gc.collect()
+    return gone() is None
+
+
+def test_it_is_opened_once_and_closed_with_its_gloo_group(ranks):
+    assert all(ranks("gloo", 3)(beside))
+
+
+def where_nothing_is_shared(world):
+    """One rank alone, or alone on its machine, stays with gloo."""
+    with groups_of(*[[rank] for rank in range(world.world_size)]) as groups:
+        model = torch.nn.Linear(2, 2)
+        reducer = Reducer(model, groups[world.rank])
+        optimizer = NodeSharedSGD(model.parameters(), lr=1.0, reducer=reducer)
+        before = model.bias.clone()
+        optimizer.backward_and_step(model(torch.ones(1, 2)).sum())
+        assert torch.equal(model.bias, before - 1)
+        assert "by gloo" in repr(reducer)
+        reducer.remove()
+    group = group_over(world, [1] * world.world_size)
+    assert shared_memory_beside(group) is group
+    dist.destroy_process_group(group)
+
+
+def in_part_of_the_ranks(world):
+    """torch names the groups that come later by a count that all ranks must agree on."""
+    with groups_of([0], [0, 1], [1, 2]) as (_, first, second):
+        if world.rank < 2:
+            shared_memory_beside(first)
+        with groups_of(None) as (later,):
+            for group in (dist.group.WORLD, later, first, second):
+                if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                    tensor = torch.ones(1)
+                    dist.all_reduce(tensor, group=shared_memory_beside(group))
+                    assert tensor.item() == group.size()
+
+
+@pytest.mark.parametrize(
+    ("size", "called"), [(2, where_nothing_is_shared), (3, in_part_of_the_ranks)]
+)
+def test_groups_beside(ranks, size, called):
+    ranks("gloo", size)(called)
+
+
+def reopened(world, folder, port):
+    """Three default groups, one after the other, of one Reducer; the way of the last."""
+    model, reducer = torch.nn.Linear(2, 2), None
+    for number in range(3):
+        dist.destroy_process_group()
+        (folder / f"closed {number} {world.rank}").touch()
+        while not (folder / f"closed {number} {1 - world.rank}").exists():
+            threading.Event().wait(0.01)  # or rank 1 would find the store that rank 0 closes
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=address, world_size=2, rank=world.rank)
+        reducer = reducer or Reducer(model)
+        model.zero_grad()
+        model(torch.full((1, 2), float(world.rank))).sum().backward()
+        assert model.weight.grad.eq(0.5).all()
+    return repr(reducer)
+
+
+def test_a_reducer_outlives_default_groups_on_one_port(ranks, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for found in ranks("gloo", 2, fresh=True)(reopened, tmp_path, port):
+        assert "by shared memory" in found

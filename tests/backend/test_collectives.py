@@ -1,0 +1,315 @@
+"""Collectives of both backends, node and mpi: torch's calls, exact answers."""
+
+import os
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+
+import ddp_from_scratch as ddp
+from ddp_from_scratch.backend import mpi_transport
+from ddp_from_scratch.backend.barrier import EAGER_NBYTES
+from ddp_from_scratch.backend.mpi_transport import MPITransport
+from ddp_from_scratch.backend.reduction import CHUNK
+from ddp_from_scratch.backend.stage import PIECE
+from ddp_from_scratch.backend.transport import GlooTransport
+from tests.support import soak
+from tests.support.machines import OPERATIONS, SIZES
+from tests.support.on_ranks import on
+from tests.support.tiers import slow
+
+# Elements, too many to be brought along to the meeting.
+ROW = EAGER_NBYTES
+
+
+def at_sizes(*first):
+    """Crews of these in the quick tier, and of 4 ranks in the second."""
+    every = [*first, "node-4", "mpi-4"]
+    cases = [case if case in first else slow(case) for case in every]
+    return pytest.mark.parametrize("crew", cases, indirect=True)
+
+
+@pytest.fixture
+def crew(ranks, request):
+    backend, size = request.param.split("-")
+    return ranks(backend, int(size))
+
+
+# Random ones, checked against numpy --------------------------------------------------------------
+
+
+# Node leaves messages between two ranks to gloo, which takes no strided tensors.
+BUT_MESSAGES = sorted(soak.KINDS.keys() - {"ring"})
+
+
+def random_operations(world, operations, seed):
+    kinds = BUT_MESSAGES if world.backend == "node" else None
+    wrong, checked = soak.soak(operations, seed, kinds)
+    assert not wrong, "\n".join(wrong)
+    return checked
+
+
+@at_sizes("mpi-2", "node-3")
+def test_random_operations_give_what_numpy_gives(crew):
+    assert min(crew(random_operations, 300, 10 + crew.world_size)) > 100
+
+
+def random_messages(world):
+    """Each rank stands for a machine, and MPI can count to 1,024 only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpi_transport, "COUNTABLE", 1024)
+        patch.setattr(mpi_transport, "BLOCK", 256)
+        patch.setattr(soak, "GROUPS", 2)
+        for kind in (GlooTransport, MPITransport):
+            patch.setattr(kind, "split_by_machine", lambda t: t.split(t.rank))
+        random_operations(world, 100, 3)
+
+
+@pytest.mark.parametrize("crew", ["mpi-2", "node-3"], indirect=True)
+def test_random_operations_between_machines(crew):
+    crew(random_messages)
+
+
+# All-reduce --------------------------------------------------------------------------------------
+
+
+def every_way(world):
+    """All operations and sizes, in a window and elsewhere; rank r brings r + 1, last r + 2."""
+    n, r = world.world_size, world.rank
+    for make in (
+        lambda numel: dist.group.WORLD.empty(numel, torch.float32),
+        lambda numel: dist.group.WORLD.empty(numel, torch.float64),
+        torch.empty,
+        lambda numel: torch.empty(numel, 2)[:, 0],  # strided
+    ):
+        for numel in SIZES:
+            tensor = make(numel)
+            for op, expected in OPERATIONS.items():
+                tensor.fill_(r + 1)
+                tensor[-1] = r + 2
+                dist.all_reduce(tensor, op)
+                assert tensor[:-1].eq(expected(range(1, n + 1))).all(), (numel, op)
+                assert tensor[-1] == expected(range(2, n + 2)), (numel, op)
+
+
+@at_sizes("node-2", "mpi-3")
+def test_all_reduce_in_a_window_and_out_of_it(crew):
+    crew(every_way)
+
+
+def parts_of_a_window(world):
+    n, r = world.world_size, world.rank
+    world_group = dist.group.WORLD
+    window = world_group.empty(4 * ROW, torch.float32).fill_(-1.0)
+    half = window[: 2 * ROW].view(2, ROW).fill_(r + 1)
+    assert world_group.is_shared(half)
+    assert not world_group.is_shared(torch.empty(10))
+    dist.all_reduce(half)
+    assert half.eq(n * (n + 1) / 2).all()
+    assert window[2 * ROW :].eq(-1.0).all()
+    # Where one rank's tensor lies elsewhere, the others' go the ordinary way with it.
+    window.fill_(r + 1)
+    tensor = torch.full((2 * ROW,), r + 1.0) if r == 0 else window[: 2 * ROW]
+    dist.all_reduce(tensor)
+    assert tensor.eq(n * (n + 1) / 2).all()
+    # The same size at different places of the window.
+    window.fill_(r + 1)
+    part = window[2 * ROW * (r % 2) :][: 2 * ROW]
+    dist.all_reduce(part)
+    assert part.eq(n * (n + 1) / 2).all()
+    assert world_group.empty(0, torch.float32).shape == (0,)
+    window = world_group.empty(ROW + 1, torch.bool).fill_(True)
+    dist.all_reduce(window)
+    assert window.all()
+
+
+def rounded_once(world):
+    """1 + 2**-8 is not a bfloat16; summed in float32, 1 + 2**-8 + 2**-8 rounds to 1 + 2**-7."""
+    make = dist.group.WORLD.empty
+    for tensor in (make(ROW, torch.bfloat16), *(torch.empty(n).bfloat16() for n in (1, ROW))):
+        tensor.fill_(1.0 if world.rank == 0 else 2**-8)
+        dist.all_reduce(tensor)
+        assert tensor.eq(1 + 2**-7).all()
+
+
+def a_group_of_one(world):
+    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    for dtype in (torch.bfloat16, torch.float32):
+        for numel in (1, CHUNK + 1, ROW):
+            tensor = torch.ones(numel, dtype=dtype)
+            dist.all_reduce(tensor, group=alone)
+            assert tensor.eq(1).all()
+    dist.destroy_process_group(alone)
+
+
+def asynchronous(world):
+    n, r = world.world_size, world.rank
+    tensors = [torch.full((1000,), float(i * (r + 1))) for i in range(20)]
+    handles = [dist.all_reduce(t, async_op=True) for t in tensors]
+    for handle in reversed(handles):
+        assert handle.wait()
+    assert all(handle.is_completed() for handle in handles)
+    assert all(tensor.eq(i * n * (n + 1) / 2).all() for i, tensor in enumerate(tensors))
+    # The handle is dropped at once; the tensor must live until the operation has ended.
+    dist.all_reduce(torch.ones(100_000), async_op=True)
+    # A callback runs on the group's thread, which is the one that the operations wait for.
+    first, *others = (torch.ones(3) for _ in range(3))
+
+    def both(future):
+        dist.all_reduce(others[0])
+        dist.all_reduce(others[1], async_op=True).get_future().wait()
+        return future.value()[0] + others[0] + others[1]
+
+    future = dist.all_reduce(first, async_op=True).get_future().then(both)
+    assert future.wait().tolist() == [3.0 * n] * 3
+
+
+@pytest.mark.parametrize("backend", ["node", slow("mpi")])
+@pytest.mark.parametrize(
+    "called",
+    [
+        parts_of_a_window,
+        rounded_once,
+        a_group_of_one,
+        asynchronous,
+    ],
+)
+def test_all_reduce(ranks, called, backend):
+    ranks(backend, 3)(called)
+
+
+# Meetings ----------------------------------------------------------------------------------------
+
+
+def fast_and_slow_ranks(world):
+    """Each rank stays behind in the barrier now and then, at another place than the others."""
+    group = dist.new_group()
+    barrier = group.checked_barrier
+    together, naps = barrier.wait, random.Random(world.rank)
+
+    def wait():
+        together()
+        time.sleep(naps.choice([0.0, 0.003]))
+
+    barrier.wait = wait
+    n = world.world_size
+    for number in range(4):
+        tensor = torch.arange(7 * PIECE // 8 * 2, dtype=torch.float32) + world.rank + number
+        expected = n * (tensor - world.rank) + n * (n - 1) / 2
+        dist.all_reduce(tensor, group=group)
+        assert tensor.equal(expected)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(("backend", "size"), [("node", 3), slow("mpi", 3)])
+def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(ranks, backend, size):
+    ranks(backend, size)(fast_and_slow_ranks)
+
+
+def one_is_late(world):
+    n, r = world.world_size, world.rank
+    came = dist.group.WORLD.empty_for_all(n, torch.int64)  # the round that each has come to
+    came[r] = 0
+    dist.barrier()
+    for number in range(1, n + 1):
+        if number == r + 1:
+            while came.eq(number).sum() < n - 1:  # all others are in the barrier, or about to be
+                os.sched_yield()
+            for _ in range(1000):
+                os.sched_yield()
+        came[r] = number
+        dist.barrier()
+        assert came.min() >= number, f"left before rank {number - 1} came"
+
+
+def test_nobody_leaves_a_meeting_of_several_rounds_before_all_have_come(ranks):
+    ranks("node", 6)(one_is_late)  # mpi has the same barrier
+
+
+# Everything else ---------------------------------------------------------------------------------
+
+
+@on("node-2")
+def test_gloo_does_everything_else_for_node(world):
+    gathered = [torch.empty(1), torch.empty(1)]
+    dist.all_gather(gathered, torch.tensor([float(world.rank)]))
+    assert gathered == [0.0, 1.0]
+    tensor = torch.tensor([world.rank])
+    dist.send(tensor, 1) if world.rank == 0 else dist.recv(tensor, 0)
+    assert tensor.item() == 0
+    sparse = torch.sparse_coo_tensor([[world.rank]], [1.0], (2,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1.0, 1.0]
+
+
+@on("mpi-3")
+def test_other_forms_on_mpi(world):
+    """What the random operations do not draw."""
+    n, r = world.world_size, world.rank
+    average, rows = torch.empty(1), torch.empty(n, 2)
+    dist.reduce_scatter_tensor(average, torch.full((n,), r + 1.0), op=dist.ReduceOp.AVG)
+    assert average.item() == (n + 1) / 2
+    dist.all_to_all_single(rows, torch.full((n, 2), float(r)))
+    assert rows.tolist() == [[float(s)] * 2 for s in range(n)]
+    one, received = [("from", r)], [None]
+    dist.broadcast_object_list(one, src=n - 1)
+    dist.scatter_object_list(received, [f"for {i}" for i in range(n)], src=0)
+    assert (one, received) == ([("from", n - 1)], [f"for {r}"])
+
+
+# Groups ------------------------------------------------------------------------------------------
+
+
+def a_mesh(world):
+    # Here, since it takes a second, which no other test needs.
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, world.world_size), mesh_dim_names=("outer", "inner"))
+    for name, ranks in (("outer", [world.rank]), ("inner", [*range(world.world_size)])):
+        assert dist.get_process_group_ranks(mesh.get_group(name)) == ranks
+        tensor = funcol.all_reduce(torch.tensor([world.rank]), "sum", mesh[name])
+        assert tensor.tolist() == [sum(ranks)]
+    whole = distribute_tensor(torch.arange(4.0), mesh["inner"], [Shard(0)])
+    assert whole.sum().full_tensor().item() == 6.0
+    model = torch.nn.Linear(1, 1, bias=False)
+    wrapped = ddp.DistributedDataParallel(model, device_mesh=mesh["inner"])
+    wrapped(torch.full((1, 1), 2.0 * world.rank)).backward()
+    assert model.weight.grad.item() == world.world_size - 1
+
+
+def test_a_device_mesh(ranks):
+    ranks("node", 2, fresh=True)(a_mesh)
+
+
+def parts_of_parts(world):
+    n, r = world.world_size, world.rank
+    odd = dist.split_group(split_ranks=[list(range(0, n, 2)), list(range(1, n, 2))])
+    tensor = torch.tensor([r])
+    dist.all_reduce(tensor, group=odd)
+    assert tensor.item() == sum(range(r % 2, n, 2))
+    turned = dist.split_group(split_ranks=[list(range(n))[::-1]])
+    assert dist.get_group_rank(turned, r) == n - 1 - r
+    part = dist.split_group(turned, [[0, n - 1], *([i] for i in range(1, n - 1))])
+    tensor = torch.tensor([r + 1])
+    dist.all_reduce(tensor, group=part)
+    assert tensor.item() == (n + 1 if r in (0, n - 1) else r + 1)
+    first = torch.tensor([r])
+    dist.broadcast(first, group=turned, group_src=0)  # by gloo on node
+    assert first.item() == n - 1
+    reducer = ddp.Reducer(torch.nn.Linear(2, 2), turned)
+    assert "by shared memory" in repr(reducer)
+    reducer.remove()
+    with pytest.raises(TypeError, match="does not support shrinking"):
+        dist.shrink_group([0] if r else [1], turned)
+    for group in (part, turned, odd):
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("backend", ["node", "mpi", slow("gloo")])
+def test_a_group_is_split_as_gloos_is(ranks, backend):
+    if torch.__version__ < "2.15":
+        pytest.skip("this torch splits groups only where there is a GPU")
+    ranks(backend, 3)(parts_of_parts)

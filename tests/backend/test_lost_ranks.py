@@ -1,0 +1,186 @@
+"""Ranks that are killed, fail, or do not come: the others hear of it long before the timeout."""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import waiting
+from ddp_from_scratch.backend.transport import GlooTransport
+from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.node import abandon_beside, shared_memory_beside
+from tests.support.on_ranks import on
+
+
+def processes():
+    """The ranks' processes, by the store: no rank has met another yet."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"process {dist.get_rank()}", str(os.getpid()))
+    return [int(store.get(f"process {rank}")) for rank in range(dist.get_world_size())]
+
+
+def asleep(world):
+    """Rank 0 comes, sleeps in the first round, and is killed before the second."""
+    pids = processes()
+    if world.rank == 4:
+        while dist.group.WORLD.checked_barrier._memory.come[0][0] < 1:
+            os.sched_yield()
+        os.kill(pids[0], signal.SIGKILL)
+    for _ in range(2):
+        dist.all_reduce(torch.ones(3))
+
+
+def late(world):
+    """A late rank names the killed one, and not the one that has gone for it."""
+    pids, store = processes(), dist.distributed_c10d._get_default_store()
+    dist.all_reduce(torch.ones(3))
+    if world.rank == 2:
+        os.kill(pids[2], signal.SIGKILL)
+    if world.rank == 1:
+        store.wait(["rank 0 has failed"])
+        # As if its process had ended, too.
+        dist.group.WORLD.checked_barrier._processes.ended = lambda: {0, 2}
+    try:
+        dist.all_reduce(torch.ones(3))
+    finally:
+        if world.rank == 0:
+            store.set("rank 0 has failed", "")
+
+
+def told(world, program):
+    with pytest.raises(RuntimeError) as error:
+        program(world)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "program", "victim", "expected"),
+    [
+        (5, asleep, 0, "ended without coming to it"),
+        (3, late, 2, "all_reduce number 2 on .* failed: rank 2 ended without coming"),
+    ],
+)
+def test_a_killed_rank_is_noticed_long_before_the_timeout(ranks, size, program, victim, expected):
+    found = ranks("node", size, fresh=True)(told, program, dies=victim)
+    assert found.pop(victim) is None
+    assert all(re.search(expected, text) for text in found), found
+
+
+@on("gloo-2")
+def test_a_forked_child_that_closes_its_groups_is_not_taken_for_the_rank(world):
+    group = dist.new_group([0, 1])
+    ours = shared_memory_beside(group)
+    if world.rank == 1:
+        child = os.fork()
+        if child == 0:
+            ours.shutdown()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not ours.checked_barrier._memory.left[1][0]
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, group=ours, async_op=True)
+    work.wait()
+    assert tensor.tolist() == [2.0] * 3
+    dist.destroy_process_group(group)
+
+
+@on("gloo-2")
+def test_a_rank_that_does_not_come_to_the_setup_is_named(world):
+    store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
+    if world.rank == 0:
+        with pytest.raises(CommunicationError, match=r"0\.2 s passed without rank 1$"):
+            GlooTransport(store, 0, [0, 1], timedelta(seconds=0.2)).allgather(None)
+    dist.barrier()
+
+
+# An elastic job ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def an_elastic_job(folder):
+    """A rank is lost as soon as the file is there."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(waiting, "_is_broken", (Path(folder) / "lost").exists)
+        yield
+
+
+def error_of(work):
+    with pytest.raises(CommunicationError) as error:
+        work.wait()
+    return str(error.value)
+
+
+def seen(folder, name):
+    while not (Path(folder) / name).exists():
+        threading.Event().wait(0.01)
+
+
+def abandoned(world, folder):
+    """Rank 0 leaves while its sum waits for rank 1, which comes later."""
+    with an_elastic_job(folder):
+        own = dist.new_group()
+        group = shared_memory_beside(own)
+        group.allreduce([torch.ones(3)]).wait()
+        tensor, text = torch.ones(10**6), ""
+        if world.rank == 0:
+            work, after = (group.allreduce([tensor]) for _ in range(2))
+            while group.checked_barrier._memory.come[0][0] < 2:  # it waits there
+                os.sched_yield()
+            abandon_beside(own)
+            # At once: nothing may write to the tensor any more.
+            assert work.is_completed()
+            assert after.is_completed()
+            text = error_of(work)
+            assert "has failed before" in error_of(after)
+            assert tensor.eq(1).all()
+            (Path(folder) / "left").touch()
+        else:
+            seen(folder, "left")
+            text = error_of(group.allreduce([tensor]))
+            abandon_beside(own)
+        abandon_beside(own)  # there is none any more
+        dist.destroy_process_group(own)
+    return text
+
+
+def test_what_is_under_way_ends_before_a_rank_goes_on(ranks, tmp_path):
+    first, second = ranks("gloo", 2)(abandoned, str(tmp_path))
+    assert "this rank has left the group" in first
+    # Whichever of the two it has seen first.
+    assert "rank 0 ended without" in second or "another rank has given up" in second
+
+
+def lost(world, folder):
+    """Rank 1 is lost for another reason than its end: rank 0 hears of it."""
+    text = ""
+    with an_elastic_job(folder):
+        own = dist.new_group()
+        group = shared_memory_beside(own)
+        if world.rank == 0:
+            work = group.allreduce([torch.ones(3)])
+            (Path(folder) / "lost").touch()
+            text = error_of(work)
+            (Path(folder) / "heard").touch()
+        else:
+            seen(folder, "heard")
+        abandon_beside(own)
+        dist.destroy_process_group(own)
+        # Memory that is set up waits for nobody, either.
+        own = dist.new_group([0, 1])
+        if world.rank == 0:
+            with pytest.raises(CommunicationError, match="a rank of the group was lost"):
+                shared_memory_beside(own)
+        dist.destroy_process_group(own)
+    return text
+
+
+def test_a_wait_hears_of_a_lost_rank(ranks, tmp_path):
+    text, _ = ranks("gloo", 2)(lost, str(tmp_path))
+    assert "a rank of the group was lost" in text

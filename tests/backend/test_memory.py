@@ -1,0 +1,156 @@
+"""Memory that ranks share: where it lies, how it is given back, and what happens without it."""
+
+import errno
+import gc
+import mmap
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import Reducer, mpi
+from ddp_from_scratch.backend import shared_memory
+from ddp_from_scratch.errors import NoSharedMemory
+from tests.support.on_ranks import on
+from tests.support.tiers import slow
+
+
+def maps():
+    """Address and file of each part of this process's memory."""
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            address, *_, file = [*line.split(maxsplit=5), ""][:6]
+            begin, end = (int(part, 16) for part in address.split("-"))
+            yield range(begin, end), file.strip()
+
+
+def mapped():
+    """MB that are mapped of memory which ranks share."""
+    return sum(len(addresses) for addresses, file in maps() if "memfd:ddp" in file) / 2**20
+
+
+def windows_come_and_go(world):
+    group = dist.new_group()
+    before = None
+    for _ in range(20):
+        window = group.empty(2**20, torch.float32).fill_(1.0)  # 4 MiB
+        view = window[100:200]
+        del window
+        view.fill_(2.0)  # a part keeps the memory alive
+        before = before or mapped()
+        del view
+    assert mapped() <= before
+    kept = group.empty(1000, torch.float32).fill_(3.0)
+    # It has no name and takes no room in /dev/shm, which containers keep at 64 MB.
+    files = [file for addresses, file in maps() if kept.data_ptr() in addresses]
+    assert files == ["/memfd:ddp (deleted)"]
+    dist.destroy_process_group(group)
+    assert kept.eq(3.0).all()  # the group is gone, the tensor is the user's
+
+
+@pytest.mark.parametrize("backend", ["node", slow("mpi")])
+def test_memory_is_given_back_when_no_rank_uses_it(ranks, backend):
+    ranks(backend, 2)(windows_come_and_go)
+
+
+@on("gloo-2")
+def test_no_memory_or_descriptor_is_left_by_reducers(world):
+    def used():
+        gc.collect()
+        return mapped(), len(os.listdir("/proc/self/fd"))
+
+    model = torch.nn.Linear(300, 300)
+    Reducer(model).remove()
+    before = used()
+    for _ in range(20):
+        reducer = Reducer(model)
+        model(torch.ones(1, 300)).sum().backward()
+        reducer.remove()
+        del reducer
+        gc.collect()
+    # What the last one had is given back when the next is made.
+    Reducer(model).remove()
+    # Memory of earlier tests may have gone meanwhile.
+    assert all(now <= was for now, was in zip(used(), before, strict=True))
+
+
+# Too little of it --------------------------------------------------------------------------------
+
+
+def no_room(*_):
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def one_rank_without_room(world, name, rank):
+    groups = [dist.new_group()]
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == rank:
+            patch.setattr(shared_memory, name, no_room)
+        with pytest.raises(RuntimeError, match=r"2 ranks .* cannot share .*Too many open files"):
+            groups[0].empty(1000, torch.float32)
+        whole = torch.full((300_000,), world.rank + 1.0)
+        dist.all_reduce(whole, group=groups[0])  # nor a stage: messages do it
+        assert whole.eq(3.0).all()
+        groups.append(dist.new_group())  # nor a place to meet: each rank is a machine of its own
+        assert not groups[1].shares_memory
+        dist.all_reduce(whole, group=groups[1])
+        assert whole.eq(6.0).all()
+    window = groups[0].empty(10, torch.float32).fill_(1.0)
+    dist.all_reduce(window, group=groups[0])
+    assert window.eq(2.0).all()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "rank"),
+    [("mpi", "_nameless_file", 0), ("node", "_map_file", 1)],
+)
+def test_one_rank_without_room_is_heard_by_all_at_once(ranks, backend, name, rank):
+    """Whoever makes the memory, or one that wants to use it: all do without, and go on."""
+    ranks(backend, 2)(one_rank_without_room, name, rank)
+
+
+def limited(call):
+    def of_a_page(*arguments):
+        if arguments[-1] > mmap.PAGESIZE:
+            raise OSError("no room")
+        return call(*arguments)
+
+    return of_a_page
+
+
+def with_little_room(world, where):
+    """A page can be shared, and no more: nor the memory of a barrier."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if world.rank in where:
+            for name in ("_nameless_file", "_map_file"):
+                patch.setattr(shared_memory, name, limited(getattr(shared_memory, name)))
+        group = dist.new_group()
+        model = torch.nn.Linear(3, 3)
+        reducer = Reducer(model, group)
+    assert [str(w.message).endswith("no room") for w in told] == [True] * (world.rank == 0)
+    assert f"by {dist.get_backend()})" in repr(reducer)
+    model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
+    assert model.weight.grad.eq(1.5).all()
+    reducer.remove()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(
+    ("backend", "where"), [("gloo", (0,)), ("mpi", (1,)), slow("gloo", (1,)), slow("mpi", (0, 1))]
+)
+def test_without_room_for_a_barrier_all_ranks_send_messages(ranks, backend, where):
+    ranks(backend, 2)(with_little_room, where)
+
+
+@on("mpi-2")
+def test_more_memory_than_there_is_is_refused(world):
+    with pytest.raises(RuntimeError, match=r"cannot share .* bytes: this machine has less memory"):
+        dist.group.WORLD.empty(2**45, torch.float32)
+    for nbytes in (2**60, 2**64):
+        with pytest.raises(NoSharedMemory, match=f"this rank cannot have {nbytes} bytes"):
+            shared_memory.SharedMemory(mpi.MPI.COMM_SELF, nbytes)

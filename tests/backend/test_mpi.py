@@ -1,0 +1,196 @@
+"""What only the mpi backend has: its store, how its jobs end, and messages between two ranks.
+
+Rings of messages are in the random operations.
+"""
+
+import gc
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch import mpi
+from tests.support.failing_run import Run
+from tests.support.on_ranks import on
+from tests.support.ranks import mpirun
+from tests.support.tiers import slow
+
+# Groups and jobs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(mpi.BACKEND != "mpi", reason="this torch has monitored_barrier for gloo alone")
+@on("mpi-3")
+def test_monitored_barrier_names_who_is_missing(world):
+    dist.monitored_barrier()
+    group = dist.new_group()
+    if world.rank < 2:
+        with pytest.raises(RuntimeError, match="Rank 2 failed to pass monitoredBarrier"):
+            dist.monitored_barrier(group, timeout=timedelta(seconds=0.3), wait_all_ranks=True)
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_program_of_the_users_own_needs_one_import():
+    """Ranks and a store come from MPI alone, whatever else the environment says."""
+    # Where nothing is recorded the recorder's size does no harm.
+    size = {"TORCH_FR_BUFFER_SIZE": "100"} if torch.__version__ < "2.15" else {}
+    result = mpirun(
+        2,
+        """
+        import torch, torch.distributed as dist, ddp_from_scratch.mpi
+        ours = ddp_from_scratch.mpi.BACKEND
+        cases = [("gloo", "mpi://"), (ours, "mpi://")]
+        if ours == "mpi":  # where torch lets a backend take the name; see mpi/__init__.py
+            cases += [("mpi", None)] * 2  # a second time after the first was destroyed
+        for backend, method in cases:
+            dist.init_process_group(backend, init_method=method)
+            tensor = torch.tensor([dist.get_rank() + 1])
+            dist.all_reduce(tensor)
+            assert (dist.get_backend(), dist.get_world_size(), tensor.item()) == (backend, 2, 3)
+            dist.all_reduce(tensor, group=dist.new_group(backend="gloo"))
+            assert tensor.item() == 6
+            dist.destroy_process_group()
+        """,
+        **{"RANK": "7", "WORLD_SIZE": "9", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        **size,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@on("mpi-2")
+def test_a_store_outlives_the_rank_that_made_it(world):
+    store = mpi.store(mpi.placement(), timedelta(seconds=20))
+    store.set(f"rank {world.rank}", "there")
+    store.wait([f"rank {rank}" for rank in range(world.world_size)])
+    dist.barrier()
+    if world.rank == 0:
+        del store
+        gc.collect()
+    dist.barrier()
+    if world.rank == 1:
+        store.set("rank 1", "still there")
+        assert (store.get("rank 0"), store.get("rank 1")) == (b"there", b"still there")
+
+
+@pytest.mark.slow
+def test_mpi_that_was_not_started_with_threads_is_one_line():
+    setting = "import mpi4py; mpi4py.rc.thread_level = 'serialized'; from mpi4py import MPI"
+    result = mpirun(1, f"{setting}; import ddp_from_scratch.mpi")
+    assert result.returncode == 1, result.stderr
+    assert "needs MPI_THREAD_MULTIPLE; this MPI gave level" in result.stderr
+
+
+PROGRAM = """
+import os, sys
+import torch, torch.distributed as dist, ddp_from_scratch as ddp
+from ddp_from_scratch import mpi
+ddp.process_group("mpi", timeout=100.0).__enter__()
+rank, tensor = dist.get_rank(), torch.ones(1)
+dist.all_reduce(tensor, group=dist.new_group(backend="gloo"))  # meets through the same store
+dist.barrier()
+{ending}
+"""
+RAISES = """
+if rank == 1:
+    dist.all_reduce(torch.ones(1), async_op=True)
+    raise KeyError("mine")
+dist.all_reduce(torch.ones(1))
+dist.barrier()
+"""
+# A rank's own exit waits in MPI_Finalize for the others, so the launcher hears nothing.
+EARLY = "failed: rank 1 ended without coming to it"
+KILLED = "if rank == 0: os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(9))"
+ENDINGS = {
+    "raises": (RAISES, 1, "KeyError: 'mine'"),
+    "killed 0": (KILLED, 137, ""),
+    "a window": ("window = mpi.empty(100); dist.all_reduce(window)", 0, ""),
+    "ends early": ("if rank == 1: sys.exit(3)\ndist.all_reduce(torch.ones(9))", 1, EARLY),
+    "destroyed by one": ("if rank: dist.destroy_process_group()", 0, ""),
+    "aborts": (
+        "if rank == 1: mpi.MPI.COMM_WORLD.Abort(7)\ndist.all_reduce(torch.ones(9))",
+        *(7, ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", [e if e == "raises" else slow(e) for e in ENDINGS])
+def test_how_a_job_ends(ending, tmp_path):
+    text, code, told = ENDINGS[ending]
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "program.py").write_text(PROGRAM.format(ending=text))
+    command = "mpirun", "-n", "2", sys.executable, str(tmp_path / "program.py")
+    with Run(*command, TMPDIR=str(tmp_path / "tmp")) as run:
+        assert run.wait() == code, run.text
+        run.assert_nobody_left()
+        if code == 0:
+            assert run.err == ""
+        else:
+            assert run.err.count(told) == 1 or not told, run.text
+    assert list((tmp_path / "tmp").rglob("ddp-*")) == []
+
+
+# Messages ----------------------------------------------------------------------------------------
+
+
+def messages(world):
+    """Two tags, received in the other order; from any rank, into a strided tensor."""
+    if world.rank == 0:
+        for number in (1, 2):
+            dist.isend(torch.tensor([number]), dst=1, tag=number)
+        for _ in range(2):
+            tensor = torch.empty(4, 2)
+            sender = dist.recv(tensor.t())
+            assert tensor.eq(float(sender)).all()
+    else:
+        for number in (2, 1) if world.rank == 1 else ():
+            received = torch.empty(1, dtype=torch.int64)
+            dist.recv(received, src=0, tag=number)
+            assert received == number
+        dist.send(torch.full((2, 4), float(world.rank)), dst=0)
+
+
+def while_their_sender_sleeps(world):
+    """MPI moves some only while their sender is in MPI, and it sleeps there until all have come."""
+    handles = []
+    for size in (1000, 5000, 100_000, 1_000_000):
+        for count in (1, 20, 200):
+            tensor = torch.zeros(size, dtype=torch.uint8)
+            if world.rank == 0:
+                handles += [dist.isend(tensor, dst=1) for _ in range(count)]
+            if world.rank == 1:
+                for _ in range(count):
+                    dist.recv(tensor, src=0)
+            dist.all_reduce(torch.ones(5), async_op=count == 20)
+    for handle in handles:
+        handle.wait()
+    dist.barrier()
+
+
+def that_do_not_fit(world):
+    if world.rank == 0:
+        for size in (10, 5, 10):
+            dist.send(torch.ones(size), dst=1)
+        return
+    # MPI reports a larger one where it arrives.
+    told = r"recv from rank 0 on rank 1 .* failed.*(?i:truncated)"
+    with pytest.raises(RuntimeError, match=told):
+        dist.recv(torch.ones(5), src=0)
+    # A smaller one it takes: the rest would stay as it was.
+    received = torch.zeros(10)
+    handle = dist.irecv(received, src=0)
+    with pytest.raises(RuntimeError, match=r"recv from rank 0 .*: 20 bytes came, expected 40$"):
+        handle.wait()
+    assert not handle.is_success()
+    dist.recv(received, src=0)
+    assert received.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("called", "size"),
+    [(messages, 3), (while_their_sender_sleeps, 2), (that_do_not_fit, 2)],
+)
+def test_messages(ranks, called, size):
+    ranks("mpi", size)(called)

@@ -1,0 +1,208 @@
+"""All-reduces of ranks on several machines, on one that stands for them."""
+
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.backend.all_reduce import GATHERED, STAGED_FROM
+from ddp_from_scratch.backend.barrier import EAGER_NBYTES
+from ddp_from_scratch.backend.reduction import CHUNK
+from ddp_from_scratch.backend.stage import PIECE_ACROSS
+from tests.support.machines import OPERATIONS, SIZES, group_over, machines
+from tests.support.tiers import slow
+
+ROW = EAGER_NBYTES  # elements, enough to be staged
+PATIENCE = timedelta(seconds=20)
+
+
+def backends_and(*all_sizes):
+    """Node over the first of these in the quick tier; over all, mpi and node in turn."""
+    rest = [slow(("mpi", "node")[i % 2], sizes) for i, sizes in enumerate(all_sizes)]
+    return pytest.mark.parametrize(("backend", "sizes"), [("node", all_sizes[0]), *rest])
+
+
+def over_machines(world, sizes):
+    n, r = world.world_size, world.rank
+    group = group_over(world, sizes)
+    assert group.machines == len(sizes)
+    for numel in (*SIZES, 3 * PIECE_ACROSS // 4 + 1):
+        for make in (torch.empty, lambda n: group.empty(n, torch.float32)):
+            tensor = make(numel)
+            for op, expected in OPERATIONS.items():
+                tensor.fill_(r + 1)
+                dist.all_reduce(tensor, op, group=group)
+                assert tensor.eq(expected(range(1, n + 1))).all(), (numel, op)
+    for outside in range(n):  # one rank has a tensor in no window: all go the same way
+        shared = group.empty(PIECE_ACROSS, torch.float32)
+        tensor = (torch.empty(PIECE_ACROSS) if r == outside else shared).fill_(r + 1)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.eq(n * (n + 1) / 2).all()
+    for numel in (1, 1000):
+        tensor = torch.full((numel, 2), r)[:, 0]
+        dist.broadcast(tensor, n - 1, group=group)
+        assert tensor.eq(n - 1).all()
+    parts = [torch.empty(s + 1) for s in range(n)]
+    dist.all_to_all(parts, [torch.full((r + 1,), float(r))] * n, group=group)
+    assert all(part.eq(s).all() for s, part in enumerate(parts))
+    dist.all_gather(parts, torch.full((r + 1,), r + 1.0), group=group)
+    assert all(part.eq(s + 1).all() for s, part in enumerate(parts))
+    flags = torch.tensor([r == 0, False])
+    dist.all_reduce(flags, group=group)
+    assert flags.tolist() == [True, False]
+    tensor = torch.full((5,), r + 1.0)
+    group.average_on_machine(tensor).wait()
+    here = [rank + 1 for rank in range(n) if machines(sizes, rank) == machines(sizes, r)]
+    assert tensor.eq(sum(here) / len(here)).all()
+    for numel in (9, STAGED_FROM):
+        # 257 in bfloat16 is 256: each machine's sum is rounded once, and nothing else.
+        tensor = torch.full((numel,), 257.0)
+        group.allreduce([tensor], crossing=torch.bfloat16).wait()
+        sums = [257.0 * size for size in sizes] if numel > 9 else [257.0] * n
+        assert tensor.eq(torch.tensor(sums).bfloat16().sum().float()).all(), numel
+    dist.destroy_process_group(group)
+
+
+@backends_and((2, 1), (2, 2), (1, 1))
+def test_several_machines(ranks, backend, sizes):
+    ranks(backend, sum(sizes))(over_machines, sizes)
+
+
+def asleep(seconds, sleep=time.sleep):
+    """Longer than any timeout here: what has the same one may be first to see it."""
+    sleep(max(seconds, 0.7))
+
+
+def failures_over_machines(world, sizes):
+    # Who is missing is known on its own machine, elsewhere only that it is on another one.
+    near = machines(sizes, world.rank) == 0
+    group = group_over(world, sizes, timedelta(seconds=0.5))
+    if world.rank > 0:
+        missing = "rank 0$" if near else "ranks on other machines$|another rank has given up"
+        with pytest.raises(RuntimeError, match=missing), patch.object(time, "sleep", asleep):
+            dist.barrier(group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    # Different calls are told, wherever they come from.
+    group = group_over(world, sizes, PATIENCE)
+    with pytest.raises(RuntimeError, match=r"different operations: .* another machine's ranks all"):
+        dist.all_reduce(torch.ones(5 if near else 6), group=group)
+    dist.destroy_process_group(group)
+
+
+@backends_and((2, 1), (1, 1))
+def test_failures_of_several_machines(ranks, backend, sizes):
+    ranks(backend, sum(sizes))(failures_over_machines, sizes)
+
+
+REDUCED = {
+    dist.ReduceOp.SUM: lambda values: values.sum(0),
+    dist.ReduceOp.AVG: lambda values: values.sum(0) / len(values),
+    dist.ReduceOp.PRODUCT: lambda values: values.prod(0),
+    dist.ReduceOp.MIN: lambda values: values.amin(0),
+    dist.ReduceOp.MAX: lambda values: values.amax(0),
+}
+# Elements: none, fewer than ranks, on either side of what 2 and 3 ranks gather, of what is left to
+# messages, and more than are summed at a time.
+SIXTEEN_BIT_SIZES = (
+    *(0, 1, 2, GATHERED // 6, GATHERED // 6 + 1, GATHERED // 4, GATHERED // 4 + 1),
+    *(STAGED_FROM // 2 - 1, STAGED_FROM // 2, 5 * CHUNK + 7),
+)
+
+
+def sixteen_bits(world, sizes):
+    n, r = world.world_size, world.rank
+    group = group_over(world, sizes)
+    kinds = [(torch.bfloat16, torch.empty), (torch.float16, torch.empty)]
+    for dtype, make in [*kinds, (torch.bfloat16, lambda n, dtype: group.empty(n, dtype))]:
+        for numel in SIXTEEN_BIT_SIZES:
+            # Small integers and their thirds: exact, but for averages over 3, rounded at the end.
+            values = torch.arange(n * numel).view(n, numel).remainder(7).sub(3).float()
+            tensor = make(numel, dtype=dtype)
+            for op, reduced in REDUCED.items():
+                tensor.copy_(values[r])
+                dist.all_reduce(tensor, op, group=group)
+                if op == dist.ReduceOp.AVG:
+                    torch.testing.assert_close(tensor, reduced(values).to(dtype))
+                else:
+                    assert tensor.equal(reduced(values).to(dtype)), (numel, op)
+    # Whatever the values, the bits are everybody's.
+    generator = torch.Generator().manual_seed(r)
+    for numel in SIXTEEN_BIT_SIZES:
+        tensor = torch.randn(numel, generator=generator).bfloat16()
+        dist.all_reduce(tensor, group=group)
+        bits = [None] * n
+        dist.all_gather_object(bits, tensor.view(torch.uint8).numpy().tobytes())
+        assert len(set(bits)) == 1, numel
+    # An average of large numbers overflows nowhere.
+    for numel in (5, GATHERED, ROW):
+        tensor = torch.full((numel,), 60000.0, dtype=torch.float16)
+        averaged = tensor.clone()
+        dist.all_reduce(averaged, dist.ReduceOp.AVG, group=group)
+        torch.testing.assert_close(averaged, tensor, rtol=1e-3, atol=0.0)
+    dist.destroy_process_group(group)
+
+
+@backends_and((2, 1), (1, 1, 1), (1, 2))
+def test_sixteen_bit_floats_over_several_machines(ranks, backend, sizes):
+    ranks(backend, sum(sizes))(sixteen_bits, sizes)
+
+
+def roundings(world, sizes):
+    """How often 16-bit floats are rounded: 1 + 2**-8 is not a bfloat16, and rounds to 1."""
+    group, alone = group_over(world, sizes), max(sizes) == 1
+    for numel in (1, GATHERED, ROW):
+        tensor = torch.full((numel,), 1.0 if world.rank == 0 else 2**-8, dtype=torch.bfloat16)
+        once = alone or tensor.nbytes < STAGED_FROM
+        dist.all_reduce(tensor, group=group)
+        # Else 1 + 2**-8 is rounded on the machine of ranks 0 and 1, before rank 2's is added.
+        assert tensor.eq(1 + 2**-7 if once else 1.0).all(), numel
+    # An average's third of a machine's sum is rounded: of the smallest float16, to nothing.
+    smallest = 2.0**-24
+    tensor = torch.full((ROW,), 0.0 if world.rank == 1 else smallest, dtype=torch.float16)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+    assert tensor.eq(smallest if alone else 0.0).all()
+    dist.destroy_process_group(group)
+
+
+@backends_and((2, 1), (1, 1, 1))
+def test_sixteen_bit_floats_are_rounded_again_only_after_a_machines_sum(ranks, backend, sizes):
+    ranks(backend, 3)(roundings, sizes)
+
+
+def a_machine_that_falls_silent(world, folder):
+    """It comes to the meeting, and then its cable is pulled: MPI itself would wait for it."""
+    group = group_over(world, [1, 1])
+    group.set_timeout(timedelta(seconds=0.2))
+    options = dist.AllreduceOptions()
+    options.asyncOp = False  # as dist.all_reduce calls it where the caller waits
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"did not end within 2\.2 s: ranks on other machin"):
+            group.allreduce([torch.ones(9)], options).wait()
+        Path(folder, "back").touch()
+    else:
+        everyone = group._nodes.everyone
+        by_mpi = everyone.exchange
+
+        def later(*arguments):
+            while not Path(folder, "back").exists():
+                threading.Event().wait(0.01)
+            by_mpi(*arguments)
+
+        everyone.exchange = later
+        with suppress(RuntimeError):  # nor can it wait longer than that
+            group.allreduce([torch.ones(9)], options).wait()
+    group._worker.close(10.0)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.slow
+def test_a_call_that_waits_leaves_mpi_in_time(ranks, tmp_path):
+    ranks("mpi", 2)(a_machine_that_falls_silent, tmp_path)
