@@ -543,7 +543,7 @@ class CoreReducer:
         for takes_over in self.calls["takes_over_end"]:
             if takes_over():
                 return
-        if self.launch_rest() and (error := self.finish_pass()) is not None:
+        if self.launch_rest() and (error := self.finish()) is not None:
             raise error
 
     def launch_rest(self) -> bool:
@@ -573,14 +573,6 @@ class CoreReducer:
             # A later pass may add to them, or zero_grad() drop them.
             bucket.restore_grads()
 
-    def finish_pass(self) -> RuntimeError | None:
-        """Finishes the average; returns the error of this rank alone."""
-        error, self._error = self._error, None
-        self.finish(takes_part=error is None)
-        for call in self.calls["error"]:
-            error = error or call()
-        return error
-
     def break_off(self, number: int) -> None:
         """Notes that an exception has ended the pass, before `backward()` raises it."""
         if self.pass_number == number:
@@ -588,8 +580,15 @@ class CoreReducer:
         for call in self.calls["on_break"]:
             call(number)
 
-    def finish(self, takes_part: bool) -> None:
-        """Waits for each bucket in order and unpacks it, but not on a rank that takes no part."""
+    def finish(self, takes_part: bool = True) -> RuntimeError | None:
+        """Waits for each bucket in order and unpacks it; returns the error of this rank alone.
+
+        Args:
+            takes_part: False leaves each `.grad` as it is.
+        """
+        errors = self.calls["error"] if takes_part else []
+        error, self._error = self._error, None
+        takes_part = takes_part and error is None
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
         for call in self.calls["on_all_launched"]:
             call()
@@ -614,6 +613,9 @@ class CoreReducer:
             self._agree_on_order()
         for call in self.calls["on_average"]:
             call(self.iteration, takes_part)
+        for call in errors:
+            error = error or call()
+        return error
 
     def _wait(self, bucket: Bucket) -> None:
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext

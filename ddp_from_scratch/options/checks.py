@@ -143,15 +143,6 @@ class ModuleSnapshot:
         self._empty = [table for table in tables if not table]
         self._owned = [*chain.from_iterable(self._full)]
 
-    def _owns_others(self) -> bool:
-        # Cheaper than collecting names in every forward pass.
-        owned = chain.from_iterable(self._full)
-        return (
-            not all(map(is_, owned, self._owned))
-            or sum(map(len, self._full)) != len(self._owned)
-            or any(self._empty)
-        )
-
     def looks_different(self, all_of_it: bool) -> bool:
         """True if `difference` is to look for a change; asked in every forward pass.
 
@@ -160,7 +151,10 @@ class ModuleSnapshot:
         everyone = self.parameters.values()
         if [*map(_requires_grad, everyone)] != self._traits[0]:
             return True
-        if self._owns_others():
+        # Cheaper than collecting names in every forward pass.
+        if not all(map(is_, chain.from_iterable(self._full), self._owned)):
+            return True
+        if sum(map(len, self._full)) != len(self._owned) or any(self._empty):
             return True
         if not all_of_it:
             return False
@@ -179,21 +173,20 @@ class ModuleSnapshot:
 
         With `may_freeze` a parameter that required a gradient may require none now.
         """
-        if self._owns_others():
-            now = self._parameters_of(module)
-            for name in self.parameters | now:
-                then, this = self.parameters.get(name), now.get(name)
-                if this is None and hasattr(then, "_st_info"):
-                    # Inside a DTensor from the first forward on; see `torch_ddp/internals.py`.
-                    continue
-                # A substitute is there for one call only (torch.func.functional_call).
-                if then is not this and not (then is not None and _is_substitute(this)):
-                    verb = "removed" if this is None else "added" if then is None else "replaced"
-                    return f"parameter {name} was {verb}"
-            # A layer was replaced and its parameters were kept: converted batch norm. Substitutes
-            # are not recorded: once they are freed, Python may give their ids to other objects.
-            if not any(_is_substitute(parameter) for parameter in now.values()):
-                self.look_at(module)
+        now = self._parameters_of(module)
+        for name in self.parameters | now:
+            then, this = self.parameters.get(name), now.get(name)
+            if this is None and hasattr(then, "_st_info"):
+                # Inside a DTensor from the first forward on; see `torch_ddp/internals.py`.
+                continue
+            # A substitute is there for one call only (torch.func.functional_call).
+            if then is not this and not (then is not None and _is_substitute(this)):
+                verb = "removed" if this is None else "added" if then is None else "replaced"
+                return f"parameter {name} was {verb}"
+        # A layer was replaced and its parameters were kept: converted batch norm. Substitutes
+        # are not recorded: once they are freed, Python may give their ids to other objects.
+        if not any(_is_substitute(parameter) for parameter in now.values()):
+            self.look_at(module)
         everyone = self.parameters.values()
         traits = [*map(_requires_grad, everyone)], [*map(_dtype, everyone)]
         devices = [*map(_device, everyone)]

@@ -107,7 +107,7 @@ class Several(Extension):
         # Everything is launched before anything is waited for: finishing has collectives, too.
         complete = [r for r in together if r.launch_rest()]
         # Averaged first, then raised: the other ranks' averages need this rank's buckets.
-        errors = [error for r in complete if (error := r.finish_pass()) is not None]
+        errors = [error for r in complete if (error := r.finish()) is not None]
         if errors:
             raise errors[0]
         return True
