@@ -229,6 +229,8 @@ def _by_messages(
         compressed = flat.to(crossing)
         _by_messages(transport, compressed, Reduction.of(reduction.op, crossing, 1), None)
         flat.copy_(compressed)
+    elif transport.size == 1:
+        reduction.fold([flat], flat)
     elif flat.nbytes * transport.size <= GATHERED:
         everybodys = flat.new_empty(transport.size, flat.numel()).unbind()
         transport.exchange([flat] * transport.size, everybodys)
