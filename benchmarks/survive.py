@@ -75,7 +75,7 @@ class Run:
 def main() -> int:
     """Runs the drill, prints and writes what it found; returns the exit code."""
     options = parse(sys.argv[1:])
-    train = ["--shards", str(options.shards), "--epochs", str(options.epochs)]
+    train = ["--virtual-ranks", str(options.virtual_ranks), "--epochs", str(options.epochs)]
     ours = [*train, "--nproc", str(options.nproc), "--elastic"]
     ours += ["--max-restarts", str(2 * options.kills)]
     python = [sys.executable, "-m", "ddp_from_scratch"]
@@ -140,7 +140,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="seconds between two kills, at the mean; within 2 a rank still joins (default: 1.5)",
     )
     parser.add_argument("--nproc", type=int, default=4, help="ranks (default: 4)")
-    parser.add_argument("--shards", type=int, default=8, help="(default: 8)")
+    parser.add_argument("--virtual-ranks", type=int, default=8, help="(default: 8)")
     parser.add_argument("--epochs", type=int, default=150, help="(default: 150)")
     parser.add_argument("--seed", type=int, default=0, help="of the kills (default: 0)")
     parser.add_argument(

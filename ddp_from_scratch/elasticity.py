@@ -31,7 +31,7 @@ class ElasticRun:
         timeout: float,
     ) -> None:
         self.step = 0  # the number of steps that are finished
-        self._membership = Membership(world, reducer.shard_count, timeout)
+        self._membership = Membership(world, reducer.virtual_rank_count, timeout)
         self._reducer = reducer
         self._stateful: list[Stateful] = [optimizer, *others]
         # True once this attempt's optimizer has stepped: then the step is finished.
@@ -166,27 +166,27 @@ def elastic(
 
         with ddp.process_group("gloo") as world:
             model = Net()
-            reducer = ddp.Reducer(model, shards=8)
+            reducer = ddp.Reducer(model, virtual_ranks=8)
             optimizer = ddp.SGD(model.parameters(), lr=0.1, reducer=reducer)
             run = ddp.elastic(world, reducer, optimizer)
             for attempt in run.attempts(1000):
                 with attempt:
                     optimizer.zero_grad()
-                    for shard in reducer.shard_range:
-                        with reducer.shard(shard):
-                            loss_of(model, run.step, shard).backward()
+                    for virtual_rank in reducer.virtual_rank_range:
+                        with reducer.virtual_rank(virtual_rank):
+                            loss_of(model, run.step, virtual_rank).backward()
                     optimizer.step()
 
     Start it with `ddp.start_ranks(command, [4], max_restarts=3)`. There each process is alone until
     the first attempt. A rank that is lost there breaks the attempt off: the others drop what they
-    have of it, open a group without that rank, share the shards out among themselves and repeat the
-    step. The process that is started in its place joins at the end of a step, and takes parameters,
-    buffers and the states of `optimizer` and `others` from a rank that has them. Under any other
-    launcher the first lost rank ends the run, as it does elsewhere.
+    have of it, open a group without that rank, share the virtual ranks out among themselves and
+    repeat the step. The process that is started in its place joins at the end of a step, and takes
+    parameters, buffers and the states of `optimizer` and `others` from a rank that has them. Under
+    any other launcher the first lost rank ends the run, as it does elsewhere.
 
     Args:
         world: that of `process_group("gloo")`.
-        reducer: with `shards`; so that no sample is lost or seen twice.
+        reducer: with `virtual_ranks`; so that no sample is lost or seen twice.
         optimizer: steps once in each attempt, at its end.
         others: what else has a `state_dict` that the run needs, but no second optimizer: a
             step that only one of them has taken can be neither repeated nor finished.
@@ -195,12 +195,13 @@ def elastic(
     Raises:
         UsageError: the backend is not gloo.
         TypeError: an optimizer is among the others.
-        RuntimeError: the reducer has no shards. From `optimizer.step()`: its second in an attempt.
+        RuntimeError: the reducer has no virtual ranks. From `optimizer.step()`: its second in an
+            attempt.
     """
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")
-    # Raises without shards: on fewer ranks a step would have fewer samples.
-    _ = reducer.shard_range
+    # Raises without virtual ranks: on fewer ranks a step would have fewer samples.
+    _ = reducer.virtual_rank_range
     if any(isinstance(one, torch.optim.Optimizer) for one in others):
         raise TypeError(
             "ddp.elastic takes one optimizer, which steps once in an attempt: give it all "

@@ -27,8 +27,8 @@ from ddp_from_scratch.options.tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.options.unused import Unused
 from ddp_from_scratch.options.views import Views
 from ddp_from_scratch.options.weight import GradientWeight
-from ddp_from_scratch.shards.shards import Shards
 from ddp_from_scratch.sync.check_sync import DriftCheck
+from ddp_from_scratch.virtual_ranks.virtual_ranks import VirtualRanks
 from ddp_from_scratch.watch.stall import Progress, StallWatch
 from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
 
@@ -77,10 +77,10 @@ class Reducer(CoreReducer):
             for, how often, how long, and in which phase (`watch/stragglers.py`). None means never.
         ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
             that sums are taken in the same order and have the same bits.
-        shards: a power of two. A step's batch is this many equal shards, each rank runs those of
-            `shard_range`, and their gradients are summed along a fixed tree (`shards/`): the
-            same bits on any number of ranks. Implies `broadcast_buffers`; buckets keep their
-            layout.
+        virtual_ranks: a power of two. A step's batch is this many equal virtual ranks, each rank
+            runs those of `virtual_rank_range`, and their gradients are summed along a fixed tree
+            (`virtual_ranks/`): the same bits on any number of ranks. Implies `broadcast_buffers`;
+            buckets keep their layout.
         extensions: of your own (`core/extension.py`), called after those of the options.
 
     Attributes:
@@ -125,7 +125,7 @@ class Reducer(CoreReducer):
         fuse_wgrad: bool = False,
         ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
-        shards: int | None = None,
+        virtual_ranks: int | None = None,
         extensions: Iterable[Extension] = (),
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
@@ -135,15 +135,15 @@ class Reducer(CoreReducer):
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
         if fuse_wgrad and not on_cpu:
             raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
-        if shards is not None and bucket_cap_mb == AUTO:
-            raise ValueError('bucket_cap_mb="auto" cannot be used with shards=V')
+        if virtual_ranks is not None and bucket_cap_mb == AUTO:
+            raise ValueError('bucket_cap_mb="auto" cannot be used with virtual_ranks=V')
         self.ignore, self.joining = frozenset(ignore), False
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
         self._auto = bucket_cap_mb == AUTO
         self.buffer_sync = BufferSync(module, process_group, ignore)
-        self._shards: Shards | None = None
-        if shards is not None:
-            self._shards = Shards(shards, self.buffer_sync.named, fuse_wgrad)
+        self._virtual_ranks: VirtualRanks | None = None
+        if virtual_ranks is not None:
+            self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.named, fuse_wgrad)
         sparse = sparse_parameters(module)
 
         def options() -> Iterator[Extension]:
@@ -154,11 +154,11 @@ class Reducer(CoreReducer):
             yield Checks(snapshot, ignore)
             if find_unused_parameters or static_graph or skip_unused:
                 yield Unused(find_unused_parameters, static_graph, skip_unused)
-            if broadcast_buffers or shards is not None:
+            if broadcast_buffers or virtual_ranks is not None:
                 self.buffer_sync.enable(True)
                 yield self.buffer_sync
-            if self._shards is not None:
-                yield self._shards
+            if self._virtual_ranks is not None:
+                yield self._virtual_ranks
             if self._auto:
                 yield BucketTuning()
             if stall_after is not None:
@@ -177,16 +177,18 @@ class Reducer(CoreReducer):
             process_group,
             bucket_caps=caps,
             overlap=overlap,
-            # With shards the layout is final: an average that failed on some ranks changes nothing.
-            ready_order=ready_order or (list(parameters)[::-1] if shards is not None else None),
+            # With virtual ranks the layout is final: an average that failed on some ranks changes
+            # nothing.
+            ready_order=ready_order
+            or (list(parameters)[::-1] if virtual_ranks is not None else None),
             apart={name: SparseBucket for name, p in parameters.items() if id(p) in sparse},
             transport=shared_memory_beside if shared_memory and on_cpu else _itself,
-            # Memory of a group ends with it, and shards may go on in another group.
-            meets=self._meets() and shards is None,
+            # Memory of a group ends with it, and virtual ranks may go on in another group.
+            meets=self._meets() and virtual_ranks is None,
             owner=several.next_name,
             extensions=options(),
         )
-        several.add(self, self.group() if self._meets() and shards is None else None)
+        several.add(self, self.group() if self._meets() and virtual_ranks is None else None)
 
     def _meets(self) -> bool:
         """True if all ranks make this object together."""
@@ -324,8 +326,10 @@ class Reducer(CoreReducer):
 
     def check_free(self, what: str) -> None:
         """Raises if the comm hook is fixed; `what` needs another one."""
-        if self._shards is not None:
-            raise RuntimeError(f"shards=V has a sum of its own and cannot be used with {what}")
+        if self._virtual_ranks is not None:
+            raise RuntimeError(
+                f"virtual_ranks=V has a sum of its own and cannot be used with {what}"
+            )
 
     def _check_idle(self, text: str) -> None:
         if any(bucket.begun for bucket in self.all_buckets):
@@ -399,36 +403,38 @@ class Reducer(CoreReducer):
         self.await_hook()
         self.finish(takes_part=False)
 
-    # Shards -------------------------------------------------------------------------------------
+    # Virtual ranks
+    # -------------------------------------------------------------------------------------
 
     @property
-    def shard_count(self) -> int:
-        """The shards of a step on all ranks together."""
-        return self._with_shards().count
+    def virtual_rank_count(self) -> int:
+        """The virtual ranks of a step on all ranks together."""
+        return self._with_virtual_ranks().count
 
     @property
-    def shard_range(self) -> range:
-        """The shards that this rank runs in a step of the present group, in this order."""
-        return self._with_shards().range()
+    def virtual_rank_range(self) -> range:
+        """The virtual ranks that this rank runs in a step of the present group, in this order."""
+        return self._with_virtual_ranks().range()
 
-    def shard(self, index: int) -> AbstractContextManager[None]:
-        """Runs shard `index` inside: forward, and one backward pass outside of `no_sync()`."""
-        return self._with_shards().run(index, self)
+    def virtual_rank(self, index: int) -> AbstractContextManager[None]:
+        """Runs virtual rank `index` inside: forward, and one backward pass without `no_sync()`."""
+        return self._with_virtual_ranks().run(index, self)
 
-    def run_shards(self, function: Callable[[int], object]) -> None:
-        """Calls a function for each of `shard_range`, as if inside `shard(i)`.
+    def run_virtual_ranks(self, function: Callable[[int], object]) -> None:
+        """Calls a function for each of `virtual_rank_range`, as if inside `virtual_rank(i)`.
 
-        With synchronised batch norm the shards of a rank run in lock step, each in a thread of its
-        own and one at a time, and take the moments of all shards. Then the function should set
-        what torch keeps for each thread (autocast aside), and all graphs are there at once.
+        With synchronised batch norm the virtual ranks of a rank run in lock step, each in a thread
+        of its own and one at a time, and take the moments of all virtual ranks. Then the function
+        should set what torch keeps for each thread (autocast aside), and all graphs are there at
+        once.
 
         Raises:
-            RuntimeError: shards run different layers.
+            RuntimeError: virtual ranks run different layers.
         """
-        self._with_shards().run_all(function, self)
+        self._with_virtual_ranks().run_all(function, self)
 
     def set_step(self, step: int, seed: int | None = None) -> None:
-        """Goes on with shards from `step`, the number of steps before it. Alike on all ranks.
+        """Goes on with virtual ranks from step `step`, counted from 0. Alike on all ranks.
 
         Between two steps. The ranks may be others than before.
 
@@ -436,7 +442,7 @@ class Reducer(CoreReducer):
             step: from 0.
             seed: of the generators; None leaves it, 0 at the start.
         """
-        self._with_shards().set_step(step, seed)
+        self._with_virtual_ranks().set_step(step, seed)
         self.iteration = step
         self.pass_number = IDLE
         for call in self.calls["on_set_step"]:
@@ -445,18 +451,18 @@ class Reducer(CoreReducer):
     def abort_step(self) -> None:
         """Forgets a step that failed before the optimizer's: it may be repeated. Idempotent."""
         super().abort_step()
-        if self._shards is not None:
-            self.iteration = self._shards.step
+        if self._virtual_ranks is not None:
+            self.iteration = self._virtual_ranks.step
 
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
         super().remove()
         several.remove(self)
 
-    def _with_shards(self) -> Shards:
-        if self._shards is None:
-            raise RuntimeError("this Reducer has no shards: make it with shards=V")
-        return self._shards
+    def _with_virtual_ranks(self) -> VirtualRanks:
+        if self._virtual_ranks is None:
+            raise RuntimeError("this Reducer has no virtual ranks: make it with virtual_ranks=V")
+        return self._virtual_ranks
 
 
 @dataclass(frozen=True)

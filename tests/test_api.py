@@ -30,15 +30,15 @@ ROOMS = {
         "membership": "group launch node waiting world",
         "options": "backend core errors gpu group sync waiting",
         "comm_hooks": "core options",
-        "shards": "core errors gpu group options sync waiting",
+        "virtual_ranks": "core errors gpu group options sync waiting",
         "watch": "backend core errors gpu group options",
-        "reducer": "backend core group node options shards sync watch",
+        "reducer": "backend core group node options sync virtual_ranks watch",
         "elasticity": "errors group launch membership reducer waiting world",
         "optim": "backend core reducer sync",
         "torch_ddp": "comm_hooks core gpu group options reducer sync",
         "bench": "errors gpu launch node optim reducer sync watch world",
         "training": "comm_hooks core errors gpu group launch membership optim options reducer "
-        "shards sync waiting watch world",
+        "sync virtual_ranks waiting watch world",
     }.items()
 }
 

@@ -28,9 +28,9 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
-ENGINE = ["core", "options", "shards/tree.py"]
+ENGINE = ["core", "options", "virtual_ranks/tree.py"]
 # The folders that find most first: a mutant's run ends with the first failure.
-TESTS = ["core", "options", "shards", "sync", "optim", "torch_ddp"]
+TESTS = ["core", "options", "virtual_ranks", "sync", "optim", "torch_ddp"]
 
 
 def mutants(package: Path) -> list[MutationSpec]:

@@ -30,7 +30,7 @@ class Batches(Protocol):
         """Returns the sum of a row of each batch; may overwrite `row`. Collective."""
 
 
-# Set where a rank has several batches in a step (`shards/lock_step.py`).
+# Set where a rank has several batches in a step (`virtual_ranks/lock_step.py`).
 several_batches: ContextVar[Batches | None] = ContextVar("several_batches", default=None)
 
 

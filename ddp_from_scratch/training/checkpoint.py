@@ -23,10 +23,10 @@ from torch import nn
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError, one_line
-from ddp_from_scratch.shards.tree_reduction import generator_states, set_generator_states
 from ddp_from_scratch.training.contents import check_contents, check_fit
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.virtual_ranks.tree_reduction import generator_states, set_generator_states
 
 LOCK_FILE = ".lock"
 FORMAT = "ddp_from_scratch checkpoint"

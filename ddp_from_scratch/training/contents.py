@@ -52,7 +52,7 @@ def check_contents(state: Mapping[str, Any]) -> None:
         caps = buckets["bucket_cap_mb"]
         for cap in caps if isinstance(caps, list | tuple) else [caps]:
             _expect(type(cap) in (int, float) and cap >= 0, "bucket_cap_mb is not a size")
-    ranks = 0 if settings.get("shards") else state["world_size"]
+    ranks = 0 if settings.get("virtual_ranks") else state["world_size"]
     right = isinstance(everyone, list) and len(everyone) == ranks
     _expect(right, "rng does not hold the generators of each rank")
     for rank, of_rank in enumerate(everyone):

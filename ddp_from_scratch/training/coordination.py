@@ -20,9 +20,9 @@ from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.launch.rank_process import is_communication_error
-from ddp_from_scratch.shards.tree_reduction import seed_generators
 from ddp_from_scratch.training.datasets import ImageData, load_dataset
 from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world import World
 

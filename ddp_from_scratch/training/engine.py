@@ -14,7 +14,6 @@ from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.membership import Membership, hand_on
 from ddp_from_scratch.optim.flat_optimizer import SGD
 from ddp_from_scratch.reducer import Reducer
-from ddp_from_scratch.shards.tree_reduction import seed_generators
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.training import checkpoint
@@ -31,6 +30,7 @@ from ddp_from_scratch.training.loaders import RankData
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
+from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
 from ddp_from_scratch.world import World
@@ -41,7 +41,7 @@ _ASKED = {"the command": "train"}
 class Engine:
     """All that a training run has on this rank, and its position: epoch and step.
 
-    1. Data: this rank's shard.
+    1. Data: this rank's part.
     2. Model: built alike on every rank, then made equal to rank 0's.
     3. Where to begin: at the start, or where a checkpoint left off.
     4. Engine: the Reducer, which averages gradients, and the optimizer.
@@ -70,7 +70,7 @@ class Engine:
                 if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
                     raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
             # With --elastic this process is alone until 3.
-            self.membership = Membership(world, settings.shards or 1, settings.timeout)
+            self.membership = Membership(world, settings.virtual_ranks or 1, settings.timeout)
             if not self.membership.elastic:
                 self._open_outputs()
         # 3. Where to begin
@@ -90,7 +90,7 @@ class Engine:
             self._restore(state)
             # Last: it sets PowerSGD's state to the restored scaler's scale.
             self.compression.restore(compressed, self.scaler, self.report)
-        if settings.shards is not None:
+        if settings.virtual_ranks is not None:
             self.reducer.set_step(self.global_step, settings.seed)
         self.membership.note_state()
 
@@ -105,7 +105,7 @@ class Engine:
                     return state, None
                 broadcast_parameters(self.model)
                 # From here on ranks draw different numbers: all have built the same model.
-                if self.settings.shards is None:
+                if self.settings.virtual_ranks is None:
                     seed_generators(self.settings.seed + self.world.rank)
                 return self._find_checkpoint()
             except Exception as error:  # noqa: BLE001  # raised again where it ends the run
@@ -126,7 +126,7 @@ class Engine:
         state = on_rank_zero(read, self.group)
         if state is not None:
             changes = settings.changes_since(state["settings"])
-            now = {} if settings.shards else {"world_size": self.world.world_size}
+            now = {} if settings.virtual_ranks else {"world_size": self.world.world_size}
             now["global_batch_size"] = self.data.global_batch_size
             changes += [f"{k} {state[k]} -> {v}" for k, v in now.items() if state[k] != v]
             if changes:
@@ -157,12 +157,12 @@ class Engine:
             **buckets_to_begin_with(settings, state, world.world_size),
             shared_memory=settings.shared_memory,
             gradient_as_bucket_view=True,
-            # Every shard is judged by rank 0's running statistics.
+            # Every part is judged by rank 0's running statistics.
             broadcast_buffers=True,
             check_every=settings.check_sync or None,
             stall_after=settings.stall_after if settings.stall_after < math.inf else None,
             ready_order=None if state is None else state["ready_order"],
-            shards=settings.shards,
+            virtual_ranks=settings.virtual_ranks,
         )
         self.compression = Compression(settings, self.reducer, self.group)
         self.optimizer = SGD(
@@ -240,7 +240,7 @@ class Engine:
             return
         # Gathered by all ranks first: inside `together` rank 0 works alone.
         generators: list[Any] = []
-        if self.settings.shards is None:  # with shards they are seeded in each step
+        if self.settings.virtual_ranks is None:  # with virtual ranks they are seeded in each step
             generators = [None] * self.world.world_size
             dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
         compressed, totals = self.compression.state(), self._totals_of_all()

@@ -1,4 +1,4 @@
-"""Deals a dataset out to the ranks: shuffled shards to train on, exact shards to test on.
+"""Deals a dataset out to the ranks: shuffled parts to train on, exact parts to test on.
 
 Neither loader touches the global random generators, so that a checkpoint of those is all that a
 resumed run needs to repeat the old one.
@@ -19,13 +19,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.shards.tree import shard_range
 from ddp_from_scratch.training.datasets import ImageData, Sample
 from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.virtual_ranks.tree import virtual_rank_range
 from ddp_from_scratch.world import World
 
 
-class _ShardSampler(DistributedSampler[int]):
+class _Sampler(DistributedSampler[int]):
     """torch's DistributedSampler, shuffling, with a position that an epoch can start from.
 
     The permutation of an epoch depends on the seed and the epoch alone, and is dealt out like
@@ -39,8 +39,9 @@ class _ShardSampler(DistributedSampler[int]):
     So step i of an epoch sees the same images on any number of ranks, as long as the global batch
     is as large. What is left over differs from epoch to epoch.
 
-    With `--shards` they are dealt to shards and not to ranks, and a rank has the batches of its
-    shards in turn: in each step `accumulate` of the first, then as many of the next.
+    With `--virtual-ranks` they are dealt to virtual ranks and not to ranks, and a rank has the
+    batches of its virtual ranks in turn: in each step `accumulate` of the first, then as many of
+    the next.
     """
 
     def __init__(self, dataset: Dataset[Any], settings: Settings, world: World) -> None:
@@ -50,10 +51,11 @@ class _ShardSampler(DistributedSampler[int]):
         self.batches_per_epoch = self.num_samples // self.batch_size
         self.start_batch = 0  # of an epoch; earlier ones are not loaded
         self._mine, self._at_once = [world.rank], 1
-        if settings.shards is not None:
-            self._mine = list(shard_range(parts, world.rank, world.world_size)[::-1])
+        if settings.virtual_ranks is not None:
+            self._mine = list(virtual_rank_range(parts, world.rank, world.world_size)[::-1])
             self._at_once = settings.accumulate
-        # Of each shard's images. Those that do not fill a batch, or a step of shards, are left out.
+        # Of each virtual rank's images. Those that do not fill a batch, or a step of virtual ranks,
+        # are left out.
         self._end = self.batches_per_epoch // self._at_once * self._at_once * self.batch_size
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -78,22 +80,25 @@ def make_loader(
 ) -> DataLoader[Sample]:
     """The loader of this rank's images; a batch is float32 (N, C, H, W) and int64 labels (N,).
 
-    To train: shuffled, by `_ShardSampler`; `len(loader)` counts the batches left in the epoch, and
+    To train: shuffled, by `_Sampler`; `len(loader)` counts the batches left in the epoch, and
     images that do not fill a global batch are left out of it. To test: every world_size-th image,
-    in order, starting with image `rank`. Those shards hold each image once, so sums over ranks are
-    exact. They differ in length by up to one image, and may be empty: a rank must not communicate
-    once a batch.
+    in order, starting with image `rank`. These parts hold each image once, so sums over
+    ranks are exact. They differ in length by up to one image, and may be empty: a rank must not
+    communicate once a batch.
     """
     size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
     sampler: Iterable[int] = range(world.rank, size, world.world_size)
     if train:
-        parts, of = settings.parts(world.world_size), "shards" if settings.shards else "ranks"
+        parts, of = (
+            settings.parts(world.world_size),
+            "virtual ranks" if settings.virtual_ranks else "ranks",
+        )
         if size < parts * batch_size:
             raise UsageError(
                 f"the training images must fill one batch of {batch_size} on each of "
                 f"{parts} {of}, got {size} images; use a smaller batch size or fewer {of}"
             )
-        sampler = _ShardSampler(dataset, settings, world)
+        sampler = _Sampler(dataset, settings, world)
     # DataLoader draws a base seed even without workers: from here, not from the global generator.
     # A worker seeds torch, numpy and random from base seed + worker id, so each rank needs its own.
     seeds = np.random.SeedSequence((settings.seed, world.rank)).generate_state(1, np.uint64)
@@ -164,14 +169,14 @@ class RankData:
     """
 
     def __init__(self, data: ImageData, settings: Settings, world: World) -> None:
-        if settings.shards is not None and settings.shards < world.world_size:
+        if settings.virtual_ranks is not None and settings.virtual_ranks < world.world_size:
             raise UsageError(
-                f"--shards must be at least the number of ranks, {world.world_size}, "
-                f"got {settings.shards}"
+                f"--virtual-ranks must be at least the number of ranks, {world.world_size}, "
+                f"got {settings.virtual_ranks}"
             )
         self.train = make_loader(data.train, settings, world, train=True)
         self.test = make_loader(data.test, settings, world, train=False)
-        assert isinstance(self.train.sampler, _ShardSampler)
+        assert isinstance(self.train.sampler, _Sampler)
         self.sampler = self.train.sampler
         # Equal on all ranks: each gets as many batches, all of the same size.
         batches = self.sampler.batches_per_epoch

@@ -145,17 +145,18 @@ class Trainer(Engine):
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(self.global_step, per_epoch, world_size)
         self.optimizer.zero_grad()
-        if settings.shards is None:
+        if settings.virtual_ranks is None:
             totals = self._backward(batches)
         else:
             totals = torch.zeros_like(self.totals)
 
-            def run(_shard: int) -> None:
-                # All at once: in lock step other shards draw theirs in the middle of this one.
+            def run(_virtual_rank: int) -> None:
+                # All at once: in lock step other virtual ranks draw theirs in the middle of this
+                # one.
                 own = [next(batches) for _ in range(settings.accumulate)]
                 totals.add_(self._backward(iter(own)))
 
-            self.reducer.run_shards(run)
+            self.reducer.run_virtual_ranks(run)
         if self.membership.elastic:
             wait(of_member(dist.all_reduce(totals, async_op=True)))
         # Nothing communicates from here on: a step that a lost rank breaks off changes nothing.
@@ -168,7 +169,7 @@ class Trainer(Engine):
         self.global_step += 1
 
     def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
-        """Runs `accumulate` batches of this rank, or of one of its shards; returns their count."""
+        """Runs `accumulate` batches of this rank, or of one virtual rank; returns their count."""
         settings, device = self.settings, self.world.device
         dtype = DTYPES[settings.precision]
         totals = torch.zeros_like(self.totals)
@@ -256,6 +257,6 @@ def _count(loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> t
     """Sum of losses, number of right answers, number of images; float64, on the device."""
     correct = (outputs.argmax(1) == labels).sum()
     count = torch.full_like(correct, len(labels))
-    # In multiples of 2**-20, which add up exactly to 2**33, whatever rank has which shards.
+    # In multiples of 2**-20, which add up exactly to 2**33, whatever rank has which virtual ranks.
     total = (loss.double() * len(labels) * 2**20).round() / 2**20
     return torch.stack([total, correct.double(), count.double()])

@@ -36,10 +36,10 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     settings, options = parse(arguments, str(__doc__), program)
     with needs_extra("train"):
         import tqdm  # noqa: F401  # before any rank is started, which would report it each
-    if settings.elastic and settings.shards is None:
+    if settings.elastic and settings.virtual_ranks is None:
         # The same in each rank, which reads the same command line.
         least = sum(_counts(settings, options))
-        settings = replace(settings, shards=1 << (least - 1).bit_length())  # a power of two
+        settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
     # A job's interactive shell, as `srun --pty bash` gives it, is a step with a single task.
     in_slurm_shell = (
         environment.launcher() == "srun" and environment.started() == 1 and options.nproc
@@ -89,9 +89,14 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
             raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
     elif options.master_addr is not None or options.master_port is not None:
         raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
-    if settings.elastic and settings.shards is not None and settings.shards < sum(counts):
+    if (
+        settings.elastic
+        and settings.virtual_ranks is not None
+        and settings.virtual_ranks < sum(counts)
+    ):
         raise UsageError(
-            f"--shards must be at least as many as ranks, got {settings.shards} of {sum(counts)}"
+            f"--virtual-ranks must be at least as many as ranks, got {settings.virtual_ranks} of "
+            f"{sum(counts)}"
         )
     # A single rank needs no agent: this process trains.
     if counts == (1,):

@@ -70,7 +70,9 @@ _FROM_1 = _must("1 or more", lambda value: value >= 1, int, "N")
 _SEED = _must("0 to 2**62 - 1", lambda value: 0 <= value < 2**62, int, "N")
 _THREADS = _must(f"1 to {MOST_HERE:,}", lambda value: 1 <= value <= MOST_HERE, int, "N")
 _WORKERS = _must(f"0 to {MOST_HERE:,}", lambda value: 0 <= value <= MOST_HERE, int, "N")
-_SHARDS = _must("a power of two", lambda value: value > 0 and not value & value - 1, int, "V")
+_VIRTUAL_RANKS = _must(
+    "a power of two", lambda value: value > 0 and not value & value - 1, int, "V"
+)
 _PORT = _must("1 to 65535", lambda value: 1 <= value <= 65535, int, "P")
 _SHARE = _must(f"0 to {_LARGEST:g}", lambda value: 0 <= value <= _LARGEST, float, "X")
 _POSITIVE = f"a positive number, at most {_LARGEST:g}"
@@ -155,10 +157,10 @@ class Settings:
     momentum: float = _training("of SGD", 0.9, **_SHARE)
     weight_decay: float = _training("of SGD", 1e-4, **_SHARE)
     accumulate: int = _training("backward passes in an optimizer step", 1, **_COUNT)
-    shards: int | None = _training(
+    virtual_ranks: int | None = _training(
         "parts of a batch, a power of two: a rank computes several, and the result has the same "
-        "bits on any number of ranks. --batch-size is that of a shard",
-        **_SHARDS,
+        "bits on any number of ranks. --batch-size is that of a virtual rank",
+        **_VIRTUAL_RANKS,
     )
     precision: str = _training(
         "of the forward pass (autocast); fp16 with loss scaling", "fp32", choices=PRECISIONS
@@ -197,7 +199,8 @@ class Settings:
         **_FROM_1,
     )
     sync_batch_norm: bool = _synchronisation(
-        "batch norm over the batches of all ranks (or --shards), not of each by itself", False
+        "batch norm over the batches of all ranks (or --virtual-ranks), not of each by itself",
+        False,
     )
     check_sync: int | None = _synchronisation(
         "after each epoch compare all ranks' parameters and optimizer state bit for bit and print "
@@ -230,10 +233,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check(self)
-        if self.shards is not None and self.compress is not None:
-            raise UsageError("--compress cannot be used with --shards: leave it out")
-        if self.shards is not None and self.bucket_cap_mb == AUTO:
-            raise UsageError("--bucket-cap-mb auto cannot be used with --shards: give a size")
+        if self.virtual_ranks is not None and self.compress is not None:
+            raise UsageError("--compress cannot be used with --virtual-ranks: leave it out")
+        if self.virtual_ranks is not None and self.bucket_cap_mb == AUTO:
+            raise UsageError(
+                "--bucket-cap-mb auto cannot be used with --virtual-ranks: give a size"
+            )
         if not self.shared_memory and self.backend != "gloo":
             raise UsageError(
                 f"--no-shared-memory is for gloo, and the backend is {self.backend}: leave it out"
@@ -265,16 +270,16 @@ class Settings:
             raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
 
     def parts(self, world_size: int) -> int:
-        """The parts of a batch, each with a backward pass of its own: shards, or ranks."""
-        return self.shards or world_size
+        """The parts of a batch, each with a backward pass of its own: virtual ranks, or ranks."""
+        return self.virtual_ranks or world_size
 
     def rank_batch_size(self, world_size: int) -> int:
-        """Images of a rank or shard in a backward pass; a UsageError if that is not even."""
+        """Images of a rank or virtual rank in a backward pass; a UsageError if that is not even."""
         if self.global_batch_size is None:
             return self.batch_size
         parts = self.parts(world_size) * self.accumulate
         if self.global_batch_size % parts:
-            of = "ranks" if self.shards is None else "--shards"
+            of = "ranks" if self.virtual_ranks is None else "--virtual-ranks"
             raise UsageError(
                 f"--global-batch-size must be a multiple of {self.parts(world_size)} {of} x "
                 f"--accumulate {self.accumulate} = {parts}, got {self.global_batch_size}"
@@ -289,8 +294,8 @@ class Settings:
         """
         if not self.scale_lr:
             return self.lr
-        # k times the batch of a rank or shard takes k times `lr`, in equal increments over the
-        # first 5 epochs, or the first half of a run shorter than 10.
+        # k times the batch of a rank or virtual rank takes k times `lr`, in equal increments over
+        # the first 5 epochs, or the first half of a run shorter than 10.
         scale = self.parts(world_size) * self.accumulate
         warmup = max(1, min(5 * steps_per_epoch, self.epochs * steps_per_epoch // 2))
         return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))

@@ -19,7 +19,7 @@ from tests.support.ranks import MPIRUN
 SMALL, GLOO, TWICE = "--model layers500", "--backend gloo", "--rounds 2"
 RUNS = {
     "step_time": f"{GLOO} {SMALL} {TWICE} --contender ddp.SGD",
-    "shards": f"{GLOO} {TWICE} --model mlp",
+    "virtual_ranks": f"{GLOO} {TWICE} --model mlp",
     "overlap": f"{GLOO} {SMALL} {TWICE} --cap 1",
     "memory": f"{GLOO} {SMALL} --contender '{NO_COMMUNICATION}'",
     "ladder": "--model mlp --steps 2",

@@ -10,7 +10,8 @@ import torch
 import ddp_from_scratch as ddp
 from ddp_from_scratch import start_ranks
 
-# Each run trains 8 steps on 8 shards. `fault(where, step)` is called at several places of a step.
+# Each run trains 8 steps on 8 virtual ranks. `fault(where, step)` is called at several places of a
+# step.
 PROGRAM = """
 import hashlib, os, signal, sys, time
 from pathlib import Path
@@ -44,12 +45,12 @@ with ddp.process_group("gloo") as world:
     )
     if {in_lock_step}:
         ddp.convert_sync_batchnorm(model)
-    reducer = ddp.Reducer(model, shards=8, bucket_cap_mb=0, **{options})
+    reducer = ddp.Reducer(model, virtual_ranks=8, bucket_cap_mb=0, **{options})
     optimizer = ddp.AdamW(model.parameters(), lr=0.05, reducer=reducer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     run = ddp.elastic(world, reducer, optimizer, scheduler)
 
-    def one_shard(shard):
+    def one_virtual_rank(virtual_rank):
         y = LateBackward.apply(model(torch.randn(6, 10)))
         y.square().mean().backward()
 
@@ -61,7 +62,7 @@ with ddp.process_group("gloo") as world:
         with attempt:
             fault("begin", run.step)
             optimizer.zero_grad()
-            reducer.run_shards(one_shard)
+            reducer.run_virtual_ranks(one_virtual_rank)
             fault("averaged", run.step)
             optimizer.step()
             scheduler.step()
@@ -115,7 +116,7 @@ def test_a_rank_that_is_killed_costs_no_bit(where, who, quiet, tmp_path):
     assert len(found) in (2, 3)  # the last steps may be over before another one has joined
 
 
-# In one of its last shards, while others wait there.
+# In one of its last virtual ranks, while others wait there.
 IN_A_LAYER = """
 if (where, step, me) == ("begin", 3, 1):
     count = []
@@ -171,8 +172,10 @@ def test_what_cannot_go_on_is_refused(tmp_path):
     world = ddp.World(0, 1, 0, 1, 0, "none", "mpi", None)
     gloo = replace(world, backend="gloo")
     reducer = ddp.Reducer.__new__(ddp.Reducer)
-    reducer._shards = None
-    with pytest.raises(RuntimeError, match="this Reducer has no shards: make it with shards=V"):
+    reducer._virtual_ranks = None
+    with pytest.raises(
+        RuntimeError, match="this Reducer has no virtual ranks: make it with virtual_ranks=V"
+    ):
         ddp.elastic(gloo, reducer, None)
     with pytest.raises(ddp.UsageError, match="needs gloo, and the backend is mpi"):
         ddp.elastic(world, None, None)
@@ -181,7 +184,7 @@ def test_what_cannot_go_on_is_refused(tmp_path):
 @pytest.mark.usefixtures("alone")
 def test_an_attempt_is_one_step_of_one_optimizer():
     model = torch.nn.Linear(2, 2)
-    reducer = ddp.Reducer(model, shards=1)
+    reducer = ddp.Reducer(model, virtual_ranks=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     world = ddp.World(0, 1, 0, 1, 0, "none", "gloo", torch.device("cpu"))
     with pytest.raises(TypeError, match="takes one optimizer"):

@@ -137,7 +137,7 @@ def in_lock_step_aside(world):
     from tests.support.simgpu import device, trace
 
     module = normed()
-    reducer = ddp.Reducer(module, shards=4)
+    reducer = ddp.Reducer(module, virtual_ranks=4)
     data = torch.randn(4, 4, 8).to("cuda")
     device.clear()
     stream = torch.Stream("cuda")
@@ -146,7 +146,9 @@ def in_lock_step_aside(world):
         for _ in range(2):
             for parameter in module.parameters():
                 parameter.grad = None
-            reducer.run_shards(lambda shard: module(data[shard]).square().mean().backward())
+            reducer.run_virtual_ranks(
+                lambda virtual_rank: module(data[virtual_rank]).square().mean().backward()
+            )
     torch.accelerator.current_stream().wait_stream(stream)
     found = trace.faults()
     reducer.remove()

@@ -21,9 +21,9 @@ REFUSED = {
     "--timeout 0": f"--timeout {SECONDS}, got 0.0",
     "--bucket-cap-mb big": "argument --bucket-cap-mb: must be a number or auto, got 'big'; see",
     "--bucket-cap-mb auto --deterministic": "--bucket-cap-mb auto goes by the clock, which --det",
-    "--shards 2 --bucket-cap-mb auto": "--bucket-cap-mb auto cannot be used with --shards: give",
-    "--shards 2 --compress bf16": "--compress cannot be used with --shards: leave it out",
-    "--shards 3": "--shards must be a power of two, got 3",
+    "--virtual-ranks 2 --bucket-cap-mb auto": "--bucket-cap-mb auto cannot be used with",
+    "--virtual-ranks 2 --compress bf16": "--compress cannot be used with --virtual-ranks: leave",
+    "--virtual-ranks 3": "--virtual-ranks must be a power of two, got 3",
     "--timeline-steps 2": "--timeline-steps is for --timeline, which is not given",
     "--powersgd-rank 2": "--powersgd-rank is for --compress powersgd, which is not given",
     f"--seed {2**62}": f"--seed must be 0 to 2**62 - 1, got {2**62}",
@@ -49,7 +49,7 @@ REFUSED = {
         for option in ("--backend", "--dataset", "--precision", "--compress")
     },
     # How ranks are started.
-    "--elastic --nproc 4 --shards 2": "--shards must be at least as many as ranks, got 2",
+    "--elastic --nproc 4 --virtual-ranks 2": "--virtual-ranks must be at least as many as ranks",
     "OMPI_COMM_WORLD_RANK=0 --nproc 2": "--nproc is for starting without a launcher, but mpirun "
     "has started this",
     "--nproc 1,1 --backend mpi": "--backend mpi runs on several machines under mpirun: mpirun "
@@ -96,12 +96,12 @@ def test_every_option_reaches_its_setting():
     assert settings == Settings(**given, **switches)
     assert (options.nproc, options.node_rank) == ("8,2", 1)
     assert (options.master_addr, options.master_port) == ("h", 1)
-    auto, *more = ("--bucket-cap-mb=auto", "--shards=4", "--elastic", "--max-restarts=2")
+    auto, *more = ("--bucket-cap-mb=auto", "--virtual-ranks=4", "--elastic", "--max-restarts=2")
     assert parse([auto], ABOUT)[0] == Settings(bucket_cap_mb="auto")
-    expected = Settings(shards=4, elastic=True, max_restarts=2, shared_memory=False)
+    expected = Settings(virtual_ranks=4, elastic=True, max_restarts=2, shared_memory=False)
     assert parse([*more, "--no-shared-memory"], ABOUT)[0] == expected
     left = {f for f in Settings.__dataclass_fields__ if f not in {*given, *on, *off}}
-    assert left == {"batch_size", "shards", "elastic", "max_restarts", "shared_memory"}
+    assert left == {"batch_size", "virtual_ranks", "elastic", "max_restarts", "shared_memory"}
 
     arguments = "test --checkpoint x.pt --dataset fake --batch-size 5 --precision bf16 --quiet"
     settings, options = parse(arguments.split(), ABOUT)
@@ -116,10 +116,12 @@ def test_global_batch_size_is_shared_out():
     assert [settings.rank_batch_size(ranks) for ranks in (1, 3)] == [24, 8]
     with pytest.raises(UsageError, match=r"multiple of 5 ranks x --accumulate 2 = 10, got 48$"):
         settings.rank_batch_size(5)
-    settings = Settings(shards=4, global_batch_size=48, accumulate=2)
+    settings = Settings(virtual_ranks=4, global_batch_size=48, accumulate=2)
     assert {settings.rank_batch_size(ranks) for ranks in (1, 2, 3)} == {6}
-    with pytest.raises(UsageError, match="multiple of 16 --shards x --accumulate 1 = 16, got 8"):
-        Settings(shards=16, global_batch_size=8).rank_batch_size(2)
+    with pytest.raises(
+        UsageError, match="multiple of 16 --virtual-ranks x --accumulate 1 = 16, got 8"
+    ):
+        Settings(virtual_ranks=16, global_batch_size=8).rank_batch_size(2)
 
 
 LONG = {"accumulate": 2, "epochs": 20}
@@ -137,8 +139,8 @@ LONG = {"accumulate": 2, "epochs": 20}
         # A run of a single step takes the whole rate; one rank has nothing to scale.
         ({"epochs": 1}, 2, {0: 0.2}),
         ({}, 1, {3: 0.1}),
-        # By shards, whatever the number of ranks.
-        *((LONG | {"shards": 4}, ranks, {9: 0.8}) for ranks in (1, 3)),
+        # By virtual ranks, whatever the number of ranks.
+        *((LONG | {"virtual_ranks": 4}, ranks, {9: 0.8}) for ranks in (1, 3)),
     ],
 )
 def test_learning_rate(options, ranks, rates):

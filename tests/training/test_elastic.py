@@ -45,7 +45,7 @@ def job(folder, fault="", *options, nproc=3, **environ):
     program = folder / "program.py"
     if not program.exists():  # ranks of another machine may be reading it
         program.write_text(PROGRAM)
-    command = [sys.executable, str(program), "--nproc", str(nproc), "--shards", "8"]
+    command = [sys.executable, str(program), "--nproc", str(nproc), "--virtual-ranks", "8"]
     command += ["--checkpoint-dir", str(folder / "checkpoints"), *options]
     return Run(*command, FAULT=fault, **environ)
 
@@ -72,7 +72,7 @@ def last(folder):
 
 
 def train(world, folder):
-    Trainer(Settings(epochs=3, shards=8, checkpoint_dir=folder, quiet=True), world).run()
+    Trainer(Settings(epochs=3, virtual_ranks=8, checkpoint_dir=folder, quiet=True), world).run()
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_a_machine_that_is_lost_comes_again_and_another_one_joins(quiet, tmp_pat
         wait_for("continuing with 4 ranks in epoch ")
         third = begin(2, nproc="2,2,2")
         wait_for("continuing with 6 ranks in epoch ")
-        fourth = begin(3, nproc="2,2,2,3")  # more ranks than shards
+        fourth = begin(3, nproc="2,2,2,3")  # more ranks than virtual ranks
         assert "error: --lr is 0.2 here and 0.05 on machine 0\n" in end(wrong, 2)
         end(fourth, 2)
         (tmp_path / "enough").touch()

@@ -85,29 +85,29 @@ def test_every_rank_gets_as_many_batches_of_the_same_size(size, world_size, batc
     assert set(seen) <= set(range(size))
 
 
-def images_of_shards(world_size, accumulate):
-    """The image indices of each step's shards, whoever has them."""
+def images_of_virtual_ranks(world_size, accumulate):
+    """The image indices of each step's virtual ranks, whoever has them."""
     found = {}
     for rank in range(world_size):
-        options = {"batch_size": 3, "shards": 4, "accumulate": accumulate}
+        options = {"batch_size": 3, "virtual_ranks": 4, "accumulate": accumulate}
         loader = train_loader(Numbers(100), rank, world_size, **options)
-        shards = range(rank * 4 // world_size, (rank + 1) * 4 // world_size)[::-1]
-        assert len(loader) == 8 * len(shards)
+        virtual_ranks = range(rank * 4 // world_size, (rank + 1) * 4 // world_size)[::-1]
+        assert len(loader) == 8 * len(virtual_ranks)
         mine = iter(batches(loader))
         for step in range(8 // accumulate):
-            for shard in shards:
-                found[step, shard] = [next(mine) for _ in range(accumulate)]
+            for virtual_rank in virtual_ranks:
+                found[step, virtual_rank] = [next(mine) for _ in range(accumulate)]
     return found
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_each_shard_has_its_images_whatever_the_number_of_ranks(accumulate):
-    alone = images_of_shards(1, accumulate)
+def test_each_virtual_rank_has_its_images_whatever_the_number_of_ranks(accumulate):
+    alone = images_of_virtual_ranks(1, accumulate)
     for world_size in (2, 3, 4):
-        assert images_of_shards(world_size, accumulate) == alone
+        assert images_of_virtual_ranks(world_size, accumulate) == alone
     seen = flat(flat(alone.values()))
     assert len(set(seen)) == len(seen) == 96
-    # As on four ranks without shards.
+    # As on four ranks without virtual ranks.
     ordinary = batches(train_loader(Numbers(100), 2, 4, batch_size=3))
     assert [batch for step in range(8 // accumulate) for batch in alone[step, 2]] == ordinary
 
@@ -143,10 +143,12 @@ def test_too_few_images():
         train_loader(Numbers(11), world_size=3, batch_size=4)
 
 
-def test_every_test_image_is_in_one_shard_once():
+def test_every_test_image_is_in_one_virtual_rank_once():
     for size, ranks in ((7, 3), (6, 3), (2, 4), (0, 2), (5, 1)):
-        shards = [flat(batches(exact_loader(Numbers(size), rank, ranks))) for rank in range(ranks)]
-        assert shards == [list(range(rank, size, ranks)) for rank in range(ranks)]
+        virtual_ranks = [
+            flat(batches(exact_loader(Numbers(size), rank, ranks))) for rank in range(ranks)
+        ]
+        assert virtual_ranks == [list(range(rank, size, ranks)) for rank in range(ranks)]
 
 
 def test_workers():

@@ -25,8 +25,8 @@ from tests.support.tiers import slow
 SETTINGS = {"model": "dropout", "epochs": 3, "batch_size": 32, "accumulate": 4, "quiet": True}
 # 11 steps in an epoch; PowerSGD begins with the 11th.
 POWERSGD = {"compress": "powersgd", "accumulate": 2, "shared_memory": False}
-# 5 steps of 8 shards x 2 x 16 images in an epoch.
-SHARDS = {"shards": 8, "accumulate": 2, "batch_size": 16, "epochs": 2}
+# 5 steps of 8 virtual ranks x 2 x 16 images in an epoch.
+VIRTUAL_RANKS = {"virtual_ranks": 8, "accumulate": 2, "batch_size": 16, "epochs": 2}
 
 
 class SometimesLouder(nn.Module):
@@ -145,10 +145,10 @@ def contents(folder):
 @pytest.mark.parametrize(
     "changes", [{"sync_batch_norm": True}, slow({"model": "mlp", "precision": "fp16"})]
 )
-def test_a_run_on_shards_is_resumed_on_another_number_of_ranks(
+def test_a_run_on_virtual_ranks_is_resumed_on_another_number_of_ranks(
     ranks, uninterrupted, tmp_path, changes
 ):
-    changes = SHARDS | changes
+    changes = VIRTUAL_RANKS | changes
     ranks("gloo", 3)(run, tmp_path, changes, 1)
     assert 0 < contents(tmp_path)["/step"] < 5
     ranks("gloo", 2)(run, tmp_path, changes, 6, "auto")
@@ -175,7 +175,9 @@ def refusals(world, stopped):
     make_trainer(world, stopped, resume="auto").run()  # it has let go
     told = refused(model="mlp", sync_batch_norm=True)
     assert "--sync-batch-norm: mlp has no batch norm" in told
-    assert "--shards must be at least the number of ranks, 2, got 1" in refused(shards=1)
+    assert "--virtual-ranks must be at least the number of ranks, 2, got 1" in refused(
+        virtual_ranks=1
+    )
 
 
 def test_another_run_is_refused_on_every_rank_but_not_another_world_size(ranks, tmp_path):

@@ -1,12 +1,13 @@
-"""Runs shards of a rank in lock step, for layers that take the batches of all shards as one.
+"""Runs virtual ranks in lock step, for layers that take the batches of all of them as one.
 
-Each shard but the last has a thread. One runs at a time, as far as the next such layer:
+Each virtual rank but the last has a thread. One runs at a time, as far as the next such layer:
 
-    shard 3   forward to the layer |                                    | on to the next |
-    shard 2                        | forward to the layer |             |                | on ...
-    shard 1                                               | to the layer, gather rows of all |
+    virtual rank 3   forward to the layer |                                    | on to the next |
+    virtual rank 2                        | forward to the layer |             |                | on
+    ... virtual rank 1                                               | to the layer, gather rows of
+    all |
 
-What a shard changes of the process (gradients, buffers, generators) the others do not see.
+What a virtual rank changes of the process (gradients, buffers, generators) the others do not see.
 """
 
 import copy
@@ -23,23 +24,24 @@ from torch.nn.functional import pad
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.group import all_gather_single, of_member, on_gpu_of
-from ddp_from_scratch.shards.tree import shard_range
-from ddp_from_scratch.shards.tree_reduction import generator_states, set_generator_states
 from ddp_from_scratch.sync.sync_batch_norm import several_batches, sum_of_rows
+from ddp_from_scratch.virtual_ranks.tree import virtual_rank_range
+from ddp_from_scratch.virtual_ranks.tree_reduction import generator_states, set_generator_states
 from ddp_from_scratch.waiting import wait
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 DIFFERENT_LAYERS = (
-    "shards of this rank differ in their synchronised batch norms: each must run the same ones, as "
+    "virtual ranks of this rank differ in their synchronised batch norms: each must run the same "
+    "ones, as "
     "often and in the same order, in forward and in backward"
 )
 
 
 class View:
-    """A shard's view of the process: gradients, generators, and the buffers that it has for itself.
+    """A virtual rank's view of the process: its gradients, generators, and own buffers.
 
-    `attributes` are an object's, by name, with a value for each shard.
+    `attributes` are an object's, by name, with a value for each virtual rank.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class View:
         ]
 
     def copy_buffers(self) -> None:
-        """Gives the module buffers of this shard alone, with the same values."""
-        # Other tensors, and not other values: autograd would count writes by other shards.
+        """Gives the module buffers of this virtual rank alone, with the same values."""
+        # Other tensors, and not other values: autograd would count writes by other virtual ranks.
         copies = copy.deepcopy([owner[name] for owner, name in self._places])
         for (owner, name), buffer in zip(self._places, copies, strict=True):
             owner[name] = buffer
@@ -84,7 +86,7 @@ class View:
         set_generator_states(generators)
 
 
-class _ShardBatches:
+class _VirtualRankBatches:
     def __init__(self, view: View, outside: tuple[Any, ...], gather: Gather) -> None:
         self._view, self._outside, self._gather = view, outside, gather
 
@@ -153,18 +155,18 @@ class Turn:
 
 def run_in_lock_step(
     run: Callable[[int], None],
-    shards: Sequence[int],
+    virtual_ranks: Sequence[int],
     module: torch.nn.Module,
     view: View,
     gather: Gather,
 ) -> None:
-    """Calls `run` for each shard; the last one's runs in the calling thread.
+    """Calls `run` for each virtual rank; the last one's runs in the calling thread.
 
-    `shards` are those of this rank, in descending order. `gather` returns the rows of all shards,
-    of this rank's in ascending order; it is collective.
+    `virtual_ranks` are those of this rank, in descending order. `gather` returns the rows of all
+    virtual ranks, of this rank's in ascending order; it is collective.
 
     Raises:
-        RuntimeError: the shards do not run the same layers.
+        RuntimeError: the virtual ranks do not run the same layers.
     """
     outside = view.capture()
     on_device = next(module.parameters()).device
@@ -172,18 +174,18 @@ def run_in_lock_step(
     # Threads have settings of their own, as far as torch does not say otherwise.
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
-    def take_part(shard: int, gather: Gather) -> None:
-        several_batches.set(_ShardBatches(view, outside, gather))
+    def take_part(virtual_rank: int, gather: Gather) -> None:
+        several_batches.set(_VirtualRankBatches(view, outside, gather))
         # Backward in this thread, also on a GPU: there all would share one, and wait in it.
         with torch.autograd.set_multithreading_enabled(False):
-            run(shard)
+            run(virtual_rank)
 
-    def take_turns(shard: int, turn: Turn) -> None:
+    def take_turns(virtual_rank: int, turn: Turn) -> None:
         with on_gpu_of(module), gpu.on(stream):
             view.copy_buffers()
             try:
                 with torch.autocast(device, dtype, enabled):
-                    take_part(shard, turn.gather)
+                    take_part(virtual_rank, turn.gather)
             finally:
                 view.restore(outside)
 
@@ -196,11 +198,11 @@ def run_in_lock_step(
             turn.resume(found)
         return found
 
-    turns = [Turn(partial(take_turns, shard)) for shard in shards[:-1]]
+    turns = [Turn(partial(take_turns, virtual_rank)) for virtual_rank in virtual_ranks[:-1]]
     try:
         for turn in turns:
             turn.resume()
-        copy_context().run(take_part, shards[-1], gather_all)
+        copy_context().run(take_part, virtual_ranks[-1], gather_all)
         if any(turn.row is not None for turn in turns):
             raise RuntimeError(DIFFERENT_LAYERS)
     finally:
@@ -208,14 +210,16 @@ def run_in_lock_step(
             turn.end()
 
 
-def gather_shards(
-    rows: torch.Tensor, shards: int, process_group: dist.ProcessGroup | None
+def gather_virtual_ranks(
+    rows: torch.Tensor, virtual_ranks: int, process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Returns the rows of all shards, of those of each rank (its shards, n). Collective."""
+    """Returns the rows of all virtual ranks, given this rank's, one for each. Collective."""
     rank_count = dist.get_world_size(process_group)
     if rank_count == 1:
         return rows
-    counts = [len(shard_range(shards, rank, rank_count)) for rank in range(rank_count)]
+    counts = [
+        len(virtual_rank_range(virtual_ranks, rank, rank_count)) for rank in range(rank_count)
+    ]
     most = max(counts)
     mine = pad(rows, (0, 0, 0, most - len(rows)))
     everyone = rows.new_empty(rank_count, *mine.shape)

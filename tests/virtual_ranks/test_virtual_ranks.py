@@ -12,10 +12,17 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.membership import close_default_group
-from tests.shards.programs import PROGRAMS, SHARDS, Training, assert_bits, by_definition, trained
 from tests.support.on_ranks import on
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
+from tests.virtual_ranks.programs import (
+    PROGRAMS,
+    VIRTUAL_RANKS,
+    Training,
+    assert_bits,
+    by_definition,
+    trained,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +39,7 @@ def test_bits_are_those_of_one_process(ranks, crew):
 
 
 class Stop(Exception):
-    """Ends a shard."""
+    """Ends a virtual rank."""
 
 
 def stop(*_):
@@ -45,20 +52,20 @@ def repeated(world, name):
     training.train(steps=1)
 
     def run_until(failing):
-        for shard in reducer.shard_range:
-            with reducer.shard(shard):
-                if shard == failing:
+        for virtual_rank in reducer.virtual_rank_range:
+            with reducer.virtual_rank(virtual_rank):
+                if virtual_rank == failing:
                     training.model(torch.randn(3, 1, 6, 6))
                     raise Stop
-                training.program.backward(training.model, 1, shard, 0)
+                training.program.backward(training.model, 1, virtual_rank, 0)
 
-    for failing in [*reducer.shard_range]:  # in the forward pass, on all ranks
+    for failing in [*reducer.virtual_rank_range]:  # in the forward pass, on all ranks
         with pytest.raises(Stop):
             run_until(failing)
     # In backward, when some gradients are on their way.
     hook = next(training.model.parameters()).register_hook(stop)
-    with pytest.raises(Stop), reducer.shard(reducer.shard_range[0]):
-        training.program.backward(training.model, 1, reducer.shard_range[0], 0)
+    with pytest.raises(Stop), reducer.virtual_rank(reducer.virtual_rank_range[0]):
+        training.program.backward(training.model, 1, reducer.virtual_rank_range[0], 0)
     hook.remove()
     training.average(1)
     reducer.abort_step()  # after the average
@@ -66,7 +73,7 @@ def repeated(world, name):
     return training.train(first=1)
 
 
-@pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")])  # all ranks have as many shards
+@pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")])  # all ranks have as many virtual ranks
 @pytest.mark.parametrize("name", ["cnn", "cnn, a flat optimizer", "branches, in views"])
 def test_a_step_that_failed_is_repeated(ranks, crew, name):
     assert_bits(by_definition(name), ranks(crew[:-2], 2)(repeated, name))
@@ -77,7 +84,7 @@ def killed(world, name, rendezvous):
     training.train(steps=1)
 
     def die(gradient):
-        """Ends this process in its last shard, when the first buckets are under way."""
+        """Ends this process in its last virtual rank, when the first buckets are under way."""
         if training.reducer.sync:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -89,7 +96,7 @@ def killed(world, name, rendezvous):
     store, limit = dist.FileStore(rendezvous, 2), timedelta(seconds=20)
     ways = {"rank": world.rank // 2, "world_size": 2}
     dist.init_process_group("gloo", store=store, timeout=limit, **ways)
-    assert len(training.reducer.shard_range) == SHARDS // 2
+    assert len(training.reducer.virtual_rank_range) == VIRTUAL_RANKS // 2
     return training.train(first=1)
 
 
@@ -109,7 +116,7 @@ X = torch.ones(1, 2)
 @on("gloo-2")
 def test_refusals(world):
     def make(model=None, **options):
-        return ddp.Reducer(model or nn.Linear(2, 2), **{"shards": 4} | options)
+        return ddp.Reducer(model or nn.Linear(2, 2), **{"virtual_ranks": 4} | options)
 
     def joined():
         with ddp.join(reducer):
@@ -121,36 +128,39 @@ def test_refusals(world):
     reducer, without = make(), ddp.Reducer(nn.Linear(2, 2))
     parameters = reducer.module.parameters()
     weight = "cannot be used with weight() or join()"
-    node = "shards=V has a sum of its own and cannot be used with NodeSharedSGD"
+    node = "virtual_ranks=V has a sum of its own and cannot be used with NodeSharedSGD"
     for call, text in (
-        (lambda: make(shards=3), "shards must be a power of two, got 3"),
-        (lambda: make(shards=0), "shards must be a power of two, got 0"),
-        (lambda: make(shards=1), "2 ranks need at least as many shards, got 1"),
+        (lambda: make(virtual_ranks=3), "virtual ranks must be a power of two, got 3"),
+        (lambda: make(virtual_ranks=0), "virtual ranks must be a power of two, got 0"),
+        (lambda: make(virtual_ranks=1), "2 ranks need at least as many virtual ranks, got 1"),
         (lambda: make(nn.Embedding(3, 2, sparse=True)), "sparse gradients cannot be"),
         (lambda: make(bucket_cap_mb="auto"), 'bucket_cap_mb="auto" cannot be used'),
         (lambda: ddp.NodeSharedSGD(parameters, 1, reducer=reducer), node),
         (lambda: reducer.weight(1), weight),
         (joined, weight),
         (hooked, "cannot be used with a comm"),
-        (lambda: without.shard(0), "this Reducer has no shards: make it with shards"),
+        (
+            lambda: without.virtual_rank(0),
+            "this Reducer has no virtual ranks: make it with virtual_ranks",
+        ),
     ):
         with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
             call()
 
 
 def test_each_mistake_has_its_error_and_the_next_step_is_right(alone):
-    """Each begins with a new step of 4 shards, which come as 3, 2, 1, 0 on one rank."""
+    """Each begins with a new step of 4 virtual ranks, which come as 3, 2, 1, 0 on one rank."""
     model = nn.Linear(2, 2)
-    reducer = ddp.Reducer(model, shards=4)
+    reducer = ddp.Reducer(model, virtual_ranks=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def run(*shards):
-        for shard in shards:
-            with reducer.shard(shard):
+    def run(*virtual_ranks):
+        for virtual_rank in virtual_ranks:
+            with reducer.virtual_rank(virtual_rank):
                 model(X).sum().backward()
 
     def nested():
-        with reducer.shard(3), reducer.shard(2):
+        with reducer.virtual_rank(3), reducer.virtual_rank(2):
             pass
 
     def missing():
@@ -159,20 +169,20 @@ def test_each_mistake_has_its_error_and_the_next_step_is_right(alone):
 
     def local():
         run(3, 2, 1)
-        with reducer.shard(0), reducer.no_sync():
+        with reducer.virtual_rank(0), reducer.no_sync():
             model(X).sum().backward()
 
     def outside():
         model(X).sum().backward()
 
     for call, text in (
-        (lambda: run(2), "shard 2 comes out of order: the next one is 3"),
-        (lambda: run(3, 3), "shard 3 comes again: the next one is 2"),
-        (lambda: run(4), "shard 4 is not one of this rank's, which are [3, 2, 1, 0]"),
-        (nested, "shard 2 begins inside shard 3"),
-        (missing, "the optimizer steps before shards [1, 0] of this rank have run"),
-        (local, "shard 0 ended without gradients of weight, bias: one backward pass"),
-        (outside, "every backward pass goes into `with reducer.shard(i)`"),
+        (lambda: run(2), "virtual rank 2 comes out of order: the next one is 3"),
+        (lambda: run(3, 3), "virtual rank 3 comes again: the next one is 2"),
+        (lambda: run(4), "virtual rank 4 is not one of this rank's, which are [3, 2, 1, 0]"),
+        (nested, "virtual rank 2 begins inside virtual rank 3"),
+        (missing, "the optimizer steps before virtual ranks [1, 0] of this rank have run"),
+        (local, "virtual rank 0 ended without gradients of weight, bias: one backward pass"),
+        (outside, "every backward pass goes into `with reducer.virtual_rank(i)`"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
             call()
@@ -187,9 +197,9 @@ def test_buckets_smaller_than_the_number_of_ranks_and_complex_ones(world):
     sizes = {0: torch.float32, 1: torch.float32, 2: torch.float32, 5: torch.complex64}
     parameters = [torch.zeros(size, dtype=dtype) for size, dtype in sizes.items()]
     model = nn.ParameterList(map(nn.Parameter, parameters))
-    reducer = ddp.Reducer(model, shards=8, bucket_cap_mb=0)
-    for shard in reducer.shard_range:
-        with reducer.shard(shard):
-            sum((parameter * (1 - 2j) * shard).sum().real for parameter in model).backward()
+    reducer = ddp.Reducer(model, virtual_ranks=8, bucket_cap_mb=0)
+    for virtual_rank in reducer.virtual_rank_range:
+        with reducer.virtual_rank(virtual_rank):
+            sum((parameter * (1 - 2j) * virtual_rank).sum().real for parameter in model).backward()
     found = [parameter.grad.tolist() for parameter in model]
     assert found == [[], [3.5], [3.5, 3.5], [3.5 + 7j] * 5]

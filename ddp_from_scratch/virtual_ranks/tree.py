@@ -1,6 +1,6 @@
-"""Sums along a fixed binary tree over shards: arithmetic alone, no tensors, no communication.
+"""Sums along a fixed binary tree over virtual ranks: arithmetic, no tensors, no communication.
 
-    shard            0   1   2   3   4   5   6   7
+    virtual rank            0   1   2   3   4   5   6   7
     sums of 2        |0 1|   |2 3|   |4 5|   |6 7|
     sums of 4        |0 1     2 3|   |4 5     6 7|
     root             |0 1     2 3     4 5     6 7|
@@ -18,20 +18,20 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-def shard_range(shards: int, rank: int, ranks: int) -> range:
-    """Returns the shards of a rank: contiguous, and as many on every rank but for one."""
-    return range(rank * shards // ranks, (rank + 1) * shards // ranks)
+def virtual_rank_range(virtual_ranks: int, rank: int, ranks: int) -> range:
+    """Returns the virtual ranks of a rank: contiguous, and as many on every rank but for one."""
+    return range(rank * virtual_ranks // ranks, (rank + 1) * virtual_ranks // ranks)
 
 
 class Block(NamedTuple):
-    """A node of the tree: `size` shards from `start` on. `start` is a multiple of `size`."""
+    """A node of the tree: `size` virtual ranks from `start` on. `start` is a multiple of `size`."""
 
     start: int
     size: int
 
 
 def aligned_blocks(part: range) -> list[Block]:
-    """Returns the fewest nodes of the tree that make up these shards, in order."""
+    """Returns the fewest nodes of the tree that make up these virtual ranks, in order."""
     blocks, start = [], part.start
     while start < part.stop:
         # The lowest set bit of `start` is the largest size that divides it; every size divides 0.
@@ -46,7 +46,7 @@ def aligned_blocks(part: range) -> list[Block]:
 class PartialSums(Generic[T]):
     """A binary counter of sums: two siblings become their parent as soon as both are there.
 
-    `add` gets the value of lower shards first, and may reuse the memory of both.
+    `add` gets the value of lower virtual ranks first, and may reuse the memory of both.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
@@ -64,7 +64,7 @@ class PartialSums(Generic[T]):
         self._values[Block(start, size)] = value
 
     def __iter__(self) -> Iterator[tuple[Block, T]]:
-        """Yields the sums that have no sibling yet, in the order of shards."""
+        """Yields the sums that have no sibling yet, in the order of virtual ranks."""
         return iter(sorted(self._values.items(), key=lambda item: item[0]))
 
     def clear(self) -> None:

@@ -1,14 +1,14 @@
-"""python -m benchmarks.shards: measures what the same bits on any number of ranks cost.
+"""python -m benchmarks.virtual_ranks: measures what the same bits on any number of ranks cost.
 
 Examples:
-    python -m benchmarks.shards                   gloo and mpi, MLP and ResNet-18, two processes
-    python -m benchmarks.shards --nproc 4 --model mlp64
-    python -m benchmarks.shards --quick           one model
+    python -m benchmarks.virtual_ranks                   gloo and mpi, MLP and ResNet-18, two
+    processes python -m benchmarks.virtual_ranks --nproc 4 --model mlp64 python -m
+    benchmarks.virtual_ranks --quick           one model
 
 A step on the same global batch, in the same rounds: an ordinary Reducer, on gloo also one without
-shared memory, and Reducers with as many shards as ranks, twice and eight times as many. Each median
-has a 95 % bootstrap interval; ratios are to the ordinary Reducer, round by round. More shards take
-more and smaller kernels, and adding up.
+shared memory, and Reducers with as many virtual ranks as ranks, twice and eight times as many. Each
+median has a 95 % bootstrap interval; ratios are to the ordinary Reducer, round by round. More
+virtual ranks take more and smaller kernels, and adding up.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> int:
     for backend in options.backend:
         for model in options.model:
             check_memory(WORKLOADS[model], 2 + len(TIMES), options.nproc)
-        if code := start("benchmarks.shards", backend, options.nproc, *sys.argv[1:]):
+        if code := start("benchmarks.virtual_ranks", backend, options.nproc, *sys.argv[1:]):
             return code
     return 0
 
@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         UsageError: a number is out of its range.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.shards",
+        prog="python -m benchmarks.virtual_ranks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -98,15 +98,15 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def contenders(workload: Workload, world: World) -> list[Contender]:
-    """The ordinary ways, and one for each number of shards, with the same batch on this rank."""
+    """The ordinary ways, and one for each number of virtual ranks; same batch."""
     batch = [tensor.to(world.device) for tensor in workload.batch()]
     if len(batch[0]) % max(TIMES):
-        raise UsageError(f"--model: a batch of {len(batch[0])} is not one of 8 shards")
+        raise UsageError(f"--model: a batch of {len(batch[0])} is not one of 8 virtual ranks")
     found = [_ordinary(ORDINARY, workload, world, batch)]
     if world.backend == "gloo":
         name = f"{ORDINARY}, no shared memory"
         found.append(_ordinary(name, workload, world, batch, shared_memory=False))
-    return [*found, *(_on_shards(times, workload, world, batch) for times in TIMES)]
+    return [*found, *(_on_virtual_ranks(times, workload, world, batch) for times in TIMES)]
 
 
 def _made(
@@ -115,7 +115,7 @@ def _made(
     torch.manual_seed(0)
     model = workload.model().to(world.device)
     broadcast_parameters(model)
-    # Bucket views and rank 0's buffers for all, as with shards.
+    # Bucket views and rank 0's buffers for all, as with virtual ranks.
     reducer = Reducer(model, gradient_as_bucket_view=True, broadcast_buffers=True, **settings)
     return model, reducer, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, fused=True)
 
@@ -133,19 +133,19 @@ def _ordinary(
     return Contender(name, model, step)
 
 
-def _on_shards(
+def _on_virtual_ranks(
     times: int, workload: Workload, world: World, batch: list[torch.Tensor]
 ) -> Contender:
-    model, reducer, optimizer = _made(workload, world, shards=times * world.world_size)
+    model, reducer, optimizer = _made(workload, world, virtual_ranks=times * world.world_size)
     parts = list(zip(*(tensor.chunk(times) for tensor in batch), strict=True))
 
     def step() -> None:
-        for part, shard in zip(parts, reducer.shard_range, strict=True):
-            with reducer.shard(shard):
+        for part, virtual_rank in zip(parts, reducer.virtual_rank_range, strict=True):
+            with reducer.virtual_rank(virtual_rank):
                 workload.loss(model, part).backward()
         optimizer.step()
 
-    return Contender(f"{times * world.world_size} shards", model, step)
+    return Contender(f"{times * world.world_size} virtual ranks", model, step)
 
 
 def report(
@@ -161,12 +161,12 @@ def report(
     print(f"\n{title}, {len(ordinary.milliseconds)} steps each", flush=True)
     print(text_table(["", "ms per step", f"/ {ORDINARY}"], rows), flush=True)
     settings = {
-        "benchmark": "shards",
+        "benchmark": "virtual_ranks",
         "model": model,
         "backend": world.backend,
         "nproc": world.world_size,
     }
-    file = f"shards-{model}-{world.backend}-{world.world_size}"
+    file = f"virtual-ranks-{model}-{world.backend}-{world.world_size}"
     write(file, title, [asdict(s) for s in samples], settings=settings, folder=options.results)
 
 

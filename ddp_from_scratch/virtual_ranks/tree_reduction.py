@@ -1,4 +1,4 @@
-"""A comm hook that sums a bucket over shards along the fixed tree of `tree.py`.
+"""A comm hook that sums a bucket over virtual ranks along the fixed tree of `tree.py`.
 
 Each rank owns one chunk of the bucket. It gets every rank's partial sums of that chunk, adds them
 along the tree, and sends the average to all:
@@ -25,7 +25,12 @@ from ddp_from_scratch import gpu
 from ddp_from_scratch.core.bucket import Bucket, Future
 from ddp_from_scratch.core.comm_hooks import Later
 from ddp_from_scratch.group import all_gather_single, check_group, of_member
-from ddp_from_scratch.shards.tree import Block, PartialSums, aligned_blocks, shard_range
+from ddp_from_scratch.virtual_ranks.tree import (
+    Block,
+    PartialSums,
+    aligned_blocks,
+    virtual_rank_range,
+)
 from ddp_from_scratch.waiting import may_be_left_behind, wait
 
 
@@ -56,8 +61,8 @@ def set_generator_states(states: tuple[Any, ...]) -> None:
 def seeded(*numbers: int) -> Iterator[None]:
     """Seeds all generators from these numbers inside; outside they go on as if nothing had been.
 
-    So what a program draws between shards, such as an order of samples, does not depend on how
-    many shards this rank has run.
+    So what a program draws between virtual ranks, such as an order of samples, does not depend on
+    how many virtual ranks this rank has run.
     """
     before = generator_states()
     seed_generators(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
@@ -80,39 +85,42 @@ def add_gradients(low: Gradients, high: Gradients) -> Gradients:
 
 
 class TreeReduction:
-    """The partial sums of this rank's earlier shards, and the hook that averages over all shards.
+    """The partial sums of this rank's earlier virtual ranks, and the hook that averages over all.
 
-    Sums have the dtype of the gradients: each node of the tree rounds once, so a sum of V shards
-    has log2 V roundings. The division by V is exact, but where a value becomes subnormal. With
-    `windows` a gradient may be a window of a bucket already (`FusedWgrad`).
+    Sums have the dtype of the gradients: each node of the tree rounds once, so a sum of V virtual
+    ranks has log2 V roundings. The division by V is exact, but where a value becomes subnormal.
+    With `windows` a gradient may be a window of a bucket already (`FusedWgrad`).
     """
 
-    def __init__(self, shards: int, windows: bool) -> None:
-        self._shards, self._windows = shards, windows
+    def __init__(self, virtual_ranks: int, windows: bool) -> None:
+        self._virtual_ranks, self._windows = virtual_ranks, windows
         self._sums: PartialSums[Gradients] = PartialSums(add_gradients)
 
-    def add(self, shard: int, gradients: Gradients) -> None:
-        """Adds the gradients of a shard that is not this rank's last; takes their memory."""
+    def add(self, virtual_rank: int, gradients: Gradients) -> None:
+        """Adds the gradients of a virtual rank that is not this rank's last; takes their memory."""
         for index, gradient in gradients.items():
-            # The next shard's gradient will be written to the same window.
+            # The next virtual rank's gradient will be written to the same window.
             gradients[index] = gradient.clone() if self._windows else gradient
             self._divide(gradients[index], before=True)
-        self._sums.push(Block(shard, 1), gradients)
+        self._sums.push(Block(virtual_rank, 1), gradients)
 
     def _divide(self, tensor: torch.Tensor, before: bool) -> None:
         # Before the sum where that could overflow, as in `comm_hooks.average`. Behind it the
-        # division is that of one chunk, and not of every shard's gradients.
+        # division is that of one chunk, and not of every virtual rank's gradients.
         if before == (tensor.element_size() == 2):
-            tensor.mul_(1 / self._shards)
+            tensor.mul_(1 / self._virtual_ranks)
 
     def clear(self) -> None:
         self._sums.clear()
 
     def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
-        """Averages the bucket, which holds this rank's last shard, over all shards."""
+        """Averages the bucket, which holds this rank's last virtual rank, over all of them."""
         # Not `check_group`: torch does not list the group that the Reducer opens beside gloo's.
         group = process_group or check_group(None)
-        parts = [shard_range(self._shards, rank, group.size()) for rank in range(group.size())]
+        parts = [
+            virtual_rank_range(self._virtual_ranks, rank, group.size())
+            for rank in range(group.size())
+        ]
         rows = self._rows(bucket, parts[group.rank()].start)
         blocks = [aligned_blocks(part) for part in parts]
         end: Callable[[], object]
@@ -135,10 +143,10 @@ class TreeReduction:
             sums.push(block, row)
         left = list(sums)
         block, root = left[0]
-        if block.size == self._shards:
+        if block.size == self._virtual_ranks:
             self._divide(root, before=False)
-            # Where gradients are missing a zero may be -0.0, by how shards are shared out. No other
-            # value depends on its sign, so it is enough to drop that here.
+            # Where gradients are missing a zero may be -0.0, by how virtual ranks are shared out.
+            # No other value depends on its sign, so it is enough to drop that here.
             root.add_(0.0)
         return [row for _, row in left]
 
@@ -148,10 +156,10 @@ class TreeReduction:
     average.one_collective = True  # type: ignore[attr-defined]
 
     def _rows(self, bucket: Bucket, last: int) -> list[torch.Tensor]:
-        """Returns this rank's partial sums of the bucket as flat real tensors, in order of shards.
+        """Returns this rank's partial sums of the bucket as flat real tensors, in order.
 
-        `last` is the rank's lowest shard, which runs last: the first row, which holds it, is the
-        bucket itself.
+        `last` is the rank's lowest virtual rank, which runs last: the first row, which holds it, is
+        the bucket itself.
         """
         members, sums = bucket.members, PartialSums(add_gradients)
         for block, gradients in self._sums:
@@ -190,7 +198,7 @@ class _Exchange:
         if padding := -rows[0].numel() % ranks:
             rows = [pad(row, (0, padding)) for row in rows]
         chunk = rows[0].numel() // ranks
-        # By owner, and for each owner in the order of shards: one row is there as it lies.
+        # By owner, and for each owner in the order of virtual ranks: one row is there as it lies.
         sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
         self._received = sent.new_empty(sum(map(len, blocks)), chunk)
         splits = [len(of_rank) * chunk for of_rank in blocks], [len(rows) * chunk] * ranks

@@ -1,4 +1,4 @@
-"""Small training programs on shards, and what one process makes of them by definition."""
+"""Small training programs on virtual ranks, and what one process makes of them by definition."""
 
 import copy
 import hashlib
@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.shards.tree_reduction import seeded
+from ddp_from_scratch.virtual_ranks.tree_reduction import seeded
 from tests.support.machines import group_over
 from tests.support.terms import as_large
 
-SHARDS = 8
+VIRTUAL_RANKS = 8
 STEPS = 4
 CLASSES = 5
 
@@ -90,8 +90,8 @@ class Program:
     def settings(self) -> dict[str, float]:
         return {"lr": 0.01} | ({"momentum": 0.9} if self.optimizer == "SGD" else {})
 
-    def backward(self, model: nn.Module, step: int, shard: int, part: int) -> None:
-        generator = torch.Generator().manual_seed(100 * step + 10 * shard + part)
+    def backward(self, model: nn.Module, step: int, virtual_rank: int, part: int) -> None:
+        generator = torch.Generator().manual_seed(100 * step + 10 * virtual_rank + part)
         images = torch.randn(3, 1, 6, 6, generator=generator).to(self.dtype)
         labels = torch.randint(CLASSES, (3,), generator=generator)
         with torch.autocast("cpu", torch.bfloat16, self.autocast):
@@ -136,24 +136,24 @@ class Training:
             ddp.convert_sync_batchnorm(self.model, group)
         options |= program.options
         with as_large() if program.large else nullcontext():
-            self.reducer = ddp.Reducer(self.model, group, shards=SHARDS, **options)
+            self.reducer = ddp.Reducer(self.model, group, virtual_ranks=VIRTUAL_RANKS, **options)
         kind: Any = getattr(ddp if program.flat else torch.optim, program.optimizer)
         own = {"reducer": self.reducer} if program.flat else {}
         self.optimizer = kind(self.model.parameters(), **program.settings, **own)
 
     def average(self, step: int) -> None:
         if self.in_lock_step:
-            self.reducer.run_shards(partial(self.run, step))
+            self.reducer.run_virtual_ranks(partial(self.run, step))
             return
-        for shard in self.reducer.shard_range:
-            with self.reducer.shard(shard):
-                self.run(step, shard)
+        for virtual_rank in self.reducer.virtual_rank_range:
+            with self.reducer.virtual_rank(virtual_rank):
+                self.run(step, virtual_rank)
 
-    def run(self, step: int, shard: int) -> None:
+    def run(self, step: int, virtual_rank: int) -> None:
         for part in range(1, self.program.accumulate):
             with self.reducer.no_sync():
-                self.program.backward(self.model, step, shard, part)
-        self.program.backward(self.model, step, shard, 0)
+                self.program.backward(self.model, step, virtual_rank, part)
+        self.program.backward(self.model, step, virtual_rank, 0)
 
     def train(self, first: int = 0, steps: int = STEPS) -> str:
         for step in range(first, steps):
@@ -198,11 +198,11 @@ def by_definition(name: str) -> str:
     # Our flat optimizers have the bits of torch's fused ones.
     optimizer = kind(model.parameters(), fused=program.flat, **program.settings)
     for step in range(STEPS):
-        copies = [copy.deepcopy(model) for _ in range(SHARDS)]
-        for shard, each in enumerate(copies):
-            with seeded(0, step, shard):
+        copies = [copy.deepcopy(model) for _ in range(VIRTUAL_RANKS)]
+        for virtual_rank, each in enumerate(copies):
+            with seeded(0, step, virtual_rank):
                 for part in reversed(range(program.accumulate)):
-                    program.backward(each, step, shard, part)
+                    program.backward(each, step, virtual_rank, part)
         parameters = [list(each.parameters()) for each in copies]
         for index, parameter in enumerate(model.parameters()):
             gradients = [of_copy[index].grad for of_copy in parameters]
@@ -210,7 +210,9 @@ def by_definition(name: str) -> str:
             if any(gradient is not None for gradient in gradients):
                 zero = torch.zeros_like(parameter)
                 # Of 16 bits they are divided before they are added.
-                before, after = (SHARDS, 1) if zero.element_size() == 2 else (1, SHARDS)
+                before, after = (
+                    (VIRTUAL_RANKS, 1) if zero.element_size() == 2 else (1, VIRTUAL_RANKS)
+                )
                 leaves = [zero if g is None else g / before for g in gradients]
                 while len(leaves) > 1:
                     leaves = [low + high for low, high in zip(*[iter(leaves)] * 2, strict=True)]

@@ -5,8 +5,13 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
-from ddp_from_scratch.shards.tree import Block, PartialSums, aligned_blocks, shard_range
-from ddp_from_scratch.shards.tree_reduction import add_gradients, seeded
+from ddp_from_scratch.virtual_ranks.tree import (
+    Block,
+    PartialSums,
+    aligned_blocks,
+    virtual_rank_range,
+)
+from ddp_from_scratch.virtual_ranks.tree_reduction import add_gradients, seeded
 
 
 def plus(low, high):
@@ -22,10 +27,12 @@ def expression(first, after):
 
 
 def test_ranges_are_contiguous_and_near_equal():
-    for shards, ranks in [(count, n + 1) for count in (1, 2, 8, 64) for n in range(count)]:
-        parts = [shard_range(shards, rank, ranks) for rank in range(ranks)]
-        assert [shard for part in parts for shard in part] == list(range(shards))
-        assert {len(part) for part in parts} <= {shards // ranks, shards // ranks + 1}
+    for virtual_ranks, ranks in [(count, n + 1) for count in (1, 2, 8, 64) for n in range(count)]:
+        parts = [virtual_rank_range(virtual_ranks, rank, ranks) for rank in range(ranks)]
+        assert [virtual_rank for part in parts for virtual_rank in part] == list(
+            range(virtual_ranks)
+        )
+        assert {len(part) for part in parts} <= {virtual_ranks // ranks, virtual_ranks // ranks + 1}
 
 
 def test_blocks_are_aligned_and_fewest():
@@ -35,28 +42,28 @@ def test_blocks_are_aligned_and_fewest():
     assert aligned_blocks(range(3, 3)) == []
 
 
-def partitions(shards):
-    """Every way to cut the shards into contiguous parts."""
-    for count in range(shards):
-        for cuts in combinations(range(1, shards), count):
-            edges = (0, *cuts, shards)
+def partitions(virtual_ranks):
+    """Every way to cut the virtual ranks into contiguous parts."""
+    for count in range(virtual_ranks):
+        for cuts in combinations(range(1, virtual_ranks), count):
+            edges = (0, *cuts, virtual_ranks)
             yield [range(a, b) for a, b in pairwise(edges)]
 
 
 @pytest.mark.parametrize("descending", [False, True])
-@pytest.mark.parametrize("shards", [1, 2, 4, 8])
-def test_every_partition_leaves_the_same_root(shards, descending):
-    for parts in partitions(shards):
+@pytest.mark.parametrize("virtual_ranks", [1, 2, 4, 8])
+def test_every_partition_leaves_the_same_root(virtual_ranks, descending):
+    for parts in partitions(virtual_ranks):
         of_all = PartialSums(plus)
         for part in parts[::-1] if descending else parts:
             of_rank = PartialSums(plus)
-            for shard in part[::-1] if descending else part:
-                of_rank.push(Block(shard, 1), str(shard))
+            for virtual_rank in part[::-1] if descending else part:
+                of_rank.push(Block(virtual_rank, 1), str(virtual_rank))
             # What a rank sends is what the others count on.
             assert [block for block, _ in of_rank] == aligned_blocks(part)
             for block, value in of_rank:
                 of_all.push(block, value)
-        assert list(of_all) == [((0, shards), expression(0, shards))]
+        assert list(of_all) == [((0, virtual_ranks), expression(0, virtual_ranks))]
 
 
 def test_gradients_that_one_side_lacks():
@@ -65,7 +72,7 @@ def test_gradients_that_one_side_lacks():
     assert add_gradients(low, high) == {0: 1.0, 1: 6.0, 2: 8.0}
 
 
-def test_shards_draw_numbers_of_their_own_and_leave_the_program_its():
+def test_virtual_ranks_draw_numbers_of_their_own_and_leave_the_program_its():
     def drawn(*numbers):
         with seeded(*numbers):
             return torch.rand(()).item()

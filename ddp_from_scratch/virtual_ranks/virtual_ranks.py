@@ -1,10 +1,10 @@
-"""Runs one rank's shards of a step: `with reducer.shard(i)`, or `reducer.run_shards`.
+"""Runs a rank's virtual ranks of a step: `reducer.virtual_rank(i)`, `reducer.run_virtual_ranks`.
 
-The phases of a step on a rank, whose shards come in descending order, one after the other or in
-lock step (`lock_step.py`):
+The phases of a step on a rank, whose virtual ranks come in descending order, one after the other or
+in lock step (`lock_step.py`):
 
-- each shard: buffers are what they were when the step began, `.grad` is None, and all generators
-  are seeded by the step and the shard.
+- each virtual rank: buffers are what they were when the step began, `.grad` is None, generators
+  are seeded by the step and the virtual rank.
 - after each but the last: gradients go to the partial sums (`tree_reduction.py`).
 - in the last: backward packs and launches as ever, and the comm hook adds the partial sums.
 """
@@ -22,15 +22,15 @@ from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.errors import shortened
 from ddp_from_scratch.options.checks import sync_batch_norms
-from ddp_from_scratch.shards.lock_step import (
+from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm
+from ddp_from_scratch.virtual_ranks.lock_step import (
     DIFFERENT_LAYERS,
     View,
-    gather_shards,
+    gather_virtual_ranks,
     run_in_lock_step,
 )
-from ddp_from_scratch.shards.tree import shard_range
-from ddp_from_scratch.shards.tree_reduction import TreeReduction, seeded
-from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm
+from ddp_from_scratch.virtual_ranks.tree import virtual_rank_range
+from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction, seeded
 
 
 class Averaging(Protocol):
@@ -44,31 +44,34 @@ class Averaging(Protocol):
     def abort_step(self) -> None: ...
 
 
-class Shards(Extension):
-    """The shards of this rank, and the step that they are in; `count` on all ranks together."""
+class VirtualRanks(Extension):
+    """The virtual ranks of this rank, and the step that they are in; `count` on all ranks."""
 
     def __init__(
         self, count: int, buffers: Callable[[], Mapping[str, torch.Tensor]], windows: bool
     ) -> None:
         if count < 1 or count & (count - 1):
-            raise ValueError(f"shards must be a power of two, got {count}")
+            raise ValueError(f"virtual ranks must be a power of two, got {count}")
         self.count, self._buffers, self._windows = count, buffers, windows
-        self.step, self._seed = 0, 0  # with the shard they seed the generators
+        self.step, self._seed = 0, 0  # with the virtual rank they seed the generators
         self.reduction = TreeReduction(count, windows)
-        # Shards of this step: those that have not ended, and those that have not begun, in order.
-        # Both are empty between steps.
+        # Virtual ranks of this step: those that have not ended, and those that have not begun, in
+        # order. Both are empty between steps.
         self._due: list[int] = []
         self._ahead: list[int] = []
-        self.inside: int | None = None  # the shard that runs now
+        self.inside: int | None = None  # the virtual rank that runs now
         self.in_lock_step = False
         # The buffers when the step began, and its number; until the optimizer steps.
         self._before: tuple[dict[str, torch.Tensor], int] | None = None
 
     def attach(self, reducer: CoreReducer) -> None:
         if len(reducer.flat_buckets) < len(reducer.all_buckets):
-            raise ValueError("sparse gradients cannot be summed over shards: use sparse=False")
+            raise ValueError(
+                "sparse gradients cannot be summed over virtual ranks: use sparse=False"
+            )
         super().attach(reducer)
-        reducer.needs_each = True  # several shards' backward passes may be under way at a time
+        # Several backward passes may be under way at a time.
+        reducer.needs_each = True
         self._process_group = reducer.process_group
         self._check()
         reducer.set_hook(self.reduction.average, reducer.process_group)
@@ -79,28 +82,29 @@ class Shards(Extension):
         for layer in sync_batch_norms(self._of().module):
             if not isinstance(layer, SyncBatchNorm):
                 raise ValueError(
-                    "torch.nn.SyncBatchNorm cannot be used with shards=V: convert the module with "
-                    "ddp.convert_sync_batchnorm"
+                    "torch.nn.SyncBatchNorm cannot be used with virtual_ranks=V: convert the "
+                    "module with ddp.convert_sync_batchnorm"
                 )
             if (layer.process_group or dist.group.WORLD) is not ours:
                 raise ValueError(
-                    "with shards=V synchronised batch norm needs the Reducer's process group, and "
-                    "a layer has another one"
+                    "with virtual_ranks=V synchronised batch norm needs the Reducer's process "
+                    "group, and a layer has another one"
                 )
             if self._windows:
                 raise ValueError(
-                    "fuse_wgrad cannot be used with shards=V and synchronised batch norm: leave it "
-                    "out"
+                    "fuse_wgrad cannot be used with virtual_ranks=V and synchronised batch norm: "
+                    "leave it out"
                 )
 
     def range(self) -> range:
-        """Returns this rank's shards in the group that is open now, in the order to run them."""
+        """Returns this rank's virtual ranks in the present group, in the order to run them."""
         group = self._process_group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if ranks > self.count:
-            raise ValueError(f"{ranks} ranks need at least as many shards, got {self.count}")
-        # Descending: so rank 0 runs shard 0 last, and ends with its buffers, which all ranks get.
-        return shard_range(self.count, rank, ranks)[::-1]
+            raise ValueError(f"{ranks} ranks need at least as many virtual ranks, got {self.count}")
+        # Descending: so rank 0 runs virtual rank 0 last, and ends with its buffers, which all ranks
+        # get.
+        return virtual_rank_range(self.count, rank, ranks)[::-1]
 
     def set_step(self, step: int, seed: int | None) -> None:
         """Goes on from this step, with generators seeded by it and `seed`; None leaves that."""
@@ -110,29 +114,30 @@ class Shards(Extension):
 
     @contextmanager
     def run(self, index: int, owner: Averaging) -> Iterator[None]:
-        """Runs a shard inside. An exception drops the step, and goes on."""
+        """Runs a virtual rank inside. An exception drops the step, and goes on."""
         try:
             if sync_batch_norms(self._of().module):
                 raise RuntimeError(
-                    "the module has synchronised batch norm, which takes all shards at once: use "
-                    "reducer.run_shards(function) and not `with reducer.shard(i)`"
+                    "the module has synchronised batch norm, which takes all virtual ranks at "
+                    "once: use reducer.run_virtual_ranks(function) and not "
+                    "`with reducer.virtual_rank(i)`"
                 )
-            with self._shard(index, owner):
+            with self._virtual_rank(index, owner):
                 yield
         except BaseException:
             owner.abort_step()
             raise
 
     def run_all(self, function: Callable[[int], object], owner: Averaging) -> None:
-        """Calls a function for each shard. An exception drops the step, and goes on."""
+        """Calls a function for each virtual rank. An exception drops the step, and goes on."""
 
         def run(index: int) -> None:
-            with self._shard(index, owner):
+            with self._virtual_rank(index, owner):
                 function(index)
 
         if self.inside is not None:
-            # Not below, which would drop that shard's step.
-            raise RuntimeError(f"run_shards was called inside shard {self.inside}")
+            # Not below, which would drop that virtual rank's step.
+            raise RuntimeError(f"run_virtual_ranks was called inside virtual rank {self.inside}")
         order = self.range()
         try:
             if not sync_batch_norms(self._of().module):
@@ -141,7 +146,9 @@ class Shards(Extension):
                 return
             attributes = [(self, "inside"), (owner, "sync")]
             view = View(owner.module, list(self._buffers().values()), attributes)
-            gather = partial(gather_shards, shards=self.count, process_group=self._process_group)
+            gather = partial(
+                gather_virtual_ranks, virtual_ranks=self.count, process_group=self._process_group
+            )
             self.in_lock_step = True
             run_in_lock_step(run, order, owner.module, view, gather)
         except BaseException:
@@ -151,21 +158,21 @@ class Shards(Extension):
             self.in_lock_step = False
 
     @contextmanager
-    def _shard(self, index: int, owner: Averaging) -> Iterator[None]:
-        """Runs a shard inside, under `no_sync` unless it is the last one."""
+    def _virtual_rank(self, index: int, owner: Averaging) -> Iterator[None]:
+        """Runs a virtual rank inside, under `no_sync` unless it is the last one."""
         self._enter(index)
         last = index == self.range()[-1]
         with seeded(self._seed, self.step, index), nullcontext() if last else owner.no_sync():
             yield
         if self.inside != index:
-            raise RuntimeError(f"the step was dropped inside shard {index}")
+            raise RuntimeError(f"the step was dropped inside virtual rank {index}")
         if not last:
             self.reduction.add(index, self._take_gradients())
             self._due.remove(index)
         elif self._due:
             missing = shortened(self._of().missing())
             raise RuntimeError(
-                f"shard {index} ended without gradients of {missing}: one backward pass "
+                f"virtual rank {index} ended without gradients of {missing}: one backward pass "
                 f"of it must be outside of no_sync(), and parameters that it does not use need "
                 f"find_unused_parameters=True"
             )
@@ -174,19 +181,24 @@ class Shards(Extension):
     def _enter(self, index: int) -> None:
         order = self.range()
         if self.inside is not None:
-            raise RuntimeError(f"shard {index} begins inside shard {self.inside}")
+            raise RuntimeError(f"virtual rank {index} begins inside virtual rank {self.inside}")
         if index not in order:
-            raise ValueError(f"shard {index} is not one of this rank's, which are {list(order)}")
+            raise ValueError(
+                f"virtual rank {index} is not one of this rank's, which are {list(order)}"
+            )
         if not self._due:
             # A layer may have been converted since the last step.
             self._check()
             self._due, self._ahead = list(order), list(order)
-            # Here and not only where there are several shards: a step that fails is repeated.
+            # Here and not only where there are several virtual ranks: a step that fails is
+            # repeated.
             before = {name: buffer.clone() for name, buffer in self._buffers().items()}
             self._before = before, self.step
         if self._ahead[:1] != [index]:
             again = "again" if index not in self._ahead else "out of order"
-            raise RuntimeError(f"shard {index} comes {again}: the next one is {self._ahead[0]}")
+            raise RuntimeError(
+                f"virtual rank {index} comes {again}: the next one is {self._ahead[0]}"
+            )
         self._ahead.remove(index)
         self.inside = index
         self._put_back()
@@ -210,15 +222,16 @@ class Shards(Extension):
     # As an extension ----------------------------------------------------------------------------
 
     def may_launch(self) -> bool:
-        return not self.in_lock_step  # else other shards of this rank are in backward, too
+        return not self.in_lock_step  # else other virtual ranks of this rank are in backward, too
 
     def on_launch(self, bucket: Bucket) -> None:
-        # Outside of this rank's last shard gradients would be lost.
+        # Outside of this rank's last virtual rank gradients would be lost.
         if self._due != [self.inside]:
             raise RuntimeError(
                 DIFFERENT_LAYERS
                 if self.in_lock_step
-                else "with shards=V every backward pass goes into `with reducer.shard(i)`"
+                else "with virtual_ranks=V every backward pass goes into "
+                "`with reducer.virtual_rank(i)`"
             )
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
@@ -226,10 +239,10 @@ class Shards(Extension):
         self._due, self.step = [], self.step + 1
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # In the last shard a backward pass may step each bucket that has landed.
+        # In the last virtual rank a backward pass may step each bucket that has landed.
         if self._due and self._due != [self.inside]:
             raise RuntimeError(
-                f"the optimizer steps before shards {self._due} of this rank have run"
+                f"the optimizer steps before virtual ranks {self._due} of this rank have run"
             )
         if not self._due:
             self._before = None
