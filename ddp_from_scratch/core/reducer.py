@@ -152,6 +152,8 @@ class CoreReducer:
         # The methods to call in each phase: those that an extension overrides.
         self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
         self.hooks: Hooks | None = None
+        self._listening: tuple[bool, tuple[Bucket, ...]] = (True, ())
+        self.hook_per_bucket = False
         self.needs_each = False
         self._order: Sequence[str] = self.present_order()
         self.make_buckets()
@@ -268,10 +270,12 @@ class CoreReducer:
         agreed on, the others are only noted in their bucket (`noted`), and counted together with
         the last one. The first of all is told, too: with it the pass begins.
         """
-        if self.hooks is None:
-            return
-        self._count_noted(*self.all_buckets)
         each = self.calls["on_gradient"] or self.calls["is_complete"] or self.needs_each
+        listening = bool(self.ready_order is None or each), self.flat_buckets
+        if self.hooks is None or listening == self._listening:
+            return
+        self._listening = listening
+        self._count_noted(*self.all_buckets)
         noted: dict[int, dict[int, torch.Tensor]] = {}
         if self.ready_order is not None and not each:
             first = self._index_of[self.ready_order[0]]

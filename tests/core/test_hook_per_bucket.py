@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_from_scratch as ddp
+from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from tests.support.on_ranks import on
 
@@ -274,6 +276,26 @@ def test_hooks_keep_their_place_among_those_of_the_program(world):
     once(model, model, 1, world.rank)
     # Registered later, called later: every bucket has been launched.
     assert seen == [len(reducer.all_buckets)]
+
+
+@on("gloo-2")
+def test_only_an_extension_that_asks_for_gradients_changes_hooks(world):
+    """`backward_and_step` adds one in every step."""
+    model = Layers()
+    reducer = ddp.Reducer(model)
+    once(model, model, 0, world.rank)
+    with patch.object(reducer.hooks, "note", wraps=reducer.hooks.note) as note:
+        for kind, calls, per_bucket in ((Extension, 0, True), (Gradients, 1, False)):
+            extension = kind()
+            reducer.add_extension(extension)
+            assert (note.call_count, reducer.hook_per_bucket) == (calls, per_bucket)
+            reducer.remove_extension(extension)
+            assert reducer.hook_per_bucket
+
+
+class Gradients(Extension):
+    def on_gradient(self, index):
+        pass
 
 
 @on("gloo-2")
