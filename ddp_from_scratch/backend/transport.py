@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -126,6 +125,7 @@ class GlooTransport:
     processes: ProcessWatch = field(default_factory=lambda: ProcessWatch([]))
     # Calls so far: ranks that are in the same call have the same.
     _calls: int = field(default=0, init=False)
+    _opened: dist.ProcessGroup | None = field(default=None, init=False)
 
     @property
     def size(self) -> int:
@@ -197,19 +197,23 @@ class GlooTransport:
     def free(self) -> None:
         # A Reducer may keep a closed group. torch's store is a server on rank 0, with a port that
         # the next default group may need.
-        for name in ("_gloo", "store"):
-            self.__dict__.pop(name, None)
+        self._opened = None
+        self.__dict__.pop("store", None)
         self.processes = ProcessWatch([])  # closed with the last transport that has it
 
-    @cached_property
+    @property
     def _gloo(self) -> dist.ProcessGroup:
-        # Opened when it is needed first, which is at the same call on all ranks.
-        try:
-            return open_gloo(self.store, self.rank, self.size, self.timeout)
-        except RuntimeError as error:  # what gloo raises here has no type of its own
-            raise CommunicationError(
-                f"no connection to ranks on other machines: {str(error).splitlines()[0]}"
-            ) from error
+        # Opened when it is needed first, which is at the same call on all ranks. Up to Python 3.11
+        # a cached_property has one lock for all groups: two that open at a time, in another order
+        # on another rank, would wait for each other.
+        if self._opened is None:
+            try:
+                self._opened = open_gloo(self.store, self.rank, self.size, self.timeout)
+            except RuntimeError as error:  # what gloo raises here has no type of its own
+                raise CommunicationError(
+                    f"no connection to ranks on other machines: {str(error).splitlines()[0]}"
+                ) from error
+        return self._opened
 
     def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
         into, mine = (torch.frombuffer(part, dtype=torch.uint8) for part in (gathered, own))

@@ -1,7 +1,6 @@
 """The weight of a rank's gradients in the next average."""
 
 import math
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ class GradientWeight:
         self._amount, self._work = float(amount), of_member(work)
         self._world_size = dist.get_world_size(process_group)
 
-    @cached_property
+    @property
     def _agreed(self) -> tuple[float, float]:
         self._work.wait()
         total, squares = self._sums.tolist()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.backend import transport
 from ddp_from_scratch.backend.all_reduce import GATHERED, STAGED_FROM
 from ddp_from_scratch.backend.barrier import EAGER_NBYTES
 from ddp_from_scratch.backend.reduction import CHUNK
@@ -26,6 +27,30 @@ def backends_and(*all_sizes):
     """Node over the first of these in the quick tier; over all, mpi and node in turn."""
     rest = [slow(("mpi", "node")[i % 2], sizes) for i, sizes in enumerate(all_sizes)]
     return pytest.mark.parametrize(("backend", "sizes"), [("node", all_sizes[0]), *rest])
+
+
+def test_two_groups_may_open_their_connections_at_a_time():
+    """In two threads, on another rank in another order: neither may wait for the other here."""
+    begun, second, found = threading.Event(), threading.Event(), []
+
+    def open_gloo(store, rank, *_):
+        if rank == 0:
+            begun.set()
+            second.wait(5)
+        else:
+            second.set()
+        return dist.ProcessGroup(rank, 1)
+
+    with patch.object(transport, "open_gloo", open_gloo):
+        first, other = (
+            transport.GlooTransport(dist.HashStore(), rank, [0], PATIENCE) for rank in range(2)
+        )
+        thread = threading.Thread(target=lambda: found.append((first._gloo, second.is_set())))
+        thread.start()
+        assert begun.wait(20)
+        assert other._gloo is other._gloo
+        thread.join()
+    assert found[0][1], "the second group waited for the first"
 
 
 def over_machines(world, sizes):
