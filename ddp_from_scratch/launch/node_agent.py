@@ -80,7 +80,8 @@ class Link:
             last = self._last
             try:
                 beat += 1
-                self._store.set(f"report {self.ticket}", json.dumps(self.report | {"beat": beat}))
+                report = self.report | {"beat": beat, "left": last}
+                self._store.set(f"report {self.ticket}", json.dumps(report))
                 # Its answer says that the report has arrived.
                 if self._store.check(["job"]) and not last:
                     job = json.loads(self._store.get("job"))

@@ -40,8 +40,8 @@ class Node:
         self.beat = self.signals = 0  # that have been read
         self.orders: list[tuple[str, int, int]] = []
         self.ranks: dict[int, FarRank] = {}
-        # While it does not answer; once its ranks have ended, or it has noticed the job's end.
-        self.lost = self.ended = False
+        # While it does not answer; once its ranks have ended; once its agent has left the store.
+        self.lost = self.ended = self.left = False
 
     def is_heard(self, now: float) -> bool:
         return self.ticket is not None and now - self.since <= LOST_S
@@ -118,11 +118,11 @@ class Nodes:
         return self.failure() is None and all(node.ended for node in self._nodes.values())
 
     def close(self, code: int) -> None:
-        """Tells the machines that the job has ended, and waits until they have noticed."""
+        """Tells the machines that the job has ended, and waits until they have left the store."""
         self._end = code
         until = time.monotonic() + (LOST_S if self._elastic else _LAST_WORD_S)
         while (now := time.monotonic()) <= until:
-            if not any(node.is_heard(now) and not node.ended for node in self._nodes.values()):
+            if not any(node.is_heard(now) and not node.left for node in self._nodes.values()):
                 return
             self.exchange()
             time.sleep(EXCHANGE_S)
@@ -280,7 +280,7 @@ class Nodes:
                 self.signals.append(received)
         elif report["failure"] is not None:
             self._failure = self._failure or f"machine {number}: {report['failure']}"
-        node.ended |= report["ended"]
+        node.ended, node.left = node.ended or report["ended"], report["left"]
 
     def _lose(self, number: int, node: Node, silence: float) -> None:
         node.lost = True

@@ -203,7 +203,8 @@ class Job:
 
     def reports(self, ticket):
         """It lives."""
-        report = {"codes": {}, "signals": [], "ended": False, "beat": self.clock.now}
+        report = {"codes": {}, "signals": [], "ended": False, "left": False}
+        report["beat"] = self.clock.now
         self.store.set(f"report {ticket}", json.dumps(report))
 
     def let_in(self, ticket, members):

@@ -39,8 +39,8 @@ class Job:
     def reports(self, codes=(), ticket=1, **more):
         """An agent reports these processes' exit codes."""
         self.beat += 1
-        report = {"codes": dict(codes), "signals": [], "failure": None, "ended": False} | more
-        report["beat"] = self.beat
+        report = {"codes": dict(codes), "signals": [], "failure": None, "beat": self.beat}
+        report |= {"ended": False, "left": False} | more
         self.store.set(f"report {ticket}", json.dumps(report))
 
     def hears_for_a_while(self):
@@ -165,7 +165,7 @@ def test_a_signal_there_is_passed_on_once(job):
 def test_the_end_waits_until_it_was_noticed(job, monkeypatch):
     def sleep(seconds):
         job.now += seconds
-        job.reports({}, ended=json.loads(job.store.get("job"))["end"] == 3)
+        job.reports({}, left=json.loads(job.store.get("job"))["end"] == 3)
 
     monkeypatch.setattr(nodes.time, "sleep", sleep)
     began = job.now
@@ -226,7 +226,7 @@ def test_a_machine_that_is_silent_and_one_that_has_ended(together):
     assert together.machines.failure() == lost
 
 
-def test_all_leave_together(together):
+def test_all_leave_together(together, monkeypatch):
     assert together.comes(1, 1, 1, 1, elastic=False) == ""
     together.reports(ended=True)
     together.after(1)
@@ -235,6 +235,19 @@ def test_all_leave_together(together):
     together.reports(ticket=2, ended=True)
     together.after(1)
     assert together.machines.may_leave()
+
+    def sleep(seconds):
+        """Both hear of the end, and leave the store, the second one later."""
+        together.now += seconds
+        end = json.loads(together.store.get("job"))["end"]
+        together.reports(ended=True, left=end == 0)
+        together.reports(ticket=2, ended=True, left=together.now - began > 0.5)
+
+    # A store that closes while they ask it makes torch print a C++ stack there.
+    monkeypatch.setattr(nodes.time, "sleep", sleep)
+    began = together.now
+    together.machines.close(0)
+    assert 0.5 < together.now - began < 1
 
 
 def until(holds):
