@@ -31,7 +31,7 @@ from typing import NoReturn
 
 import torch
 
-from benchmarks.harness import network
+from benchmarks.harness import make_parser, network
 from benchmarks.harness.report import RESULTS
 from benchmarks.summary import summarise
 from ddp_from_scratch import UsageError
@@ -171,11 +171,7 @@ def main() -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     names = list(dict.fromkeys(benchmark.name for benchmark in SET))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks", __doc__)
     parser.add_argument(
         "name", nargs="*", default=names, help=f"of {', '.join(names)} (default: all)"
     )

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness import deepspeed
+from benchmarks.harness import deepspeed, make_parser
 from benchmarks.harness.launch import add_results_option
 from benchmarks.harness.report import draw_lines
 from ddp_from_scratch import UsageError, process_group, start_ranks
@@ -63,11 +63,7 @@ class Contender:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.allreduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.allreduce", __doc__)
     parser.add_argument("--nproc", type=int, nargs="+", default=[2], help="ranks (default: 2)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
     parser.add_argument(

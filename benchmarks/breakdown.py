@@ -38,6 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import make_parser
 from benchmarks.harness.launch import ON_CPU, Duration, add_common_options, backend_of_job
 from benchmarks.harness.report import draw_parts
 from ddp_from_scratch import SGD, UsageError, process_group
@@ -178,16 +179,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a number is out of its range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.breakdown",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.breakdown", __doc__)
     add_common_options(parser, MODELS, ON_CPU)
     parser.add_argument("--nproc", type=int, default=2, help="default: 2")
     parser.add_argument(

@@ -14,7 +14,6 @@ two runs of one program differ by more than the noise within each. The interval 
 Exit code 0: nothing got slower. 1: something did. 2: the files cannot be compared.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import make_parser
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
@@ -75,11 +75,7 @@ class Change:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.compare", __doc__)
     parser.add_argument("old", type=Path, metavar="OLD.json")
     parser.add_argument("new", type=Path, metavar="NEW.json")
     parser.add_argument("--reference", metavar="NAME", help="default: no communication")

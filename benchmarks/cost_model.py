@@ -44,6 +44,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import make_parser
 from benchmarks.harness.costs import (
     ALGORITHMS,
     Link,
@@ -130,16 +131,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a value out of its range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cost_model",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.cost_model", __doc__)
     parser.add_argument(
         "--gbit",
         type=float,

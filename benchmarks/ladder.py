@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import make_parser
 from benchmarks.harness.launch import add_common_options, backend_of_job
 from ddp_from_scratch import Reducer, UsageError, process_group
 from ddp_from_scratch.bench.contenders import ContenderSpec, contenders, reducer
@@ -67,16 +68,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a number is out of its range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ladder",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.ladder", __doc__)
     # The rungs without shared memory are gloo's alone.
     add_common_options(parser, ["resnet18"], ["gloo"])
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")

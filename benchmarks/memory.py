@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from benchmarks.harness import make_parser
 from benchmarks.harness.launch import add_common_options
 from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import UsageError, check_sync, process_group
@@ -89,16 +90,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a number is out of its range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.memory", __doc__)
     add_common_options(parser, MODELS)
     parser.add_argument("--nproc", type=int, default=default_ranks(), help="default: 2")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.harness import make_parser
 from benchmarks.harness.launch import Duration, add_common_options, backend_of_job
 from benchmarks.harness.report import Bar, draw_bars
 from ddp_from_scratch import Reducer, UsageError, process_group
@@ -100,16 +101,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a number is out of its range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overlap",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.overlap", __doc__)
     add_common_options(parser, MODELS)
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
     parser.add_argument("--cap", type=float, nargs="+", metavar="MB", help="default: 1 4 12 25 64")

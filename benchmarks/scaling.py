@@ -42,6 +42,7 @@ from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks import cost_model
+from benchmarks.harness import make_parser
 from benchmarks.harness.costs import Shape, oversubscribed
 from benchmarks.harness.launch import add_results_option, backend_of_job
 from benchmarks.harness.report import Bar, draw_bars
@@ -89,16 +90,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a value out of its range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scaling",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.scaling", __doc__)
     parser.add_argument(
         "--backend", nargs="+", choices=("gloo", "mpi"), help="(default: gloo and mpi)"
     )

@@ -10,7 +10,6 @@ itself, on the shipped digits, is a small part. torchrun runs the same program; 
 a new Python.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.harness import make_parser
 from benchmarks.harness.launch import add_results_option
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.machine import on_terminal, write
@@ -34,11 +34,7 @@ _TRAIN = ["-m", "ddp_from_scratch", "--epochs", "1", "--quiet"]
 
 def main() -> int:
     """Measures, prints and writes the table; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.start_time",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.start_time", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8, 16], metavar="N")
     parser.add_argument("--rounds", type=int, default=5, help="of all commands (default: 5)")
     add_results_option(parser)

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import make_parser
 from benchmarks.harness.launch import add_results_option
 from benchmarks.harness.report import draw_progress
 from ddp_from_scratch import UsageError
@@ -122,16 +123,7 @@ def main() -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a value out of its range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.survive",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.survive", __doc__)
     parser.add_argument("--kills", type=int, default=20, help="(default: 20)")
     parser.add_argument(
         "--every",

@@ -19,7 +19,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import network
+from benchmarks.harness import make_parser, network
 from benchmarks.harness.launch import add_results_option
 from ddp_from_scratch import Reducer, UsageError, process_group
 from ddp_from_scratch.bench.contenders import ContenderSpec, contenders, reducer
@@ -58,16 +58,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a number is out of its range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.timelines",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.timelines", __doc__)
     parser.add_argument(
         "--place", nargs="+", choices=PLACES, default=list(PLACES), help="default: all"
     )

@@ -41,7 +41,7 @@ import torch
 from tqdm import tqdm
 
 import ddp_from_scratch as ddp
-from benchmarks.harness import network
+from benchmarks.harness import make_parser, network
 from benchmarks.harness.launch import add_results_option, backend_of_job
 from benchmarks.harness.report import Bar, draw_bars
 from benchmarks.harness.wire_contenders import (
@@ -100,16 +100,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a value out of its range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.two_hosts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.two_hosts", __doc__)
     parser.add_argument(
         "--gbit", type=float, nargs="+", help="the wire's speed in Gbit/s, each way (default: 1)"
     )

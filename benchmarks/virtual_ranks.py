@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.harness import make_parser
 from benchmarks.harness.launch import Duration, add_common_options, backend_of_job
 from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, check_sync, process_group
 from ddp_from_scratch.bench.contenders import Contender
@@ -55,16 +56,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UsageError: a number is out of its range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.virtual_ranks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.virtual_ranks", __doc__)
     add_common_options(parser, MODELS)
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
     DURATION.add_options(parser, quick="mlp", full="the same models")

@@ -9,7 +9,6 @@ Allreduce, in a loop that asks MPI whether the message has come, in one that yie
 time, and in this library's all_reduce. Prints how much longer the work took.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from benchmarks.harness import make_parser
 from benchmarks.harness.launch import add_results_option
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.machine import on_terminal, write
@@ -31,11 +31,7 @@ from ddp_from_scratch.launch.start import start_mpirun
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.wait_cost",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.wait_cost", __doc__)
     cores = len(os.sched_getaffinity(0))
     # Two a core, one of each kind: only then can a rank that polls take the core from one that
     # works.

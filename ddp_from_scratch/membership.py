@@ -36,7 +36,7 @@ _POLL_S = 0.005
 
 
 class Meeting(NamedTuple):
-    """What the ranks of a new generation have come with."""
+    """What the ranks of a new generation bring."""
 
     source: int | None  # the first rank that has finished the most steps; None if none has a state
     alike: bool  # all have finished as many, and so have the same state
@@ -178,7 +178,7 @@ class Membership:
             return True
 
     def _arrive(self, step: int) -> tuple[Generation, list[int]]:
-        """Waits until all processes of the last generation have come; returns it and the steps."""
+        """Waits for all processes of the last generation; returns it and their steps."""
         while True:
             generation = self._store.generation
             is_new = generation.number > self._generation.number

@@ -26,7 +26,7 @@ from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
 from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
 
-# Groups so far. All ranks open the same ones, so it names each alike on all of them.
+# Groups so far. All ranks open the same ones, so the number names each on all of them.
 _opened = count()
 
 
@@ -125,7 +125,7 @@ def replace_group(
         store: new, of these ranks alone.
         rank: the place in the new group.
         machines: the machine of each rank.
-        timeout: until all ranks must have come (else a RuntimeError), and of its collectives.
+        timeout: for all ranks to arrive (else a RuntimeError), and for each collective.
     """
     hook, size = sys.excepthook, len(machines)
     try:
@@ -320,7 +320,7 @@ def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
     return placement, None
 
 
-# One for each process: the last one to go removes the file, under those that come again.
+# One for each process: the last one to close removes the file, even under a new group.
 @cache
 def _file_store(file: str, world_size: int) -> dist.Store:
     return dist.FileStore(file, world_size)

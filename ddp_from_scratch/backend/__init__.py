@@ -4,7 +4,7 @@ An all-reduce passes these files, from the top down:
 
     process_group.py  torch's call: checked, numbered, given a handle
     work.py           the handle, and the group's thread, which runs it while the caller continues
-    barrier.py        the ranks meet: asleep until all have come, and compared
+    barrier.py        the ranks meet: each sleeps until all are there, and compares operations
     all_reduce.py     chooses the way: eager, in place, staged, or messages alone
     stage.py          passes a tensor through shared memory, a piece at a time
     reduction.py      folds several tensors into one

@@ -1,7 +1,7 @@
 """Barrier before each collective: ranks sleep in it, and are compared.
 
 Waits of a message-passing library poll, and can take the core from a rank that still computes. So
-ranks meet here first, where waiting is sleeping, and communicate once all have come.
+ranks meet here first, where a waiting rank sleeps, and communicate once all have arrived.
 """
 
 import atexit
@@ -55,12 +55,12 @@ class BarrierMemory:
 
     Attributes:
         addresses: of the semaphores.
-        come: number of waits that the rank has come to.
-        passed: number of waits that the rank has passed: others need nothing more of it there.
-        left: 1 once its program has ended: nobody need wait for it until the timeout.
-        lost: 1 once others have given up for want of this rank.
-        gave_up: * number of a meeting that a rank no longer waits for: none may go on alone then.
-        fingerprints: a pair: the operation that the rank has come for.
+        arrived: the number of waits that the rank has reached.
+        passed: the number of waits that it has left again: others need nothing more of it there.
+        left: 1 once its program has ended: others stop waiting for it at once.
+        lost: 1 once others have given up on this rank.
+        gave_up: * the number of a meeting that some rank has given up: no rank may then continue.
+        fingerprints: a pair: which operation the rank is about to run.
         heard: * a pair: fingerprints of all machines' first ranks.
         eager: small tensors that the rank brings along; uint8, shape (2, eager_nbytes).
     """
@@ -71,7 +71,7 @@ class BarrierMemory:
         fields = np.dtype(
             [
                 ("semaphores", "u1", semaphores_nbytes(node.size)),
-                *((name, "i8") for name in ("come", "passed", "left", "lost", "gave_up")),
+                *((name, "i8") for name in ("arrived", "passed", "left", "lost", "gave_up")),
                 ("rest", "u1", 24),  # counters share a cache line with nothing else
                 ("fingerprints", "u1", (2, FINGERPRINT_NBYTES)),
                 ("heard", "u1", (2, heard_nbytes)),
@@ -83,7 +83,7 @@ class BarrierMemory:
         segments[node.rank][: fields.itemsize].zero_()
         # Views that are made once: making one takes longer than a meeting.
         each = [segment[: fields.itemsize].numpy().view(fields) for segment in segments]
-        self.come, self.passed = [one["come"] for one in each], [one["passed"] for one in each]
+        self.arrived, self.passed = ([one[name] for one in each] for name in ("arrived", "passed"))
         self.left, self.lost = [one["left"] for one in each], [one["lost"] for one in each]
         self.gave_up = each[0]["gave_up"]
         self.fingerprints = [[part.data for part in one["fingerprints"][0]] for one in each]
@@ -96,8 +96,8 @@ class BarrierMemory:
 # Lets messages that are under way go on; returns seconds until it is to be called again.
 Progress = Callable[[], float]
 
-# Seconds between two checks of a rank that sleeps (does it wait in vain?); below where a job goes
-# on without the ranks that it loses.
+# Seconds between two looks of a sleeping rank for lost ranks; below, in a job that continues
+# without them.
 _CHECK_EVERY = 0.5
 _CHECK_SOON = 0.02
 
@@ -131,9 +131,9 @@ class CheckedBarrier:
         self.eager, self.eager_nbytes = memory.eager, memory.eager_nbytes
         self._semaphores = DisseminationBarrier(memory.addresses, self.rank)
         self.same_place = True
-        # Meetings that this rank has come to. Ranks that are in the same meeting have the same.
+        # The number of meetings so far. Ranks in the same meeting have the same number.
         self._number = 0
-        # Waits that it has come to, in meetings and after them; and those up to the last meeting.
+        # The number of waits so far, in meetings and after them; and that at the last meeting.
         self._waits = self._met_at = 0
         # Of the last meeting; also the limit of each `wait` after it.
         self._timeout = self._deadline = 0.0
@@ -154,8 +154,8 @@ class CheckedBarrier:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of this machine that have not come to the last meeting."""
-        return self._behind(self._memory.come, self._met_at)
+        """Ranks of this machine that have not arrived at the last meeting."""
+        return self._behind(self._memory.arrived, self._met_at)
 
     @property
     def missing_names(self) -> str:
@@ -164,7 +164,9 @@ class CheckedBarrier:
         # This machine's first rank may be behind only because it waits for another machine.
         if self._nodes.count > 1:
             return "ranks on other machines"
-        return name_ranks(self._behind(self._memory.come, self._waits)) or "a rank that has stopped"
+        return (
+            name_ranks(self._behind(self._memory.arrived, self._waits)) or "a rank that has stopped"
+        )
 
     def _behind(self, numbers: Counters, wait: int) -> list[int]:
         """Ranks of this machine whose number is less than this wait's."""
@@ -172,16 +174,16 @@ class CheckedBarrier:
         return [rank for rank, number in pairs if number[0] < wait]
 
     def meet(self, operation: str, place: str, timeout: float) -> None:
-        """Returns when every rank of the group has come.
+        """Returns when every rank of the group has arrived.
 
         Args:
             operation: must be the same on all ranks.
             place: a detail in which they may differ; `same_place` is False where they do.
-            timeout: seconds until all must have come, and have passed each `wait` after it.
+            timeout: seconds in which all must arrive, and pass each `wait` after it.
 
         Raises:
-            CommunicationError: a rank did not come in time, or for another operation; again on each
-                later call.
+            CommunicationError: a rank did not arrive in time, or runs another operation; again on
+                each later call.
         """
         if self._failure is not None:
             raise CommunicationError(f"the group has failed before: {self._failure}")
@@ -202,12 +204,12 @@ class CheckedBarrier:
         """Returns when every rank of this machine has called it, in the timeout of the meeting."""
         self._waits += 1
         self._since = time.monotonic()
-        # After the fingerprint, so that the fingerprint of a rank that has come is complete.
-        self._memory.come[self.rank][0] = self._waits
+        # After the fingerprint, so that the fingerprint of a rank that has arrived is complete.
+        self._memory.arrived[self.rank][0] = self._waits
         self.progress()
         self._semaphores.wait(self._next_check, self._check_in_vain)
         self._memory.passed[self.rank][0] = self._waits
-        # All have come, but one of them may have timed out just before the last did.
+        # All have arrived, but one of them may have timed out just before the last did.
         self._check_given_up()
 
     def break_off(self, error: BaseException) -> None:
@@ -222,7 +224,7 @@ class CheckedBarrier:
         return self._failure
 
     def leave(self) -> None:
-        """Publishes that this rank will not come again. A no-op in a child that it has forked."""
+        """Publishes that this rank meets the others no more. A no-op in a forked child."""
         if os.getpid() == self._process:
             self._memory.left[self.rank][0] = 1
 
@@ -289,7 +291,7 @@ class CheckedBarrier:
         if self._abandoned:
             raise self._give_up("this rank has left the group")
         gone = self._marked(self._memory.left).intersection(
-            self._behind(self._memory.come, self._waits)
+            self._behind(self._memory.arrived, self._waits)
         )
         # One that was killed after it came may have slept, with others still to be woken by it. One
         # that has left goes on with what it came to.
@@ -320,7 +322,7 @@ class CheckedBarrier:
         return {rank for rank, mark in zip(self._ranks, marks, strict=True) if mark[0]}
 
     def _give_up(self, text: str) -> CommunicationError:
-        """As `fail`, where others may still come: they fail, too."""
+        """As `fail`, while others may still arrive: they fail, too."""
         self._memory.gave_up[0] = self._number
         return self.fail(text)
 
@@ -341,8 +343,7 @@ _open: "weakref.WeakSet[CheckedBarrier]" = weakref.WeakSet()
 def _leave() -> None:
     """Leaves every open barrier: ranks that wait for this one need not wait for the timeout.
 
-    After the threads that still run operations (worker.py, which registers later): they come to
-    meetings of this rank.
+    Runs after the worker threads have ended (`work.py` registers later): they still hold meetings.
     """
     for barrier in list(_open):
         barrier.leave()

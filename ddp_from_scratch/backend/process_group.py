@@ -51,6 +51,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     """
 
     backend: ClassVar[str]
+    # Each backend's method: makes the group of `ranks`, which are places in this one.
+    _part: Callable[[Sequence[int], timedelta, str], SharedMemoryGroup]
 
     def __init__(
         self,
@@ -140,10 +142,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         part.setGroupName(group_name or "")
         part.setGroupDesc(group_desc or "")
         return part
-
-    def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> SharedMemoryGroup:
-        """A group of `ranks`, which are places in this one. Only they call it."""
-        raise NotImplementedError
 
     def install_store(self) -> None:
         """Lets torch know the group's store, where it may not have noted one yet. Idempotent."""

@@ -25,7 +25,7 @@ class Operation:
 
     Attributes:
         fingerprint: the same on all ranks that call the same operation; errors print it.
-        run: called once all have come; communicates, and may return tensors.
+        run: called once all ranks have arrived; communicates, and may return tensors.
         prepare: called before, in the operation's turn; returns a detail of the call in which the
             ranks may differ (`CheckedBarrier.same_place`).
     """

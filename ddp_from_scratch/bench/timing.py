@@ -31,8 +31,8 @@ def interleave(
     `WARM_UP` rounds before the first are not counted (torch's DDP and ours rebuild their buckets in
     the first, allocators settle). Whatever slows the machine for a while slows all alike.
 
-    `rounds` gives the next round when the one before is over, so that it may count or look at the
-    clock (`rounds_for`); it must end alike on all ranks.
+    `rounds` yields the next round when the last one is over, so that it can count or look at the
+    clock (`rounds_for`). It must yield the same number of rounds on all ranks.
     """
     order = np.random.default_rng(0)  # the same on every rank
     for turn in range(WARM_UP):
@@ -56,7 +56,7 @@ def interleave(
             times[index].append(1e3 * (time.perf_counter() - began))
             cpu_times[index].append(1e3 * (cpu_ended - cpu_began))
     slowest = torch.tensor([times, cpu_times], dtype=torch.float64, device=device)
-    # Training goes on when the last rank has ended, so the slowest counts in each round.
+    # The next step waits for the slowest rank, so that rank's time is the round's.
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [
         Samples(c.name, milliseconds, cpu)
@@ -139,7 +139,7 @@ def check_distance(
 ) -> None:
     """Raises a RuntimeError if two trained models are farther apart than part of their way.
 
-    Their names are for the text. Both have come from the parameters in `start`.
+    Their names are for the text. Both started from the parameters in `start`.
     """
     others = list(others)
     moved, apart = _distance(others, start), _distance(some, others)

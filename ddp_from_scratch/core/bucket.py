@@ -15,7 +15,7 @@ from ddp_from_scratch.core.memory import dense_strides, in_huge_pages
 Future: TypeAlias = torch.futures.Future[Any]
 CommHook: TypeAlias = Callable[[Any, Any], Future]
 
-# Called for all gradients in a loop that is not Python's.
+# For `map` over all gradients, whose loop runs in C.
 gradient_of = attrgetter("grad")
 # Mean size in bytes of a bucket's gradients. Below it a call for each costs more than the copy.
 _SMALL = 2**15
@@ -110,7 +110,7 @@ class Bucket:
         self.missing, self.unused = set(self.members), set[int]()
         self.noted: dict[int, torch.Tensor] = {}
         self.op: dist.ReduceOp.RedOpType | None = None
-        # Held until the average is there: a tensor that Python holds is not wrapped again.
+        # Held until the average is there, so that Python does not wrap each `.grad` anew.
         self._sources: list[torch.Tensor] = []
         # Kept from pass to pass: compressing then allocates no temporary tensors.
         self._scratch: torch.Tensor | None = None

@@ -167,7 +167,7 @@ def _all_reduce(
     process_group: Group,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Future:
-    # Lets an error name the bucket, where ranks compare what they have come for.
+    # Lets an error name the bucket, where ranks compare their operations.
     caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"  # torch's have no name
     try:
         work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)

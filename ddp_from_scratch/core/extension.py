@@ -68,7 +68,7 @@ class Extension:
         return False
 
     def on_launch(self, bucket: Bucket) -> None:
-        """Called when a bucket is full and its turn has come, before it is packed."""
+        """Called when a bucket is full and next in order, before it is packed."""
 
     def on_agree(self) -> None:
         """Called before this rank waits for the weights of all ranks, if any are set."""
@@ -106,7 +106,7 @@ class Extension:
     def on_wait(self, bucket: Bucket) -> None:
         """Called before this rank waits for the average of a bucket.
 
-        With a comm hook that has one bucket under way at a time twice, the second time in vain.
+        Called twice if the comm hook has one bucket under way at a time; the second wait is empty.
         """
 
     def on_waited(self, bucket: Bucket) -> None:

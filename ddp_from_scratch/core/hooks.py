@@ -56,9 +56,9 @@ class Hooks:
         weakref.finalize(self, _remove_all, self.handles)
 
     def note(self, places: Mapping[int, dict[int, torch.Tensor]]) -> None:
-        """Has autograd put some parameters into dictionaries, by index, in place of `ready`.
+        """Replaces `ready` by an entry in a dictionary, for the parameters in `places`.
 
-        Which is no Python call: a hook is `setitem` there.
+        The hook is then `setitem`, which runs no Python code.
         """
         for index, (ready, handle) in enumerate(zip(self._ready, self.handles, strict=False)):
             hooks = handle.hooks_dict_ref()

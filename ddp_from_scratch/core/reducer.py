@@ -348,7 +348,7 @@ class CoreReducer:
         ):
             self.begin_pass()
         if self.ready_order is None:
-            # The order is agreed on once. A gradient that comes again counts at its last place.
+            # The order is agreed on once. A second gradient counts at its later place.
             self._seen.pop(index, None)
             self._seen[index] = None
         for is_complete in self.calls["is_complete"]:

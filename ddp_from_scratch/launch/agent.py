@@ -127,7 +127,7 @@ class Agent:
             self._received.append(number)
 
     def _pass_on(self) -> None:
-        """Acts on the signals that have come since the last call."""
+        """Acts on the signals received since the last call."""
         while self._passed_on < len(self._received):
             if self._passed_on == 0:
                 say("stopping all ranks; once more ends them at once")
@@ -146,7 +146,7 @@ class Agent:
                     return 0
             elif self._received:
                 # Asked to stop, they end one after another with the signal's code. But where one
-                # has died of it, the others wait for that one in vain.
+                # has died of it, and the others wait for a rank that is gone.
                 if None not in codes.values() or any(code and code < 0 for code in codes.values()):
                     return self._stopped()
             elif failed := [(member, code) for member, code in codes.items() if code]:

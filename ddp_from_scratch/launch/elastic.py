@@ -171,7 +171,7 @@ class ElasticAgent(Agent):
             self._received.append(code - 128)
         if self._received:
             # Asked to stop, ranks end one after another with the signal's code. But where one has
-            # died of it, the others wait for that one in vain.
+            # died of it, and the others wait for a rank that is gone.
             died = code < 0 and member in self._generation.members
             return self._stopped() if died or not self._living else None
         if self._server_is_gone():
@@ -198,7 +198,7 @@ class ElasticAgent(Agent):
         if code == _USAGE or not self._living:
             return self._failed(member, code)
         then = ""
-        # A machine that is lost gets ranks when it comes again.
+        # A lost machine gets ranks again when it rejoins.
         if not is_lost:
             self._last_failure = failure
             self._failures += 1
@@ -212,7 +212,7 @@ class ElasticAgent(Agent):
         return None
 
     def _let_in(self) -> None:
-        """Starts the ranks of machines that have come, or come again."""
+        """Starts the ranks of machines that join or rejoin."""
         if self._nodes is not None:
             # The job knows how many ranks it can use once it has begun.
             most = min((self._said[member].most_ranks for member in self._carriers()), default=0)
@@ -224,7 +224,7 @@ class ElasticAgent(Agent):
         number, members, _ = self._generation
         present = self._living & set(members)
         asking = {m for m, said in self._said.items() if m in self._living and said.asks > number}
-        # A process that has ended well is missed only where others wait for it to arrive.
+        # A process that ended with 0 is lost only if others wait for it to arrive.
         lost = any(
             self._children[member].poll() or self._store.member(member).arrived < number
             for member in set(members) - present

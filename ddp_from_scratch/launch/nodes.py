@@ -35,7 +35,7 @@ class Node:
     """Another machine, as its agent there reports of it."""
 
     def __init__(self, now: float, ticket: int | None = None) -> None:
-        # Its agent's: None until it has come. And when that gave the last sign of life.
+        # The ticket of its agent, None until that arrives; and the time of its last report.
         self.ticket, self.since = ticket, now
         self.beat = self.signals = 0  # that have been read
         self.orders: list[tuple[str, int, int]] = []
@@ -79,8 +79,8 @@ class Nodes:
         store: that all reach.
         counts: ranks of each machine.
         elastic: the job continues without a lost machine.
-        asked: the options that must be alike on all, by name.
-        timeout: seconds that a machine of an elastic job may take to come, of another to answer.
+        asked: options that must be the same on all machines, by name.
+        timeout: seconds in which a machine must arrive (elastic jobs), or answer (others).
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Nodes:
         self._write()
 
     def admit(self, most: int = 0, running: int = 0) -> list[int]:
-        """Lets the machines in that have come, or says why not.
+        """Admits the machines that have arrived, or says why not.
 
         Those that were not there at the start wait until the job has begun.
 
@@ -254,7 +254,7 @@ class Nodes:
             return f"--elastic was {here} here and {there} on machine 0: it must be the same on all"
         node, there_are = self._nodes.get(number), len(self._counts)
         # In an elastic job a machine that is new has its own count behind the others'; one that
-        # comes again may not know of those after it.
+        # rejoins may not know of those after it.
         expected = self._counts + list(counts[there_are : number + 1] if elastic else ())
         if list(counts) != expected[: len(counts)] or len(counts) < self._at_start:
             texts = (",".join(map(str, some)) for some in (counts, self._counts))

@@ -81,7 +81,7 @@ def start_ranks(
         preload: modules that are imported once, before ranks are forked.
         max_restarts: processes that may be started in the place of failed ones (`elastic.py`), for
             programs with `ddp.elastic`. Machine 0's counts. None ends all ranks when one fails.
-        asked: options by name, that a machine which comes later, or again, must have alike.
+        asked: options, by name, that a machine that joins or rejoins must share.
 
     Returns:
         0 when every rank ended with 0, 128 + N after signal N, else the exit code of the first rank

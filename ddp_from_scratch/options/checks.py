@@ -18,7 +18,7 @@ from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gat
 # Called for all parameters before every forward pass: without a Python call for each.
 _version = attrgetter("_version")
 _requires_grad, _dtype, _device = map(attrgetter, ("requires_grad", "dtype", "device"))
-# What costs most is looked at in so many forward passes at first, and then in every one of so many.
+# The expensive checks run in the first so many forward passes, and then in every so many.
 _OFTEN = 10
 
 

@@ -71,7 +71,7 @@ def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
     """Compares the options of all ranks, then sets threads, determinism and seeds of this process.
 
-    `asked` has values, by name, that all ranks must have alike beside the settings; a UsageError on
+    `asked` holds more values, by name, that must be the same on all ranks; a UsageError on
     every rank says what differs. Returns a group for CPU tensors.
     """
     group: Any = dist.group.WORLD

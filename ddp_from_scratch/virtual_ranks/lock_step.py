@@ -110,7 +110,7 @@ class Turn:
     """A function in a thread, which runs only while the caller of `resume` waits for it."""
 
     def __init__(self, function: Callable[["Turn"], None]) -> None:
-        self.row: torch.Tensor | None = None  # what it has come to a layer with
+        self.row: torch.Tensor | None = None  # its input rows at the present layer
         self._error: BaseException | None = None
         self._rows: SimpleQueue[torch.Tensor | _Over | None] = SimpleQueue()
         self._stops: SimpleQueue[None] = SimpleQueue()

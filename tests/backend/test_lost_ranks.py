@@ -30,7 +30,7 @@ def asleep(world):
     """Rank 0 comes, sleeps in the first round, and is killed before the second."""
     pids = processes()
     if world.rank == 4:
-        while dist.group.WORLD.checked_barrier._memory.come[0][0] < 1:
+        while dist.group.WORLD.checked_barrier._memory.arrived[0][0] < 1:
             os.sched_yield()
         os.kill(pids[0], signal.SIGKILL)
     for _ in range(2):
@@ -131,7 +131,7 @@ def abandoned(world, folder):
         tensor, text = torch.ones(10**6), ""
         if world.rank == 0:
             work, after = (group.allreduce([tensor]) for _ in range(2))
-            while group.checked_barrier._memory.come[0][0] < 2:  # it waits there
+            while group.checked_barrier._memory.arrived[0][0] < 2:  # it waits there
                 os.sched_yield()
             abandon_beside(own)
             # At once: nothing may write to the tensor any more.

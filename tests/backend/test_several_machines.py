@@ -36,7 +36,7 @@ def test_two_groups_may_open_their_connections_at_a_time():
     def open_gloo(store, rank, *_):
         if rank == 0:
             begun.set()
-            second.wait(5)
+            second.wait(20)
         else:
             second.set()
         return dist.ProcessGroup(rank, 1)

@@ -219,7 +219,13 @@ def raises(model, world):
         y.sum().backward()
 
 
+def noted_alone(model, world):
+    """A pass of which Python is told nothing."""
+    model.layers[2](inputs(3, world.rank)).sum().backward()
+
+
 ERRORS = {
+    noted_alone: r"no gradient in the last backward pass on rank \d for: layers.0.weight, ",
     without_a_gradient: r"no gradient in the last backward pass on rank \d for: layers.2.weight\.",
     raises: r"the last backward pass on rank \d was broken off",
 }
@@ -245,16 +251,45 @@ def test_errors_are_those_of_a_hook_per_gradient(world, program):
 
 
 @on("gloo-2")
+def test_a_step_that_is_aborted_forgets_what_is_noted(world):
+    model = Layers()
+    reducer = ddp.Reducer(model)
+    once(model, model, 0, world.rank)
+    noted_alone(model, world)
+    reducer.abort_step()
+    assert sorted(reducer.missing()) == sorted(reducer.names)
+
+
+@on("gloo-2")
 def test_a_sparse_gradient_is_refused_by_name(world):
     model = Layers()
     reducer = ddp.Reducer(model)
     for step in range(2):
         once(model, model, step, world.rank)
         model.zero_grad()
-    rows = nn.functional.embedding(torch.tensor([1]), model.layers[2].weight, sparse=True)
-    model.layers[2].forward = lambda x: x + rows + model.layers[2].bias
+    layer, row = model.layers[2], torch.tensor([1])
+    # In its place, so that the gradient arrives where the order expects it.
+    layer.forward = lambda x: (
+        x + nn.functional.embedding(row, layer.weight, sparse=True) + layer.bias
+    )
     with pytest.raises(RuntimeError, match=r"layers\.2\.weight is sparse on rank"):
         once(model, model, 3, world.rank)
+    reducer.abort_step()
+
+
+@on("gloo-2")
+def test_a_gradient_with_a_graph_is_refused_in_a_window(world):
+    model = Layers()
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    for step in range(2):
+        once(model, model, step, world.rank)
+        model.zero_grad()
+    x = inputs(3, world.rank)
+    for layer in model.layers:
+        x = layer(x)
+    # The gradient that arrives first, that of the last bias, is a constant and has no graph.
+    with pytest.raises(RuntimeError, match="cannot keep its graph"):
+        x.sum().backward(create_graph=True)
     reducer.abort_step()
 
 
