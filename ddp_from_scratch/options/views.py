@@ -77,7 +77,7 @@ class ViewBucket(Bucket):
         if self.state is not BucketState.FILLING:
             raise self._again()
         gradients = [*map(gradient_of, self._parameters)]
-        if not self._packed and self._are_new(gradients):
+        if not (self._packed or self.unused) and self._are_new(gradients):
             self._copy_scaled(self.views, gradients, scale)
             for parameter, lent in zip(self._parameters, self._lent, strict=True):
                 parameter.grad = lent

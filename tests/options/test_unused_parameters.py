@@ -49,6 +49,18 @@ def test_buckets_without_a_gradient_need_not_be_sent(world):
     assert grads_of(model) == [mean(world), 2 * mean(world), None, None]
 
 
+@pytest.mark.parametrize("views", [False, True])
+@on("gloo-2")
+def test_a_gradient_that_no_rank_uses_stays_from_pass_to_pass(world, views):
+    model = Terms(1, 2)
+    Reducer(model, find_unused_parameters=True, gradient_as_bucket_view=views)
+    model.p1.grad = torch.full_like(model.p1, own(world))
+    for _ in range(3):
+        model.p0.grad = None
+        model(own(world), (0,)).backward()
+        assert grads_of(model) == [mean(world), own(world)]
+
+
 def before_forward(model, x):
     outside = (model.p1 * x).sum()
     return model(x, (0,)) + outside
