@@ -4,6 +4,8 @@ Examples:
     python -m benchmarks.allreduce                     2 ranks, float32, 256 B to 64 MB
     python -m benchmarks.allreduce --nproc 2 4 --dtype float32 bfloat16
     python -m benchmarks.allreduce --quick             fewer sizes and rounds
+    python -m benchmarks.allreduce --collective all_gather reduce_scatter
+                                                       other collectives: gloo, mpi and mpi4py
 
 One MPI job holds all contenders, which take turns: gloo (a group beside the mpi group), mpi with
 an ordinary tensor, mpi with a tensor from `mpi.empty`, and mpi4py's blocking Allreduce as it is, a
@@ -12,19 +14,23 @@ imported and built (a C++ compiler and ninja), its all-reduce in shared memory i
 "DeepSpeed", whose ranks wait without giving up their cores. "mpi, alone" is the same
 call in a group of one rank, which meets no other: for small tensors the time of torch's and this
 library's Python. With a GPU for each rank nccl is measured, too. A turn is a single call from
-1 MB on, and up to 50 in a row below. Bus bandwidth is 2 (n - 1) / n x bytes / time, as in
-nccl-tests; for the copy of the same buffer it is bytes / time; a group of one has none. The slowest
-rank counts.
+1 MB on, and up to 50 in a row below. The slowest rank counts.
+
+Bus bandwidth is that of nccl-tests: a factor x bytes / time. For the collectives that gather or
+scatter, bytes are those of all ranks' parts together. The factor is 2 (n - 1) / n for an
+all-reduce, 1 for a broadcast or a copy, and (n - 1) / n for the others. A group of one has none.
 """
 
 import argparse
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,11 +52,21 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 COPY = "memory copy"
 PLAIN = "mpi4py"
 ALONE = "mpi, alone"
+ALL_REDUCE = "all_reduce"
+# Bus bandwidth as a multiple of bytes / time, by the number of ranks.
+FACTORS: dict[str, Callable[[int], float]] = {
+    ALL_REDUCE: lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+    "all_to_all": lambda ranks: (ranks - 1) / ranks,
+    "gather": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: 1.0,
+}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to all-reduce.
+    """A way to call a collective.
 
     Attributes:
         call: timed.
@@ -66,6 +82,8 @@ def main() -> int:
     parser = make_parser("benchmarks.allreduce", __doc__)
     parser.add_argument("--nproc", type=int, nargs="+", default=[2], help="ranks (default: 2)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
+    text = f"default: {ALL_REDUCE}"
+    parser.add_argument("--collective", nargs="+", choices=FACTORS, default=[ALL_REDUCE], help=text)
     parser.add_argument(
         "--bytes",
         type=int,
@@ -86,6 +104,7 @@ def main() -> int:
     for count in options.nproc:
         rank = [sys.executable, "-m", "benchmarks.allreduce", "--nproc", str(count)]
         rank += ["--dtype", *options.dtype, "--bytes", *map(str, options.bytes)]
+        rank += ["--collective", *options.collective]
         rank += ["--quick"] * options.quick + ["--results", str(options.results)]
         if reason := deepspeed.missing(count):
             print(f"without {deepspeed.NAME}: {reason}", flush=True)
@@ -104,47 +123,60 @@ def measure(options: argparse.Namespace) -> None:
     backend = "mpi" if environment.launcher() == "mpirun" else "nccl"
     with process_group(backend) as world:
         rival = deepspeed.SharedMemory() if options.deepspeed and backend == "mpi" else None
-        for dtype in options.dtype:
+        for collective, dtype in product(options.collective, options.dtype):
             sizes = sorted(options.bytes)[:: 2 if options.quick else 1]
             watched = world.rank == 0 and on_terminal()
-            progress = tqdm(sizes, f"{backend}, {dtype}", disable=not watched, leave=False)
-            make = contenders_on_cpu if backend == "mpi" else contenders_on_gpu
+            title = f"{collective}, {backend}, {dtype}"
+            progress = tqdm(sizes, title, disable=not watched, leave=False)
             times: dict[int, dict[str, list[float]]] = {}
             for nbytes in progress:
-                compared = make(nbytes, getattr(torch, dtype), world.device)
-                if rival is not None:
-                    compared |= contender_of(rival, nbytes, getattr(torch, dtype))
+                numel = nbytes // getattr(torch, dtype).itemsize
+                tensor = torch.zeros(numel, dtype=getattr(torch, dtype), device=world.device)
+                if collective != ALL_REDUCE:
+                    compared = other_contenders(collective, backend, tensor)
+                elif backend == "mpi":
+                    compared = contenders_on_cpu(tensor)
+                else:
+                    compared = contenders_on_gpu(tensor)
+                if rival is not None and collective == ALL_REDUCE:
+                    compared |= contender_of(rival, tensor)
                 # Small calls are noisy and cheap: more rounds for them, many in a row.
                 rounds = max(5, min(200, 2**29 // nbytes)) // (3 if options.quick else 1)
                 calls = max(1, min(50, 2**20 // nbytes))
                 times[nbytes] = take_turns(compared, max(rounds, 3), calls, world.device)
             if world.rank == 0:
-                report(backend, dtype, world.world_size, times, options.results)
+                report(collective, backend, dtype, world.world_size, times, options.results)
 
 
-def contenders_on_cpu(
-    nbytes: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Contender]:
-    """Every way to all-reduce a tensor of zeros, and the copy."""
+@cache
+def gloo() -> dist.ProcessGroup:
+    """A group of all ranks, once for all sizes: it costs a thread and connections."""
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+
+
+@cache
+def alone() -> dist.ProcessGroup:
+    """A group of this rank."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return cast(dist.ProcessGroup, groups[dist.get_rank()])
+
+
+def contenders_on_cpu(tensor: torch.Tensor) -> dict[str, Contender]:
+    """Every way to all-reduce a tensor, and the copy."""
     from ddp_from_scratch import mpi
     from ddp_from_scratch.backend.mpi_transport import MPI
 
-    # Once for all sizes: a group costs a thread and connections.
-    if "gloo" not in _groups:
-        _groups["gloo"] = dist.new_group(backend="gloo")
-        ranks = range(dist.get_world_size())
-        _groups["alone"] = [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
-    numel = nbytes // dtype.itemsize
-    tensor, other, window = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype), None
-    window = mpi.empty(numel, dtype)
+    dtype, nbytes = tensor.dtype, tensor.nbytes
+    beside, of_one, other = gloo(), alone(), tensor.clone()
+    window = mpi.empty(tensor.numel(), dtype)
     window.zero_()  # also touches its pages, which exist only then
     contenders: dict[str, Contender] = {
-        "gloo": Contender(lambda: dist.all_reduce(tensor, group=_groups["gloo"])),
+        "gloo": Contender(lambda: dist.all_reduce(tensor, group=beside)),
         "mpi": Contender(lambda: dist.all_reduce(tensor)),
         "mpi, async": Contender(lambda: dist.all_reduce(tensor, async_op=True).wait()),
         "mpi, window": Contender(lambda: dist.all_reduce(window)),
         # A group of one meets nobody: what is left is torch's and this library's Python.
-        ALONE: Contender(lambda: dist.all_reduce(tensor, group=_groups["alone"])),
+        ALONE: Contender(lambda: dist.all_reduce(tensor, group=of_one)),
         COPY: Contender(lambda: other.copy_(tensor)),
     }
     if dtype.itemsize > 2:  # MPI itself has no 16-bit floats
@@ -172,22 +204,48 @@ def contenders_on_cpu(
     return contenders
 
 
-_groups: dict[str, dist.ProcessGroup] = {}
-
-
-def contender_of(
-    rival: deepspeed.SharedMemory, nbytes: int, dtype: torch.dtype
-) -> dict[str, Contender]:
+def contender_of(rival: deepspeed.SharedMemory, tensor: torch.Tensor) -> dict[str, Contender]:
     """DeepSpeed's all-reduce; empty where it has none of this dtype."""
-    tensor = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
     call = Contender(lambda: rival.all_reduce(tensor))
-    return {deepspeed.NAME: call} if rival.has(dtype) else {}
+    return {deepspeed.NAME: call} if rival.has(tensor.dtype) else {}
 
 
-def contenders_on_gpu(
-    nbytes: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Contender]:
-    tensor = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+def other_contenders(collective: str, backend: str, tensor: torch.Tensor) -> dict[str, Contender]:
+    """Another collective of the tensor, of which every rank has a part, and the copy."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    whole = tensor[: tensor.numel() // ranks * ranks]  # equal parts
+    other, part = whole.clone(), whole.tensor_split(ranks)[rank].clone()
+    parts = list(other.tensor_split(ranks)) if rank == 0 else None
+    of_torch: dict[str, Callable[[Any], Any]] = {
+        "all_gather": lambda group: dist.all_gather_into_tensor(other, part, group=group),
+        "reduce_scatter": lambda group: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda group: dist.all_to_all_single(other, whole, group=group),
+        "gather": lambda group: dist.gather(part, parts, 0, group=group),
+        "broadcast": lambda group: dist.broadcast(whole, 0, group=group),
+    }
+    call = of_torch[collective]
+    contenders = {
+        backend: Contender(partial(call, dist.group.WORLD)),
+        COPY: Contender(lambda: other.copy_(whole)),
+    }
+    if backend == "mpi":
+        contenders["gloo"] = Contender(partial(call, gloo()))
+    if backend == "mpi" and tensor.itemsize > 2:  # MPI itself has no 16-bit floats
+        from ddp_from_scratch.backend.mpi_transport import MPI
+
+        world, send, receive = MPI.COMM_WORLD, whole.numpy(), other.numpy()
+        of_mpi: dict[str, Callable[[], Any]] = {
+            "all_gather": lambda: world.Allgather(part.numpy(), receive),
+            "reduce_scatter": lambda: world.Reduce_scatter_block(send, part.numpy()),
+            "all_to_all": lambda: world.Alltoall(send, receive),
+            "gather": lambda: world.Gather(part.numpy(), receive if rank == 0 else None),
+            "broadcast": lambda: world.Bcast(send),
+        }
+        contenders[PLAIN] = Contender(of_mpi[collective])
+    return contenders
+
+
+def contenders_on_gpu(tensor: torch.Tensor) -> dict[str, Contender]:
     other = tensor.clone()
     return {
         "nccl": Contender(lambda: dist.all_reduce(tensor)),
@@ -237,7 +295,12 @@ def take_turns(
 
 
 def report(
-    backend: str, dtype: str, ranks: int, times: dict[int, dict[str, list[float]]], folder: Path
+    collective: str,
+    backend: str,
+    dtype: str,
+    ranks: int,
+    times: dict[int, dict[str, list[float]]],
+    folder: Path,
 ) -> None:
     """Prints the medians, writes all samples, draws bus bandwidth by size."""
     names = list(next(iter(times.values())))
@@ -245,40 +308,36 @@ def report(
     for nbytes, of_size in times.items():
         row = [f"{nbytes:,}"]
         for name in names:
-            bandwidth = bus_bandwidth(name, ranks, nbytes, of_size[name])
+            bandwidth = bus_bandwidth(collective, name, ranks, nbytes, of_size[name])
             speed = "" if bandwidth is None else f" {bandwidth:6.2f}"
             row.append(f"{1e6 * float(np.median(of_size[name])):,.0f} us{speed}")
         rows.append(row)
-    title = f"all-reduce, {ranks} ranks, {dtype}"
+    title = f"{collective}, {ranks} ranks, {dtype}"
     print(f"\n{title}: median time, and bus bandwidth in GB/s")
     print(text_table(["bytes", *names], rows), flush=True)
-    name = f"allreduce-{backend}-{dtype}-{ranks}"
-    settings = {"benchmark": "allreduce", "backend": backend, "dtype": dtype, "nproc": ranks}
+    name = f"{collective}-{backend}-{dtype}-{ranks}"
+    settings: dict[str, Any] = {"benchmark": "allreduce", "collective": collective}
+    settings |= {"backend": backend, "dtype": dtype, "nproc": ranks}
     write(name, f"{title}; seconds by bytes and contender", times, settings=settings, folder=folder)
-    draw(name, title, ranks, times, folder)
-
-
-def bus_bandwidth(name: str, ranks: int, nbytes: int, seconds: Sequence[float]) -> float | None:
-    """GB/s, of the median; None for a group of one rank, which has no bus."""
-    if name == ALONE:
-        return None
-    # As in nccl-tests: the bytes that a ring sends for each element, so that it compares over
-    # numbers of ranks. A copy reads and writes each once: the memory's own speed.
-    factor = 1.0 if name == COPY else 2 * (ranks - 1) / ranks
-    return factor * nbytes / float(np.median(seconds)) / 1e9
-
-
-def draw(
-    name: str, title: str, ranks: int, times: Mapping[int, Mapping[str, list[float]]], folder: Path
-) -> None:
-    """Bus bandwidth by size, one line for each contender that has one."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for nbytes, of_size in times.items():
         for contender, seconds in of_size.items():
-            bandwidth = bus_bandwidth(contender, ranks, nbytes, seconds)
+            bandwidth = bus_bandwidth(collective, contender, ranks, nbytes, seconds)
             if bandwidth is not None:
                 lines.setdefault(contender, []).append((nbytes, bandwidth))
     draw_lines(name, title, ("bytes", "bus bandwidth, GB/s"), lines, folder=folder)
+
+
+def bus_bandwidth(
+    collective: str, name: str, ranks: int, nbytes: int, seconds: Sequence[float]
+) -> float | None:
+    """GB/s, of the median; None for a group of one rank, which has no bus."""
+    if name == ALONE:
+        return None
+    # The bytes that a ring sends for each element, so that it compares over numbers of ranks. A
+    # copy reads and writes each once: the memory's own speed.
+    factor = 1.0 if name == COPY else FACTORS[collective](ranks)
+    return factor * nbytes / float(np.median(seconds)) / 1e9
 
 
 if __name__ == "__main__":
