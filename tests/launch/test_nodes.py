@@ -274,25 +274,17 @@ def test_a_link_to_machine_0():
     store.set("job", json.dumps({"beat": 2, "failure": None, "end": 0}))
     until(link.may_leave)
     link.close(0)
-
-
-def gone(*names):
-    return Mock(**{f"{name}.side_effect": RuntimeError for name in names})
+    link.heard = time.monotonic() - 61
+    assert link.failure() == "lost the other ranks: machine 0 has not answered for 61 s"
 
 
 def test_machine_0_has_gone():
-    link = Link(gone("set"), 7, 60.0)
+    gone = Mock(**{f"{name}.side_effect": RuntimeError for name in ("set", "add")})
+    link = Link(gone, 7, 60.0)
     until(lambda: link.is_closed)
     assert link.failure() == "machine 0 no longer answers"
-    link = Link(gone("set"), 7, 60.0)
+    link = Link(gone, 7, 60.0)
     until(link.may_leave)
     assert link.failure() is None  # its ranks have ended, and machine 0 has left as well
     with pytest.raises(UsageError, match="ended before machine 0 let this machine in"):
-        arrive(gone("add"), 1, [1, 1], False, {})
-
-
-def test_machine_0_does_not_answer(monkeypatch):
-    link = Link(dist.HashStore(), 7, 60.0)
-    link.heard -= 61
-    assert link.failure() == "lost the other ranks: machine 0 has not answered for 61 s"
-    link.close(1)
+        arrive(gone, 1, [1, 1], False, {})
