@@ -75,11 +75,15 @@ def job(unmet):
     return unmet
 
 
-def test_orders_go_there_and_exit_codes_come_back(job):
+def test_orders_go_there_and_exit_codes_and_signals_come_back(job):
     job.ranks[2].send_signal(signal.SIGTERM)
     assert job.ranks[1].poll() is None
-    job.reports({1: None, 2: 3})
+    job.reports(signals=[15])
+    job.after(1)
+    job.reports({1: None, 2: 3}, signals=[15, 2])
+    job.after(1)
     state = job.after(1)
+    assert job.machines.signals == [15, 2]
     assert state["orders"] == {"1": [["start", 1, 0], ["start", 2, 0], ["signal", 2, 15]]}
     assert (job.ranks[1].poll(), job.ranks[2].poll(), job.ranks[2].wait()) == (None, 3, 3)
 
@@ -151,26 +155,6 @@ def test_a_machine_that_is_new(job, capfd):
     job.after(1)
     assert rank.code == 5
     assert capfd.readouterr().err == "machine 2 joined\n"
-
-
-def test_a_signal_there_is_passed_on_once(job):
-    job.reports({}, signals=[15])
-    job.after(1)
-    job.reports({}, signals=[15, 2])
-    job.after(1)
-    job.after(1)
-    assert job.machines.signals == [15, 2]
-
-
-def test_the_end_waits_until_it_was_noticed(job, monkeypatch):
-    def sleep(seconds):
-        job.now += seconds
-        job.reports({}, left=json.loads(job.store.get("job"))["end"] == 3)
-
-    monkeypatch.setattr(nodes.time, "sleep", sleep)
-    began = job.now
-    job.machines.close(3)
-    assert job.now - began < 1
 
 
 # A failure ends all -------------------------------------------------------------------------------

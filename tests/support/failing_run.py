@@ -32,6 +32,17 @@ MACHINE = {
     "PYTHONPATH": str(ROOT),
 }
 
+START_RANKS = (
+    "import sys; from ddp_from_scratch import start_ranks; sys.exit(start_ranks(sys.argv[1:], [2]))"
+)
+# What stands before a program; run.py starts its ranks itself.
+LAUNCHERS = {
+    "none": [sys.executable],
+    "start_ranks": [sys.executable, "-c", START_RANKS, sys.executable],
+    "mpirun": ["mpirun", "-n", "2", sys.executable],
+    "torchrun": ["torchrun", "--nproc-per-node", "2"],
+}
+
 
 class Run:
     """A command and every process that it starts, told apart by a mark in their environment."""
