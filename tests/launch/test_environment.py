@@ -28,43 +28,29 @@ DAEMON = SRUN | variables("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASK
 
 
 @pytest.mark.parametrize(
-    ("environ", "by", "size"),
+    ("environ", "by", "size", "placement"),
     [
-        ({}, "none", None),
-        (TORCHRUN, "torchrun", 6),
-        (OPEN_MPI, "mpirun", 4),
-        (MPICH, "mpirun", 4),
-        (SRUN, "srun", 5),
-        (SRUN | variables("PMI_RANK=4 PMI_SIZE=5"), "srun", 5),  # srun --mpi=pmi2
-        (DAEMON | OPEN_MPI, "mpirun", 4),
-        (DAEMON | MPICH, "mpirun", 4),
-        (SRUN | TORCHRUN, "torchrun", 6),  # srun torchrun
-        (BATCH, "none", None),  # a batch script's own shell
+        ({}, "none", None, ALONE),
+        (TORCHRUN, "torchrun", 6, Placement(5, 6, 1, 2, 2, "torchrun")),
+        (BY_HAND, "torchrun", 2, Placement(0, 2, 0, 2, 0, "torchrun")),
+        (OPEN_MPI, "mpirun", 4, ALONE),  # MPI itself knows
+        (MPICH, "mpirun", 4, ALONE),
+        (SRUN, "srun", 5, Placement(4, 5, 1, 2, 1, "srun")),
+        # srun --mpi=pmi2
+        (SRUN | variables("PMI_RANK=4 PMI_SIZE=5"), "srun", 5, Placement(4, 5, 1, 2, 1, "srun")),
+        (DAEMON | OPEN_MPI, "mpirun", 4, ALONE),
+        (DAEMON | MPICH, "mpirun", 4, ALONE),
+        (SRUN | TORCHRUN, "torchrun", 6, Placement(5, 6, 1, 2, 2, "torchrun")),  # srun torchrun
+        (BATCH, "none", None, ALONE),  # a batch script's own shell
     ],
 )
-def test_launcher_is_told_by_its_variables(environ, by, size):
+def test_launcher_and_place_are_told_by_variables(environ, by, size, placement):
     assert environment.launcher(environ) == by
     assert environment.started(environ) == size
-
-
-def test_placement():
-    for environ, placement in (
-        ({}, ALONE),
-        (TORCHRUN, Placement(5, 6, 1, 2, 2, "torchrun")),
-        (SRUN, Placement(4, 5, 1, 2, 1, "srun")),
-        (BY_HAND, Placement(0, 2, 0, 2, 0, "torchrun")),
-    ):
-        assert environment.placement(environ) == placement
-    assert not environment.placement(SRUN).one_machine
-    assert environment.placement(BY_HAND).one_machine
-
-
-def test_reports_errors_is_true_on_the_first_rank_of_a_machine():
-    assert environment.reports_errors({})
-    names = ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"]
-    for first, environ in zip(names, (TORCHRUN, OPEN_MPI, MPICH, SRUN), strict=True):
-        assert not environment.reports_errors(environ)
-        assert environment.reports_errors(environ | {first: "0"})
+    assert environment.placement(environ) == placement
+    first = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    assert environment.reports_errors(environ) == (environ in ({}, BY_HAND, BATCH))
+    assert environment.reports_errors(environ | {name: "0" for name in first if name in environ})
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,10 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.launch import rank_process
-from tests.support.failing_run import RUN_PY, Run
+from tests.support.failing_run import LAUNCHERS, RUN_PY, Run
 from tests.support.tiers import slow
 
 DRIVER = str(Path(__file__).parents[1] / "support" / "failing_run.py")
-START_RANKS = (
-    "import sys; from ddp_from_scratch import start_ranks; sys.exit(start_ranks(sys.argv[1:], [2]))"
-)
-LAUNCHERS = {
-    "start_ranks": [sys.executable, "-c", START_RANKS, sys.executable],
-    "mpirun": ["mpirun", "-n", "2", sys.executable],
-    "torchrun": ["torchrun", "--nproc-per-node", "2"],
-    "run.py": [sys.executable],
-}
 LONG = [RUN_PY, "--epochs", "100000"]
 END_S = 10.0  # issue 2: from the failure to the end of everything, on every launcher
 
@@ -72,8 +63,8 @@ def test_a_rank_that_fails_ends_the_run(launcher, failure):
 @pytest.mark.parametrize(
     ("launcher", "backend", "numbers"),
     [
-        ("run.py", "gloo", (signal.SIGINT,)),
-        ("run.py", "mpi", (signal.SIGTERM, signal.SIGUSR1)),
+        ("none", "gloo", (signal.SIGINT,)),
+        ("none", "mpi", (signal.SIGTERM, signal.SIGUSR1)),
         ("torchrun", "gloo", (signal.SIGTERM,)),
     ],
 )
@@ -89,7 +80,7 @@ def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(launcher, backend, num
             run.signal(number)
             code = assert_ends(run)
             assert "[rank" not in run.text
-            if launcher == "run.py":
+            if launcher == "none":
                 assert code == 128 + number
                 assert "Traceback" not in run.text
                 assert run.err.count("stopping all ranks; once more ends them at once") == 1
@@ -103,7 +94,7 @@ def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(launcher, backend, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "backend"), [("run.py", "mpi"), ("torchrun", "gloo")])
+@pytest.mark.parametrize(("launcher", "backend"), [("none", "mpi"), ("torchrun", "gloo")])
 def test_ranks_die_with_their_launcher(launcher, backend, tmp_path):
     workers = 1 if launcher == "torchrun" else 0
     arguments = ["--backend", backend, "--workers", str(workers), "--checkpoint-dir", str(tmp_path)]

@@ -75,11 +75,15 @@ def job(unmet):
     return unmet
 
 
-def test_orders_go_there_and_exit_codes_come_back(job):
+def test_orders_go_there_and_exit_codes_and_signals_come_back(job):
     job.ranks[2].send_signal(signal.SIGTERM)
     assert job.ranks[1].poll() is None
-    job.reports({1: None, 2: 3})
+    job.reports(signals=[15])
+    job.after(1)
+    job.reports({1: None, 2: 3}, signals=[15, 2])
+    job.after(1)
     state = job.after(1)
+    assert job.machines.signals == [15, 2]
     assert state["orders"] == {"1": [["start", 1, 0], ["start", 2, 0], ["signal", 2, 15]]}
     assert (job.ranks[1].poll(), job.ranks[2].poll(), job.ranks[2].wait()) == (None, 3, 3)
 
@@ -151,26 +155,6 @@ def test_a_machine_that_is_new(job, capfd):
     job.after(1)
     assert rank.code == 5
     assert capfd.readouterr().err == "machine 2 joined\n"
-
-
-def test_a_signal_there_is_passed_on_once(job):
-    job.reports({}, signals=[15])
-    job.after(1)
-    job.reports({}, signals=[15, 2])
-    job.after(1)
-    job.after(1)
-    assert job.machines.signals == [15, 2]
-
-
-def test_the_end_waits_until_it_was_noticed(job, monkeypatch):
-    def sleep(seconds):
-        job.now += seconds
-        job.reports({}, left=json.loads(job.store.get("job"))["end"] == 3)
-
-    monkeypatch.setattr(nodes.time, "sleep", sleep)
-    began = job.now
-    job.machines.close(3)
-    assert job.now - began < 1
 
 
 # A failure ends all -------------------------------------------------------------------------------
@@ -274,25 +258,17 @@ def test_a_link_to_machine_0():
     store.set("job", json.dumps({"beat": 2, "failure": None, "end": 0}))
     until(link.may_leave)
     link.close(0)
-
-
-def gone(*names):
-    return Mock(**{f"{name}.side_effect": RuntimeError for name in names})
+    link.heard = time.monotonic() - 61
+    assert link.failure() == "lost the other ranks: machine 0 has not answered for 61 s"
 
 
 def test_machine_0_has_gone():
-    link = Link(gone("set"), 7, 60.0)
+    gone = Mock(**{f"{name}.side_effect": RuntimeError for name in ("set", "add")})
+    link = Link(gone, 7, 60.0)
     until(lambda: link.is_closed)
     assert link.failure() == "machine 0 no longer answers"
-    link = Link(gone("set"), 7, 60.0)
+    link = Link(gone, 7, 60.0)
     until(link.may_leave)
     assert link.failure() is None  # its ranks have ended, and machine 0 has left as well
     with pytest.raises(UsageError, match="ended before machine 0 let this machine in"):
-        arrive(gone("add"), 1, [1, 1], False, {})
-
-
-def test_machine_0_does_not_answer(monkeypatch):
-    link = Link(dist.HashStore(), 7, 60.0)
-    link.heard -= 61
-    assert link.failure() == "lost the other ranks: machine 0 has not answered for 61 s"
-    link.close(1)
+        arrive(gone, 1, [1, 1], False, {})

@@ -15,7 +15,6 @@ import pytest
 
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch import agent
-from ddp_from_scratch.launch.elastic import FileStore, Generation, JobStore, Member
 from ddp_from_scratch.launch.start import _run_folder
 from tests.support.failing_run import Run
 
@@ -110,16 +109,6 @@ def test_a_failure_on_one_machine_ends_the_others(tmp_path):
 
 
 # Folders ----------------------------------------------------------------------------------------
-
-
-def test_a_store_in_a_folder_keeps_what_agent_and_processes_write(tmp_path):
-    store, other = (JobStore(FileStore(tmp_path)) for _ in range(2))
-    store.announce(Generation(1, [0, 2], [0, 0]))
-    assert other.generation == Generation(1, [0, 2], [0, 0])
-    store.say(2, Member())
-    other.say(2, Member(arrived=1, step=7, failure=[7, "ValueError: no"]))
-    assert store.member(2) == Member(arrived=1, step=7, failure=[7, "ValueError: no"])
-    assert {file.name for file in tmp_path.iterdir()} == {"generation", "member 2"}
 
 
 HOLD = """

@@ -32,6 +32,17 @@ MACHINE = {
     "PYTHONPATH": str(ROOT),
 }
 
+START_RANKS = (
+    "import sys; from ddp_from_scratch import start_ranks; sys.exit(start_ranks(sys.argv[1:], [2]))"
+)
+# What stands before a program; run.py starts its ranks itself.
+LAUNCHERS = {
+    "none": [sys.executable],
+    "start_ranks": [sys.executable, "-c", START_RANKS, sys.executable],
+    "mpirun": ["mpirun", "-n", "2", sys.executable],
+    "torchrun": ["torchrun", "--nproc-per-node", "2"],
+}
+
 
 class Run:
     """A command and every process that it starts, told apart by a mark in their environment."""
@@ -119,17 +130,13 @@ class Run:
         self._folder.cleanup()
 
 
-def raise_before_backward(trainer: Any, step: Callable[..., None], batches: Any) -> None:
-    print("fails now", flush=True)
-    raise ValueError("on purpose")
-
-
 def raise_in_backward(trainer: Any, step: Callable[..., None], batches: Any) -> None:
     """With the first buckets in flight: the first parameter's gradient is the last one."""
     parameter = next(trainer.model.parameters())
 
     def fail(gradient: Any) -> None:
-        raise_before_backward(trainer, step, batches)
+        print("fails now", flush=True)
+        raise ValueError("on purpose")
 
     parameter.register_hook(fail)
     step(batches)
@@ -140,13 +147,7 @@ def kill(trainer: Any, step: Callable[..., None], batches: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang(trainer: Any, step: Callable[..., None], batches: Any) -> None:
-    """Longer than any timeout."""
-    time.sleep(1000)
-
-
-_ALL = (raise_before_backward, raise_in_backward, kill, hang)
-FAILURES = {f.__name__: f for f in _ALL}
+FAILURES = {"raise_in_backward": raise_in_backward, "kill": kill}
 
 
 def main(failure: str, arguments: list[str]) -> int:

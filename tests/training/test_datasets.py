@@ -45,10 +45,6 @@ def refusal(name, data_dir, download=False):
     return text
 
 
-def images(part):
-    return torch.stack([part[i][0] for i in range(len(part))])
-
-
 def test_digits_come_with_the_package_and_normalised(tmp_path):
     data = load_dataset("digits", tmp_path, download=True)
     assert list(tmp_path.iterdir()) == []
@@ -56,7 +52,7 @@ def test_digits_come_with_the_package_and_normalised(tmp_path):
     assert (data.num_classes, data.channels, data.image_size) == (10, 1, 8)
     image, label = data.train[0]
     assert (image.dtype, image.shape, type(label)) == (torch.float32, (1, 8, 8), int)
-    train = images(data.train)
+    train = torch.stack([image for image, _ in map(data.train.__getitem__, range(1437))])
     assert abs(train.mean().item()) < 1e-3
     assert abs(train.std().item() - 1) < 1e-3
     counts = torch.bincount(torch.tensor([data.test[i][1] for i in range(360)]))

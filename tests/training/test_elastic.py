@@ -6,12 +6,12 @@ import sys
 from contextlib import ExitStack
 
 import pytest
-import torch
 
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.settings import Settings
 from tests.support.failing_run import Run
 from tests.support.tiers import slow
+from tests.training.test_resume import contents
 
 # As run.py, but for a part of the trainer that is replaced first, on each rank.
 PROGRAM = """
@@ -56,21 +56,6 @@ def end(run, code=0):
     return run.text
 
 
-def last(folder):
-    """The tensors of the last checkpoint."""
-
-    def tensors(state, name=""):
-        if isinstance(state, torch.Tensor):
-            yield name, state.contiguous().view(-1).view(torch.uint8).tolist()
-        elif isinstance(state, dict | list | tuple):
-            items = state.items() if isinstance(state, dict) else enumerate(state)
-            for key, value in items:
-                yield from tensors(value, f"{name}/{key}")
-
-    newest = max((folder / "checkpoints").glob("checkpoint-*.pt"))
-    return dict(tensors(torch.load(newest, weights_only=True)))
-
-
 def train(world, folder):
     Trainer(Settings(epochs=3, virtual_ranks=8, checkpoint_dir=folder, quiet=True), world).run()
 
@@ -80,7 +65,7 @@ def quiet(ranks, tmp_path_factory):
     """The last checkpoint of a run on one rank, without --elastic."""
     folder = tmp_path_factory.mktemp("quiet")
     ranks("gloo", 1)(train, folder / "checkpoints")
-    return last(folder)
+    return contents(folder / "checkpoints")
 
 
 FAULTS = {
@@ -112,7 +97,7 @@ def test_a_rank_that_is_killed_costs_no_bit(name, quiet, tmp_path):
     with job(tmp_path, FAULTS[name], *options) as run:
         text = end(run)
     assert "was killed by SIGKILL" in text
-    assert last(tmp_path) == quiet
+    assert contents(tmp_path / "checkpoints") == quiet
     if name == "a step":  # a line and a metric, before another rank has come
         assert "process 1 was killed by SIGKILL: continuing with 2 ranks; " in text
         assert "continuing with 2 ranks in epoch 1, step 5: another group after " in text
@@ -136,7 +121,7 @@ def test_an_elastic_run_can_be_stopped_and_resumed(who, quiet, tmp_path):
     assert "going on" not in text
     with job(tmp_path, "", "--epochs", "3", "--elastic", "--resume", "auto", nproc=4) as run:
         end(run)
-    assert last(tmp_path) == quiet
+    assert contents(tmp_path / "checkpoints") == quiet
 
 
 # Several machines ---------------------------------------------------------------------------------
@@ -194,4 +179,4 @@ def test_a_machine_that_is_lost_comes_again_and_another_one_joins(quiet, tmp_pat
         *("process 3 was on machine 1: continuing with 2 ranks", "machine 1 rejoined"),
     ):
         assert told in text
-    assert last(tmp_path) == quiet
+    assert contents(tmp_path / "checkpoints") == quiet

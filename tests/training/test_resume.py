@@ -17,6 +17,7 @@ from ddp_from_scratch.sync.check_sync import check_sync
 from ddp_from_scratch.training import checkpoint, engine
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
+from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
@@ -136,7 +137,8 @@ def contents(folder):
             for key, value in state.items():
                 yield from flat(value, f"{name}/{key}")
         else:
-            yield name, state.tolist() if isinstance(state, torch.Tensor) else state
+            is_tensor = isinstance(state, torch.Tensor)
+            yield name, state.numpy().tobytes() if is_tensor else state
 
     state = checkpoint.load(checkpoint.files(folder)[0])
     return dict(flat({n: v for n, v in state.items() if n not in ("world_size", "settings")}))
@@ -219,9 +221,7 @@ def stopped_with_power_sgd(world, folder, changes):
 def resumed_with_power_sgd(world, folder, changes):
     """What is remembered on resuming, and what was warned of."""
     told = []
-    report = "ddp_from_scratch.training.report.Report.warning"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, lambda self, text: told.append(text))
+    with patch.object(Report, "warning", lambda self, text: told.append(text)):
         trainer = make_trainer(world, folder, resume="auto", **changes)
     found = remembered(trainer)
     assert trainer.run() == 0

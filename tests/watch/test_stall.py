@@ -53,11 +53,6 @@ def until(condition):
         time.sleep(0.01)
 
 
-def until_written(step):
-    """Until a watched rank has the report as text, for which it asks how other ranks are."""
-    until(lambda: store().check([f"written {step}"]))
-
-
 def watchers():
     return [t for t in threading.enumerate() if t.name == "ddp stall watch"]
 
@@ -128,7 +123,8 @@ def stalled_step(world, where):
         def lag():
             until(lambda: all(map(published, range(3))))
             clock.move()
-            until_written(1)
+            # Until a watched rank has the report as text, for which it asks how other ranks are.
+            until(lambda: store().check(["written 1"]))
 
         if world.rank == 2:
             if where == "forward":

@@ -1,7 +1,6 @@
 """A process group is opened, closed and opened again; without one there is one clear error."""
 
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -15,13 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
+from tests.support.failing_run import LAUNCHERS, Run
 from tests.support.on_ranks import on
-from tests.support.ranks import MPIRUN, ROOT
 
 CALLS = [ddp.Reducer, ddp.DistributedDataParallel, ddp.check_sync]
 CALLS += [ddp.broadcast_parameters, ddp.broadcast_buffers]
-# Programs in a folder of their own find the package here, installed or not.
-ENVIRONMENT = os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)}
 
 
 def test_without_a_process_group():
@@ -153,13 +150,6 @@ PROGRAM = """
             raise ValueError("on purpose")
         dist.barrier()
 """
-START = "import sys, ddp_from_scratch as ddp; sys.exit(ddp.start_ranks(sys.argv[1:], (2,)))"
-LAUNCHERS = {
-    "start_ranks": [sys.executable, "-c", START, sys.executable],
-    "torchrun": ["torchrun", "--nproc-per-node", "2"],
-    "mpirun": ["mpirun", "-n", "2", sys.executable],
-    "none": [sys.executable],
-}
 
 
 @pytest.mark.slow
@@ -174,11 +164,11 @@ def test_a_group_leaves_nothing_is_opened_again_and_closed_at_exit(
     """A thread that lets go of a tensor while Python ends aborts the process, its work done."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    command = [*LAUNCHERS[launcher], str(program), backend, what]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    if what != "fails":
-        told = "open at exit: False\n" * (1 if launcher == "none" else 2)
-        assert (done.returncode, done.stdout) == (0, told), done.stderr
-    else:
-        assert done.returncode == 1, done.stderr
-        assert done.stderr.count("ValueError: on purpose") == 1, done.stderr
+    with Run(*LAUNCHERS[launcher], str(program), backend, what) as run:
+        code = run.wait()
+        if what != "fails":
+            told = "open at exit: False\n" * (1 if launcher == "none" else 2)
+            assert (code, run.out) == (0, told), run.text
+        else:
+            assert code == 1, run.text
+            assert run.err.count("ValueError: on purpose") == 1, run.text

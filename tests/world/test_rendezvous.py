@@ -34,18 +34,12 @@ VARIABLES = (
 
 
 @pytest.fixture
-def environ(monkeypatch, tmp_path):
-    """Sets variables; those that rendezvous sets by itself are gone again after the test."""
+def environ(environment, monkeypatch, tmp_path):
+    """Sets variables, which are gone again after the test, as are those that rendezvous sets."""
     for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # so that it is restored whatever the test does to it
-        monkeypatch.delenv(name)
+        os.environ.pop(name, None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def set_variables(**variables: str):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return set_variables
+    return lambda **variables: os.environ.update(variables)
 
 
 def listening_sockets(world: World) -> list[str]:
