@@ -1,7 +1,7 @@
 """Averages a module's gradients over ranks while backward still runs.
 
-The way of one gradient, from top to bottom: `_ready` (ready), `launch_full_buckets` (pack, launch),
-`end_pass` and `finish` (wait, unpack). Options are extensions (`extension.py`).
+The file follows one gradient from top to bottom: `_ready`, `launch_full_buckets` (pack and launch),
+`end_pass` and `finish` (wait and unpack). Options are extensions (`extension.py`).
 """
 
 import threading
@@ -25,7 +25,7 @@ from ddp_from_scratch.core.memory import FlatMemory
 from ddp_from_scratch.errors import AGAIN, shortened
 from ddp_from_scratch.group import check_group
 
-# The number that autograd gives to the backward pass that this thread is in; -1 outside of one.
+# Autograd's number for the backward pass that this thread executes; -1 outside of backward.
 _current_pass = torch._C._current_graph_task_id
 IDLE = -1
 
@@ -34,59 +34,61 @@ class Weight(Protocol):
     """The weight of this rank's gradients in one average."""
 
     def value(self) -> float:
-        """Returns the factor of its gradients. Waits until all ranks have given their weights."""
+        """Returns the factor for its gradients. Waits until every rank has given its weight."""
 
 
 class CoreReducer:
-    """All-reduces the gradients of a module in buckets; the module itself stays as it is.
+    """All-reduces the gradients of a module in buckets, without wrapping the module.
 
     The phases of one backward pass:
 
     - ready: a hook on each parameter runs when its `.grad` is complete, and marks it ready.
     - pack and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously,
-      once every earlier bucket has been launched. The order is that of the buckets' index on every
-      rank, never that of readiness, so that all ranks issue the same collectives.
+      once every earlier bucket has been launched. Every rank launches by index and not by
+      readiness, so all ranks issue the same collectives in the same order.
     - wait and unpack: at the end of backward, for every bucket in order. When `backward()` returns,
       every `.grad` is the average over ranks.
 
-    The whole `.grad` is averaged, also gradients that were accumulated under `no_sync()` before. So
-    a second pass through one graph, which adds to an average, is averaged again. After the first
-    pass the buckets are laid out again, in the order in which rank 0's gradients became ready.
+    The Reducer averages the whole `.grad`, including what earlier passes accumulated under
+    `no_sync()`. A second pass through one graph adds to an average, and the sum is averaged again.
+    After the first pass the buckets are rebuilt in the order in which rank 0's gradients became
+    ready.
 
     Args:
         module: the owner of the parameters.
-        parameters: those to average, by name.
+        parameters: the parameters to average, by name.
         process_group: the ranks that take part; None means all.
         bucket_caps: see `layout.assign`.
         overlap: launch buckets during backward. False launches all of them at its end.
-        ready_order: names in the order of the final layout, if that is known.
-        apart: makes a bucket of its own for each of these parameters, by name.
-        transport: returns the group that sends for a process group. Collective.
-        meets: False if one rank alone may make this object: its buckets get ordinary memory.
-        owner: its name in errors about buckets.
+        ready_order: names in the order of the final layout, if it is known.
+        apart: by name, a function that makes a separate bucket for the parameter.
+        transport: maps a process group to the group that sends its buckets. Collective.
+        meets: False if a single rank may make this object; its buckets then get ordinary memory.
+        owner: the Reducer's name in errors about buckets.
         extensions: added in this order.
 
     Attributes:
-        names, parameters: an index into these stands for a parameter everywhere.
-        device, rank: of the first parameter; of this process in the group.
+        names, parameters: an index into these identifies a parameter everywhere.
+        device: the device of the first parameter.
+        rank: this process's rank in the group.
         extensions: in the order in which they are called.
         caps, overlap, comm_hook, comm_state: settings of the next average.
-        all_buckets, flat_buckets: in the order of launch; the second without those of `apart`.
+        all_buckets, flat_buckets: in launch order; the second leaves out the buckets of `apart`.
         bucket_of: the bucket of each parameter, by index.
         sync: True if backward passes average. `no_sync()` sets it to False and back.
         iteration: the number of averages so far.
         ready_order: the names of the parameters in the order of the final layout; None before it.
         keeps_layout: True if the first layout is never replaced.
         may_be_unused: True if a parameter may get no gradient.
-        concurrent: True if the comm hook allows several buckets to be under way at a time.
-        pass_number: autograd's number of the backward pass under way; IDLE without one.
+        concurrent: True if several buckets may be in flight under this comm hook.
+        pass_number: autograd's number of the current backward pass; IDLE without one.
         pass_thread: the thread that began it.
-        broken_off: True if an exception has ended that pass: autograd will not call at its end.
+        broken_off: True if an exception has ended that pass, so autograd never runs its callback.
         lock: held while the buckets change.
-        hooks: by which autograd, the module and optimizers call this object.
+        hooks: the hooks through which autograd, the module and optimizers call this object.
         hook_per_bucket: True if autograd does not call for every gradient; see `_listen`.
-        needs_each: True if it must: a pass may end before all gradients are there.
-        sends: a weak reference to the group that `group()` has returned last.
+        needs_each: True if it must, since a pass may end before all gradients are there.
+        sends: a weak reference to the group that `group()` returned last.
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -109,7 +111,7 @@ class CoreReducer:
             raise ValueError("ready_order must name each parameter that requires a gradient once")
         self.module, self.process_group, self.overlap = module, process_group, overlap
         self._apart = apart or {}
-        # Those apart come last: so the indices below `_in_flat` are those of flat buckets.
+        # Parameters in buckets of their own come last: indices below `_in_flat` are in flat ones.
         self.names = sorted(parameters, key=lambda name: name in self._apart)
         self.parameters = [parameters[name] for name in self.names]
         self._index_of = {name: index for index, name in enumerate(self.names)}
@@ -118,13 +120,13 @@ class CoreReducer:
         self.sync, self.iteration = True, 0
         self.ready_order = None if ready_order is None else list(ready_order)
         self.keeps_layout = self.may_be_unused = False
-        self._seen: dict[int, None] = {}  # indices in the order of readiness
+        self._seen: dict[int, None] = {}  # indices in the order in which they became ready
         self.pass_number, self.broken_off, self.pass_thread = IDLE, False, -1
         self.next_bucket = 0
         # Autograd has a thread for each device, and hooks run in all of them.
         self.lock = threading.Lock()
-        # An error of this rank alone. Raised when all buckets have been averaged: until then other
-        # ranks count on this one.
+        # An error on this rank alone. Raised after all buckets have been averaged, because the
+        # other ranks wait for this one until then.
         self._error: RuntimeError | None = None
 
         self._transport = transport
@@ -132,8 +134,8 @@ class CoreReducer:
         self.comm_state: Any = process_group
         self.concurrent = True
         self._weight: Weight | None = None  # of this rank, in the next average alone
-        # The group that hook and factors were fixed for; None until then. Held weakly: a reference
-        # would keep its threads.
+        # The group that `_prepare` ran for; None before. Weak, since a strong reference would keep
+        # the group's threads alive.
         self._prepared_for: weakref.ref[dist.ProcessGroup] | None = None
         self._hook, self._state, self._aside = self.comm_hook, self.comm_state, False
         self._scale, self._mean = 1.0, 1.0
@@ -144,12 +146,12 @@ class CoreReducer:
         self._owner = owner(memory_of)
         self._memory = FlatMemory(self.parameters[: self._in_flat], memory_of)
         self._bucket_type: type[Bucket] = Bucket
-        # Tuples, replaced as a whole: the stall watch reads them in its own thread.
+        # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
         self.all_buckets: tuple[Bucket, ...] = ()
         self.flat_buckets: tuple[Bucket, ...] = ()
         self.bucket_of: dict[int, Bucket] = {}
         self.extensions: list[Extension] = []
-        # The methods to call in each phase: those that an extension overrides.
+        # By phase, the methods that extensions override.
         self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
         self.hooks: Hooks | None = None
         self._listening: tuple[bool, tuple[Bucket, ...]] = (True, ())
@@ -162,7 +164,7 @@ class CoreReducer:
         for extension in extensions:
             self.add_extension(extension)
         self.hooks = Hooks(self, self._ready, self._before_step)
-        # By these the Reducer lives as long as its module.
+        # These hooks keep the Reducer alive as long as its module.
         before, after = ModuleHook(self, "on_forward"), ModuleHook(self, "on_forwarded")
         self.hooks.handles.append(module.register_forward_pre_hook(before))
         self.hooks.handles.append(module.register_forward_hook(after))
@@ -171,7 +173,7 @@ class CoreReducer:
     # Extensions ---------------------------------------------------------------------------------
 
     def add_extension(self, extension: Extension, first: bool = False) -> None:
-        """Calls this extension in each phase from now on."""
+        """Starts to call this extension."""
         extension.attach(self)
         self.extensions.insert(0 if first else len(self.extensions), extension)
         for name, calls in self.calls.items():
@@ -180,14 +182,14 @@ class CoreReducer:
                 if first:
                     self.calls[name] = [call, *calls]
                 else:
-                    calls.append(call)  # is called in the phase under way, too
+                    calls.append(call)  # in place: the phase that is running calls it, too
         self._listen()
 
     def remove_extension(self, extension: Extension) -> None:
         """Stops calling this extension."""
         self.extensions.remove(extension)
         for name, calls in self.calls.items():
-            # A new list: an extension may take itself off in the middle of a phase.
+            # A new list, since an extension may remove itself in the middle of a phase.
             self.calls[name] = [
                 call for call in calls if getattr(call, "__self__", None) is not extension
             ]
@@ -196,7 +198,7 @@ class CoreReducer:
     # Layout -------------------------------------------------------------------------------------
 
     def present_order(self) -> Sequence[str]:
-        """Returns the final order; before it is known, a guess: the last layer is ready first."""
+        """Returns the final order; before it is known, a guess: last layer first."""
         return self.ready_order or self.names[::-1]
 
     def plan(self, order: Sequence[str], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -206,9 +208,7 @@ class CoreReducer:
         return *self._memory.plan([*filter(self._in_flat.__gt__, indices)], caps), *apart
 
     def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> None:
-        """Replaces the buckets by new ones for gradients that become ready in this order.
-
-        Idempotent: keeps the buckets if the new ones would be the same.
+        """Rebuilds the buckets for gradients that become ready in this order. Idempotent.
 
         Args:
             order: every name once.
@@ -220,7 +220,7 @@ class CoreReducer:
             self.make_buckets()
 
     def make_buckets(self, kind: type[Bucket] | None = None) -> None:
-        """Makes the buckets of the present order; gradients in the old ones move to the new."""
+        """Makes buckets for the current order, and moves gradients from the old ones."""
         self._bucket_type = kind or self._bucket_type
         saved: dict[int, torch.Tensor] = {}
         for bucket in self.flat_buckets:
@@ -253,8 +253,7 @@ class CoreReducer:
     def _agree_on_order(self) -> None:
         """Lays the buckets out in the order in which rank 0's gradients became ready. Collective.
 
-        Ranks may have had their gradients ready in different orders. All must lay out the same
-        buckets, so one rank decides.
+        Gradients may become ready in another order on each rank, but all need the same buckets.
         """
         seen_first = dict.fromkeys([*self._seen, *reversed(range(len(self.names)))])
         order = torch.tensor([*seen_first], device=self.device)
@@ -264,11 +263,12 @@ class CoreReducer:
         self._listen()
 
     def _listen(self) -> None:
-        """Has autograd call for the last gradient of each bucket alone, if that is enough.
+        """Hooks only the last gradient of each bucket, where that is enough.
 
-        A Python call for each gradient is what many small layers pay most for. Once the order is
-        agreed on, the others are only noted in their bucket (`noted`), and counted together with
-        the last one. The first of all is told, too: with it the pass begins.
+        With many small layers, a Python call for each gradient is the largest cost. Once the ranks
+        have agreed on an order, autograd only notes the other gradients in their bucket (`noted`),
+        and the hook of the last one counts them all. The very first gradient keeps its hook, since
+        it begins the pass.
         """
         each = self.calls["on_gradient"] or self.calls["is_complete"] or self.needs_each
         listening = bool(self.ready_order is None or each), self.flat_buckets
@@ -291,7 +291,7 @@ class CoreReducer:
     @staticmethod
     def _ready(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
         """Marks parameter `index` ready: its `.grad` is complete. Called by autograd."""
-        # Autograd passes the parameter, not its gradient, and calls also for an undefined gradient.
+        # Autograd passes the parameter, and calls even if the gradient is undefined.
         self, gradient = me(), parameter.grad
         if self is None or gradient is None:
             return
@@ -304,8 +304,8 @@ class CoreReducer:
                 return
             bucket.noted[index] = parameter
             complete = bucket.noted.keys() == bucket.missing
-            # The common case, without a Python call for each gradient. Kept until the launch: a
-            # tensor that Python holds already is not wrapped again.
+            # The common case, without a Python call for each gradient. The list lives until the
+            # launch, so that Python does not wrap each `.grad` again.
             gradients = [*map(gradient_of, bucket.noted.values())]
             if (
                 not (complete and self.sync)
@@ -321,7 +321,7 @@ class CoreReducer:
             self.launch_full_buckets(early=True)
 
     def _count_noted(self, *buckets: Bucket) -> None:
-        """Counts gradients of which autograd has told the bucket alone; see `_listen`."""
+        """Counts the gradients that autograd has only noted in these buckets; see `_listen`."""
         for bucket in buckets:
             if bucket.noted:
                 with self.lock:
@@ -341,21 +341,21 @@ class CoreReducer:
             return
         if gradient.is_sparse or gradient.requires_grad:
             self._check_gradient(index, gradient, bucket)
-        # Reentrant checkpointing runs passes inside a pass. Unused parameters are known at the end
-        # of the outermost one.
+        # Reentrant checkpointing runs passes inside a pass. Which parameters are unused is known at
+        # the end of the outermost one.
         if self.pass_number != _current_pass() and not (
             self.may_be_unused and self.pass_number != IDLE
         ):
             self.begin_pass()
         if self.ready_order is None:
-            # The order is agreed on once. A second gradient counts at its later place.
+            # A parameter with a second gradient moves to the place of the later one.
             self._seen.pop(index, None)
             self._seen[index] = None
         for is_complete in self.calls["is_complete"]:
             if not is_complete(index):
                 return
         if bucket.state is not BucketState.FILLING:
-            # Not raised yet: other ranks count on this rank's other buckets.
+            # Raised later: the other ranks still wait for this rank's other buckets.
             self._error = self._second_gradient(index)
             return
         if bucket.packs_early:
@@ -367,7 +367,7 @@ class CoreReducer:
             self.launch_full_buckets(early=True)
 
     def begin_pass(self) -> None:
-        """Begins the pass that autograd is executing: autograd will call at its end."""
+        """Begins the pass that autograd is executing, and has autograd call at its end."""
         self.pass_number, self.broken_off = _current_pass(), False
         self.pass_thread = threading.get_ident()
         end: Callable[[], None] = self.end_pass
@@ -380,7 +380,7 @@ class CoreReducer:
         return self.pass_number != IDLE and self.pass_number == _current_pass()
 
     def mark_unused(self, indices: Iterable[int]) -> None:
-        """Marks parameters that get no gradient in this pass. A no-op for those that are ready."""
+        """Marks parameters that get no gradient in this pass; skips those that are ready."""
         for index in indices:
             self.bucket_of[index].mark_unused(index)
 
@@ -392,20 +392,20 @@ class CoreReducer:
         ]
 
     def has_fixed_order(self) -> bool:
-        """True if these collectives have a fixed place among those that layers issue in backward.
+        """True if every rank launches its buckets at the same points of backward.
 
-        Synchronised batch norm has some, and all ranks must issue all collectives in the same
-        order. Two kinds have no fixed place among them: those of a hook that starts several, and
-        those of a bucket that is full earlier on one rank, since parameters are unused there.
+        Layers such as synchronised batch norm issue collectives of their own in backward, and all
+        ranks must issue all collectives in one order. Launches have no fixed point if the comm hook
+        starts several collectives, or if a bucket is full earlier on a rank with unused parameters.
         """
         return self.concurrent and not self.may_be_unused
 
     def look_at_layers(self) -> None:
-        """Finds the layers that have collectives of their own, such as synchronised batch norm."""
+        """Finds the layers that communicate in backward, such as synchronised batch norm."""
         self._communicating = [m for m in self.module.modules() if hasattr(m, "process_group")]
 
     def layers_communicate(self) -> bool:
-        """True if layers have collectives in the Reducer's own group."""
+        """True if layers communicate in the Reducer's own group."""
         ours = self.process_group or dist.group.WORLD
         return any((m.process_group or dist.group.WORLD) is ours for m in self._communicating)
 
@@ -415,7 +415,7 @@ class CoreReducer:
         """Launches buckets in order, up to the first that is not full. Idempotent.
 
         Args:
-            early: backward still runs: launch none if they must wait for its end.
+            early: backward is still running, so launch nothing that must wait for its end.
         """
         if early:
             if not self.overlap:
@@ -426,8 +426,7 @@ class CoreReducer:
             fixed = self.concurrent and not self.may_be_unused  # `has_fixed_order`
             if not fixed and self.layers_communicate():
                 return
-        # By index and not by readiness, which differs between ranks: all must issue the same
-        # collectives in the same order.
+        # By index: readiness differs between ranks, and all must issue the same collectives.
         while (
             self.next_bucket < len(self.all_buckets)
             and not self.all_buckets[self.next_bucket].missing
@@ -447,7 +446,7 @@ class CoreReducer:
         own = self.process_group or dist.group.WORLD
         for call in self.calls["on_launch"]:
             call(bucket)
-        # A hook may raise. Extensions that have begun something end it all the same.
+        # The comm hook may raise. Extensions must end what they began in `on_launch` all the same.
         try:
             with span(f"{bucket.label}: pack"):
                 if self._prepared_for is None or self._prepared_for() is not own:
@@ -456,8 +455,8 @@ class CoreReducer:
                 try:
                     bucket.pack(self._mean if bucket.is_sparse else self._scale)
                 except RuntimeError:
-                    # Not asked of each gradient when all goes well: a flat buffer takes no sparse
-                    # ones.
+                    # A flat buffer takes no sparse gradient. Checked here and not before, so that a
+                    # pass without mistakes does not pay for it.
                     for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
                         if parameter.grad is not None:
                             self._check_gradient(index, parameter.grad, bucket)
@@ -473,10 +472,10 @@ class CoreReducer:
                 call(bucket)
 
     def _prepare(self) -> None:
-        """Fixes the hook and the factors of this average's launches. Idempotent.
+        """Chooses the hook, the state and the factors of the next launches. Idempotent.
 
-        They hold until the hook, the weight or the group changes: a program may close the default
-        group and open another one. Waits for all ranks' weights, if any are set.
+        They stay until the hook, the weight or the group changes (a program may replace the default
+        group). Waits for all ranks' weights, if any are set.
         """
         own: Any = self.process_group or dist.group.WORLD
         if own is not None and self._prepared_for is not None and self._prepared_for() is own:
@@ -487,8 +486,8 @@ class CoreReducer:
         sends = self.group()
         hook: Any = self.comm_hook
         state = self.comm_state
-        # Our hooks take a group as their state. The Reducer's own stands for the one that sends.
-        # Nothing is kept where both are the same: a reference to gloo's group keeps its threads.
+        # The state of this library's hooks is the Reducer's group, or names it. They send through
+        # `sends` instead, unless both are one: a reference to gloo's group keeps its threads alive.
         if sends is not own and self.sends_through_group():
             if hasattr(state, "process_group"):
                 hook = partial(hook, group=sends)
@@ -497,7 +496,7 @@ class CoreReducer:
         self._hook, self._state = hook, state
         self._aside = not comm_hooks.is_ours(self.comm_hook)
         self._mean = weight / dist.get_world_size(self.process_group)
-        # With weight 0 the bucket writes zeros itself: gradients need only the division.
+        # With weight 0 the bucket sends zeros, whatever it holds.
         self._scale = weight or 1.0
         self._op = comm_hooks.reduction(hook, state)
         if self._op == dist.ReduceOp.SUM:
@@ -507,13 +506,13 @@ class CoreReducer:
             call()
 
     def group(self) -> dist.ProcessGroup:
-        """Returns the group that sends buckets. Collective where `transport` is."""
+        """Returns the group that sends buckets. Collective if `transport` is."""
         sends = self._transport(check_group(self.process_group))
         self.sends = weakref.ref(sends)
         return sends
 
     def sends_through_group(self) -> bool:
-        """True if the comm hook sends through `group()`, and not through one that it names."""
+        """True if the comm hook sends through `group()`, and not through a group of its own."""
         named = getattr(self.comm_state, "process_group", self.comm_state)
         ours = self.process_group or dist.group.WORLD
         return comm_hooks.is_ours(self.comm_hook) and (named or dist.group.WORLD) is ours
@@ -534,14 +533,14 @@ class CoreReducer:
         self.concurrent = comm_hooks.has_one_collective(hook)
 
     def await_hook(self) -> None:
-        """Waits until a hook that starts several collectives has finished the last bucket."""
+        """Waits for the last bucket, if the comm hook allows only one in flight."""
         if self.next_bucket and not self.concurrent:
             self._wait(self.all_buckets[self.next_bucket - 1])
 
     # Wait, unpack -------------------------------------------------------------------------------
 
     def end_pass(self) -> None:
-        """Launches the rest, and waits. Called by autograd when the pass is over. Idempotent."""
+        """Launches the rest, and waits. Autograd calls it when the pass is over. Idempotent."""
         if self.pass_number == IDLE:
             return
         for takes_over in self.calls["takes_over_end"]:
@@ -551,7 +550,7 @@ class CoreReducer:
             raise error
 
     def launch_rest(self) -> bool:
-        """Ends the pass and launches the rest; True if all buckets are under way."""
+        """Ends the pass and launches the rest; returns True if all buckets are launched."""
         for bucket in self.all_buckets:
             if bucket.noted:
                 self._count_noted(bucket)
@@ -563,8 +562,8 @@ class CoreReducer:
         if not self.concurrent:
             self.await_hook()
         if self.next_bucket < len(self.all_buckets):
-            # Gradients are missing, so nothing is unpacked. A later pass may bring them (a loss
-            # computed in parts, reentrant checkpointing), or else the next forward pass raises.
+            # Gradients are missing, so nothing is unpacked. A later pass may bring them (a loss in
+            # parts, reentrant checkpoints); otherwise the next forward pass raises.
             self.restore_grads()
             self.needs_each = True
             self._listen()
@@ -578,7 +577,7 @@ class CoreReducer:
             bucket.restore_grads()
 
     def break_off(self, number: int) -> None:
-        """Notes that an exception has ended the pass, before `backward()` raises it."""
+        """Called when an exception has ended the pass, before `backward()` raises it."""
         if self.pass_number == number:
             self.broken_off = True
         for call in self.calls["on_break"]:
@@ -608,11 +607,9 @@ class CoreReducer:
                 call(self.iteration, bucket, takes_part)
         self.next_bucket = 0
         if self._weight is not None:
-            # A weight holds for one average.
             self.set_weight(None)
         self.iteration += 1
-        # Agreed here and not before a forward pass, which may be one rank's own (an evaluation):
-        # here every rank takes part.
+        # Every rank comes here. A forward pass may be one rank's own, as in an evaluation.
         if self.ready_order is None and not self.keeps_layout:
             self._agree_on_order()
         for call in self.calls["on_average"]:
@@ -637,7 +634,7 @@ class CoreReducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients locally inside; the next backward outside averages the sum."""
-        # Restored and not set to True: contexts may be nested.
+        # Contexts may be nested, so the end restores what was there before.
         self._count_noted(*self.all_buckets)
         before, self.sync = self.sync, False
         try:
@@ -647,7 +644,7 @@ class CoreReducer:
             self.sync = before
 
     def abort_step(self) -> None:
-        """Forgets a step that failed before the optimizer's: it may be repeated. Idempotent."""
+        """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
         self.pass_number, self.broken_off = IDLE, False
         for bucket in self.all_buckets:
             bucket.reset()
@@ -673,8 +670,7 @@ class CoreReducer:
                 f"an optimizer stepped during backward on rank {rank}, on gradients that are not "
                 f"averaged yet: let it step when backward() has returned"
             )
-        # The last bucket is unpacked last: if it is not FILLING, an exception has ended `finish`
-        # before the end.
+        # The last bucket is unpacked last. If it is not FILLING, an exception ended `finish` early.
         if self.pass_number != IDLE or self.all_buckets[-1].state is not BucketState.FILLING:
             raise RuntimeError(f"the last backward pass on rank {rank} was broken off: {AGAIN}")
         for bucket in self.all_buckets:
@@ -718,7 +714,7 @@ class CoreReducer:
 
 
 class ModuleHook:
-    """Calls a Reducer's extensions around a forward pass; does nothing in a copy of the module.
+    """Calls a Reducer's extensions around a forward pass; a copy of the module gets an inert one.
 
     Args:
         reducer: kept alive.
@@ -729,22 +725,22 @@ class ModuleHook:
         self._reducer, self._phase = reducer, phase
 
     def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
-        # Traced by torch.compile, it would break a compiled model's graph in two. The check before
-        # an optimizer's step still runs.
+        # If torch.compile traced this, it would break the graph of a compiled model. The check
+        # before an optimizer's step still runs.
         if self._reducer is not None and not torch.compiler.is_compiling():
             for call in self._reducer.calls[self._phase]:
                 call(*outputs)
 
     def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
-        # Copies get an inert hook: their gradients are not this Reducer's.
+        # This Reducer does not average the gradients of a copy.
         return ModuleHook, ()
 
 
 class _End:
-    """Ends a pass; autograd drops it uncalled if an exception ends the pass."""
+    """Autograd's callback at the end of a pass, which also notices a pass that failed."""
 
     def __init__(self, reducer: CoreReducer) -> None:
-        # Strongly: the Reducer lives until its pass is over. Autograd drops this then.
+        # The bound method keeps the Reducer alive until autograd drops this object.
         self._end_pass, self._reducer = reducer.end_pass, weakref.ref(reducer)
         self._number, self._called = _current_pass(), False
 
@@ -752,7 +748,7 @@ class _End:
         self._called = True
         self._end_pass()
 
-    # Autograd does not report a failed pass; it only drops the callbacks of that pass.
+    # If an exception ends the pass, autograd drops its callbacks without calling them.
     def __del__(self) -> None:
         if not self._called and (reducer := self._reducer()) is not None:
             reducer.break_off(self._number)
