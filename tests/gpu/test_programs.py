@@ -48,6 +48,35 @@ class Rows(nn.Module):
         return self.second(self.first(x.argmax(1)))
 
 
+class TwoStreams(nn.Module):
+    """Two layers, each on a stream of its own, of which the first to be registered is slow."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow, self.fast = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        if x.device.type == "cpu":
+            return self.slow(x).tanh() + self.fast(x).tanh()
+        outputs, main = [], torch.accelerator.current_stream()
+        for layer in (self.slow, self.fast):
+            stream = torch.Stream(x.device)
+            stream.wait_stream(main)
+            with stream:
+                inner = x * 1.0
+                if layer is self.slow:  # on the stream of this part of backward
+                    inner.requires_grad_().register_hook(lambda _: delay())
+                outputs.append(layer(inner).tanh())
+            main.wait_stream(stream)
+        return outputs[0] + outputs[1]
+
+
+def delay():
+    """Some 10 ms on the current stream of a real GPU; the host goes far ahead."""
+    if "tests.support.simgpu.device" not in sys.modules:
+        torch.cuda._sleep(20_000_000)
+
+
 def sgd(module, reducer):
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
@@ -99,9 +128,16 @@ PROGRAMS = {
     "torch's hook": {"hook": of_torch},
     "hook of a user": {"hook": of_a_user},
     "future made by hand": {"hook": made_by_hand},
-    "side stream": {"side": True, "gradient_as_bucket_view": True},
+    "side stream": {"side": True},
+    "side stream, views": {"side": True, "gradient_as_bucket_view": True},
+    "side stream, no overlap": {"side": True, "overlap": False},
     "side stream, PowerSGD": {"side": True, "hook": powersgd},
+    "forward on a side stream": {"side": "forward alone"},
+    "forward on a side stream, no overlap": {"side": "forward alone", "overlap": False},
     "forward on a side stream, PowerSGD": {"side": "forward alone", "hook": powersgd},
+    "two streams": {"make": TwoStreams},
+    "two streams, views": {"make": TwoStreams, "gradient_as_bucket_view": True},
+    "two streams, no overlap": {"make": TwoStreams, "overlap": False},
     "side stream, sync batch norm": {"side": True, "make": synced},
 }
 
@@ -145,6 +181,8 @@ def train(world, name):
             stream.wait_stream(torch.accelerator.current_stream())
         with stream or nullcontext():
             step.zero_grad()
+            if stream is not None:
+                delay()
             loss = module(data).square().mean()
             if side != "forward alone":
                 loss.backward()
@@ -179,7 +217,7 @@ def assert_numbers_of_the_cpu(name, found, expected):
 FREE = ["copies", "views", "static", "all used", "flat SGD", "fp16", "torch's hook"]
 FREE += ["hook of a user"]
 FIRST = ["copies", "fp16", "hook of a user", "views", "unused", "sparse", "future made by hand"]
-FIRST += ["buffers", "weights", "side stream, PowerSGD"]
+FIRST += ["buffers", "weights", "side stream, PowerSGD", "two streams"]
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])
