@@ -1,4 +1,4 @@
-"""Private names of torch and Python that the library uses: this version has them all."""
+"""Private names of torch and Python that the library imports: this version has them all."""
 
 import argparse
 import ast
@@ -13,30 +13,11 @@ import ddp_from_scratch
 
 PACKAGE = Path(ddp_from_scratch.__file__).parent
 
-# Of objects: expressions that this version evaluates, as long as it has the name.
-ATTRIBUTES = [
-    *("argparse.ArgumentParser()._option_string_actions", "ignoring.weight._ddp_ignored"),
-    "ignoring._ddp_params_and_buffers_to_ignore",
-    *(f"torch.Tensor.{name}" for name in ("_backward_hooks", "_nnz", "_use_count")),
-    "torch.autograd.profiler.record_function._call_end_callbacks_on_future",
-    *(
-        f"torch.distributed.ProcessGroup.{name}"
-        for name in ("_register_backend", "_set_default_backend", "_set_group_desc")
-    ),
-    "torch.distributed.ProcessGroup._set_group_name",
-    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
-    *("torch.nn.Module()._load_state_dict_pre_hooks", "torch.nn.Module()._modules"),
-]
-
 # Used where torch has them.
 SINCE = {
     "torch._C._distributed_c10d.FlightRecorderHook.attach": "2.15",
     "torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS": "2.15",
 }
-
-
-def is_private(path):
-    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
 
 
 def imports(tree):
@@ -65,46 +46,21 @@ def path_of(node, imported):
     return None
 
 
-def defined(tree):
-    """Names that a file gives to functions, classes, variables and attributes of its own."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield from [node.attr] if ast.unparse(node.value) == "self" else []
-
-
 def used():
-    """Paths below imports, and private attributes of anything else but the library's."""
-    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
-    paths, attributes = set(), set()
-    for tree in trees:
+    paths = set()
+    for file in PACKAGE.rglob("*.py"):
+        tree = ast.parse(file.read_text())
         imported = imports(tree)
-        paths |= set(imported.values())
-        for node in ast.walk(tree):
-            if path := path_of(node, imported):
-                paths.add(path)
-            elif isinstance(node, ast.Attribute):
-                attributes.add(node.attr)
-    attributes -= {name for tree in trees for name in defined(tree)}
-    paths -= {"os._exit"}  # documented
-    attributes -= {"_replace"}  # of a named tuple
-    return paths, set(filter(is_private, attributes))
+        paths |= {*imported.values(), *(path_of(node, imported) for node in ast.walk(tree))}
+    return paths - {None, "os._exit"}  # which is documented
 
 
 def test_this_torch_has_them_all():
-    paths, attributes = used()
-    assert attributes == {expression.rpartition(".")[2] for expression in ATTRIBUTES}
-    ignoring = torch.nn.Linear(1, 1)
-    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        ignoring, ["weight"]
-    )
-    scope = {"argparse": argparse, "atexit": atexit, "ignoring": ignoring}
-    scope |= {"threading": threading, "torch": torch}
+    private = {path for path in used() if "._" in path.replace(".__", "")}
+    assert len(private) > 20
+    scope = {"argparse": argparse, "atexit": atexit, "threading": threading, "torch": torch}
     lost = []
-    for name in [*filter(is_private, paths), *ATTRIBUTES]:
+    for name in private:
         try:
             eval(name, scope)
         except AttributeError:

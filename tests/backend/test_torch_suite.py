@@ -1,19 +1,12 @@
 """PyTorch's own distributed tests, from the installed wheel, pass on the mpi backend."""
 
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from tests.support.ranks import MPIRUN
-
-RUNNER = Path(__file__).parents[1] / "support" / "torch_suite.py"
 RANKS = 4  # for which most of them are made
 AT_LEAST = 115  # so that a torch which skips everything is noticed; 132 with torch 2.15
 
@@ -24,35 +17,23 @@ REASONS = re.compile(
 )
 
 
-def read(folder):
-    """{test: [its last line on each rank]}, in the order in which they ran."""
-    found = {}
-    for rank in range(RANKS):
-        lines = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
-        for name, last in {line["test"]: line for line in lines}.items():
-            found.setdefault(name, []).append(last)
-    return found
+def run(world, folder):
+    from tests.support import torch_suite  # starts MPI
+
+    dist.destroy_process_group()
+    return torch_suite.run(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not importlib.util.find_spec("expecttest"), reason="needs expecttest")
-def test_torchs_own_tests(tmp_path):
-    result = subprocess.run(
-        ["mpirun", "-n", str(RANKS), sys.executable, str(RUNNER), str(tmp_path)],
-        env=os.environ | MPIRUN,
-        capture_output=True,
-        text=True,
-    )
-    found = read(tmp_path)
-    for name, lines in found.items():
-        told = [f"rank {rank}: {line['state']} {line['why']}" for rank, line in enumerate(lines)]
-        good = all(line["state"] in ("pass", "skip", "excluded") for line in lines)
-        assert good, f"{name}\n{chr(10).join(told)}\n{result.stderr[-10000:]}"
-    assert result.returncode == 0, result.stderr[-10000:]
-    assert all(len(lines) == RANKS for lines in found.values())
-    for name, lines in found.items():
-        for line in lines:
-            assert line["state"] != "skip" or REASONS.search(line["why"]), (name, line["why"])
-    counts = Counter("pass" for lines in found.values() if lines[0]["state"] == "pass")
-    assert counts["pass"] >= AT_LEAST, counts
+def test_torchs_own_tests(ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for part in ("barrier", "test_dir", "init_dir"):
+        (tmp_path / part).mkdir()
+    found = ranks("mpi", RANKS, fresh=True)(run, tmp_path, limit=250)
+    for name in found[0]:
+        ended = [of_rank[name] for of_rank in found]
+        assert all(state in ("pass", "skip", "excluded") for state, _ in ended), (name, ended)
+        assert all(state != "skip" or REASONS.search(why) for state, why in ended), (name, ended)
+    assert Counter(state for state, _ in found[0].values())["pass"] >= AT_LEAST

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.watch import recorder
-from tests.gpu import report
 
 
 class FakeEvent:
@@ -59,19 +57,3 @@ def test_a_preload_that_asked_for_gpus_makes_forks_unsafe():
     if "_cuda_getDeviceCount" in run.stderr:
         pytest.skip("this torch has no CUDA")
     assert run.stdout.split() == ["True", "False", "False"], run.stderr
-
-
-def test_a_run_on_a_gpu_says_what_it_has_shown(monkeypatch):
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
-    told = SimpleNamespace(nodeid="test_gpu.py::test_a", longreprtext="AssertionError")
-    first, *rest = report.lines({"passed": [told] * 2, "error": [told]}, ["H100"])
-    assert first == (
-        "nccl: 2 tests passed and 1 failed on 1 x H100 (two ranks shared it: no NVLink was tried), "
-        f"torch {torch.__version__}, NCCL 2.30.1, TORCH_DIST_USE_NCCL2 1"
-    )
-    assert rest == [
-        "failed test_gpu.py::test_a\nAssertionError",
-        *["passed test_gpu.py::test_a"] * 2,
-    ]
-    assert report.lines({}, []) == ["nothing is shown about nccl: this machine has no GPU"]

@@ -1,21 +1,15 @@
 """Runs PyTorch's own distributed tests, out of the installed wheel, on the mpi backend.
 
-    mpirun -n 3 python tests/support/torch_suite.py FOLDER
-
 Every rank runs the same tests in the same order in one process, each with a default group of its
-own. Rank r writes `FOLDER/r.jsonl`, a line when a test begins and one when it has ended. A test
-that fails or hangs ends the run, since ranks can no longer be taken to be in step, with the stacks
-of every thread on stderr.
+own. A test that fails ends the run, since ranks can no longer be taken to be in step.
 
 torch decides when `distributed_test` is imported, by the name in BACKEND, which tests a backend
 gets. A test that it withholds from the name "mpi" for what its own MPI backend cannot do is taken
 from a second import, under the name "gloo"; both then run on this backend.
 """
 
-import faulthandler
 import importlib.util
 import inspect
-import json
 import os
 import sys
 import unittest
@@ -25,9 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one
-
 import torch
 import torch.distributed as dist
 
@@ -35,7 +26,6 @@ from ddp_from_scratch import mpi
 from ddp_from_scratch.backend.mpi_transport import MPI
 from tests.support.torch_ddp_suite import outcome, suite_of
 
-TEST_LIMIT_S = 30  # for one test; then its stacks are printed and the run ends
 GROUP_TIMEOUT = timedelta(seconds=20)
 
 # What does not apply to this backend, and why. (What torch itself skips comes on top: it needs
@@ -87,38 +77,30 @@ def reason_withheld(test: Any) -> str:
     return str(getattr(test, "__unittest_skip_why__", ""))
 
 
-def run(folder: Path) -> bool:
+def run(folder: Path) -> dict[str, tuple[str, str]]:
+    """How each test has ended on this rank, and why."""
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     os.environ |= {"WORLD_SIZE": str(size), "TEMP_DIR": str(folder), "RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "INIT_METHOD": f"file://{folder}/rendezvous"}
     barrier = MPI.COMM_WORLD.Dup().Barrier  # apart from the agreement at the end of each test
     suites = {backend: suite_of(load(backend), barrier) for backend in ("mpi", "gloo")}
-    for suite, name in product(suites.values(), ON_CPU if size == 4 else ()):
+    for suite, name in product(suites.values(), ON_CPU):
         setattr(suite, name, inspect.unwrap(getattr(suite, name)))
-    # From here on torch reads it to skip groups of ranks 1 and 2 where gloo is short of ranks.
-    os.environ["BACKEND"] = "mpi" if size > 2 else "gloo"
-    with (folder / f"{rank}.jsonl").open("a") as log:
-
-        def write(name: str, state: str, why: str = "") -> None:
-            print(json.dumps({"test": name, "state": state, "why": why}), file=log, flush=True)
-
-        for name in unittest.TestLoader().getTestCaseNames(suites["mpi"]):
-            suite, why = suites["mpi"], reason_withheld(getattr(suites["mpi"], name))
-            if why:
-                suite, why = suites["gloo"], reason_withheld(getattr(suites["gloo"], name))
-            why = EXCLUDED.get(name, why)
-            if why:
-                write(name, "excluded" if name in EXCLUDED else "skip", why)
-                continue
-            write(name, "begin")
-            faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True)
-            state, why = run_one(suite, name, rank)
-            write(name, state, why)
-            states = MPI.COMM_WORLD.allgather(state)
-            faulthandler.cancel_dump_traceback_later()
-            if "fail" in states:
-                return False
-    return True
+    os.environ["BACKEND"] = "mpi"  # for tests that skip gloo
+    found: dict[str, tuple[str, str]] = {}
+    for name in unittest.TestLoader().getTestCaseNames(suites["mpi"]):
+        suite, why = suites["mpi"], reason_withheld(getattr(suites["mpi"], name))
+        if why:
+            suite, why = suites["gloo"], reason_withheld(getattr(suites["gloo"], name))
+        if name in EXCLUDED:
+            found[name] = "excluded", EXCLUDED[name]
+        elif why:
+            found[name] = "skip", why
+        else:
+            found[name] = run_one(suite, name, rank)
+            if "fail" in MPI.COMM_WORLD.allgather(found[name][0]):
+                break
+    return found
 
 
 def run_one(suite: type[unittest.TestCase], name: str, rank: int) -> tuple[str, str]:
@@ -134,16 +116,3 @@ def run_one(suite: type[unittest.TestCase], name: str, rank: int) -> tuple[str, 
         MPI.COMM_WORLD.Barrier()
         dist.destroy_process_group()
     return state, why
-
-
-if __name__ == "__main__":
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    shared = Path(sys.argv[1])
-    if MPI.COMM_WORLD.rank == 0:
-        for part in ("barrier", "test_dir", "init_dir"):
-            (shared / part).mkdir(exist_ok=True)
-    MPI.COMM_WORLD.Barrier()
-    if not run(shared):
-        MPI.COMM_WORLD.Barrier()  # every rank has written what it saw
-        os._exit(1)
