@@ -1,7 +1,7 @@
 """Programs on a simulated GPU: the numbers are the CPU's, and no stream comes too early."""
 
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -232,114 +232,40 @@ def test_numbers_of_the_cpu_on_a_gpu(ranks, name):
     assert_numbers_of_the_cpu(name, *(ranks(b, 2)(train, name) for b in ("nccl", "gloo")))
 
 
-def launch_before_packing(patch):
-    from ddp_from_scratch import gpu
-
-    @contextmanager
-    def aside(device):
-        with gpu._beside(device) as stream:
-            yield stream
-
-    patch.setattr(gpu, "aside", aside)
-
-
-def unpack_before_the_average(patch):
-    from ddp_from_scratch.core.bucket import Bucket, BucketState
-
-    patch.setattr(Bucket, "wait", lambda self: setattr(self, "state", BucketState.LANDED))
+# The file and function of the library whose collectives are not awaited; what that breaks.
+NOT_AWAITED = [
+    ("options/sparse.py", "", "sparse"),
+    ("options/power_sgd.py", "", "PowerSGD"),
+    ("options/buffers.py", "", "buffers"),
+    ("sync/sync_batch_norm.py", "", "sync batch norm"),
+    ("core/reducer.py", "_agree_on_order", "copies"),
+    ("options/unused.py", "", "unused"),
+    ("sync/check_sync.py", "", "check sync"),
+    ("sync/broadcast.py", "", "start"),
+]
 
 
-def after_launch(change):
-    """Does something to each bucket that has been launched; given an event from before."""
+def faults_without_waiting(world, file, function, program):
+    from tests.support.simgpu.nccl import SimWork
 
-    def mutate(patch):
-        from ddp_from_scratch.core.bucket import Bucket
+    wait = SimWork.wait
 
-        launch = Bucket.launch
+    def forgetful(self, timeout=None):
+        frame = sys._getframe()
+        while (frame := frame.f_back) is not None:
+            code = frame.f_code
+            if code.co_filename.endswith(file) and function in code.co_name:
+                return True
+        return wait(self, timeout)
 
-        def changed(self, *arguments):
-            before = torch.accelerator.current_stream().record_event()
-            launch(self, *arguments)
-            change(self, before)
-
-        patch.setattr(Bucket, "launch", changed)
-
-    return mutate
-
-
-def await_no_hook(bucket, before):
-    bucket._launched, bucket._future = None, torch.futures.Future()
-    bucket._future.set_result(bucket.buffer())
-
-
-def no_wait_in(file, function=""):
-    """Collectives that a file, or a function, of the library launches are not awaited."""
-
-    def mutate(patch):
-        from tests.support.simgpu.nccl import SimWork
-
-        wait = SimWork.wait
-
-        def forgetful(self, timeout=None):
-            frame = sys._getframe()
-            while (frame := frame.f_back) is not None:
-                code = frame.f_code
-                if code.co_filename.endswith(file) and function in code.co_name:
-                    return True
-            return wait(self, timeout)
-
-        patch.setattr(SimWork, "wait", forgetful)
-
-    return mutate
-
-
-# The mistake, and a program that it breaks.
-MISTAKES = {
-    "launch before packing": (launch_before_packing, "future made by hand"),
-    "unpack before the average": (unpack_before_the_average, "copies"),
-    "step before the average": (unpack_before_the_average, "views"),
-    "a hook's kernels are not awaited": (after_launch(await_no_hook), "future made by hand"),
-    "a hook's stream is not awaited": (
-        after_launch(lambda bucket, _: setattr(bucket, "_launched", None)),
-        "future made by hand",
-    ),
-    "an event before the launch": (
-        after_launch(lambda bucket, before: setattr(bucket, "_launched", before)),
-        "future made by hand",
-    ),
-    "no wait for rows": (no_wait_in("options/sparse.py"), "sparse"),
-    "no wait for P": (no_wait_in("options/power_sgd.py"), "PowerSGD"),
-    "no wait for buffers": (no_wait_in("options/buffers.py"), "buffers"),
-    "no wait for statistics": (no_wait_in("sync/sync_batch_norm.py"), "sync batch norm"),
-    "no wait for the order": (no_wait_in("core/reducer.py", "_agree_on_order"), "copies"),
-    "no wait for what is used": (no_wait_in("options/unused.py"), "unused"),
-    "no wait for checksums": (no_wait_in("sync/check_sync.py"), "check sync"),
-    "no wait for rank 0's parameters": (no_wait_in("sync/broadcast.py"), "start"),
-}
-
-
-def faults_with(world, name):
-    mutate, program = MISTAKES[name]
     with pytest.MonkeyPatch.context() as patch:
-        mutate(patch)
+        patch.setattr(SimWork, "wait", forgetful)
         return train(world, program)[1][0]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_the_order_of_streams_is_found(sim, name):
-    assert any(sim(faults_with, name))
-
-
-def stalls_on_one_stream(world):
-    from ddp_from_scratch import gpu
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "aside", lambda device: nullcontext())
-        return train(world, "copies")[1][2]
-
-
-def test_a_future_of_nccl2_would_hold_up_backward(nccl2):
-    assert all(nccl2(stalls_on_one_stream))
+@pytest.mark.parametrize(("file", "function", "program"), NOT_AWAITED)
+def test_a_collective_that_is_not_awaited_is_found(sim, file, function, program):
+    assert any(sim(faults_without_waiting, file, function, program))
 
 
 def kernels_of_packing(world):
