@@ -145,8 +145,7 @@ def hang(trainer: Any, step: Callable[..., None], batches: Any) -> None:
     time.sleep(1000)
 
 
-_ALL = (raise_before_backward, raise_in_backward, kill, hang)
-FAILURES = {f.__name__: f for f in _ALL}
+FAILURES = {f.__name__: f for f in (raise_before_backward, raise_in_backward, kill, hang)}
 
 
 def main(failure: str, arguments: list[str]) -> int:
