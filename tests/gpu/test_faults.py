@@ -103,21 +103,6 @@ def test_a_group_with_gloo_for_the_cpu(sim):
     assert (faults, sums) == ([], other[1])
 
 
-def saved(world):
-    module = normed()
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, map_location="cpu")
-    return all(
-        torch.equal(loaded[name], tensor.cpu()) for name, tensor in module.state_dict().items()
-    )
-
-
-def test_a_model_can_be_saved(nccl2):
-    assert nccl2(saved) == [True] * 2
-
-
 def late_loss(world):
     from ddp_from_scratch.training.coordination import LossWatch, as_number
 

@@ -1,7 +1,7 @@
 """Programs on a simulated GPU: the numbers are the CPU's, and no stream comes too early."""
 
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -46,6 +46,35 @@ class Rows(nn.Module):
 
     def forward(self, x):
         return self.second(self.first(x.argmax(1)))
+
+
+class TwoStreams(nn.Module):
+    """Two layers, each on a stream of its own, of which the first to be registered is slow."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow, self.fast = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        if x.device.type == "cpu":
+            return self.slow(x).tanh() + self.fast(x).tanh()
+        outputs, main = [], torch.accelerator.current_stream()
+        for layer in (self.slow, self.fast):
+            stream = torch.Stream(x.device)
+            stream.wait_stream(main)
+            with stream:
+                inner = x * 1.0
+                if layer is self.slow:  # on the stream of this part of backward
+                    inner.requires_grad_().register_hook(lambda _: delay())
+                outputs.append(layer(inner).tanh())
+            main.wait_stream(stream)
+        return outputs[0] + outputs[1]
+
+
+def delay():
+    """Some 10 ms on the current stream of a real GPU; the host goes far ahead."""
+    if "tests.support.simgpu.device" not in sys.modules:
+        torch.cuda._sleep(20_000_000)
 
 
 def sgd(module, reducer):
@@ -99,9 +128,16 @@ PROGRAMS = {
     "torch's hook": {"hook": of_torch},
     "hook of a user": {"hook": of_a_user},
     "future made by hand": {"hook": made_by_hand},
-    "side stream": {"side": True, "gradient_as_bucket_view": True},
+    "side stream": {"side": True},
+    "side stream, views": {"side": True, "gradient_as_bucket_view": True},
+    "side stream, no overlap": {"side": True, "overlap": False},
     "side stream, PowerSGD": {"side": True, "hook": powersgd},
+    "forward on a side stream": {"side": "forward alone"},
+    "forward on a side stream, no overlap": {"side": "forward alone", "overlap": False},
     "forward on a side stream, PowerSGD": {"side": "forward alone", "hook": powersgd},
+    "two streams": {"make": TwoStreams},
+    "two streams, views": {"make": TwoStreams, "gradient_as_bucket_view": True},
+    "two streams, no overlap": {"make": TwoStreams, "overlap": False},
     "side stream, sync batch norm": {"side": True, "make": synced},
 }
 
@@ -145,6 +181,8 @@ def train(world, name):
             stream.wait_stream(torch.accelerator.current_stream())
         with stream or nullcontext():
             step.zero_grad()
+            if stream is not None:
+                delay()
             loss = module(data).square().mean()
             if side != "forward alone":
                 loss.backward()
@@ -179,7 +217,7 @@ def assert_numbers_of_the_cpu(name, found, expected):
 FREE = ["copies", "views", "static", "all used", "flat SGD", "fp16", "torch's hook"]
 FREE += ["hook of a user"]
 FIRST = ["copies", "fp16", "hook of a user", "views", "unused", "sparse", "future made by hand"]
-FIRST += ["buffers", "weights", "side stream, PowerSGD"]
+FIRST += ["buffers", "weights", "side stream, PowerSGD", "two streams"]
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])
@@ -194,114 +232,40 @@ def test_numbers_of_the_cpu_on_a_gpu(ranks, name):
     assert_numbers_of_the_cpu(name, *(ranks(b, 2)(train, name) for b in ("nccl", "gloo")))
 
 
-def launch_before_packing(patch):
-    from ddp_from_scratch import gpu
-
-    @contextmanager
-    def aside(device):
-        with gpu._beside(device) as stream:
-            yield stream
-
-    patch.setattr(gpu, "aside", aside)
-
-
-def unpack_before_the_average(patch):
-    from ddp_from_scratch.core.bucket import Bucket, BucketState
-
-    patch.setattr(Bucket, "wait", lambda self: setattr(self, "state", BucketState.LANDED))
+# The file and function of the library whose collectives are not awaited; what that breaks.
+NOT_AWAITED = [
+    ("options/sparse.py", "", "sparse"),
+    ("options/power_sgd.py", "", "PowerSGD"),
+    ("options/buffers.py", "", "buffers"),
+    ("sync/sync_batch_norm.py", "", "sync batch norm"),
+    ("core/reducer.py", "_agree_on_order", "copies"),
+    ("options/unused.py", "", "unused"),
+    ("sync/check_sync.py", "", "check sync"),
+    ("sync/broadcast.py", "", "start"),
+]
 
 
-def after_launch(change):
-    """Does something to each bucket that has been launched; given an event from before."""
+def faults_without_waiting(world, file, function, program):
+    from tests.support.simgpu.nccl import SimWork
 
-    def mutate(patch):
-        from ddp_from_scratch.core.bucket import Bucket
+    wait = SimWork.wait
 
-        launch = Bucket.launch
+    def forgetful(self, timeout=None):
+        frame = sys._getframe()
+        while (frame := frame.f_back) is not None:
+            code = frame.f_code
+            if code.co_filename.endswith(file) and function in code.co_name:
+                return True
+        return wait(self, timeout)
 
-        def changed(self, *arguments):
-            before = torch.accelerator.current_stream().record_event()
-            launch(self, *arguments)
-            change(self, before)
-
-        patch.setattr(Bucket, "launch", changed)
-
-    return mutate
-
-
-def await_no_hook(bucket, before):
-    bucket._launched, bucket._future = None, torch.futures.Future()
-    bucket._future.set_result(bucket.buffer())
-
-
-def no_wait_in(file, function=""):
-    """Collectives that a file, or a function, of the library launches are not awaited."""
-
-    def mutate(patch):
-        from tests.support.simgpu.nccl import SimWork
-
-        wait = SimWork.wait
-
-        def forgetful(self, timeout=None):
-            frame = sys._getframe()
-            while (frame := frame.f_back) is not None:
-                code = frame.f_code
-                if code.co_filename.endswith(file) and function in code.co_name:
-                    return True
-            return wait(self, timeout)
-
-        patch.setattr(SimWork, "wait", forgetful)
-
-    return mutate
-
-
-# The mistake, and a program that it breaks.
-MISTAKES = {
-    "launch before packing": (launch_before_packing, "future made by hand"),
-    "unpack before the average": (unpack_before_the_average, "copies"),
-    "step before the average": (unpack_before_the_average, "views"),
-    "a hook's kernels are not awaited": (after_launch(await_no_hook), "future made by hand"),
-    "a hook's stream is not awaited": (
-        after_launch(lambda bucket, _: setattr(bucket, "_launched", None)),
-        "future made by hand",
-    ),
-    "an event before the launch": (
-        after_launch(lambda bucket, before: setattr(bucket, "_launched", before)),
-        "future made by hand",
-    ),
-    "no wait for rows": (no_wait_in("options/sparse.py"), "sparse"),
-    "no wait for P": (no_wait_in("options/power_sgd.py"), "PowerSGD"),
-    "no wait for buffers": (no_wait_in("options/buffers.py"), "buffers"),
-    "no wait for statistics": (no_wait_in("sync/sync_batch_norm.py"), "sync batch norm"),
-    "no wait for the order": (no_wait_in("core/reducer.py", "_agree_on_order"), "copies"),
-    "no wait for what is used": (no_wait_in("options/unused.py"), "unused"),
-    "no wait for checksums": (no_wait_in("sync/check_sync.py"), "check sync"),
-    "no wait for rank 0's parameters": (no_wait_in("sync/broadcast.py"), "start"),
-}
-
-
-def faults_with(world, name):
-    mutate, program = MISTAKES[name]
     with pytest.MonkeyPatch.context() as patch:
-        mutate(patch)
+        patch.setattr(SimWork, "wait", forgetful)
         return train(world, program)[1][0]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_the_order_of_streams_is_found(sim, name):
-    assert any(sim(faults_with, name))
-
-
-def stalls_on_one_stream(world):
-    from ddp_from_scratch import gpu
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "aside", lambda device: nullcontext())
-        return train(world, "copies")[1][2]
-
-
-def test_a_future_of_nccl2_would_hold_up_backward(nccl2):
-    assert all(nccl2(stalls_on_one_stream))
+@pytest.mark.parametrize(("file", "function", "program"), NOT_AWAITED)
+def test_a_collective_that_is_not_awaited_is_found(sim, file, function, program):
+    assert any(sim(faults_without_waiting, file, function, program))
 
 
 def kernels_of_packing(world):

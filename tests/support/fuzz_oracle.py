@@ -299,8 +299,10 @@ class Oracle:
         wrong = self._not_static(times)
         if plain and any(count > 1 for counts in times for count in counts.values()):
             return None  # may raise in this pass, or in the next forward
-        # Where only some ranks get an error the others wait for them.
-        meet = not overlapping and (all(complete) or self._whole.divided or op.no_sync)
+        # Where only some ranks get an error the others wait for them. A hook that may start several
+        # collectives is awaited in each pass: ranks that launch other buckets would fail there.
+        divided = self._whole.divided and self._whole.hook in (None, "allreduce_hook")
+        meet = not overlapping and (all(complete) or divided or op.no_sync)
         if plain and any(t != touched[0] for t in touched) and not meet:
             return None
         self._all_play(number, op)

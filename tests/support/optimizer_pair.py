@@ -42,10 +42,6 @@ def inputs(count: int) -> list[float]:
     return [0.3 + 0.1 * (step % 3) for step in range(count)]
 
 
-def ours(kind: str) -> Callable[..., Any]:
-    return getattr(ddp, kind)  # type: ignore[no-any-return]
-
-
 def torchs(kind: str) -> Callable[..., Any]:
     """torch's optimizer, with the settings that have the library's bits."""
     settings = {"foreach": False} if kind == "SGD" else {"fused": True}
@@ -65,7 +61,8 @@ class Pair:
         self.reducer = ddp.Reducer(self.ours, bucket_cap_mb=cap)
         options.setdefault("lr", 0.05)
         self.kind, self.options = kind, options
-        self.our_optimizer = ours(kind)(groups(self.ours), reducer=self.reducer, **options)
+        ours = getattr(ddp, kind)
+        self.our_optimizer = ours(groups(self.ours), reducer=self.reducer, **options)
         # A Reducer too, so that packing and averaging are the same.
         ddp.Reducer(self.theirs, bucket_cap_mb=cap, gradient_as_bucket_view=True)
         self.their_optimizer = torchs(kind)(groups(self.theirs), **options)

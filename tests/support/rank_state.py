@@ -26,9 +26,9 @@ _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 _IGNORED = ("PYTEST_", "KINETO_", "TORCHINDUCTOR_", "TRITON_")
 
 
-def numerics() -> dict[str, Any]:
-    """What decides the bits of a computation in this process."""
+def _state() -> dict[str, Any]:
     return {
+        # What decides the bits of a computation.
         "torch.get_num_threads()": torch.get_num_threads(),
         "torch.get_num_interop_threads()": torch.get_num_interop_threads(),
         "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
@@ -41,11 +41,6 @@ def numerics() -> dict[str, Any]:
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
         "torch.get_autocast_dtype('cpu')": torch.get_autocast_dtype("cpu"),
-    }
-
-
-def _state() -> dict[str, Any]:
-    return numerics() | {
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "torch.is_anomaly_enabled()": torch.is_anomaly_enabled(),
         "modules are converted in place": (

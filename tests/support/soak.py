@@ -125,11 +125,6 @@ def numpy_type(dtype: torch.dtype) -> Any:
     return torch.empty(0, dtype=torch.float32 if narrow else dtype).numpy().dtype.type
 
 
-def same(tensors: list[torch.Tensor], expected: list[Array]) -> bool:
-    pairs = zip(tensors, expected, strict=True)
-    return all(t.equal(torch.from_numpy(e.copy()).to(t.dtype)) for t, e in pairs)
-
-
 # Each kind starts its operation on member `me`, with `root` as torch counts ranks: the handle or
 # handles, the tensors that it fills, and a function that returns what must then be in them.
 
@@ -283,7 +278,8 @@ def soak(operations: int, seed: int, kinds: list[str] | None = None) -> tuple[li
             for handle in handles if isinstance(handles, list) else [handles]:
                 handle.wait()
             checked += 1
-            if not same(tensors, expected()):
+            pairs = zip(tensors, expected(), strict=True)
+            if not all(t.equal(torch.from_numpy(e.copy()).to(t.dtype)) for t, e in pairs):
                 wrong.append(f"rank {rank}: {what}")
 
     groups = [Group(list(range(world_size)), None), *(new_group() for _ in range(GROUPS))]

@@ -79,11 +79,6 @@ class SimTensor(torch.Tensor):
         memo[id(self)] = copy = self.detach().clone().requires_grad_(self.requires_grad)
         return copy
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saves the numbers, as what `map_location="cpu"` makes of a GPU's."""
-        _host_waits("save", self.device.index)
-        return self.on_host.__reduce_ex__(protocol)
-
     # torch's C++ code takes a sparse one for a dense one.
     @property
     def is_sparse(self) -> bool:
