@@ -123,16 +123,12 @@ def test_an_extension_that_takes_itself_off_hides_no_other(world):
     assert counts.count == 3
 
 
-def test_a_wrapper_of_a_hook_may_start_several_collectives():
-    @functools.wraps(comm_hooks.average)
-    def mine(state, bucket):
-        raise AssertionError
-
-    with ddp.process_group("gloo"):
-        reducer = Reducer(Terms(1))
-        assert reducer.concurrent
-        reducer.register_comm_hook(None, mine)
-        assert not reducer.concurrent
+def test_a_wrapper_of_a_hook_may_start_several_collectives(alone):
+    reducer = Reducer(Terms(1))
+    assert reducer.concurrent
+    wrapper = functools.wraps(comm_hooks.average)(lambda state, bucket: None)
+    reducer.register_comm_hook(None, wrapper)
+    assert not reducer.concurrent
 
 
 @pytest.mark.parametrize("by_initial", [True, False], ids=["initial", "effective"])
