@@ -6,7 +6,6 @@ import socket
 import threading
 import weakref
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,6 +13,7 @@ from ddp_from_scratch import NodeSharedSGD, Reducer
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.node import shared_memory_beside
 from tests.support.machines import group_over
+from tests.support.on_ranks import on
 
 
 @contextlib.contextmanager
@@ -26,7 +26,8 @@ def groups_of(*members):
             dist.destroy_process_group(group)
 
 
-def beside(world):
+@on("gloo-3")
+def test_it_is_opened_once_and_closed_with_its_gloo_group(world):
     group = dist.new_group(list(range(world.world_size)))
     ours = shared_memory_beside(group)
     assert isinstance(ours, SharedMemoryGroup)
@@ -41,14 +42,11 @@ def beside(world):
     dist.destroy_process_group(group)
     del group, ours
     gc.collect()
-    return gone() is None
+    assert gone() is None
 
 
-def test_it_is_opened_once_and_closed_with_its_gloo_group(ranks):
-    assert all(ranks("gloo", 3)(beside))
-
-
-def where_nothing_is_shared(world):
+@on("gloo-2")
+def test_where_nothing_is_shared(world):
     """One rank alone, or alone on its machine, stays with gloo."""
     with groups_of(*[[rank] for rank in range(world.world_size)]) as groups:
         model = torch.nn.Linear(2, 2)
@@ -64,7 +62,8 @@ def where_nothing_is_shared(world):
     dist.destroy_process_group(group)
 
 
-def in_part_of_the_ranks(world):
+@on("gloo-3")
+def test_in_part_of_the_ranks(world):
     """torch names the groups that come later by a count that all ranks must agree on."""
     with groups_of([0], [0, 1], [1, 2]) as (_, first, second):
         if world.rank < 2:
@@ -75,13 +74,6 @@ def in_part_of_the_ranks(world):
                     tensor = torch.ones(1)
                     dist.all_reduce(tensor, group=shared_memory_beside(group))
                     assert tensor.item() == group.size()
-
-
-@pytest.mark.parametrize(
-    ("size", "called"), [(2, where_nothing_is_shared), (3, in_part_of_the_ranks)]
-)
-def test_groups_beside(ranks, size, called):
-    ranks("gloo", size)(called)
 
 
 def reopened(world, folder, port):

@@ -31,7 +31,9 @@ def mapped():
     return sum(len(addresses) for addresses, file in maps() if "memfd:ddp" in file) / 2**20
 
 
-def windows_come_and_go(world):
+@pytest.mark.parametrize("crew", ["node-2", slow("mpi-2")], indirect=True)
+@on("crew")
+def test_memory_is_given_back_when_no_rank_uses_it(world):
     group = dist.new_group()
     before = None
     for _ in range(20):
@@ -48,11 +50,6 @@ def windows_come_and_go(world):
     assert files == ["/memfd:ddp (deleted)"]
     dist.destroy_process_group(group)
     assert kept.eq(3.0).all()  # the group is gone, the tensor is the user's
-
-
-@pytest.mark.parametrize("backend", ["node", slow("mpi")])
-def test_memory_is_given_back_when_no_rank_uses_it(ranks, backend):
-    ranks(backend, 2)(windows_come_and_go)
 
 
 @on("gloo-2")

@@ -21,18 +21,6 @@ from tests.support.tiers import slow
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(mpi.BACKEND != "mpi", reason="this torch has monitored_barrier for gloo alone")
-@on("mpi-3")
-def test_monitored_barrier_names_who_is_missing(world):
-    dist.monitored_barrier()
-    group = dist.new_group()
-    if world.rank < 2:
-        with pytest.raises(RuntimeError, match="Rank 2 failed to pass monitoredBarrier"):
-            dist.monitored_barrier(group, timeout=timedelta(seconds=0.3), wait_all_ranks=True)
-    dist.barrier()
-
-
-@pytest.mark.slow
 def test_a_program_of_the_users_own_needs_one_import():
     """Ranks and a store come from MPI alone, whatever else the environment says."""
     # Where nothing is recorded the recorder's size does no harm.
@@ -135,7 +123,8 @@ def test_how_a_job_ends(ending, tmp_path):
 # Messages ----------------------------------------------------------------------------------------
 
 
-def messages(world):
+@on("mpi-3")
+def test_messages(world):
     """Two tags, received in the other order; from any rank, into a strided tensor."""
     if world.rank == 0:
         for number in (1, 2):
@@ -152,7 +141,8 @@ def messages(world):
         dist.send(torch.full((2, 4), float(world.rank)), dst=0)
 
 
-def while_their_sender_sleeps(world):
+@on("mpi-2")
+def test_messages_while_their_sender_sleeps(world):
     """MPI moves some only while their sender is in MPI, and it sleeps there until all have come."""
     handles = []
     for size in (1000, 5000, 100_000, 1_000_000):
@@ -169,7 +159,8 @@ def while_their_sender_sleeps(world):
     dist.barrier()
 
 
-def that_do_not_fit(world):
+@on("mpi-2")
+def test_messages_that_do_not_fit(world):
     if world.rank == 0:
         for size in (10, 5, 10):
             dist.send(torch.ones(size), dst=1)
@@ -186,11 +177,3 @@ def that_do_not_fit(world):
     assert not handle.is_success()
     dist.recv(received, src=0)
     assert received.eq(1).all()
-
-
-@pytest.mark.parametrize(
-    ("called", "size"),
-    [(messages, 3), (while_their_sender_sleeps, 2), (that_do_not_fit, 2)],
-)
-def test_messages(ranks, called, size):
-    ranks("mpi", size)(called)

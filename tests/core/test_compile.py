@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import ddp_from_scratch as ddp
+from tests.support.on_ranks import on
 
 
 class Net(nn.Module):
@@ -37,7 +38,10 @@ WAYS = {
 }
 
 
-def compiled(world, how, unused):
+@pytest.mark.skipif(shutil.which("cc") is None, reason="torch.compile wants a C compiler")
+@pytest.mark.parametrize(("how", "unused"), [("inside", False), ("wrapper", True), ("bare", True)])
+@on("gloo-2")
+def test_compiled(world, how, unused):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net()
@@ -58,9 +62,3 @@ def compiled(world, how, unused):
             for p in (*model.parameters(), *plain.parameters()):
                 p -= 0.1 * p.grad
     ddp.check_sync(model)
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="torch.compile wants a C compiler")
-@pytest.mark.parametrize(("how", "unused"), [("inside", False), ("wrapper", True), ("bare", True)])
-def test_compiled(ranks, how, unused):
-    ranks("gloo", 2)(compiled, how, unused)

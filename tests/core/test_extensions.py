@@ -84,3 +84,19 @@ def test_an_extension_may_put_off_launches_to_the_end(world):
     step(model, world)
     assert holds.at == [0, 1, 2]
     assert_grads(model, mean(world))
+
+
+class Once(Extension):
+    """Takes itself off in its first average."""
+
+    def on_average(self, iteration, takes_part):
+        self._of().remove_extension(self)
+
+
+@on("gloo-2")
+def test_an_extension_that_takes_itself_off_hides_no_other(world):
+    model, called = Terms(1), []
+    Reducer(model, extensions=[Once(), Notes(called)])
+    for _ in range(3):
+        step(model, world)
+    assert called.count("on_average") == 3

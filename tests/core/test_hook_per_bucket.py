@@ -53,12 +53,6 @@ def other_on_each_rank_in_step_3(forward, model, step, rank):
     once(forward, model, step, rank)
 
 
-def accumulated(forward, model, step, rank):
-    with forward.no_sync():
-        forward(inputs(step, rank, 1)).backward()
-    once(forward, model, step, rank)
-
-
 def partly_accumulated(forward, model, step, rank):
     with forward.no_sync():
         # The last member of no bucket, in most layouts.
@@ -66,19 +60,17 @@ def partly_accumulated(forward, model, step, rank):
     once(forward, model, step, rank)
 
 
-def shared(forward, model, step, rank):
-    model.order = [0, 1, 2, 1, 3, 4, 5]
-    once(forward, model, step, rank)
+PROGRAMS = [reversed_in_step_3, other_on_each_rank_in_step_3, partly_accumulated]
 
 
-PROGRAMS = [
-    once,
-    reversed_in_step_3,
-    other_on_each_rank_in_step_3,
-    accumulated,
-    partly_accumulated,
-    shared,
-]
+def learnt(world, **options):
+    """A model whose order of gradients is agreed on, and its Reducer."""
+    model = Layers()
+    reducer = ddp.Reducer(model, **options)
+    for step in range(2):
+        once(model, model, step, world.rank)
+        model.zero_grad()
+    return model, reducer
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -134,27 +126,11 @@ def test_a_loss_in_parts_goes_back_to_a_hook_per_gradient(world, first, stays):
 
 
 @on("gloo-2")
-def test_an_average_that_gets_more_is_averaged_again(world):
-    model = Layers()
-    reducer = ddp.Reducer(model, bucket_cap_mb=600 / 2**20)
-    for step in range(4):
-        model.zero_grad()
-        loss = model(inputs(step, world.rank))
-        loss.backward(retain_graph=True, create_graph=step == 3)
-        once_averaged = [parameter.grad.detach().clone() for parameter in model.parameters()]
-        loss.backward()
-        assert reducer.iteration == 2 * step + 2
-        for parameter, average in zip(model.parameters(), once_averaged, strict=True):
-            torch.testing.assert_close(parameter.grad.detach(), 2 * average)
-
-
-@on("gloo-2")
 def test_python_is_called_once_for_each_bucket_and_for_the_first_gradient(world):
     model = Layers()
     reducer = ddp.Reducer(model, bucket_cap_mb=600 / 2**20)
     told = []
     with pytest.MonkeyPatch.context() as patch:
-        ready = CoreReducer._ready
         patch.setattr(
             CoreReducer,
             "_count",
@@ -164,25 +140,14 @@ def test_python_is_called_once_for_each_bucket_and_for_the_first_gradient(world)
         assert len(told) == 2 * LAYERS
         told.clear()
         once(model, model, 1, world.rank)
-    assert ready is CoreReducer._ready
     assert told == [reducer.names.index(reducer.ready_order[0])]
     assert "a hook per bucket" in repr(reducer)
 
 
-OTHERWISE = [
-    {"find_unused_parameters": True},
-    {"static_graph": True},
-    {"fuse_wgrad": True},
-]
-
-
-@pytest.mark.parametrize("options", OTHERWISE, ids=str)
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "fuse_wgrad"])
 @on("gloo-2")
-def test_options_that_ask_for_each_gradient_get_each(world, options):
-    model = Layers()
-    reducer = ddp.Reducer(model, **options)
-    for step in range(3):
-        once(model, model, step, world.rank)
+def test_options_that_ask_for_each_gradient_get_each(world, option):
+    _, reducer = learnt(world, **{option: True})
     assert not reducer.hook_per_bucket
 
 
@@ -224,27 +189,48 @@ def noted_alone(model, world):
     model.layers[2](inputs(3, world.rank)).sum().backward()
 
 
+def sparse(model, world):
+    layer, row = model.layers[2], torch.tensor([1])
+    # In its place, so that the gradient arrives where the order expects it.
+    layer.forward = lambda x: (
+        x + nn.functional.embedding(row, layer.weight, sparse=True) + layer.bias
+    )
+    once(model, model, 3, world.rank)
+
+
+def with_a_graph(model, world):
+    x = inputs(3, world.rank)
+    for layer in model.layers:
+        x = layer(x)
+    # The gradient that arrives first, that of the last bias, is a constant and has no graph.
+    x.sum().backward(create_graph=True)
+
+
+MISSING = r"no gradient in the last backward pass on rank \d for: "
 ERRORS = {
-    noted_alone: r"no gradient in the last backward pass on rank \d for: layers.0.weight, ",
-    without_a_gradient: r"no gradient in the last backward pass on rank \d for: layers.2.weight\.",
+    noted_alone: f"{MISSING}layers.0.weight, ",
+    without_a_gradient: rf"{MISSING}layers.2.weight\.",
     raises: r"the last backward pass on rank \d was broken off",
+    sparse: r"layers\.2\.weight is sparse on rank",
+    with_a_graph: "cannot keep its graph",
 }
 
 
 @pytest.mark.parametrize("program", ERRORS, ids=lambda program: program.__name__)
 @on("gloo-2")
 def test_errors_are_those_of_a_hook_per_gradient(world, program):
-    model = Layers()
-    reducer = ddp.Reducer(model)
-    for step in range(2):
-        once(model, model, step, world.rank)
-        model.zero_grad()
+    model, reducer = learnt(world, gradient_as_bucket_view=program is with_a_graph)
     assert reducer.hook_per_bucket
-    program(model, world)
-    with pytest.raises(RuntimeError, match=ERRORS[program]):
+
+    def run():
+        program(model, world)
         model(inputs(4, world.rank))
+
+    with pytest.raises(RuntimeError, match=ERRORS[program]):
+        run()
     # The next step may begin anew.
     reducer.abort_step()
+    vars(model.layers[2]).pop("forward", None)
     model.zero_grad()
     once(model, model, 5, world.rank)
     assert reducer.iteration == 3
@@ -252,62 +238,20 @@ def test_errors_are_those_of_a_hook_per_gradient(world, program):
 
 @on("gloo-2")
 def test_a_step_that_is_aborted_forgets_what_is_noted(world):
-    model = Layers()
-    reducer = ddp.Reducer(model)
-    once(model, model, 0, world.rank)
+    model, reducer = learnt(world)
     noted_alone(model, world)
     reducer.abort_step()
     assert sorted(reducer.missing()) == sorted(reducer.names)
 
 
 @on("gloo-2")
-def test_a_sparse_gradient_is_refused_by_name(world):
-    model = Layers()
-    reducer = ddp.Reducer(model)
-    for step in range(2):
-        once(model, model, step, world.rank)
-        model.zero_grad()
-    layer, row = model.layers[2], torch.tensor([1])
-    # In its place, so that the gradient arrives where the order expects it.
-    layer.forward = lambda x: (
-        x + nn.functional.embedding(row, layer.weight, sparse=True) + layer.bias
-    )
-    with pytest.raises(RuntimeError, match=r"layers\.2\.weight is sparse on rank"):
-        once(model, model, 3, world.rank)
-    reducer.abort_step()
-
-
-@on("gloo-2")
-def test_a_gradient_with_a_graph_is_refused_in_a_window(world):
-    model = Layers()
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
-    for step in range(2):
-        once(model, model, step, world.rank)
-        model.zero_grad()
-    x = inputs(3, world.rank)
-    for layer in model.layers:
-        x = layer(x)
-    # The gradient that arrives first, that of the last bias, is a constant and has no graph.
-    with pytest.raises(RuntimeError, match="cannot keep its graph"):
-        x.sum().backward(create_graph=True)
-    reducer.abort_step()
-
-
-@on("gloo-2")
 def test_hooks_keep_their_place_among_those_of_the_program(world):
     model, seen = Layers(), []
     reducer = ddp.Reducer(model)
-    last = model.layers[0].weight
-
-    def halve(parameter):
-        seen.append(reducer.next_bucket)
-
     once(model, model, 0, world.rank)
-    order = reducer.ready_order
-    parameters = dict(model.named_parameters())
-    last = parameters[order[-1]]
-    last.register_post_accumulate_grad_hook(halve)
-    reducer.lay_out(order, [1, 2**20])
+    last = model.get_parameter(reducer.ready_order[-1])
+    last.register_post_accumulate_grad_hook(lambda _: seen.append(reducer.next_bucket))
+    reducer.lay_out(reducer.ready_order, [1, 2**20])
     once(model, model, 1, world.rank)
     # Registered later, called later: every bucket has been launched.
     assert seen == [len(reducer.all_buckets)]
@@ -316,9 +260,7 @@ def test_hooks_keep_their_place_among_those_of_the_program(world):
 @on("gloo-2")
 def test_only_an_extension_that_asks_for_gradients_changes_hooks(world):
     """`backward_and_step` adds one in every step."""
-    model = Layers()
-    reducer = ddp.Reducer(model)
-    once(model, model, 0, world.rank)
+    _, reducer = learnt(world)
     with patch.object(reducer.hooks, "note", wraps=reducer.hooks.note) as note:
         for kind, calls, per_bucket in ((Extension, 0, True), (Gradients, 1, False)):
             extension = kind()
@@ -334,34 +276,28 @@ class Gradients(Extension):
 
 
 @on("gloo-2")
-def test_parameters_noted_in_a_bucket_do_not_keep_the_model(world):
-    model = Layers()
-    ddp.Reducer(model)
-    once(model, model, 0, world.rank)
-    model.layers[2](inputs(1, world.rank)).sum().backward()  # noted, and nothing more
-    found = [weakref.ref(parameter) for parameter in model.parameters()]
-    del model
+def test_a_forgotten_module_is_freed(world):
+    """Also with parameters that are noted in a bucket."""
+    model, reducer = learnt(world)
+    noted_alone(model, world)
+    found = [weakref.ref(each) for each in (model, reducer, *model.parameters())]
+    del model, reducer
     gc.collect()
     assert [each() for each in found] == [None] * len(found)
     dist.barrier()
 
 
-def test_what_is_noted_counts_under_no_sync_only_if_it_came_before(tmp_path):
-    """In a world of one, without processes: `no_sync()` neither loses nor invents gradients."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = Layers()
-        reducer = ddp.Reducer(model)
-        once(model, model, 0, 0)
-        model.zero_grad()
-        with reducer.no_sync():
-            model.layers[2](inputs(1, 0)).sum().backward()
-        assert all(len(bucket.missing) == len(bucket.members) for bucket in reducer.all_buckets)
-        assert not any(bucket.noted for bucket in reducer.all_buckets)
+def test_what_is_noted_counts_under_no_sync_only_if_it_came_before(alone):
+    """`no_sync()` neither loses nor invents gradients."""
+    model = Layers()
+    reducer = ddp.Reducer(model)
+    once(model, model, 0, 0)
+    model.zero_grad()
+    with reducer.no_sync():
         model.layers[2](inputs(1, 0)).sum().backward()
-        with reducer.no_sync():
-            found = set(reducer.names) - set(reducer.missing())
-        assert found == {"layers.2.weight", "layers.2.bias"}
-    finally:
-        dist.destroy_process_group()
+    assert all(len(bucket.missing) == len(bucket.members) for bucket in reducer.all_buckets)
+    assert not any(bucket.noted for bucket in reducer.all_buckets)
+    model.layers[2](inputs(1, 0)).sum().backward()
+    with reducer.no_sync():
+        found = set(reducer.names) - set(reducer.missing())
+    assert found == {"layers.2.weight", "layers.2.bias"}

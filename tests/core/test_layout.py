@@ -7,9 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.layout import assign, bucket_caps
 
 MB = 2**20
@@ -52,11 +50,6 @@ LAYOUTS = {
 def test_members(sizes, keys, order, caps, expected):
     gradients = list(zip(sizes, keys, strict=True))
     assert assign(gradients, range(len(sizes)) if order is None else order, caps) == expected
-
-
-def test_offsets_are_in_elements_and_without_gaps():
-    bucket = Bucket([1, 0, 2], [nn.Parameter(torch.zeros(numel)) for numel in (2, 10, 3)])
-    assert (bucket.offsets, bucket.buffer().numel()) == ((0, 2, 12), 15)
 
 
 def test_what_is_no_layout_is_refused():

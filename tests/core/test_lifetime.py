@@ -1,16 +1,13 @@
 """no_sync, passes that are broken off, removal, copies and the end of a Reducer."""
 
 import copy
-import gc
-import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch import Reducer
+from ddp_from_scratch import Reducer, process_group
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, assert_grads, grads_of, mean, own, recorded
 
@@ -113,18 +110,6 @@ def test_removed_is_local(world):
 
 
 @on("gloo-2")
-def test_a_forward_on_one_rank_alone_does_not_hang(world):
-    model = Terms(1, 2)
-    Reducer(model)
-    for _ in range(3):
-        if world.rank == 0:
-            model(1.0)  # with a graph, but no backward
-        model.zero_grad()
-        model(own(world)).backward()
-        assert_grads(model, mean(world))
-
-
-@on("gloo-2")
 def test_a_deep_copy_of_the_module_is_plain(world):
     """As of a teacher or of averaged weights: frozen, and run with gradients enabled."""
     model = Terms(1, 2)
@@ -137,32 +122,14 @@ def test_a_deep_copy_of_the_module_is_plain(world):
     assert_grads(other, own(world))
 
 
-@on("gloo-2")
-def test_a_forgotten_module_is_freed(world):
-    model = Terms(1, 2)
-    reducer = Reducer(model)
-    model(own(world)).backward()
-    alive = [weakref.ref(object_) for object_ in (model, reducer, model.p0)]
-    del model, reducer
-    gc.collect()
-    assert [reference() for reference in alive] == [None] * 3
-
-
-@contextmanager
-def group_of_one():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 def test_the_division_is_by_the_ranks_of_the_group_that_is_open(monkeypatch):
     """A Reducer on the default group outlives it, and the next group may have another size."""
     model, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
-    with group_of_one():
+    with process_group("gloo"):
         reducer = Reducer(model, shared_memory=False)
         model(x).backward()
         assert model.weight.grad.item() == 1.0
-    with group_of_one():
+    with process_group("gloo"):
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)  # what counts is that
         model.zero_grad()
         model(x).backward()

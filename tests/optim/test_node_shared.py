@@ -17,11 +17,13 @@ from ddp_from_scratch.backend.reduction import share_of
 from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.node import shared_memory_beside
 from tests.support.machines import group_over, machines
+from tests.support.on_ranks import on
 from tests.support.optimizer_pair import torchs
 from tests.support.tiers import slow
 
 BOTH = (("SGD", {"lr": 0.01, "momentum": 0.9}), ("AdamW", {"lr": 1e-3, "weight_decay": 0.1}))
 each_kind = pytest.mark.parametrize(("kind", "settings"), BOTH, ids=["SGD", "AdamW"])
+gloo_and_mpi = pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")], indirect=True)
 
 
 def node_shared(kind):
@@ -141,7 +143,8 @@ def linear(group=None, model=None, same=True, **options):
     return model, reducer, optimizer, step
 
 
-def refuses_a_comm_hook_and_to_miss_a_rank(world):
+@on("gloo-2")
+def test_refuses_a_comm_hook_and_to_miss_a_rank(world):
     _, reducer, _, step = linear()
     reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
     with pytest.raises(RuntimeError, match="cannot go through a comm hook"):
@@ -151,7 +154,8 @@ def refuses_a_comm_hook_and_to_miss_a_rank(world):
         step()
 
 
-def refuses_unlike_parameters_and_unlike_steps(world):
+@on("gloo-2")
+def test_refuses_unlike_parameters_and_unlike_steps(world):
     """Parameters that differ would become one."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.Linear(3, 3)
@@ -176,7 +180,8 @@ def refuses_unlike_parameters_and_unlike_steps(world):
             optimizer.backward_and_step(model(X).sum())
 
 
-def refuses_parameters_that_were_replaced_or_cannot_move(world):
+@on("gloo-2")
+def test_refuses_parameters_that_were_replaced_or_cannot_move(world):
     model, _, _, step = linear()
     step()
     model.weight.data = model.weight.detach().clone()
@@ -192,7 +197,8 @@ def refuses_parameters_that_were_replaced_or_cannot_move(world):
         linear(model=nn.Linear(3, 3).bfloat16())
 
 
-def takes_all_parameters_but_those_that_are_ignored(world):
+@on("gloo-2")
+def test_takes_all_parameters_but_those_that_are_ignored(world):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model)
@@ -206,7 +212,9 @@ def takes_all_parameters_but_those_that_are_ignored(world):
     ddp.check_sync(model, ignore=names)
 
 
-def gives_memory_that_was_moved_from_back(world):
+@gloo_and_mpi
+@on("crew")
+def test_gives_memory_that_was_moved_from_back(world):
     group = dist.new_group()
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     ddp.broadcast_parameters(model, process_group=group)
@@ -224,7 +232,9 @@ def gives_memory_that_was_moved_from_back(world):
     assert weight.equal(expected)
 
 
-def returns_when_all_shares_are_written(world):
+@gloo_and_mpi
+@on("crew")
+def test_returns_when_all_shares_are_written(world):
     """Rank 1 writes its share when rank 0 waits for it, or has not waited and goes on."""
     model, _, optimizer, step = linear(model=nn.Linear(300, 300, bias=False))
     step(torch.ones(1, 300))  # frees what has moved
@@ -256,7 +266,8 @@ def returns_when_all_shares_are_written(world):
     assert model.weight.equal(seen)
 
 
-def refuses_gradients_that_are_not_shared(world):
+@on("gloo-2")
+def test_refuses_gradients_that_are_not_shared(world):
     """As there is no room; in a copy, which one rank may make alone; and without shared memory."""
     group = dist.new_group()
     model = nn.Linear(3, 3)
@@ -279,24 +290,6 @@ def refuses_gradients_that_are_not_shared(world):
     ddp.NodeSharedSGD(wrapped.parameters(), reducer=wrapped.reducer)
     with pytest.raises(ValueError, match="needs ranks that share memory: a process"):
         linear(shared_memory=False)
-
-
-@pytest.mark.parametrize(
-    ("backend", "what"),
-    [
-        ("gloo", refuses_a_comm_hook_and_to_miss_a_rank),
-        ("gloo", refuses_unlike_parameters_and_unlike_steps),
-        ("gloo", refuses_parameters_that_were_replaced_or_cannot_move),
-        ("gloo", takes_all_parameters_but_those_that_are_ignored),
-        ("gloo", gives_memory_that_was_moved_from_back),
-        ("gloo", returns_when_all_shares_are_written),
-        ("gloo", refuses_gradients_that_are_not_shared),
-        slow("mpi", gives_memory_that_was_moved_from_back),
-        slow("mpi", returns_when_all_shares_are_written),
-    ],
-)
-def test_an_optimizer(ranks, backend, what):
-    ranks(backend, 2)(what)
 
 
 def shares_over_machines(world, sizes):

@@ -10,6 +10,7 @@ from torch import nn
 
 from ddp_from_scratch import DistributedDataParallel as Ours
 from ddp_from_scratch import Reducer, broadcast_parameters
+from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
 
@@ -23,7 +24,9 @@ class Counted(nn.Module):
         return (self.p * x * self.b.clone()).sum()  # a hook may change it at once
 
 
-def rank_0s_at_the_end_of_what_averages(world):
+@pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")], indirect=True)
+@on("crew")
+def test_rank_0s_at_the_end_of_what_averages(world):
     """Not of what accumulates; nothing is sent in forward, and nothing that is ignored."""
     model = Counted(5.0 + world.rank)
     model.register_buffer("own", torch.tensor(world.rank))
@@ -48,7 +51,8 @@ def rank_0s_at_the_end_of_what_averages(world):
     assert plain.b.tolist() == [5 + world.rank] * 2
 
 
-def as_switched(world):
+@on("gloo-2")
+def test_as_switched(world):
     def after_an_average(model):
         model.module.b.fill_(world.rank + 1)
         model().backward()
@@ -68,7 +72,8 @@ def as_switched(world):
         assert Ours(Counted(own[0]), broadcast_buffers=False).module.b.tolist() == own
 
 
-def statistics_while_graphs_live(world):
+@on("gloo-2")
+def test_statistics_while_graphs_live(world):
     """Two forward passes, then two backward passes; one graph run through twice."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
@@ -102,7 +107,8 @@ class Table(nn.Module):
         return (self.p * self.table).sum()
 
 
-def tables_that_a_graph_needs(world):
+@on("gloo-2")
+def test_tables_that_a_graph_needs(world):
     """One that stays the same may be saved; what changes raises, and is never wrong in silence."""
     model = Ours(Table())
     first, second = model(), model()
@@ -119,15 +125,3 @@ def tables_that_a_graph_needs(world):
     if world.rank:
         with model.no_sync(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-@pytest.mark.parametrize(
-    ("backend", "program"),
-    [
-        *(("gloo", rank_0s_at_the_end_of_what_averages), ("gloo", as_switched)),
-        *(("gloo", statistics_while_graphs_live), ("gloo", tables_that_a_graph_needs)),
-        slow("mpi", rank_0s_at_the_end_of_what_averages),
-    ],
-)
-def test_buffers(ranks, backend, program):
-    ranks(backend, 2)(program)

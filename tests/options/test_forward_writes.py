@@ -1,5 +1,7 @@
 """Parameters that a forward pass writes to: noticed where ranks part, and let alone where not."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -81,13 +83,9 @@ def test_a_write_that_comes_later_is_named(ranks):
     for rank, (error, step) in enumerate(pair(train, 4, alike, 3)):
         assert step == 2
         assert f"on rank {rank} has written to mean, linear.weight" in error
-    assert pair(checked, 4, alike, 3) == [(None, 4)] * 2
+    assert pair(partial(train, check_every=1), 4, alike, 3) == [(None, 4)] * 2
     # After the first ten passes every tenth is looked at.
     assert [step for _, step in pair(train, 30, alike, 12)] == [19, 19]
-
-
-def checked(world, *arguments):
-    return train(world, *arguments, check_every=1)
 
 
 def test_what_is_written_in_forward_is_compared_from_time_to_time(ranks):

@@ -13,11 +13,14 @@ from torch.nn.functional import cross_entropy
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.group import gloo_beside, takes_cpu_tensors
 from ddp_from_scratch.options.weight import GradientWeight
+from tests.support.on_ranks import on
 from tests.support.terms import Terms
 from tests.support.tiers import slow
 
 
-def as_one_process(world):
+@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-3")], indirect=True)
+@on("crew")
+def test_averages_are_weighted(world):
     """Batches of 5, 2 and 0 samples, of which the last has a loss that is not a number."""
     sizes = [5, 2, 0][: world.world_size]
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
@@ -41,7 +44,8 @@ def as_one_process(world):
 WRONG = (-1, float("nan"), float("inf"), 10**400, "many", None)
 
 
-def refusing_what_is_no_weight(world):
+@on("gloo-3")
+def test_refusing_what_is_no_weight(world):
     """Where one rank's is wrong all raise: the others would wait for gradients that do not come."""
     model = Terms(1)
     for amount in WRONG:
@@ -63,7 +67,8 @@ def refusing_what_is_no_weight(world):
         loss.backward()
 
 
-def over_a_group_beside(world):
+@on("gloo-3")
+def test_over_a_group_beside(world):
     """As beside a GPU's group, for which the host need not wait."""
     assert takes_cpu_tensors(None)
     beside = gloo_beside(None)
@@ -76,7 +81,8 @@ def over_a_group_beside(world):
     assert shares[0].value() == (world.rank + 1) * world.world_size / total
 
 
-def beside_some_ranks(world):
+@on("gloo-3")
+def test_beside_some_ranks(world):
     """torch names the groups that come later by a count that all ranks must agree on."""
     some = dist.new_group([0, 1])
     if world.rank < 2:
@@ -84,15 +90,3 @@ def beside_some_ranks(world):
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=dist.new_group(list(range(world.world_size))))
     assert tensor.item() == world.world_size
-
-
-@pytest.mark.parametrize(
-    ("backend", "how"),
-    [
-        *(("gloo", as_one_process), ("gloo", refusing_what_is_no_weight)),
-        *(("gloo", over_a_group_beside), ("gloo", beside_some_ranks)),
-        slow("mpi", as_one_process),
-    ],
-)
-def test_averages_are_weighted(ranks, backend, how):
-    ranks(backend, 3)(how)

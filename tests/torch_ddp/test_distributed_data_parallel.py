@@ -18,8 +18,11 @@ from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, mean, own, recorded
 from tests.support.tiers import slow
 
+gloo_and_mpi = pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")], indirect=True)
 
-def state(world):
+
+@on("gloo-2")
+def test_state_dicts_have_torchs_names(world):
     """The names are torch's; it goes in with the prefix and without."""
     model = Ours(Terms(1, 2))
     assert model.state_dict().keys() == Theirs(Terms(1, 2)).state_dict().keys()
@@ -30,7 +33,8 @@ def state(world):
         assert other.module.p1.tolist() == [3, 3]
 
 
-def what_is_ignored(world):
+@on("gloo-2")
+def test_what_is_ignored(world):
     """And gradients that require_backward_grad_sync keeps from being averaged."""
     model = Terms(1, 2)
     model.register_buffer("b", torch.tensor([float(world.rank)]))
@@ -47,7 +51,9 @@ def what_is_ignored(world):
     assert (model.p0.item(), model.b.item()) == (world.rank, world.rank)
 
 
-def delayed_parameters(world):
+@gloo_and_mpi
+@on("crew")
+def test_delayed_parameters(world):
     model = Terms(1, 2, 3)
     delayed = [("p2", model.p2), ("p1", model.p1)]
     options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": model.p0}
@@ -73,7 +79,9 @@ class Casts(nn.Module):
         return self.fc(x + more["y"]) * self.b
 
 
-def mixed_precision(world):
+@gloo_and_mpi
+@on("crew")
+def test_mixed_precision(world):
     bf16, fp16 = torch.bfloat16, torch.float16
     for reduce_dtype, size in ((None, 2), (torch.float32, 4)):
         precision = _MixedPrecision(bf16, reduce_dtype, fp16)
@@ -91,7 +99,9 @@ def mixed_precision(world):
         assert weight.grad.tolist() == [[8.0] * 4] * 4
 
 
-def copies(world):
+@gloo_and_mpi
+@on("crew")
+def test_copies(world):
     """They average on their own, and need no other rank; their settings are the wrapper's."""
     for how in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
         model = Ours(Terms(1, 2), find_unused_parameters=True, bucket_cap_mb=0)
@@ -137,7 +147,8 @@ def test_another_process_group_and_a_mesh(world):
         Ours(Terms(1), process_group=mesh.get_group(), device_mesh=mesh)
 
 
-def refuses(world):
+@on("gloo-2")
+def test_what_is_refused(world):
     def of(*arguments: Any, **options: Any) -> Callable[[], Any]:
         return lambda: Ours(*(arguments or (Terms(1),)), **options)
 
@@ -156,15 +167,3 @@ def refuses(world):
             call()
     with pytest.warns(FutureWarning, match="check_reduction"):
         Ours(Terms(1), check_reduction=True)
-
-
-GLOO = [state, what_is_ignored, delayed_parameters, mixed_precision, copies, refuses]
-
-
-@pytest.mark.parametrize(
-    ("backend", "what"),
-    [("gloo", what) for what in GLOO]
-    + [slow("mpi", what) for what in (mixed_precision, copies, delayed_parameters)],
-)
-def test_wrapper(ranks, backend, what):
-    ranks(backend, 2)(what)

@@ -93,7 +93,8 @@ def pipelined(world, class_, unused):
     return [p.grad for p in model.parameters()]
 
 
-def a_stage_of_a_pipeline(world):
+@on("gloo-2")
+def test_a_stage_of_a_pipeline(world):
     # torch's class fails without find_unused_parameters: it counts each micro-batch's gradients.
     theirs = pipelined(world, Theirs, True)
     for unused in (False, True):
@@ -120,7 +121,8 @@ def zero_in_a_hook(world, class_, make):
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-def zeros_step_inside_the_comm_hook(world):
+@on("mpi-2")
+def test_zeros_step_inside_the_comm_hook(world):
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 
     theirs = zero_in_a_hook(world, Theirs, ddp_zero_hook.hook_with_zero_step)
@@ -147,16 +149,6 @@ def in_a_mesh(world, class_):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def a_mesh_of_two_dimensions(world):
+@on("gloo-2")
+def test_a_mesh_of_two_dimensions(world):
     assert torch.equal(in_a_mesh(world, Ours), in_a_mesh(world, Theirs))
-
-
-@pytest.mark.parametrize(
-    ("crew", "what"),
-    [
-        ("gloo", a_stage_of_a_pipeline),
-        *(("mpi", zeros_step_inside_the_comm_hook), ("gloo", a_mesh_of_two_dimensions)),
-    ],
-)
-def test_in_torchs_place(ranks, crew, what):
-    ranks(crew, 2)(what)
