@@ -15,68 +15,68 @@ from ddp_from_scratch.core.memory import dense_strides, in_huge_pages
 Future: TypeAlias = torch.futures.Future[Any]
 CommHook: TypeAlias = Callable[[Any, Any], Future]
 
-# For `map` over all gradients, whose loop runs in C.
+# For `map`, which loops over all gradients in C.
 gradient_of = attrgetter("grad")
-# Mean size in bytes of a bucket's gradients. Below it a call for each costs more than the copy.
+# Below this mean size in bytes of a gradient, a call for each costs more than the copy itself.
 _SMALL = 2**15
 
 
 class BucketState(Enum):
-    """The place of a bucket between two averages.
+    """Where a bucket is between two averages.
 
     FILLING -- launch --> LAUNCHED -- wait --> LANDED -- unpack --> FILLING
     """
 
     # Gradients are marked ready, and nothing has been sent.
     FILLING = auto()
-    # The buffer belongs to the collective: nothing else may read it or write to it.
+    # The collective owns the buffer: nothing else may read or write it.
     LAUNCHED = auto()
     # The buffer holds the average, `.grad` does not yet.
     LANDED = auto()
 
 
 class Bucket:
-    """Gradients that are averaged together, as one flat tensor.
+    """Gradients that are averaged together, in one flat tensor.
 
         gradients   | a |   | b |   | c |        a tensor each
                       |       |       |
         buffer      | a     | b     | c     |    views: windows of it
 
-    - ready: each member leaves `missing` when its gradient is complete, or when it gets none.
+    - ready: a member leaves `missing` when its gradient is complete, or when it gets none.
     - pack: copies the gradients into the buffer.
     - launch: hands the buffer to the comm hook.
     - wait: the buffer holds the average.
     - unpack: copies the averages into `.grad`, and empties the bucket.
 
-    Comm hooks call the methods that torch's `dist.GradBucket` has, too: `index`, `is_last`,
-    `buffer`, `set_buffer`, `gradients`, `parameters`.
+    Comm hooks see the methods of torch's `dist.GradBucket`: `index`, `is_last`, `buffer`,
+    `set_buffer`, `gradients`, `parameters`.
 
     Args:
-        members: indices of the parameters, in the order in which they lie in the buffer.
-        parameters: the members' parameters, all of one dtype and device.
+        members: indices of the parameters, in the order of their gradients in the buffer.
+        parameters: the parameters themselves, all of one dtype and device.
         flat: the buffer; None allocates one.
-        strides: the strides of the members' windows; None takes the parameters' own.
-        index: its place in the order of launch.
+        strides: the strides of each member's window; None takes the parameters' own.
+        index: its place in the launch order.
         is_last: True if no bucket comes after this one.
         name, label: for errors, and for torch.profiler.
 
     Attributes:
         offsets: the element at which each member's gradient begins.
         views: a window of the buffer for each member.
-        state: changed by `launch`, `wait` and `unpack` alone.
+        state: only `launch`, `wait` and `unpack` change it.
         missing: members that are neither ready nor unused.
         unused: members without a gradient in this pass. They contribute the `.grad` that earlier
-            passes have left, or zeros.
-        noted: members whose gradient is there, though the Reducer has not been called for it,
-            and their parameters.
-        op: the reduction that averages what packing leaves in the buffer; None leaves that to the
-            comm hook.
+            passes left, or zeros.
+        noted: members whose gradient is there, by index, with their parameters. Autograd notes them
+            without a call of the Reducer.
+        op: the reduction that turns the packed buffer into the average; None leaves the choice to
+            the comm hook.
     """
 
     is_sparse = False
-    # True where `pack_one` must be called with each gradient as it arrives.
+    # True if `pack_one` must be called for each gradient as it arrives.
     packs_early = False
-    # What a gradient that autograd has differentiated cannot be here; empty if it can be all.
+    # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
     keeps_no_graph = ""
 
     def __init__(
@@ -99,42 +99,42 @@ class Bucket:
         if flat is None:
             flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self.flat, self._on_gpu = flat, gpu.is_gpu(flat.device)
-        # The tensor that the comm hook sends. The hook may replace it; packing always uses `flat`.
+        # What the comm hook sends. The hook may replace it; packing always writes to `flat`.
         self._sent = flat
         self._strides = strides or [dense_strides(parameter) for parameter in parameters]
         self.views = self.windows_of(flat)
         self._rows = list(zip(self.members, self._parameters, self.views, strict=True))
-        # One call copies all members if a call for each would cost more than the copy itself.
+        # True if one call copies all members.
         self._together = self._on_gpu or flat.nbytes < _SMALL * len(self._parameters)
         self.state = BucketState.FILLING
         self.missing, self.unused = set(self.members), set[int]()
         self.noted: dict[int, torch.Tensor] = {}
         self.op: dist.ReduceOp.RedOpType | None = None
-        # Held until the average is there, so that Python does not wrap each `.grad` anew.
+        # Held until the average is there, so that Python need not wrap each `.grad` again.
         self._sources: list[torch.Tensor] = []
-        # Kept from pass to pass: compressing then allocates no temporary tensors.
+        # Kept between passes, so that compression allocates nothing.
         self._scratch: torch.Tensor | None = None
         # None unless LAUNCHED or LANDED.
         self._future: Future | None = None
-        # Comes after the kernels of a comm hook that ran on a stream of its own.
+        # Recorded behind the kernels of a comm hook that ran on a side stream.
         self._launched: torch.Event | None = None
 
     # For comm hooks -----------------------------------------------------------------------------
 
     def index(self) -> int:
-        """Returns its place in the order of launch, 0 for the first."""
+        """Returns its place in the launch order, 0 for the first."""
         return self._index
 
     def is_last(self) -> bool:
-        """True if it is the last to be launched in a backward pass."""
+        """True if it is the last bucket of a backward pass."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """Returns the flat tensor of all its gradients, or its replacement from `set_buffer`."""
+        """Returns the flat tensor of its gradients, or what `set_buffer` put in its place."""
         return self._sent
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the tensor that `buffer()` returns, until the next launch."""
+        """Replaces what `buffer()` returns, until the next launch."""
         if buffer.numel() != self.flat.numel():
             raise ValueError(f"the buffer must have {self.flat.numel()}, got {buffer.numel()}")
         self._sent = buffer
@@ -144,7 +144,7 @@ class Bucket:
         return self.windows_of(self._sent)
 
     def windows_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns a window of another flat tensor of its size for each member."""
+        """Returns each member's window of another flat tensor of the same size."""
         begin = flat.storage_offset()
         return [
             flat.as_strided(parameter.shape, strides, begin + offset)
@@ -154,7 +154,7 @@ class Bucket:
         ]
 
     def scratch(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor to compress the buffer into, the same one in every pass."""
+        """Returns a tensor for the compressed buffer, the same one in every pass."""
         if self._scratch is None or (self._scratch.shape, self._scratch.dtype) != (shape, dtype):
             self._scratch = in_huge_pages(torch.empty(shape, dtype=dtype, device=self.flat.device))
         return self._scratch
@@ -171,7 +171,7 @@ class Bucket:
         return len(self.missing) < len(self._parameters) or bool(self.noted)
 
     def mark_unused(self, index: int) -> None:
-        """Marks a member as one without a gradient in this pass. A no-op if it is ready."""
+        """Marks a member that gets no gradient in this pass. A no-op if it is ready."""
         if index in self.missing:
             self.missing.discard(index)
             self.unused.add(index)
@@ -183,8 +183,7 @@ class Bucket:
         """Copies the gradients in, multiplied by `scale`.
 
         Raises:
-            RuntimeError: the bucket is launched already, or the gradient of a member that is not
-                unused is gone.
+            RuntimeError: the bucket has been launched already, or a ready gradient is gone.
         """
         if self.state is not BucketState.FILLING:
             raise self._again()
@@ -217,7 +216,7 @@ class Bucket:
                 torch.mul(source, scale, out=window)
 
     def contribute_zeros(self) -> None:
-        """Sends zeros, whatever the gradients hold: 0 * NaN would be NaN."""
+        """Replaces the packed gradients with zeros. Scaling by 0 would keep NaN."""
         self.flat.zero_()
 
     def _again(self) -> RuntimeError:
@@ -232,9 +231,10 @@ class Bucket:
     def _copy_strided(
         self, targets: list[torch.Tensor], sources: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Copies the pairs whose strides differ, and returns the others, for one kernel for all.
+        """Copies the pairs whose strides differ, and returns the others.
 
-        On a GPU: if the strides of a single pair differ, each pair takes a kernel of its own.
+        On a GPU `_foreach_copy_` needs one kernel if the strides of all pairs match, and a kernel
+        for each pair otherwise.
         """
         alike: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
@@ -248,20 +248,20 @@ class Bucket:
 
     @torch.no_grad()
     def launch(self, hook: CommHook, state: Any, aside: bool = False) -> None:
-        """Calls the comm hook with the packed buffer; returns before the average is there.
+        """Calls the comm hook, which starts the average and returns a future.
 
         Args:
             hook: the comm hook.
             state: its first argument.
-            aside: True calls it on a stream of its own, if the bucket is on a GPU.
+            aside: call the hook on a side stream, if the bucket is on a GPU.
 
         Raises:
             TypeError: the hook returned no future.
         """
         self._sent = self.flat
         if aside and self._on_gpu:
-            # From torch 2.15 on, `get_future` of NCCL makes the current stream wait for the
-            # collective. On backward's stream that would end the overlap.
+            # From torch 2.15 on, NCCL's `get_future` makes the current stream wait for the
+            # collective, which would end the overlap if it were backward's stream.
             with gpu.aside(self.flat.device) as stream:
                 future = hook(state, self)
                 self._launched = stream.record_event()
@@ -279,21 +279,21 @@ class Bucket:
     @property
     def arrived(self) -> bool:
         """True if this bucket waits for no other rank. Safe to call from any thread."""
-        # Read once: `unpack` in another thread may set it to None.
+        # Read once, since `unpack` in another thread may set it to None.
         future = self._future
         return future is None or future.done()
 
     def when_landed(self, callback: Callable[[], None]) -> None:
-        """Calls back, in whatever thread, when the launched average is there or has failed."""
+        """Calls back, from any thread, when the average has arrived or failed."""
         if self._future is not None:
             self._future.then(lambda _: callback())
 
     def wait(self) -> None:
-        """Waits for the average and leaves it in the buffer. A no-op if nothing was launched.
+        """Waits until the average is in the buffer. A no-op if nothing was launched.
 
         Raises:
             RuntimeError: the all-reduce failed (a peer died, a timeout).
-            TypeError: the comm hook's future holds something else than a tensor.
+            TypeError: the comm hook's future holds no tensor.
         """
         if self.state is not BucketState.LAUNCHED or self._future is None:
             return
@@ -306,8 +306,7 @@ class Bucket:
             raise TypeError(
                 f"the future of a comm hook must give a tensor, got {type(average).__name__}"
             )
-        # Most hooks average in place. Others return a tensor of their own, perhaps of another
-        # dtype.
+        # Most hooks average in place. Others return a new tensor, perhaps of another dtype.
         if average.data_ptr() != self.flat.data_ptr() or average.dtype != self.flat.dtype:
             target = self.flat
             if target.is_complex() and not average.is_complex():
@@ -320,11 +319,11 @@ class Bucket:
 
     @torch.no_grad()
     def unpack(self, used: Collection[int] | None = None) -> None:
-        """Puts the averages that have landed into `.grad`, and empties the bucket. Idempotent.
+        """Copies averages that have landed into `.grad`, and empties the bucket. Idempotent.
 
         Args:
-            used: the parameters that got a gradient on some rank. The `.grad` of others stays as it
-                is. None means all.
+            used: the parameters that got a gradient on some rank; None means all. The others keep
+                their `.grad`.
         """
         if self.state is BucketState.LANDED:
             windows, gradients = self.views, [*map(gradient_of, self._parameters)]
@@ -337,8 +336,8 @@ class Bucket:
                         gradients.append(gradient)
                         windows.append(view)
                     elif index in self.unused:
-                        # A used member had a gradient at the launch. If it has none now, the user
-                        # has dropped it since.
+                        # Other ranks used it. A member that was used here had a gradient at the
+                        # launch; if it has none now, the user has dropped it.
                         parameter.grad = view.clone()
             if self._on_gpu:
                 gradients, windows = self._copy_strided(gradients, windows)
@@ -347,7 +346,7 @@ class Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """Empties the bucket, whatever has become of its launch. Idempotent."""
+        """Empties the bucket, whatever became of its launch. Idempotent."""
         self._future = self._launched = None
         self._sources = []
         self.noted.clear()
@@ -358,14 +357,14 @@ class Bucket:
     # Gradients that lie in the bucket: `options/views.py` ---------------------------------------
 
     def claim(self, index: int) -> torch.Tensor | None:
-        """Returns the window for a missing gradient; None if one has been accumulated before."""
+        """Returns the window for a missing gradient; None if `.grad` holds one already."""
         return None
 
     def pack_one(self, index: int, scale: float) -> None:
-        """Copies the gradient of parameter `index` in ahead of the others."""
+        """Copies the gradient of parameter `index` in before the others are ready."""
 
     def restore_grads(self) -> None:
-        """Moves packed gradients back to `.grad`, for a pass without a launch. Idempotent."""
+        """Moves packed gradients back to `.grad`, after a pass without a launch. Idempotent."""
 
     def saved(self) -> dict[int, torch.Tensor]:
         """Returns a copy of each `.grad` that is a window, to `load` into other buckets."""

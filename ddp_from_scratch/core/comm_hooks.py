@@ -2,23 +2,23 @@
 
     reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
 
-The signature is that of torch's DDP, so hooks written for DDP run here unchanged, also those in
-`torch.distributed.algorithms.ddp_comm_hooks`:
+The signature is that of torch's DDP, so hooks written for DDP run here unchanged, including those
+in `torch.distributed.algorithms.ddp_comm_hooks`:
 
     hook(state, bucket) -> Future[Tensor]
 
-`state` is the object registered with the hook. For the hooks here it is the process group (None
-means all ranks). `bucket` offers the methods of torch's `dist.GradBucket`. The future's value is
-the averaged flat tensor, of any floating dtype, or a list that holds only that tensor.
+`state` is the object registered with the hook. For the hooks in this file it is the process group
+(None means all ranks). `bucket` offers the methods of torch's `dist.GradBucket`. The future's value
+is the averaged flat tensor, of any floating dtype, or a list that holds only that tensor.
 
 The division by the world size comes before the sum, as in torch's DDP: n summands of 1/n each
-cannot overflow a 16-bit float where the average would not. A Reducer that calls one of the hooks
-here divides while it packs (`reduction`), which saves a pass over the bucket. Called from
-another hook, or with torch's DDP, they divide by themselves.
+cannot overflow a 16-bit float where the average would not. A Reducer divides for these hooks while
+it packs (`reduction`), which saves a pass over the bucket. If another hook or torch's DDP calls
+them, they divide themselves.
 
-A hook that starts one collective and no more says so: `hook.one_collective = True`. Several buckets
-may then be under way at a time. One that starts a second collective when the first has landed, as
-PowerSGD does, might start it before the next bucket's on one rank and after it on another.
+A hook that starts exactly one collective declares it: `hook.one_collective = True`. Several buckets
+may then be in flight. A hook that starts a second collective after the first, as PowerSGD does,
+might start it before the next bucket's on one rank and after it on another.
 """
 
 from collections.abc import Callable
@@ -44,17 +44,16 @@ Group = dist.ProcessGroup | None
 
 
 class Later(Future):
-    """A future whose value is computed by the thread that waits for it."""
+    """A future whose value is computed in the thread that waits for it."""
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
         super().__init__()
         self._compute = compute
         self._value: torch.Tensor | None = None
 
-    # A callback of the first collective would be simpler, but not every backend can start a
-    # collective inside a callback.
+    # Not a callback of the first collective, since some backends cannot start a collective there.
     def wait(self) -> torch.Tensor:
-        """Computes the value the first time."""
+        """Computes the value at the first call."""
         if self._value is None:
             self._value = self._compute()
         return self._value
@@ -78,21 +77,21 @@ def average(process_group: Group, bucket: Bucket) -> Future:
         op = reduction(average, process_group)
         if op == dist.ReduceOp.SUM:
             bucket.buffer().mul_(1.0 / dist.get_world_size(process_group))
-    # The future is the collective's own, whose value is a list: nothing runs on its thread.
+    # The collective's own future, whose value is a list: no callback runs on its thread.
     return _all_reduce(bucket, bucket.buffer(), process_group, op)
 
 
 def allreduce_hook(process_group: Group, bucket: Bucket) -> Future:
-    """Averages as `average` does, with a future of one tensor, for hooks that wrap this one."""
+    """As `average`, but the future's value is a tensor, as hooks that wrap this one expect."""
     return average(process_group, bucket).then(lambda future: future.value()[0])
 
 
 def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
     """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
 
-    The division comes before the cast, in the bucket's own precision. So the sent values are as
-    large as the average, and rounded once. Values below 6e-8 become 0. In shared memory only what
-    crosses between machines is rounded: a machine's sum.
+    The division comes before the cast, in the bucket's own precision, so values are rounded once
+    and are as large as the average. Values below 6e-8 become 0. In shared memory nothing is rounded
+    but a machine's sum, which is sent to the other machines.
 
     Follows: torch's `fp16_compress_hook`, which casts first and then divides.
     """
@@ -102,40 +101,39 @@ def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
 def bf16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
     """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range.
 
-    Runs on every backend; torch's own refuses builds without NCCL.
+    Runs on every backend; torch's own hook refuses builds without NCCL.
     """
     return _compressed(torch.bfloat16, process_group, bucket)
 
 
 def keep_local(state: Any, bucket: Bucket) -> Future:
-    """Sends nothing: the bucket keeps this rank's gradients."""
+    """Sends nothing, so the bucket keeps this rank's gradients."""
     future: Future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def has_one_collective(hook: CommHook) -> bool:
-    """True for the hooks above, and for one that says of itself: `hook.one_collective = True`."""
+    """True for the hooks above, and for a hook with `hook.one_collective = True`."""
     ours = average, allreduce_hook, fp16_compress_hook, bf16_compress_hook, keep_local
     return hook in ours or getattr(hook, "one_collective", False) is True
 
 
 def reduction(hook: CommHook, state: Any) -> dist.ReduceOp.RedOpType | None:
-    """Returns the reduction that averages the bucket; None leaves that to the hook.
+    """Returns the reduction that averages the bucket; None leaves the choice to the hook.
 
-    SUM: a Reducer divides while it packs. Multiplying the whole bucket after packing would cost one
-    more pass over memory.
+    SUM means that the Reducer divides while it packs, which saves a pass over the bucket.
     """
-    # Not NCCL's AVG: NVSwitches (NVLS) compute sums of floats, but no averages.
+    # Not NCCL's AVG, since NVSwitches (NVLS) compute sums of floats but no averages.
     group = state or dist.group.WORLD if hook is average else None
     if isinstance(group, SharedMemoryGroup) and group.divides_first:
-        return dist.ReduceOp.AVG  # with the bits of a division before the sum
+        return dist.ReduceOp.AVG  # the same bits as a division before the sum
     divides = hook is average or hook is fp16_compress_hook or hook is bf16_compress_hook
     return dist.ReduceOp.SUM if divides else None
 
 
 def is_ours(hook: CommHook) -> bool:
-    """True for a hook of this package: such hooks remember parameters, not buckets."""
+    """True for the hooks of this package, which remember parameters and not buckets."""
     return getattr(hook, "__module__", "").startswith("ddp_from_scratch.")
 
 
@@ -145,12 +143,12 @@ def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Fut
         buffer.mul_(1.0 / dist.get_world_size(process_group))
     if buffer.is_complex():
         buffer = torch.view_as_real(buffer)
-    # A bucket of 16-bit gradients would not get smaller.
+    # 16-bit gradients would not get smaller.
     if buffer.element_size() <= dtype.itemsize:
         return _all_reduce(bucket, bucket.buffer(), process_group)
     group = process_group or dist.group.WORLD
     if isinstance(group, SharedMemoryGroup):
-        # Nothing is sent within a machine, so nothing is rounded there.
+        # Within a machine nothing is sent, so nothing is rounded.
         caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"
         try:
             return group.allreduce([buffer], crossing=dtype).get_future()
@@ -167,7 +165,7 @@ def _all_reduce(
     process_group: Group,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Future:
-    # Lets an error name the bucket, where ranks compare their operations.
+    # Ranks compare their operations; the suffix lets an error name the bucket.
     caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"  # torch's have no name
     try:
         work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
@@ -177,6 +175,6 @@ def _all_reduce(
         of_member(work)  # raises on a rank outside of the group
     if tensor.is_cpu:
         return work.get_future()
-    # From torch 2.15 on, NCCL makes the current stream wait for the collective here.
+    # From torch 2.15 on, this makes the current stream wait for NCCL's collective.
     with gpu.aside(tensor.device):
         return work.get_future()

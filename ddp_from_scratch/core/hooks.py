@@ -1,4 +1,4 @@
-"""Hooks on parameters and on optimizers, by which a Reducer is called."""
+"""The hooks on parameters and optimizers that call a Reducer."""
 
 import weakref
 from collections import OrderedDict
@@ -19,13 +19,13 @@ class Hooks:
 
     Args:
         reducer: held weakly.
-        ready: called with a weak reference to it, an index and the parameter, when the parameter's
-            `.grad` is complete.
+        ready: called with a weak reference to the Reducer, an index and the parameter, when the
+            `.grad` of that parameter is complete.
         step: a bound method, called before any optimizer steps one of the parameters.
 
     Attributes:
-        nodes: by parameter, the node of autograd's graph that accumulates its gradient.
-        handles: all hooks, those of the parameters first; the Reducer adds those of its module.
+        nodes: for each parameter, the autograd node that accumulates its gradient.
+        handles: all hooks, first those of the parameters; the Reducer adds those of its module.
     """
 
     def __init__(
@@ -35,35 +35,33 @@ class Hooks:
         step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         parameters: list[torch.Tensor] = reducer.parameters
-        # A node that accumulates a gradient runs on the stream that was current when the node was
-        # made. All are made here and kept, so that all of them, and our hooks, run on one stream:
-        # a full bucket is packed behind all its gradients, whatever streams forward used. torch's
-        # DDP does the same.
+        # An AccumulateGrad node runs on the stream that was current when it was made. Making all
+        # nodes here, and keeping them, has all of them and our hooks run on one stream. So a bucket
+        # is packed after all its gradients, whatever streams forward used. As in torch's DDP.
         self.nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
-        # Held weakly: the garbage collector cannot see a cycle through a parameter's hooks, and the
-        # parameters may outlive the module. Not a WeakMethod: it is slow Python code, and this hook
-        # runs for every gradient.
+        # Weak, because the garbage collector cannot see a cycle through a parameter's hooks, and
+        # parameters may outlive the module. A WeakMethod would be slow Python code in each hook.
         found = weakref.ref(reducer)
         self._ready = [partial(ready, found, index) for index in range(len(parameters))]
         self.handles: list[Handle] = [
             parameter.register_post_accumulate_grad_hook(hook)
             for parameter, hook in zip(parameters, self._ready, strict=True)
         ]
-        # Module hooks run only if the model is called as a whole; this check always runs.
+        # Module hooks run only if the program calls the whole module; this check always runs.
         ours = frozenset(id(parameter) for parameter in parameters)
         self.handles.append(_before_steps(partial(_on_step, weakref.WeakMethod(step), ours)))
-        # The parameters may live on without the Reducer. Then their hooks go with it.
+        # The parameters may outlive the Reducer, but their hooks must not.
         weakref.finalize(self, _remove_all, self.handles)
 
     def note(self, places: Mapping[int, dict[int, torch.Tensor]]) -> None:
-        """Replaces `ready` by an entry in a dictionary, for the parameters in `places`.
+        """Replaces `ready`, for the parameters in `places`, by an entry in a dictionary.
 
-        The hook is then `setitem`, which runs no Python code.
+        Their hook is then `setitem`, which runs no Python code.
         """
         for index, (ready, handle) in enumerate(zip(self._ready, self.handles, strict=False)):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
-                # In its place: hooks run in the order in which they were registered.
+                # In place, because hooks run in the order of registration.
                 note = partial(setitem, places[index], index) if index in places else ready
                 hooks[handle.id] = note
 
@@ -78,14 +76,14 @@ def _on_step(
     optimizer: torch.optim.Optimizer,
     *arguments: Any,
 ) -> None:
-    # Without a Python call for each parameter: every Reducer asks, in every step of any optimizer.
+    # No Python call for each parameter: every Reducer checks every step of every optimizer.
     steps = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     if (found := method()) is not None and not ours.isdisjoint(map(id, steps)):
         found(optimizer)
 
 
-# One hook with torch serves all Reducers. torch iterates over its hooks without a copy, and a
-# Reducer may be collected, and its own hook removed, in the middle of that.
+# One hook of torch's serves all Reducers. torch iterates over its hooks without a copy, and the
+# garbage collector may remove a Reducer's hook during that.
 _step_checks: "OrderedDict[int, Callable[..., None]]" = OrderedDict()
 
 
@@ -115,7 +113,7 @@ def _remove_all(handles: Iterable[Handle]) -> None:
 def will_accumulate_any(reducer: Any) -> bool:
     """True if the backward pass under way will add to the `.grad` of one of its parameters."""
     try:
-        # Without a Python call for each: there may be thousands, and another Reducer asks.
+        # No Python call for each parameter: there may be thousands.
         return any(map(torch._C._will_engine_execute_node, reducer.hooks.nodes))
     except RuntimeError:  # autograd.grad with respect to one of them
         return any(map(will_accumulate, reducer.parameters))

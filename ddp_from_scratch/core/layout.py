@@ -1,8 +1,7 @@
-"""Layout of gradients in buckets: arithmetic alone, no tensors, no communication.
+"""The layout of gradients in buckets: arithmetic, without tensors or communication.
 
-Decided before the first backward pass, and once more after it, when the order in which gradients
-become ready is known. A bucket is one flat buffer. Gradients lie in it one behind the other, and
-none is split:
+The layout is chosen before the first backward pass, and again after it, when the order in which
+gradients become ready is known. A bucket is one flat buffer, and no gradient is split:
 
     bucket 0   |<-- fc2.bias -->|<------------ fc2.weight ------------>|
     offset     0                10                                     1290
@@ -25,13 +24,13 @@ Caps: TypeAlias = float | Sequence[float] | Literal["auto"] | None
 
 
 def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
-    """Converts `bucket_cap_mb` to caps in bytes; the last one is that of all later buckets.
+    """Converts `bucket_cap_mb` to caps in bytes; the last one applies to all later buckets.
 
     Args:
-        bucket_cap_mb: cap in MiB. 0 puts every gradient into a bucket of its own, `inf` puts all
-            into one. A sequence gives the first bucket's cap, the second's, and so on. None means 1
-            MiB for the first bucket and 25 MiB for the others, as in torch's DDP. "auto" begins
-            with the same (`options/tuning.py`).
+        bucket_cap_mb: cap in MiB. 0 gives every gradient a bucket of its own, `inf` puts all into
+            one bucket. A sequence gives the first bucket's cap, the second's, and so on. None means
+            1 MiB for the first bucket and 25 MiB for the others, as in torch's DDP. "auto" begins
+            with the same caps (`options/tuning.py`).
 
     Raises:
         ValueError: a cap is negative or not a number, the sequence is empty, or the string is not
@@ -54,17 +53,17 @@ def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
 def assign(
     gradients: Sequence[tuple[int, Hashable]], order: Iterable[int], caps: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Distributes gradients over buckets, in the order in which they are expected to be ready.
+    """Distributes gradients over buckets, in the order in which they become ready.
 
     Args:
         gradients: the size in bytes and the key of each; gradients of one key may share a bucket.
         order: every index once, the first ready gradient first.
         caps: size in bytes at which the first bucket of each key is closed, the second, and so on;
-            the last one holds for all later buckets.
+            the last one applies to all later buckets.
 
     Returns:
-        The members of each bucket, in the order in which they lie in it. The buckets are in the
-        order in which they fill up, which is also the order of launch.
+        The members of each bucket, in buffer order. The buckets are in the order in which they fill
+        up, which is the launch order.
 
     Raises:
         ValueError: `order` does not hold every index exactly once.
@@ -86,8 +85,8 @@ def assign(
             filled.append(open_members.pop(key))
             open_bytes[key] = 0
             closed[key] = closed.get(key, 0) + 1
-    # A bucket is full with its last member, also one that never reached its cap. So sorting by the
-    # last members' turns gives the order in which buckets fill up.
+    # A bucket is full when its last member is ready, so sorting by the turns of the last members
+    # gives the order in which buckets fill up.
     turn = {index: position for position, index in enumerate(order)}
     filled.extend(open_members.values())
     filled.sort(key=lambda members: turn[members[-1]])

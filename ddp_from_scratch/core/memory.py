@@ -1,4 +1,4 @@
-"""Memory of the buckets: one flat tensor for all gradients of a dtype on a device."""
+"""The buckets' memory: one flat tensor for all gradients of a dtype on a device."""
 
 import ctypes
 import mmap
@@ -12,8 +12,8 @@ from ddp_from_scratch.core.layout import assign
 
 Memory: TypeAlias = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
-# Each bucket begins at a multiple of this many elements: at a cache line, and aligned for the
-# vectors of any instruction set.
+# Each bucket begins at a multiple of this many elements, so on a cache line and aligned for the
+# vector units of every CPU.
 ALIGNMENT = 64
 
 _HUGE_PAGE = 2**21  # bytes
@@ -25,7 +25,7 @@ class FlatMemory:
 
     Args:
         parameters: those whose gradients lie in flat buckets; an index stands for one.
-        memory_of: the group whose backend may offer the memory (`allocate`); None means none.
+        memory_of: the group whose backend may offer memory (`allocate`); None for ordinary memory.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class FlatMemory:
     ) -> None:
         self._gradients = [(p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters]
         self._numels = [parameter.numel() for parameter in parameters]
-        # Fixed now, while all ranks hold the same strides: one rank may transpose a parameter
-        # later, and its bucket must still be laid out as on the others.
+        # Fixed now, while the strides are the same on all ranks. A rank may transpose a parameter
+        # later, and its bucket must still match the others'.
         self.strides = [dense_strides(parameter) for parameter in parameters]
-        # Allocated once, whatever the layout: with shared memory this is collective.
+        # Allocated once for any layout, since allocating shared memory is collective.
         self._memory = allocate(parameters, memory_of)
 
     def plan(self, order: Iterable[int], caps: Sequence[int]) -> list[tuple[int, ...]]:
@@ -44,7 +44,7 @@ class FlatMemory:
         return assign(self._gradients, order, caps)
 
     def cut(self, plan: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Returns the buffer of each of these buckets; they lie one behind the other."""
+        """Returns the buffer of each bucket, one behind the other."""
         ends, buffers = dict.fromkeys(self._memory, 0), []
         for members in plan:
             _, key = self._gradients[members[0]]
@@ -57,14 +57,14 @@ class FlatMemory:
 def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> Memory:
     """Allocates zeros for the gradients of all parameters, enough for any layout.
 
-    Uses the memory that the group's backend offers, if any. The node and the mpi backend offer
-    memory that the ranks of a machine share, and reduce in place there; the call is then
-    collective. Without a group this rank allocates alone.
+    The node and mpi backends offer memory that the ranks of a machine share, and in which they
+    reduce in place; the call is then collective. Without a group, or with another backend, this
+    rank allocates alone.
     """
     numel: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
         key = (parameter.dtype, parameter.device)
-        # ALIGNMENT more for each: in the worst case every gradient is a bucket of its own.
+        # ALIGNMENT more for each, because every gradient may be a bucket of its own.
         numel[key] = numel.get(key, 0) + parameter.numel() + ALIGNMENT
     return {key: _zeros(number, *key, process_group) for key, number in numel.items()}
 
@@ -72,7 +72,7 @@ def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGrou
 def _zeros(
     numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    # CPU alone: nccl offers memory, too, but its effect here has not been measured.
+    # Only on CPUs: NCCL offers memory, too, but its effect here has not been measured.
     if device.type == "cpu" and process_group is not None:
         backend = process_group._get_backend(device)
         if backend.supports_tensor_alloc(device):
@@ -81,8 +81,8 @@ def _zeros(
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Asks Linux for huge pages for a tensor that has not been written to yet; returns it."""
-    # Fewer TLB misses on large buffers. Best effort: nothing depends on the result.
+    """Asks Linux for huge pages for a tensor that has not been written yet; returns the tensor."""
+    # Large buffers then miss the TLB less. The call may fail without harm.
     if _libc is not None and tensor.device.type == "cpu" and tensor.nbytes >= _HUGE_PAGE:
         begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = tensor.data_ptr() + tensor.nbytes - begin
@@ -91,7 +91,7 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """Returns the ids of the parameters that a layer declares to have sparse gradients."""
+    """Returns the ids of the parameters for which a layer declares sparse gradients."""
     return {
         id(layer.weight)
         for layer in module.modules()
@@ -101,22 +101,20 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
 
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     """Returns the strides that a gradient of this parameter has in a bucket."""
-    # Autograd gives a gradient the strides of its parameter. With the same strides in the bucket no
-    # copy has to transpose (channels-last models). Strides with holes need more than numel
-    # elements.
+    # Autograd gives a gradient the strides of its parameter. With the same strides in the bucket,
+    # no copy has to transpose (channels-last models). Strides with holes would not fit.
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     dense = parameter.is_contiguous() or parameter.permute(order).is_contiguous()
     return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
 
 
 def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Cuts `flat` into one part for each of these tensors, of its shape."""
+    """Splits `flat` into a view for each of these tensors, with that tensor's shape."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """True if two tensors of one shape and dtype are the same elements of the same memory."""
-    # Identity of the objects is not enough: `module.to(...)` replaces the memory of a tensor that
-    # stays the same object.
+    """True if two tensors of one shape and dtype have the same elements in memory."""
+    # Comparing the objects is not enough: `module.to(...)` gives a tensor other memory.
     return tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride()
