@@ -261,10 +261,16 @@ class CollectivesGroup(SharedMemoryGroup):
             self._check_pairs(kind, by_source.T, by_target, received[0].dtype)
             begins = (by_source.cumsum(1) - by_source)[:, self.rank()] * nbytes
             most = int(by_source.sum(1).max()) * nbytes
-            self._exchange(sent, received, most, begins.tolist(), prepared=False)
+            eager = self._exchange.is_eager(own.nbytes + most)
+            if eager:  # then every rank has brought its parts, behind its sizes
+                begins, most = begins + own.nbytes, most + own.nbytes
+            self._exchange(sent, received, most, begins.tolist(), prepared=eager)
             return list(result)
 
-        prepare = partial(self._exchange.prepare, [own], own.nbytes)
+        def prepare() -> str:
+            eager = self._exchange.is_eager(own.nbytes + sum(part.nbytes for part in sent))
+            return self._exchange.prepare([own, *sent] if eager else [own], own.nbytes)
+
         return Operation(f"{kind} of {received[0].dtype}", run, prepare)
 
     def _check_pairs(

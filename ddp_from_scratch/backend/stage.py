@@ -158,7 +158,7 @@ class Exchange:
 
     def prepare(self, sent: Sequence[torch.Tensor], most: int) -> str:
         """Brings few bytes along to the coming meeting: see `__call__`."""
-        if self._is_eager(most):
+        if self.is_eager(most):
             buffer, at = self._barrier.eager[self._barrier.rank][1 - self._barrier.parity], 0
             for tensor in sent:
                 buffer[at : at + tensor.nbytes].copy_(flat_bytes(tensor.contiguous()))
@@ -190,7 +190,7 @@ class Exchange:
             if tensor is not None and not (rank == own and any(tensor is s for s in sent))
         ]
         into = {rank: flat_bytes(dense) for rank, _, dense in wanted}
-        if prepared and self._is_eager(most):
+        if prepared and self.is_eager(most):
             eager = self._barrier.eager
             pieces = [(0, [pair[self._barrier.parity] for pair in eager])]
             self._read(pieces, into, begins)
@@ -221,7 +221,8 @@ class Exchange:
         if dense is not tensor:
             tensor.copy_(dense)
 
-    def _is_eager(self, most: int) -> bool:
+    def is_eager(self, most: int) -> bool:
+        """True if so many bytes of each rank travel in the eager buffers of a meeting."""
         # Eager buffers reach no other machine.
         return self._nodes.count == 1 and most <= self._barrier.eager_nbytes
 
