@@ -49,7 +49,7 @@ class ElasticRun:
         """Yields a context manager for each attempt at a step, until `steps` are finished.
 
         A lost rank ends the attempt on all ranks, and the next attempt repeats the step. The block
-        must end with the optimizer's step. What outlives it must be part of the run.
+        must end with the optimizer's step, and may change no lasting state outside the run.
         """
         while True:
             self._join()
@@ -82,7 +82,6 @@ class ElasticRun:
         if self._membership.elastic:
             # A new tensor: an aborted exchange may still write to the old one.
             self._over = torch.tensor([int(self._membership.is_over)])
-            # Asynchronous, so it overlaps with the step.
             self._exchange = dist.all_reduce(self._over, dist.ReduceOp.MAX, async_op=True)
 
     def _answer(self) -> None:

@@ -90,10 +90,7 @@ class Membership:
 
     @property
     def is_over(self) -> bool:
-        """True once a later generation is announced: a rank was lost, or a process wants to join.
-
-        Only rank 0 looks; it tells the other ranks in each step.
-        """
+        """True once a later generation is announced. Only rank 0 looks, and tells the others."""
         if not self.elastic or self.world.rank:
             return False
         return self._store.generation.number > self._generation.number
@@ -157,7 +154,6 @@ class Membership:
             self._store.say(self._number, self._said)
 
     def _group_store(self, generation: Generation) -> dist.Store:
-        """Returns a new store for the members of a generation."""
         number = generation.number
         if MACHINE_0 in os.environ:
             return dist.PrefixStore(f"generation {number}", tcp_store())
@@ -191,7 +187,6 @@ class Membership:
                 time.sleep(_POLL_S)
 
     def _ask_for_next(self, generation: Generation) -> None:
-        """Asks the agent for a generation after this one and waits for it."""
         self._say(asks=generation.number + 1)
         while self._store.generation.number <= generation.number:
             time.sleep(_POLL_S)
@@ -261,7 +256,7 @@ _ends = threading.Event()
 
 @atexit.register
 def _finish() -> None:
-    """Gives the threads a moment: one that returns from gloo while Python exits aborts it."""
+    """Waits briefly for these threads: one that returns from gloo as Python exits aborts it."""
     _ends.set()
     drop_tracebacks(getattr(sys, "last_value", None))
     sys.last_traceback = None

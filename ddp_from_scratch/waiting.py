@@ -14,7 +14,7 @@ from ddp_from_scratch.errors import CommunicationError
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 
-# Says if a rank has left the default group; None in a job that ends with a lost rank.
+# Tells whether a rank has left the default group; None in a job that ends with a lost rank.
 _is_broken: Callable[[], bool] | None = None
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Imported before any group is open: torch.optim imports it in the first step, and would keep the
-# group alive.
+# Imported before a group is open: torch.optim would import it later, and keep the group alive.
 import torch.distributed.nn.functional
 
 from ddp_from_scratch import gpu
@@ -54,9 +53,8 @@ class World(Placement):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # After an exception the group stays open, because peers may be waiting in it. A world of
-        # one has no peers, and a notebook may open another group. An elastic run may be between two
-        # groups.
+        # After an exception peers may be waiting in the group. A world of one has no peers, and a
+        # notebook may open another group. An elastic run may be between two groups.
         if dist.is_initialized() and (error is None or self.world_size == 1):
             dist.destroy_process_group()
 
@@ -120,12 +118,8 @@ def replace_group(
 ) -> World:
     """Opens a gloo group of other ranks in place of a closed one. Collective.
 
-    Args:
-        world: the current one.
-        store: a new one, for these ranks only.
-        rank: this process's rank in the new group.
-        machines: the machine of each rank.
-        timeout: for all ranks to arrive (else a RuntimeError), and for each collective.
+    `store` is new and for these ranks only; `machines` has the machine of each rank. `timeout` is
+    for all ranks to arrive (else a RuntimeError), and for each collective.
     """
     hook, size = sys.excepthook, len(machines)
     try:
@@ -285,12 +279,8 @@ def _device(backend: str, placement: Placement) -> torch.device:
 
 
 def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
-    """Returns this process's place and the store for the rendezvous.
-
-    The store is None if torch is to reach it through MASTER_ADDR.
-    """
+    """Returns this process's place and its store; None if torch makes it from MASTER_ADDR."""
     if environment.launcher() == "mpirun":
-        # The import starts MPI, which only the mpi backend and mpirun's ranks may do.
         from ddp_from_scratch import mpi
 
         # MPI knows the place and broadcasts the store's address.

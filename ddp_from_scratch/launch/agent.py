@@ -84,7 +84,6 @@ class Agent:
         self._stopped_at: dict[int, float] = {}  # when SIGSTOP was first seen
 
     def run(self) -> int:
-        """Starts the ranks, waits for all of them and returns the exit code."""
         numbers = [*STOPS, *_ENDS]
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
@@ -126,7 +125,6 @@ class Agent:
             self._received.append(number)
 
     def _pass_on(self) -> None:
-        """Forwards the signals received since the last call."""
         while self._passed_on < len(self._received):
             if self._passed_on == 0:
                 say("stopping all ranks; once more ends them at once")

@@ -1,6 +1,4 @@
-"""The agent of an elastic job, which continues without the ranks that it loses.
-
-docs/how-to/elastic.md lists the events and what happens at each.
+"""The agent of an elastic job, which continues without lost ranks (docs/how-to/elastic.md).
 
 Each process has a number that the job never reuses. The processes that train together form a
 *generation*. Only this agent announces generations: it knows which processes are alive, so a job
@@ -71,7 +69,7 @@ class JobStore:
 
 
 class FileStore:
-    """A store in a folder, for the agent of a single machine, which does not import torch."""
+    """A folder as a store: the agent of a single machine does not import torch."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -86,10 +84,7 @@ class FileStore:
 
 
 class ElasticAgent(Agent):
-    """The agent of an elastic job on machine 0, which makes all decisions.
-
-    `counts` has the number of ranks on each machine at the start; `nodes` are the other machines.
-    """
+    """Machine 0's agent of an elastic job; `counts` are the ranks of each machine at the start."""
 
     def __init__(
         self,
@@ -217,7 +212,6 @@ class ElasticAgent(Agent):
                 self._start_another(machine)
 
     def _regroup(self) -> None:
-        """Announces the next generation if one is needed."""
         number, members, _ = self._generation
         present = self._living & set(members)
         asking = {m for m, said in self._said.items() if m in self._living and said.asks > number}

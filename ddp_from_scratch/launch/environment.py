@@ -24,7 +24,7 @@ from ddp_from_scratch.errors import UsageError
 STARTED_HERE = "DDP_STARTED_HERE"
 PARENT = "DDP_PARENT_PID"
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # the file for the rendezvous on a single machine
-MACHINE_0 = "DDP_MACHINE_0"  # the address of machine 0; MASTER_ADDR is loopback, to the agent
+MACHINE_0 = "DDP_MACHINE_0"  # machine 0's address; MASTER_ADDR leads to the agent on loopback
 MEMBER = "DDP_MEMBER"  # this process's number in an elastic job
 TERMINAL = "DDP_TERMINAL_"  # with suffix 1 or 2: the terminal behind standard output or error
 
@@ -45,7 +45,7 @@ class Placement:
     world_size: int
     local_rank: int  # among the processes on this machine
     local_world_size: int
-    node_rank: int  # the number of the machine
+    node_rank: int
     launcher: str  # "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none"
 
     def __post_init__(self) -> None:
@@ -88,10 +88,7 @@ def reports_errors(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def placement(environ: Mapping[str, str] = os.environ) -> Placement:
-    """Reads the placement from torchrun or srun; `ALONE` without a launcher.
-
-    Under mpirun the environment does not have it; use `mpi.placement()`.
-    """
+    """Reads the placement that torchrun or srun has set, else `ALONE`; see `mpi.placement`."""
     by = launcher(environ)
     if by == "torchrun":
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -227,9 +224,9 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
 
 def choose_interface(placement: Placement) -> None:
     """Selects loopback for a single machine, else the interface that reaches the master."""
-    # By default gloo takes the interface that the host name resolves to, and nccl the first. On one
-    # machine that opens a port to others; on several it is often the wrong one. A process of an
-    # elastic job begins in a world of its own, even on several machines.
+    # By default gloo takes the interface of the host name, and nccl the first one: on one machine a
+    # port open to others, on several often the wrong one. A process of an elastic job begins in a
+    # world of one, even on several machines.
     if placement.one_machine and MACHINE_0 not in os.environ:
         loopback = _loopback()
         if loopback is not None:

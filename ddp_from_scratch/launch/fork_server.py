@@ -33,8 +33,7 @@ OPTIMIZERS = "torch._dynamo"
 
 _PATIENCE_S = 0.5  # for the server to exit by itself
 
-# The server imports this package from the caller's path, then removes it: a rank has the path of
-# its own command.
+# The server imports this package from the caller's path and removes that path for its ranks.
 _PACKAGES = str(Path(__file__).parents[2])
 _SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from {} import serve; serve()"
 
@@ -53,18 +52,14 @@ def can_fork(command: Sequence[str]) -> bool:
 
 
 class ForkServer:
-    """The caller's end of a fork server, which starts at once and ends with its caller.
-
-    The server imports torch and the modules in `preload` before it forks the first rank.
-    """
+    """The caller's end of a fork server, which imports torch and `preload` before any fork."""
 
     def __init__(self, preload: Sequence[str] = (OPTIMIZERS,)) -> None:
         self._connection, theirs = Pipe()
         self._ranks: list[ForkedRank] = []
         # The server's exit code if it has exited before its ranks (-N after signal N), else None.
         self.returncode: int | None = None
-        # The `with` closes this process's copy, which would hide the end of file when the server
-        # dies.
+        # The `with` closes this copy, which would hide the end of file when the server dies.
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -112,7 +107,6 @@ class ForkServer:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the server and all its ranks."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
@@ -180,8 +174,7 @@ def _serve(connection: Connection) -> list[str]:
                 index, pid = running.pop(file)
                 poller.unregister(file)
                 os.close(file)
-                # The rank stays a zombie until the server exits, so its process id is not reused
-                # and the caller's signal cannot reach another process.
+                # A zombie keeps its process id, so the caller's signal reaches no other process.
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
                 assert ended is not None, "not WNOHANG"
                 exited = ended.si_code == os.CLD_EXITED

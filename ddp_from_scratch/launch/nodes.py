@@ -157,16 +157,10 @@ class Nodes:
         self._write()
 
     def admit(self, most: int = 0, running: int = 0) -> list[int]:
-        """Admits machines that have arrived, or answers why it refuses them.
+        """Admits machines that have arrived; returns the machine of each rank to start.
 
-        A machine that arrives late waits until the job has begun.
-
-        Args:
-            most: the most ranks that the job can use; 0 until it has begun.
-            running: the number of ranks that it has.
-
-        Returns:
-            The machine of each rank to start, for machines that arrive late or again.
+        The job has `running` ranks and can use `most`, 0 until it has begun. A machine that comes
+        late or again waits until then. Only such machines are in the result.
         """
         late: list[int] = []
 

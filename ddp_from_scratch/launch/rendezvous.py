@@ -46,15 +46,11 @@ _PAUSE_S = 0.2  # between a failed `accept` and the next
 class Rendezvous:
     """A store on machine 0 for the agents and ranks of several machines.
 
-    Takes the arguments of `start_ranks`.
-
-    Attributes:
-        store: the store.
-        environment: variables for the ranks.
+    Takes the arguments of `start_ranks`. `environment` has variables for the ranks.
 
     Raises:
         UsageError: the port is taken; `addr` is not an address of machine 0, is only a name for
-            loopback there, or belongs to something else; or the secrets differ.
+            loopback there, or does not answer as machine 0; or the secrets differ.
     """
 
     def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
@@ -246,8 +242,7 @@ def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.so
             try:
                 connection, _ = listener.accept()
             except OSError:
-                # The listener is closed, too many files are open, or the client has gone. The pause
-                # keeps such errors from spinning.
+                # A closed listener ends the loop; the pause keeps other errors from spinning.
                 time.sleep(_PAUSE_S)
                 continue
             _start(_join, connection, onward)

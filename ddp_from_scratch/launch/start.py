@@ -1,7 +1,4 @@
-"""Starts the ranks of one machine. Each of several machines runs the same command.
-
-Used without a launcher, and to run mpirun. `agent.py` watches the ranks.
-"""
+"""Starts the ranks of one machine, by itself or through mpirun; `agent.py` watches them."""
 
 import ctypes
 import fcntl
@@ -59,8 +56,8 @@ def start_ranks(
     `master_addr` only, and accepts machines that know the job's secret. Set DDP_SECRET on all of
     them, or copy the one that machine 0 prints.
 
-    On Linux, ranks of `[sys.executable, "program.py", ...]`, also with -m or -c, are forked from a
-    process that has imported torch; any other command is executed.
+    On Linux, ranks of `[sys.executable, "program.py", ...]`, or with -m or -c in place of the file,
+    are forked from a process that has imported torch; any other command is executed.
 
     The first rank that fails ends all others, on every machine. With `max_restarts` the others
     continue (`ddp.elastic`) and a new process replaces the failed one. Ctrl-C, SIGTERM, SIGUSR1 and
@@ -111,8 +108,7 @@ def start_ranks(
         common = {environment.PARENT: str(os.getpid()), environment.STARTED_HERE: "1"}
         store: FileStore | dist.Store = FileStore(folder)
         if len(counts) > 1:
-            # Imported here because it imports torch, which the agent of a single machine does
-            # without.
+            # Imports torch, which the agent of a single machine does without.
             from ddp_from_scratch.launch.rendezvous import Rendezvous
 
             rendezvous = Rendezvous(node_rank, master_addr, master_port, timeout)
@@ -171,7 +167,7 @@ class _MpirunAgent(Agent):
     """One child, mpirun, which watches the ranks itself."""
 
     # mpirun forwards SIGUSR1 and otherwise ignores it. After any other signal Open MPI kills its
-    # ranks within 0.2 s, too early for a checkpoint, and no setting changes that.
+    # ranks 0.2 s later, too early for a checkpoint, and no setting changes that.
     ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 
     def _spawn(self, environ: dict[str, str]) -> Child:
@@ -188,8 +184,7 @@ class _MpirunAgent(Agent):
 
 # A function as a command --------------------------------------------------------------------------
 
-# Restores the caller's path first, to find the function's modules, and then its arguments, which
-# the function may parse.
+# Restores the caller's path, to import the function's modules, and its arguments.
 _CALL = (
     "import pickle, sys; path, sys.argv, function = pickle.load(open(sys.argv[1], 'rb')); "
     f"sys.path[:] = path; from {__name__} import call; call(function)"

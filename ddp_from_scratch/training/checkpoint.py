@@ -2,7 +2,7 @@
 
     |<- torch.save's zip, all that torch.load reads ---->|<- "ddp sha256 " and 64 digits ->|
 
-A rename makes every file with a checkpoint's name complete; the digest detects later damage.
+A file gets its final name only when it is complete; the digest detects later damage.
 """
 
 import errno
@@ -87,7 +87,7 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 def _lock(folder: Path) -> TextIO | None:
     """Locks a folder until the file is closed or this process ends."""
-    # `flock` is the lock, not the file, which stays. Append mode keeps the holder's text.
+    # The lock is the `flock`, not the file, which stays. Append mode keeps the holder's text.
     path, flags = folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND
     try:
         # A symbolic link could lead to any file of the user's, and would empty it.
@@ -99,8 +99,7 @@ def _lock(folder: Path) -> TextIO | None:
             f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
         ) from error
     try:
-        # On NFS the lock holds between machines, unless mounted with `nolock` or
-        # `local_lock=flock`.
+        # On NFS it holds between machines, unless mounted with `nolock` or `local_lock=flock`.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.seek(0)
@@ -230,10 +229,7 @@ def load_newest(folder: Path) -> tuple[Path, State, list[str]] | None:
 def find_checkpoint(
     settings: Settings, model_spec: dict[str, Any], model: nn.Module, report: Report
 ) -> State | None:
-    """Loads the checkpoint to continue from; None if none is asked for, or `auto` finds none.
-
-    Raises a UsageError if it cannot be read or does not fit this model.
-    """
+    """Loads the checkpoint to continue from, if any; a UsageError if it does not fit."""
     resume, folder = settings.resume, settings.checkpoint_dir
     if resume is None:
         return None

@@ -76,10 +76,7 @@ def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> _Parser:
 def parse(
     arguments: Sequence[str], about: str, program: Sequence[str] = ("run.py",)
 ) -> tuple[Settings, Command]:
-    """Returns the settings of the run and the command; see `make_parser`.
-
-    Raises a UsageError for an unknown option, a wrong value, or options that do not go together.
-    """
+    """Parses a command line; a UsageError for options that are wrong or do not go together."""
     given = vars(make_parser(about, program).parse_args(arguments))
     for name, value in given.items():
         if value == []:  # what argparse makes of --epochs=--

@@ -61,10 +61,7 @@ class Compression:
     def restore(
         self, saved: dict[str, Any] | None, scaler: torch.amp.GradScaler, report: Report
     ) -> None:
-        """Continues from `saved`, which only rank 0 has. Collective.
-
-        Warns if a state cannot be taken over. The engine reports other settings.
-        """
+        """Continues from `saved`, which only rank 0 has; warns if it cannot. Collective."""
         if self._power_sgd is None:
             if saved is not None:
                 report.warning("what PowerSGD left out of earlier averages is dropped")

@@ -85,10 +85,7 @@ def _try_generators(of_rank: Mapping[str, Any], name: str) -> None:
 
 
 def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
-    """Checks, after `check_contents`, that all tensors of a state have this model's shapes.
-
-    The model may be on the meta device. A UsageError names what does not fit.
-    """
+    """Checks that all tensors of a state, after `check_contents`, have this model's shapes."""
     named, world_size = dict(model.named_parameters()), state["world_size"]
     _check(state["model"], dict.fromkeys(model.state_dict()), "the model")
     _check_some(state["model"], model.state_dict(), "the model")

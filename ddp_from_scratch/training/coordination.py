@@ -69,7 +69,7 @@ def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
-    """Compares the options of all ranks, then sets the threads, determinism and seeds of this one.
+    """Compares the options of all ranks; sets the threads, determinism and seeds of this process.
 
     `asked` holds further values, by name, that must be the same on all ranks. A UsageError on every
     rank says what differs. Returns a group for CPU tensors.
@@ -189,8 +189,7 @@ class StopSignal:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._received and isinstance(error, Exception) and is_communication_error(error):
-            # A rank exited before it could agree on a step with this one, which exits as asked,
-            # too.
+            # A rank exited before agreeing on a step with this one, which exits as asked, too.
             signal.signal(self._received, signal.SIG_DFL)
             os.kill(os.getpid(), self._received)
 

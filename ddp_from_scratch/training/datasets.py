@@ -143,7 +143,7 @@ _TORCHVISION: dict[str, tuple[str, int, int, tuple[float, ...], tuple[float, ...
 }
 _NETWORK_TIMEOUT_S = 30.0
 
-# What torchvision's readers raise on an incomplete file. Not OSError: the file may be intact.
+# What torchvision's readers raise on a damaged file. Not OSError: the file may be intact.
 _CORRUPT = (
     AssertionError,  # an invalid number of dimensions in an IDX header
     EOFError,  # an empty pickle

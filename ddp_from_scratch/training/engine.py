@@ -95,17 +95,16 @@ class Engine:
         self.membership.note_state()
 
     def _begin(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
-        """Returns the state to start from, and its "compression" on rank 0. Collective.
+        """Returns the state to start from or None, and its "compression" on rank 0. Collective.
 
-        The state is that of a checkpoint or, if this rank joins a run, of another rank; None at the
-        start.
+        A rank that joins a run gets another rank's state; otherwise it is that of a checkpoint.
         """
         while True:
             try:
                 if self.membership.elastic and (state := self._meet()) is not None:
                     return state, None
                 broadcast_parameters(self.model)
-                # Each rank has its own random numbers from here on: all have built the same model.
+                # From here on each rank draws its own random numbers: the models are already alike.
                 if self.settings.virtual_ranks is None:
                     seed_generators(self.settings.seed + self.world.rank)
                 return self._find_checkpoint()
@@ -196,8 +195,7 @@ class Engine:
             **(late if found.is_late else {}),
         )
 
-    # Ranks that are lost or join
-    # ----------------------------------------------------------------------
+    # Ranks that are lost or join ----------------------------------------------------------------
 
     @property
     def _position(self) -> int:
@@ -303,7 +301,7 @@ def buckets_to_begin_with(
 ) -> dict[str, Any]:
     """Returns the Reducer's `bucket_cap_mb` and `overlap`: as given, or as "auto" chose before."""
     if settings.bucket_cap_mb == AUTO and state is not None:
-        # None if the run stopped before the search ended, which then starts again.
+        # None if the run stopped before the search had ended: it then starts again.
         before: dict[str, Any] | None = state.get("buckets")
         # Other settings or another number of ranks may make other buckets the best.
         same = state["world_size"] == world_size and not settings.changes_since(state["settings"])

@@ -1,7 +1,7 @@
 """Deals a dataset out to the ranks: shuffled parts to train on, exact parts to test on.
 
-Neither loader touches the global random generators, so their checkpoint is all that a resumed run
-needs to repeat the old one.
+Neither loader touches the global random generators, so a resumed run needs only a checkpoint of
+those to repeat the old one.
 """
 
 import os
@@ -53,8 +53,7 @@ class _Sampler(DistributedSampler[int]):
         if settings.virtual_ranks is not None:
             self._mine = list(virtual_rank_range(parts, world.rank, world.world_size)[::-1])
             self._at_once = settings.accumulate
-        # The end of each virtual rank's images. Those that do not fill a batch, or a step, are left
-        # out.
+        # Images that do not fill a batch, or a step, are left out at the end.
         self._end = self.batches_per_epoch // self._at_once * self._at_once * self.batch_size
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -99,7 +98,7 @@ def make_loader(
             )
         sampler = _Sampler(dataset, settings, world)
     # DataLoader draws a base seed even without workers, so it gets a generator of its own. A worker
-    # seeds torch, numpy and random with base seed + worker id, so each rank needs another.
+    # seeds torch, numpy and random with base seed + worker id, so the seed depends on the rank.
     seeds = np.random.SeedSequence((settings.seed, world.rank)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(seeds[0]))
     workers, context = settings.workers, None
@@ -161,10 +160,7 @@ def _begin_worker(worker_id: int) -> None:
 
 
 class RankData:
-    """The loaders of one rank. Does not communicate.
-
-    Raises a UsageError if the batch size does not fit the ranks, or if no step can be filled.
-    """
+    """The loaders of one rank; a UsageError if images and ranks do not fit. No communication."""
 
     def __init__(self, data: ImageData, settings: Settings, world: World) -> None:
         if settings.virtual_ranks is not None and settings.virtual_ranks < world.world_size:
@@ -183,7 +179,6 @@ class RankData:
                 f"--accumulate {settings.accumulate} is more than the {batches} batches of an epoch"
             )
         parts = settings.parts(world.world_size)
-        # Images of all ranks in one optimizer step.
         self.global_batch_size = self.sampler.batch_size * parts * settings.accumulate
         # Batches that do not fill a step are left out, like images that do not fill a batch.
         self.steps_per_epoch = batches // settings.accumulate

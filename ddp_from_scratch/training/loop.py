@@ -151,8 +151,7 @@ class Trainer(Engine):
             totals = torch.zeros_like(self.totals)
 
             def run(_virtual_rank: int) -> None:
-                # Drawn first: in lock step other virtual ranks draw theirs in the middle of this
-                # one.
+                # Drawn first: in lock step other virtual ranks draw theirs during this one.
                 own = [next(batches) for _ in range(settings.accumulate)]
                 totals.add_(self._backward(iter(own)))
 
@@ -257,6 +256,6 @@ def _count(loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> t
     """Returns the sum of losses, correct predictions and images; float64, on the device."""
     correct = (outputs.argmax(1) == labels).sum()
     count = torch.full_like(correct, len(labels))
-    # Multiples of 2**-20 add up exactly to 2**33, whichever rank has which virtual ranks.
+    # Multiples of 2**-20 add up exactly, up to 2**33, whichever rank has which virtual ranks.
     total = (loss.double() * len(labels) * 2**20).round() / 2**20
     return torch.stack([total, correct.double(), count.double()])

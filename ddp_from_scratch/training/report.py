@@ -39,8 +39,8 @@ class Report:
             desc=title,
             unit="step",
             leave=False,
-            # The bar is on standard error, so the output can be piped. Under mpirun, too, standard
-            # error is the user's terminal (`write_to_terminal`).
+            # On standard error, so that the output can be piped; under mpirun it is a terminal,
+            # too.
             disable=not (self._verbose and sys.stderr.isatty()),
             dynamic_ncols=True,
         )

@@ -274,10 +274,7 @@ class Settings:
         return self.virtual_ranks or world_size
 
     def rank_batch_size(self, world_size: int) -> int:
-        """Returns the images per backward pass of a rank or virtual rank.
-
-        Raises a UsageError if the global batch does not divide evenly.
-        """
+        """Images per backward pass of a (virtual) rank; a UsageError if that is not an integer."""
         if self.global_batch_size is None:
             return self.batch_size
         parts = self.parts(world_size) * self.accumulate
