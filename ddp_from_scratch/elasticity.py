@@ -1,4 +1,4 @@
-"""Training steps that are attempted again when a rank is lost."""
+"""Repeats a training step when a rank is lost during it."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ElasticRun:
-    """Steps of a run that continues without the ranks that it loses; see `elastic`."""
+    """The steps of a run that continues without lost ranks; see `elastic`."""
 
     def __init__(
         self,
@@ -34,24 +34,22 @@ class ElasticRun:
         self._membership = Membership(world, reducer.virtual_rank_count, timeout)
         self._reducer = reducer
         self._stateful: list[Stateful] = [optimizer, *others]
-        # True once this attempt's optimizer has stepped: then the step is finished.
-        self._stepped = False
+        self._stepped = False  # True once the optimizer has stepped, which finishes the step
         optimizer.register_step_post_hook(self._note_step)
-        # 1 once the generation is over for some rank, when `_exchange` has ended.
+        # 1 after `_exchange` if the generation is over for some rank.
         self._over = torch.zeros(1, dtype=torch.int64)
         self._exchange: dist.Work | None = None
 
     @property
     def world(self) -> World:
-        """This rank's present place."""
+        """This rank's place in the current group."""
         return self._membership.world
 
     def attempts(self, steps: int) -> Iterator[AbstractContextManager[None]]:
-        """Yields a context for each attempt at a step, until `steps` are finished.
+        """Yields a context manager for each attempt at a step, until `steps` are finished.
 
-        A rank that is lost breaks an attempt off on all ranks; the next one is at the same step.
-        What is inside the context must end with the optimizer's step, and may change nothing that
-        outlives it but what the run was made of.
+        A lost rank ends the attempt on all ranks, and the next attempt repeats the step. The block
+        must end with the optimizer's step, and may change no lasting state outside the run.
         """
         while True:
             self._join()
@@ -66,7 +64,7 @@ class ElasticRun:
         try:
             self._ask()
             yield
-            # Finished: what may fail now is only the exchange for the next step.
+            # The step is finished; only the exchange for the next step may fail now.
             self._stepped = True
             self._answer()
         except Exception as error:
@@ -74,21 +72,20 @@ class ElasticRun:
                 self._membership.note_failure(self.step, error)
                 raise
             self._lose(error)
-        # With the averages of all ranks behind it, a step counts also if peers are lost after it:
-        # they get its result from this rank.
+        # A step with the averages of all ranks counts even if peers are lost after it: they get its
+        # result from this rank.
         if self._stepped:
             self.step += 1
 
     def _ask(self) -> None:
-        """Begins to exchange whether the generation is over for some rank."""
+        """Starts the exchange of whether the generation is over for some rank."""
         if self._membership.elastic:
-            # New: one that was broken off may still write to the last one.
+            # A new tensor: an aborted exchange may still write to the old one.
             self._over = torch.tensor([int(self._membership.is_over)])
-            # Asynchronous: the step hides it.
             self._exchange = dist.all_reduce(self._over, dist.ReduceOp.MAX, async_op=True)
 
     def _answer(self) -> None:
-        """Leaves the group on all ranks behind the same step, if it is over."""
+        """Leaves the group if the generation is over, on all ranks after the same step."""
         if self._exchange is not None:
             wait(self._exchange)
             self._exchange = None
@@ -96,13 +93,13 @@ class ElasticRun:
                 self._membership.leave()
 
     def _lose(self, error: Exception) -> None:
-        """Drops all that holds the group's connections, and then the group."""
+        """Drops everything that holds the group's connections, then the group."""
         self._exchange = None
         self._reducer.abort_step()
         self._membership.lose(error)
 
     def _join(self) -> None:
-        """Meets the others and takes rank 0's state, until that succeeds."""
+        """Meets the other ranks and takes over the newest state; retries until that succeeds."""
         while not self._membership.in_group:
             try:
                 meeting = self._membership.meet(self.step)
@@ -116,9 +113,9 @@ class ElasticRun:
             self._reducer.set_step(self.step)
 
     def _take_state(self, source: int) -> None:
-        """Gives all ranks this one's parameters, buffers, step and other states. Collective."""
+        """Sends the parameters, buffers, step and other states of rank `source`. Collective."""
         module = self._reducer.module
-        # Not its `state_dict`, which lacks buffers that are not persistent.
+        # `state_dict` lacks non-persistent buffers.
         tensors = {name: t.detach() for name, t in _tensors(module)}
         mine = self.step, tensors, [one.state_dict() for one in self._stateful]
         self.step, tensors, states = hand_on(mine, source)
@@ -130,7 +127,7 @@ class ElasticRun:
                 one.load_state_dict(state)
 
     def _end(self) -> bool:
-        """Meets the others behind the last step; False if one of them was lost before."""
+        """Meets the other ranks after the last step; False if one was lost before."""
         try:
             wait(of_member(dist.barrier(async_op=True)))
         except Exception as error:
@@ -145,7 +142,7 @@ class ElasticRun:
 
     def _note_step(self, *_: object) -> None:
         if self._stepped:
-            # One that was lost between the two could not be told from one behind both.
+            # A rank lost between the two steps would look like one that took both.
             raise RuntimeError("the optimizer steps twice in an attempt, which is one step")
         self._stepped = True
 
@@ -177,19 +174,18 @@ def elastic(
                             loss_of(model, run.step, virtual_rank).backward()
                     optimizer.step()
 
-    Start it with `ddp.start_ranks(command, [4], max_restarts=3)`. There each process is alone until
-    the first attempt. A rank that is lost there breaks the attempt off: the others drop what they
-    have of it, open a group without that rank, share the virtual ranks out among themselves and
-    repeat the step. The process that is started in its place joins at the end of a step, and takes
-    parameters, buffers and the states of `optimizer` and `others` from a rank that has them. Under
-    any other launcher the first lost rank ends the run, as it does elsewhere.
+    Start it with `ddp.start_ranks(command, [4], max_restarts=3)`, under which each process is alone
+    until the first attempt. When a rank is lost, the others drop the attempt, open a group without
+    that rank, redistribute the virtual ranks and repeat the step. The replacement process joins at
+    the end of a step, and takes parameters, buffers and the states of `optimizer` and `others` from
+    a rank that has them. Under any other launcher the first lost rank ends the run.
 
     Args:
         world: that of `process_group("gloo")`.
-        reducer: with `virtual_ranks`; so that no sample is lost or seen twice.
+        reducer: one with `virtual_ranks`, so that no sample is lost or seen twice.
         optimizer: steps once in each attempt, at its end.
-        others: what else has a `state_dict` that the run needs, but no second optimizer: a
-            step that only one of them has taken can be neither repeated nor finished.
+        others: other objects with a `state_dict` that the run needs, but no second optimizer: a
+            step that only one of two has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
 
     Raises:

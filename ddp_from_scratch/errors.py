@@ -1,4 +1,4 @@
-"""Exceptions for a mistake of the user, a mistake on another rank, and failed communication."""
+"""Exceptions for a mistake by the user, a mistake on another rank, and failed communication."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ AGAIN = "call remove() on the Reducer and make a new one, on every rank"
 class UsageError(ValueError):
     """A wrong value from the user, or a machine that cannot do what was asked.
 
-    Its text is one line that names the value, the expectation and the remedy. The command line
-    prints that line alone, without a traceback, and exits with code 2.
+    The message is one line that names the value, the expectation and the remedy. The command line
+    prints only that line, without a traceback, and exits with code 2.
     """
 
 
@@ -20,21 +20,21 @@ class PeerError(UsageError):
 
 
 class CommunicationError(RuntimeError):
-    """A failed or late operation, usually because another rank has gone."""
+    """An operation that failed or timed out, usually because another rank is gone."""
 
 
 class NoSharedMemory(CommunicationError):
-    """No room for memory that the ranks of a machine share."""
+    """There is no room for shared memory between the ranks of a machine."""
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line, without the number and file of a system's error."""
+    """Returns the error's text on one line, without errno and file name."""
     text = error.strerror if isinstance(error, OSError) else None
     return " ".join((text or str(error)).split()) or type(error).__name__
 
 
 def shortened(names: Sequence[str], most: int = 10) -> str:
-    """Joins at most so many names, and says how many more there are."""
+    """Joins at most `most` names, and says how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -47,7 +47,7 @@ def needs_extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise UsageError(f"{error}: {install}") from error
-    except RuntimeError as error:  # torchvision beside a torch that it was not built for
+    except RuntimeError as error:  # torchvision built for another torch
         raise UsageError(
             f"{one_line(error)}: torch and torchvision must come as a pair from one index, then "
             f"{install}"

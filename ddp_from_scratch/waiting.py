@@ -1,8 +1,8 @@
 """Waits for collectives in jobs that continue without a lost rank.
 
-gloo fails what is under way when a connection ends, but for a message that was partly written by
-then, or is written just then: `Pair::signalException` of its TCP transport passes over those, and
-their collective ends with the group's timeout. So where ranks may be lost, waits look for it.
+When a connection ends, gloo fails its operations, except for a message that is partly written or
+is being written: `Pair::signalException` of the TCP transport skips those, and their collective
+ends only with the group's timeout. So where ranks may be lost, each wait looks for a lost rank.
 """
 
 from collections.abc import Callable
@@ -14,23 +14,23 @@ from ddp_from_scratch.errors import CommunicationError
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 
-# True once a rank of the default group has left it; None in a job that ends with a lost rank.
+# Tells whether a rank has left the default group; None in a job that ends with a lost rank.
 _is_broken: Callable[[], bool] | None = None
 
 
 def look_for_lost_ranks(is_broken: Callable[[], bool]) -> None:
-    """From now on `wait` asks `is_broken` whether a rank of the default group has left it."""
+    """Sets the check that `wait` uses: it tells whether a rank has left the default group."""
     global _is_broken
     _is_broken = is_broken
 
 
 def may_be_left_behind() -> bool:
-    """True if collectives may be left under way: they may still write to their tensors."""
+    """True if unfinished collectives may be left behind, which may still write to their tensors."""
     return _is_broken is not None
 
 
 def lost_rank_check() -> Callable[[], bool]:
-    """Returns the present `is_broken`, for waits of a group that is opened now."""
+    """Returns the current check, for waits in a group that opens now."""
     return _is_broken or (lambda: False)
 
 

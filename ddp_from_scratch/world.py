@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Imported with a group open (torch.optim does so in the first step), it would keep that one alive.
+# Imported before a group is open: torch.optim would import it later, and keep the group alive.
 import torch.distributed.nn.functional
 
 from ddp_from_scratch import gpu
@@ -26,20 +26,20 @@ from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
 from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
 
-# Groups so far. All ranks open the same ones, so the number names each on all of them.
+# Counts groups. All ranks open the same ones, so the number names a group on all of them.
 _opened = count()
 
 
 @dataclass(frozen=True)
 class World(Placement):
-    """This process among all that train together. As a context, closes the group at its end.
+    """This process among all that train together. As a context manager, closes the group on exit.
 
     Attributes:
-        rank: its number, 0 to world_size - 1.
-        world_size: the number of processes.
-        local_rank: its number among those on this machine; with nccl also its GPU's.
-        local_world_size: the number of those on this machine.
-        node_rank: the machine's number.
+        rank: number of this process, 0 to world_size - 1.
+        world_size: number of processes.
+        local_rank: number of this process on its machine; with nccl also the index of its GPU.
+        local_world_size: number of processes on this machine.
+        node_rank: number of this machine.
         launcher: "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none".
         backend: "gloo", "nccl" or "mpi".
         device: where the model and its inputs belong.
@@ -53,33 +53,31 @@ class World(Placement):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # Not after an exception: peers may be waiting in the group. A world of one has none, and
-        # the next attempt (a notebook's) opens another group.
-        # An elastic run may be between two groups.
+        # After an exception peers may be waiting in the group. A world of one has no peers, and a
+        # notebook may open another group. An elastic run may be between two groups.
         if dist.is_initialized() and (error is None or self.world_size == 1):
             dist.destroy_process_group()
 
 
-# The group of a call without `with`, at most one. Weak: a reference would keep gloo's threads.
+# The group of a call without `with`, at most one. A strong reference would keep gloo's threads.
 _until_exit: list[tuple[World, "weakref.ref[dist.ProcessGroup]"]] = []
 
 
 def process_group(backend: str, *, timeout: float = 600.0) -> World:
-    """Joins this process with the others that its launcher started.
+    """Joins this process with the others that its launcher has started.
 
         with ddp.process_group("gloo") as world:     # closed at the end of the block
-        world = ddp.process_group("gloo")            # closed when Python ends
+        world = ddp.process_group("gloo")            # closed when Python exits
 
-    Works under mpirun, torchrun and srun alike; without a launcher the world is this process
-    alone. On one machine the ranks meet through a private file or the loopback interface, and
-    gloo and nccl stay on loopback. After an exception let the process end: the group is left open,
-    except in a world of one. A second call without `with` returns the same World while its group
-    is open.
+    Works under mpirun, torchrun and srun; without a launcher the world is this process alone. On
+    one machine the ranks meet through a private file or the loopback interface, and gloo and nccl
+    stay on loopback. After an exception let the process exit: the group stays open, except in a
+    world of one. A second call without `with` returns the same World while its group is open.
 
     Args:
         backend: "gloo" (CPU), "nccl" (one GPU per process; a module on several of them needs a
             group of `torch.distributed.init_process_group` without `device_id`) or "mpi" (CPU).
-        timeout: seconds that a collective, or the meeting at the start, may take.
+        timeout: seconds that a collective, or the rendezvous at the start, may take.
 
     Returns:
         The `World`; `torch.distributed`'s default group is set until it is closed.
@@ -92,7 +90,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if not 0 < timeout <= MAX_TIMEOUT:
         raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
-    # A notebook's cell may be run twice.
+    # A notebook may run the same cell twice.
     for world, group in _until_exit:
         if world.backend == backend and _is_open(group):
             return world
@@ -108,8 +106,8 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         placement, device = _open(backend, limit)
     world = World(**vars(placement), backend=backend, device=device)
     _close_when_python_ends(world)
-    # Here and not at import: handlers run in reverse order, this one before any that the program
-    # registered before it joined.
+    # Registered here, not at import: handlers run in reverse order, so this one runs before any
+    # that the program registered earlier.
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)
     return world
@@ -118,26 +116,22 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
 def replace_group(
     world: World, store: dist.Store, rank: int, machines: Sequence[int], timeout: timedelta
 ) -> World:
-    """Opens a gloo group of other ranks, in the place of a closed one. Collective.
+    """Opens a gloo group of other ranks in place of a closed one. Collective.
 
-    Args:
-        world: the present one.
-        store: new, of these ranks alone.
-        rank: the place in the new group.
-        machines: the machine of each rank.
-        timeout: for all ranks to arrive (else a RuntimeError), and for each collective.
+    `store` is new and for these ranks only; `machines` has the machine of each rank. `timeout` is
+    for all ranks to arrive (else a RuntimeError), and for each collective.
     """
     hook, size = sys.excepthook, len(machines)
     try:
         dist.init_process_group("gloo", timeout=timeout, world_size=size, rank=rank, store=store)
     except RuntimeError:
-        # torch names groups by their number, and counts one that did not come up: the name would
-        # differ from that on other ranks for ever. Closing a group begins the count again.
+        # torch names groups by a counter, which a failed group increments too, so later names would
+        # differ from those on other ranks. Closing a group resets the counter.
         dist.init_process_group("gloo", world_size=1, rank=0, store=dist.HashStore())
         dist.destroy_process_group()
         raise
     finally:
-        # torch wraps it each time, to put the rank before each line of a traceback.
+        # torch wraps the hook each time, to prefix each line of a traceback with the rank.
         sys.excepthook = hook
     world = replace(
         world,
@@ -161,15 +155,15 @@ def _is_open(group: "weakref.ref[dist.ProcessGroup]") -> bool:
 
 
 def _close_at_exit() -> None:
-    failed = hasattr(sys, "last_value")  # an exception that nothing has caught
+    failed = hasattr(sys, "last_value")  # an uncaught exception
     for world, group in _until_exit:
         if _is_open(group) and not (failed and world.world_size > 1):
             dist.destroy_process_group()
 
 
 def _meet_in_mpi(backend: str) -> Placement:
-    """This process's place in its MPI job, whose ranks all want the same backend."""
-    # Here and not above: it starts MPI, which only this backend and mpirun's ranks may do.
+    """Returns this process's place in its MPI job, where all ranks must want one backend."""
+    # The import starts MPI, which only this backend and mpirun's ranks may do.
     from ddp_from_scratch import mpi
 
     mpi.check_launcher()
@@ -181,9 +175,9 @@ def _meet_in_mpi(backend: str) -> Placement:
 def _meet_in_store(
     store: dist.Store, backend: str, placement: Placement, device: torch.device, timeout: timedelta
 ) -> None:
-    """Waits for all ranks and compares their backends and GPUs, before any group is opened."""
-    # nccl would wait without end for a rank that never comes. Not called where torch makes the
-    # store: for torchrun's and srun's ranks on several machines.
+    """Waits for all ranks and compares their backends and GPUs before a group opens."""
+    # nccl waits forever for a rank that never comes. Not called if torch makes the store: for ranks
+    # of torchrun and srun on several machines.
     keys = [f"came {rank}" for rank in range(placement.world_size)]
     may_share = not gpu.is_gpu(device) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     own = "" if may_share else gpu.unique_name(device)
@@ -216,7 +210,7 @@ def _check_gpus(of_ranks: Sequence[str]) -> None:
 
 
 def _require_same(backend: str, of_rank_0: str, rank: int) -> None:
-    # Compared before any group is opened: groups of two backends would wait for each other.
+    # Compared before a group opens: groups of two backends would wait for each other.
     if backend != of_rank_0:
         raise UsageError(
             f"backend is {of_rank_0} on rank 0 and {backend} on rank {rank}: it must be the same "
@@ -227,21 +221,20 @@ def _require_same(backend: str, of_rank_0: str, rank: int) -> None:
 def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     if not dist.is_backend_available(backend):
         raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
-    # Under mpirun MPI compares the backends, whichever they are: a rank that wants mpi looks at no
-    # store.
+    # Under mpirun MPI compares the backends: a rank that wants mpi does not use the store.
     if environment.launcher() == "mpirun":
         _meet_in_mpi(backend)
     try:
         placement, store = meet(timeout)
         device = _device(backend, placement)
         if store is not None:
-            # What an earlier group of the same processes has left there must not be read again.
+            # An earlier group of the same processes has left keys that must not be read again.
             store = dist.PrefixStore(f"group {next(_opened)}", store)
             _meet_in_store(store, backend, placement, device, timeout)
-        # Before the group: gloo and nccl read the environment as they open it.
+        # gloo and nccl read the environment when the group opens.
         environment.choose_interface(placement)
         if gpu.is_gpu(device):
-            # After a timeout, nccl waits for a dump, a minute by default, and ends the process.
+            # After a timeout nccl waits for a dump, by default for a minute, and kills the process.
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         dist.init_process_group(
             backend,
@@ -252,15 +245,15 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             device_id=device if gpu.is_gpu(device) else None,
         )
         if backend == "gloo":
-            # A rank may be connected, and end, while others still connect. gloo would log an error
-            # on each of those, and hide the one line that says why the first has ended.
+            # A rank may connect and exit while others still connect. gloo would log an error on
+            # each of those and bury the line that says why the first rank exited.
             dist.barrier()
     except dist.DistNetworkError as error:
         raise UsageError(
             f"cannot reach MASTER_ADDR:MASTER_PORT {os.environ.get('MASTER_ADDR')}:"
             f"{os.environ.get('MASTER_PORT')}, or the port is taken: {str(error).splitlines()[0]}"
         ) from error
-    except RuntimeError as error:  # what gloo raises here has no type of its own
+    except RuntimeError as error:  # gloo has no error type of its own here
         if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
             raise
         raise UsageError(_waited(placement, timeout)) from error
@@ -276,7 +269,7 @@ def _device(backend: str, placement: Placement) -> torch.device:
             f"the nccl backend needs a GPU for each process: {placement.local_world_size} "
             f"processes on this machine, {visible} visible GPUs"
         )
-    # A launcher may show each process its own GPU alone (srun --gpus-per-task=1).
+    # A launcher may show each process only its own GPU (srun --gpus-per-task=1).
     device = torch.device("cuda", 0 if visible == 1 else placement.local_rank)
     torch.accelerator.set_device_index(device)
     return device
@@ -286,33 +279,28 @@ def _device(backend: str, placement: Placement) -> torch.device:
 
 
 def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
-    """This process's place and the store to meet the others through.
-
-    None stands for a store that torch is to reach through MASTER_ADDR.
-    """
+    """Returns this process's place and its store; None if torch makes it from MASTER_ADDR."""
     if environment.launcher() == "mpirun":
-        # Here and not above: it starts MPI, which only the mpi backend and mpirun's ranks may do.
         from ddp_from_scratch import mpi
 
-        # MPI knows the place, and carries the store's address.
+        # MPI knows the place and broadcasts the store's address.
         placement = mpi.placement()
         return placement, mpi.store(placement, timeout)
     placement = environment.placement()
     if placement.launcher == "none":
         return placement, dist.HashStore()
-    # On one machine, a file that only this user can read: no port is opened.
+    # A file that only this user can read: no port is opened.
     if environment.RENDEZVOUS_FILE in os.environ:
         return placement, _file_store(os.environ[environment.RENDEZVOUS_FILE], placement.world_size)
     if placement.launcher == "torchrun":
         return placement, _torchrun_store(placement, timeout)
-    # srun's, on one machine.
     if placement.one_machine:
-        # The port differs between steps of one number, should job numbers start over: a file that
-        # an earlier, killed step left behind would confuse this one.
+        # The port tells apart steps with equal numbers, should job numbers start over: a file left
+        # by an earlier, killed step would confuse this one.
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_SRUN_COMM_PORT")
         name = "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
         return placement, _file_store(str(_private_folder() / name), placement.world_size)
-    # On several, the first one, and a port that another job or step there seldom has.
+    # srun on several machines: the first host, and a port that another step there seldom has.
     nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", ""))
     job, step = (environment.number(os.environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
     os.environ.setdefault("MASTER_ADDR", environment.slurm_first_host(nodes))
@@ -320,37 +308,37 @@ def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
     return placement, None
 
 
-# One for each process: the last one to close removes the file, even under a new group.
+# One store per process: the last one to close removes the file, even under a new group.
 @cache
 def _file_store(file: str, world_size: int) -> dist.Store:
     return dist.FileStore(file, world_size)
 
 
 def _torchrun_store(placement: Placement, timeout: timedelta) -> dist.Store | None:
-    """The store of torchrun or `start_ranks`; None where torch is to make it of MASTER_ADDR."""
+    """The store of torchrun or `start_ranks`; None if torch is to make it from MASTER_ADDR."""
     address, port = os.environ.get("MASTER_ADDR"), environment.number(os.environ, "MASTER_PORT")
     if not address:
         raise UsageError("MASTER_ADDR is not set: it is the address of rank 0's machine")
-    # Not torchrun's on several machines, each of which counts its restarts by itself (pytorch
-    # #135712): there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has it bring a new store each time.
+    # Not under torchrun on several machines, where each counts its restarts separately (pytorch
+    # #135712): TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun bring a new store each time.
     known = placement.one_machine or environment.MACHINE_0 in os.environ
     if not known or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    # Ranks that torchrun starts again find the same store, with the addresses of those before them:
-    # each start gets a part of its own. `start_ranks` never starts a rank again.
+    # Ranks that torchrun restarts find the same store with the addresses of their predecessors, so
+    # each start has its own prefix. `start_ranks` never restarts a rank.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"start {restarts}", store)
 
 
 def _private_folder() -> Path:
-    """This user's folder for temporary files that others must not touch."""
+    """Returns this user's folder for temporary files that others must not touch."""
     folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    # Its name is known, and in a folder for all somebody else may have been there first, with a
-    # folder of theirs or a link to one (`lstat` does not follow it). Once it is this user's, the
-    # sticky bit of the folder around keeps it in its place.
+    # The name is predictable, so in a shared folder somebody else may have made it first, as a
+    # folder or a link (`lstat` does not follow links). Once it belongs to this user, the sticky bit
+    # of the parent folder protects it.
     found, around = folder.lstat(), folder.parent.stat()
     if (
         not stat.S_ISDIR(found.st_mode)

@@ -1,15 +1,15 @@
-"""Watches the ranks of one machine as child processes, and ends them together.
+"""Runs the ranks of one machine as child processes and ends them together.
 
-Event                                          Sent to the ranks
+Event                                          Signal sent to the ranks
 ---------------------------------------------  -----------------------------------------------------
-Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP             SIGTERM: they finish a step, save, and end. Under
-                                               mpirun SIGUSR1, all that it hands on in time
+Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP             SIGTERM: they finish a step, save and exit. Under
+                                               mpirun SIGUSR1, the only signal it forwards in time
 a second Ctrl-C or SIGTERM                     SIGKILL (mpirun: SIGTERM, then SIGKILL at a third)
-SIGQUIT or SIGUSR2                             SIGTERM, and SIGKILL 5 s later
-SIGKILL                                        SIGKILL, from the system (`rank_process.die_with`)
-nothing, but one rank fails                    SIGTERM, and SIGKILL 5 s later
+SIGQUIT or SIGUSR2                             SIGTERM, then SIGKILL 5 s later
+SIGKILL                                        SIGKILL, from the kernel (`rank_process.die_with`)
+none, but one rank fails                       SIGTERM, then SIGKILL 5 s later
 
-Ranks live in sessions of their own, so that the terminal's Ctrl-C reaches them once, through here.
+Each rank has its own session, so the terminal's Ctrl-C reaches it once, through the agent.
 """
 
 import os
@@ -28,12 +28,12 @@ from ddp_from_scratch.launch.rank_process import write_line
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDS = (signal.SIGQUIT, signal.SIGUSR2)
 _POLL_S = 0.05
-_STOPPED_S = 5.0  # until a stopped rank of an elastic job counts as lost
-_GRACE_S = 5.0  # between asking the ranks to stop, after one failed, and killing them
+_STOPPED_S = 5.0  # a rank of an elastic job counts as lost after SIGSTOP for this long
+_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
 
 class Child(Protocol):
-    """The part of `subprocess.Popen` that an agent needs; `pid` is None on another machine."""
+    """The part of `subprocess.Popen` that an agent needs; `pid` is None for a remote rank."""
 
     @property
     def pid(self) -> int | None: ...
@@ -43,26 +43,26 @@ class Child(Protocol):
 
 
 class Peers(Protocol):
-    """The agents of other machines. No method waits long for one."""
+    """The agents of the other machines. No method blocks for long."""
 
-    def failure(self) -> str | None: ...  # why one of them has stopped or is gone
-    def tell_failure(self, text: str) -> None: ...  # why this machine has stopped
-    def may_leave(self) -> bool: ...  # this machine's ranks have ended well: have all others?
-    def close(self, code: int) -> None: ...  # this agent ends with this exit code
+    def failure(self) -> str | None: ...  # why another agent has stopped or is lost
+    def tell_failure(self, text: str) -> None: ...  # reports why this machine stops
+    def may_leave(self) -> bool: ...  # all ranks here exited with 0: have the other machines' too?
+    def close(self, code: int) -> None: ...  # this agent exits with `code`
 
 
 class Agent:
-    """The ranks of this machine: they end together.
+    """The ranks of this machine, which end together.
 
-    1. Start one for each number of `members`, with signals handled already.
-    2. Watch: until all have ended well, one has failed, or a signal asks for the end.
-    3. End what still runs.
+    1. Start: one rank for each number in `members`, with signal handlers already installed.
+    2. Watch: until all ranks exit with 0, one fails, or a signal arrives.
+    3. End: stop the ranks that still run.
 
-    `environment` makes a rank's variables, of its number.
+    `environment` returns the environment variables of a rank, given its number.
     """
 
-    # Sent to the ranks at the first signal that stops them, at the second, and so on. Not SIGINT: a
-    # Python that is still importing would answer it with a traceback.
+    # Sent at the first stop signal, the second, and so on. Not SIGINT: a Python that is still
+    # importing answers it with a traceback.
     ladder: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
 
     def __init__(
@@ -77,19 +77,17 @@ class Agent:
         self._at_start, self._preload, self._peers = members, preload, peers
         self._server: ForkServer | None = None
         self._children: dict[int, Child] = {}
-        # Handlers append to it, and `_pass_on` alone reads: a signal may come between two starts.
+        # Handlers only append and `_pass_on` reads, because a signal may arrive between two starts.
         self._received: list[int] = []
         self._passed_on = 0
         self._ended_by = 0
-        # When a child was first seen to be stopped.
-        self._stopped_at: dict[int, float] = {}
+        self._stopped_at: dict[int, float] = {}  # when SIGSTOP was first seen
 
     def run(self) -> int:
-        """Starts the ranks, and returns the exit code when all have ended."""
         numbers = [*STOPS, *_ENDS]
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
-        # Before the first rank, which no signal may leave behind.
+        # Installed before the first rank starts, so that no signal can orphan one.
         handlers = {number: signal.signal(number, self._remember) for number in numbers}
         code = 1
         try:
@@ -122,12 +120,11 @@ class Agent:
     def _remember(self, number: int, frame: FrameType | None = None) -> None:
         if number in _ENDS:
             self._ended_by = number
-        # A session that ends sends SIGHUP beside SIGTERM: that does not count as a second one.
+        # A closing session sends SIGHUP with SIGTERM; the SIGHUP does not count as a second signal.
         elif number in (signal.SIGINT, signal.SIGTERM) or not self._received:
             self._received.append(number)
 
     def _pass_on(self) -> None:
-        """Acts on the signals received since the last call."""
         while self._passed_on < len(self._received):
             if self._passed_on == 0:
                 say("stopping all ranks; once more ends them at once")
@@ -135,7 +132,7 @@ class Agent:
             self._passed_on += 1
 
     def _watch(self) -> int:
-        """Until all children have ended well, or one has not; returns the exit code."""
+        """Returns the exit code once all children exit with 0, one fails, or a signal ends them."""
         while True:
             self._pass_on()
             if self._ended_by:
@@ -145,8 +142,8 @@ class Agent:
                 if self._peers is None or self._peers.may_leave() or self._received:
                     return 0
             elif self._received:
-                # Asked to stop, they end one after another with the signal's code. But where one
-                # has died of it, and the others wait for a rank that is gone.
+                # Ranks that were asked to stop exit one after another with the signal's code. If
+                # one was killed instead, the others wait for a rank that is gone.
                 if None not in codes.values() or any(code and code < 0 for code in codes.values()):
                     return self._stopped()
             elif failed := [(member, code) for member, code in codes.items() if code]:
@@ -160,7 +157,7 @@ class Agent:
         return 128 + self._received[0]
 
     def _stopped_elsewhere(self, reason: str) -> int:
-        # A rank here that all ranks agreed with has the same code, and some rank has said why.
+        # A rank that agreed with its peers to stop has their exit code, and a peer says why.
         self._await_end(1.0)
         for child in self._children.values():
             if (code := child.poll() or 0) > 1:
@@ -185,7 +182,7 @@ class Agent:
         return exit_code(code)
 
     def _server_is_gone(self) -> bool:
-        """True once a poll has found that the fork server, and so all its ranks, have ended."""
+        """True once a poll has found that the fork server, and so all its ranks, has exited."""
         return self._server is not None and self._server.returncode is not None
 
     def _name(self, member: int) -> str:
@@ -197,7 +194,7 @@ class Agent:
             self._peers.tell_failure(reason)
 
     def _end_all(self) -> None:
-        """Asks all running children to stop, then kills them. Idempotent."""
+        """Sends SIGTERM to all running children, then SIGKILL. Idempotent."""
         self._signal(signal.SIGTERM)
         self._await_end(_GRACE_S)
         self._signal(signal.SIGKILL)
@@ -220,7 +217,7 @@ class Agent:
         return {member: child for member, child in self._children.items() if child.poll() is None}
 
     def _kill_stopped(self) -> None:
-        """Kills children that are stopped (SIGSTOP) for longer than `_STOPPED_S`."""
+        """Kills children that have been stopped (SIGSTOP) for longer than `_STOPPED_S`."""
         now = time.monotonic()
         for member, child in self._running().items():
             if not _is_stopped(child):
@@ -231,7 +228,7 @@ class Agent:
 
 def _is_stopped(child: Child) -> bool:
     try:
-        # The state is the first field behind the name, which is in parentheses.
+        # The state is the first field after the name, which is in parentheses.
         text = Path(f"/proc/{child.pid}/stat").read_text()
     except OSError:
         return False
@@ -239,14 +236,14 @@ def _is_stopped(child: Child) -> bool:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code of `subprocess` in words."""
+    """Describes an exit code of `subprocess` in words."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
 
 
 def exit_code(code: int) -> int:
-    """An exit code of `subprocess` as a shell reports it."""
+    """Converts an exit code of `subprocess` to a shell's."""
     return 128 - code if code < 0 else code
 
 

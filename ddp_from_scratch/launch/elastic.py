@@ -1,14 +1,12 @@
-"""The agent of an elastic job, which continues without the ranks that it loses.
+"""The agent of an elastic job, which continues without lost ranks (docs/how-to/elastic.md).
 
-docs/how-to/elastic.md has a table of what happens at which event.
-
-A process is known by its number in the job, which no later one gets. Each group of processes that
-train together is a *generation*. This agent alone announces one: it knows which processes live, so
-two halves of a job can never continue side by side.
+Each process has a number that the job never reuses. The processes that train together form a
+*generation*. Only this agent announces generations: it knows which processes are alive, so a job
+cannot split into two halves that both continue.
 
     agent        announces generation g with its members
-    a process    writes its step, and that it has arrived at g; opens a group when all members have
-                 asks for the next generation: when it lost a peer, or wants to join
+    process      writes its step and that it has arrived at g; opens the group once all members have
+                 asks for the next generation when it has lost a peer or wants to join
 """
 
 import json
@@ -26,11 +24,11 @@ if TYPE_CHECKING:
 _POLL_S = 0.02
 _SETTLED_S = 0.25
 _USAGE = 2  # the exit code of a UsageError
-NO_STATE = -1  # the step of a process that has nothing to continue with
+NO_STATE = -1  # the step of a process that has no training state yet
 
 
 class Generation(NamedTuple):
-    """Processes that train together, by number, and the machine of each; 0 is before the first."""
+    """The processes that train together and each one's machine; number 0 is before the first."""
 
     number: int = 0
     members: Sequence[int] = ()
@@ -38,17 +36,17 @@ class Generation(NamedTuple):
 
 
 class Member(NamedTuple):
-    """What a process says of itself."""
+    """What a process reports to the agent."""
 
-    asks: int = 0  # for this generation, or a later one
-    arrived: int = 0  # at this generation
-    step: int = NO_STATE  # the steps that it had finished when it arrived
-    most_ranks: int = 0  # that can use its state; 0 while others cannot continue with it
-    failure: Any = None  # [step, text] of the exception that ended it
+    asks: int = 0  # the process wants this generation or a later one
+    arrived: int = 0  # the last generation at which the process arrived
+    step: int = NO_STATE  # number of finished steps on arrival
+    most_ranks: int = 0  # how many ranks can use its state; 0 while it has none to share
+    failure: Any = None  # [step, text] of the exception that ended the process
 
 
 class JobStore:
-    """Where agent and processes leave word for each other, in a store that all of them reach."""
+    """The messages between the agent and its processes, in a store that all of them reach."""
 
     def __init__(self, store: "FileStore | dist.Store") -> None:
         self._store = store
@@ -64,14 +62,14 @@ class JobStore:
         return Member(*json.loads(self._store.get(f"member {number}")))
 
     def say(self, number: int, member: Member) -> None:
-        """Says this of process `number`: the process itself, and the agent before it starts it."""
+        """Writes the report of process `number`. The agent writes an empty one before the start."""
         self._store.set(f"member {number}", json.dumps(member))
-        # The answer says that the word has arrived: the process may end now.
+        # The reply confirms the arrival: the process may exit now.
         self._store.get(f"member {number}")
 
 
 class FileStore:
-    """A store of one machine, in a folder. As torch's, which agents on one machine do without."""
+    """A folder as a store: the agent of a single machine does not import torch."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -79,17 +77,14 @@ class FileStore:
     def set(self, key: str, value: str) -> None:
         part = self._folder / f"{key}.part"
         part.write_text(value)
-        part.replace(self._folder / key)  # whole as soon as it is there
+        part.replace(self._folder / key)  # atomic
 
     def get(self, key: str) -> bytes:
         return (self._folder / key).read_bytes()
 
 
 class ElasticAgent(Agent):
-    """The ranks of an elastic job, on the machine that decides.
-
-    `counts` are the ranks of each machine at the start, `nodes` the other machines.
-    """
+    """Machine 0's agent of an elastic job; `counts` are the ranks of each machine at the start."""
 
     def __init__(
         self,
@@ -101,19 +96,18 @@ class ElasticAgent(Agent):
         preload: Sequence[str] = (),
         nodes: Nodes | None = None,
     ) -> None:
-        # Of each process.
         self._machines = [node for node, count in enumerate(counts) for _ in range(count)]
         everyone = range(len(self._machines))
         super().__init__(command, environment, everyone, preload, nodes)
         self._max_restarts, self._store, self._nodes = max_restarts, store, nodes
-        # Processes by number: those that run, and what each said last.
+        # The numbers of the running processes, and each one's last report.
         self._living: set[int] = set(everyone)
         self._said: dict[int, Member] = {}
         self._generation, self._announced_at = Generation(), 0.0
         store.announce(self._generation)
         self._ended_well = False
         self._failures = 0
-        self._last_failure: Any = None  # as `Member.failure`
+        self._last_failure: Any = None  # see `Member.failure`
 
     def _start(self, member: int) -> None:
         self._store.say(member, Member())
@@ -133,7 +127,7 @@ class ElasticAgent(Agent):
         return f"process {member}"
 
     def _watch(self) -> int:
-        """Until all that run have ended well, or the job ends; returns the exit code."""
+        """Returns the exit code once all running processes have exited with 0 or the job ends."""
         self._announce(self._living)
         while True:
             self._pass_on()
@@ -144,7 +138,7 @@ class ElasticAgent(Agent):
             if self._ended_by:
                 return self._ended()
             codes = {member: self._children[member].poll() for member in sorted(self._living)}
-            # After the codes: what one that has ended said of itself is whole.
+            # Read after the exit codes, so that the report of an exited process is complete.
             self._said = {member: self._store.member(member) for member in codes}
             for member, code in codes.items():
                 if code is None:
@@ -155,23 +149,22 @@ class ElasticAgent(Agent):
                 if ends is not None:
                     return ends
             if not self._living or (self._ended_well and not self._carriers()):
-                # One that was still to join has nothing to continue with.
+                # A process that has not joined yet has no state to continue with.
                 return self._stopped() if self._received else 0
             self._kill_stopped()
-            # Once it stops nobody is let in.
             if not self._received:
                 self._regroup()
                 self._let_in()
             time.sleep(_POLL_S)
 
     def _lose(self, member: int, code: int) -> int | None:
-        """Replaces a process that has failed; returns the exit code where the job ends with it."""
-        # A process that got a signal by itself has agreed with the others to stop: they end, too.
+        """Replaces a failed process. Returns the exit code if the job ends, else None."""
+        # A process that received a signal directly has agreed with its peers to stop.
         if code - 128 in STOPS and not self._received:
             self._received.append(code - 128)
         if self._received:
-            # Asked to stop, ranks end one after another with the signal's code. But where one has
-            # died of it, and the others wait for a rank that is gone.
+            # Ranks that were asked to stop exit one after another with the signal's code. If one
+            # was killed instead, the others wait for a rank that is gone.
             died = code < 0 and member in self._generation.members
             return self._stopped() if died or not self._living else None
         if self._server_is_gone():
@@ -198,7 +191,7 @@ class ElasticAgent(Agent):
         if code == _USAGE or not self._living:
             return self._failed(member, code)
         then = ""
-        # A lost machine gets ranks again when it rejoins.
+        # A lost machine gets its ranks back when it rejoins.
         if not is_lost:
             self._last_failure = failure
             self._failures += 1
@@ -212,31 +205,29 @@ class ElasticAgent(Agent):
         return None
 
     def _let_in(self) -> None:
-        """Starts the ranks of machines that join or rejoin."""
         if self._nodes is not None:
-            # The job knows how many ranks it can use once it has begun.
+            # Known only after the job has begun.
             most = min((self._said[member].most_ranks for member in self._carriers()), default=0)
             for machine in self._nodes.admit(most, len(self._living)):
                 self._start_another(machine)
 
     def _regroup(self) -> None:
-        """Announces the next generation where one is needed."""
         number, members, _ = self._generation
         present = self._living & set(members)
         asking = {m for m, said in self._said.items() if m in self._living and said.asks > number}
-        # A process that ended with 0 is lost only if others wait for it to arrive.
+        # A process that exited with 0 counts as lost only if its peers wait for it to arrive.
         lost = any(
             self._children[member].poll() or self._store.member(member).arrived < number
             for member in set(members) - present
         )
-        # Who joins waits for a moment: some may still be on their way into the last generation, and
-        # the others would wait there for them.
+        # A process that joins waits a moment: members that have not arrived at the last generation
+        # yet would leave the others waiting there.
         is_settled = time.monotonic() - self._announced_at > _SETTLED_S
         if lost or asking & present or (asking and is_settled):
             self._announce(present | asking)
 
     def _carriers(self) -> set[int]:
-        """The processes that others can continue with."""
+        """Returns the living processes that have state to share."""
         return {m for m, said in self._said.items() if m in self._living and said.most_ranks}
 
     def _announce(self, members: set[int]) -> None:

@@ -1,9 +1,9 @@
-"""The place of this process among the ranks, read from the variables of any launcher.
+"""Reads the place of this process among the ranks from the variables of its launcher.
 
-Launchers tell a process its rank through the environment:
+Each launcher gives a process its rank in a different way:
 
     torchrun, start_ranks    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK
-    mpirun, mpiexec          MPI itself (their variables only show that there is one)
+    mpirun, mpiexec          MPI itself (the variables only show that the launcher is there)
     srun                     SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID
 """
 
@@ -20,33 +20,32 @@ from pathlib import Path
 
 from ddp_from_scratch.errors import UsageError
 
-# Variables that agents leave to their ranks:
+# Variables that agents set for their ranks:
 STARTED_HERE = "DDP_STARTED_HERE"
 PARENT = "DDP_PARENT_PID"
-RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # a file to meet in, on one machine
-MACHINE_0 = "DDP_MACHINE_0"  # its address, on several: MASTER_ADDR is the way through the agent
+RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # the file for the rendezvous on a single machine
+MACHINE_0 = "DDP_MACHINE_0"  # machine 0's address; MASTER_ADDR leads to the agent on loopback
 MEMBER = "DDP_MEMBER"  # this process's number in an elastic job
-TERMINAL = "DDP_TERMINAL_"  # with 1 or 2: the terminal behind standard output or error
+TERMINAL = "DDP_TERMINAL_"  # with suffix 1 or 2: the terminal behind standard output or error
 
 BACKENDS = ("gloo", "nccl", "mpi")
 
-# Seconds that a collective may take. The backends count in milliseconds and overflow far beyond.
+# The longest timeout in seconds. The backends count in milliseconds and overflow far above it.
 MAX_TIMEOUT = 1e6
 
-# Processes or threads that one machine is asked for: beyond this it is a slip of the finger, which
-# would take the machine down.
+# The most processes or threads on one machine. More is a typing mistake.
 MOST_HERE = 1024
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one process among those of its job."""
+    """The place of one process in its job."""
 
     rank: int  # 0 to world_size - 1
     world_size: int
-    local_rank: int  # among the processes of this machine
+    local_rank: int  # among the processes on this machine
     local_world_size: int
-    node_rank: int  # the machine's number
+    node_rank: int
     launcher: str  # "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none"
 
     def __post_init__(self) -> None:
@@ -58,7 +57,6 @@ class Placement:
 
     @property
     def one_machine(self) -> bool:
-        """True where all processes are on this machine."""
         return self.local_world_size == self.world_size
 
 
@@ -69,8 +67,8 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
     """The launcher of this process: "torchrun", "mpirun", "srun" or "none"."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "torchrun"
-    # mpirun before srun: inside a Slurm job both launchers' variables are there, and srun set its
-    # own for the daemon that mpirun started, not for this process.
+    # mpirun before srun: inside a Slurm job both are set, but srun's variables describe the daemon
+    # that mpirun started.
     step_size = environ.get("SLURM_STEP_NUM_TASKS")
     if "OMPI_COMM_WORLD_RANK" in environ or environ.get("PMI_SIZE", step_size) != step_size:
         return "mpirun"
@@ -78,22 +76,19 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def started_here(environ: Mapping[str, str] = os.environ) -> bool:
-    """True where `start_ranks` or `start_mpirun` has started this process or its launcher."""
+    """True if `start_ranks` or `start_mpirun` has started this process or its launcher."""
     return STARTED_HERE in environ
 
 
 def reports_errors(environ: Mapping[str, str] = os.environ) -> bool:
-    """True for the first rank of each machine, and without a launcher."""
-    # Needed before ranks can agree on who reports an error: most often all have the same one.
+    """True for the first rank of each machine, and for a process without a launcher."""
+    # Ranks use this before they can communicate; usually all of them have the same error.
     names = (MEMBER, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     return next((environ[name] for name in names if name in environ), "0") == "0"
 
 
 def placement(environ: Mapping[str, str] = os.environ) -> Placement:
-    """Reads where torchrun or srun put this process; `ALONE` where there is no launcher.
-
-    Under mpirun the environment does not say (ask `mpi.placement()`).
-    """
+    """Reads the placement that torchrun or srun has set, else `ALONE`; see `mpi.placement`."""
     by = launcher(environ)
     if by == "torchrun":
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -121,7 +116,7 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
 
 
 def started(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The number of processes that the launcher has started; None if unknown."""
+    """Returns how many processes the launcher has started; None if unknown."""
     names = {
         "torchrun": ("WORLD_SIZE",),
         "srun": ("SLURM_STEP_NUM_TASKS",),
@@ -132,7 +127,7 @@ def started(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """Reads a launcher's variable."""
+    """Reads a launcher variable that holds a number."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
         raise UsageError(
@@ -144,7 +139,7 @@ def number(environ: Mapping[str, str], name: str, default: str | None = None) ->
 
 
 def slurm_tasks_per_node(text: str) -> list[int]:
-    """Slurm's "2(x3),1" as [2, 2, 2, 1]."""
+    """Expands Slurm's "2(x3),1" to [2, 2, 2, 1]."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
@@ -152,8 +147,8 @@ def slurm_tasks_per_node(text: str) -> list[int]:
 
 
 def slurm_first_host(nodes: str) -> str:
-    """The first host of Slurm's "gpu[03-05,9],login": gpu03."""
-    # A comma ends the first name, except inside brackets.
+    """Returns the first host of Slurm's node list: gpu03 for "gpu[03-05,9],login"."""
+    # A comma outside brackets ends the first name.
     first = re.match(r"(?:[^,\[\]]|\[\d[^\]]*\])+", nodes)
     if first is None:
         raise UsageError(f"cannot read SLURM_STEP_NODELIST={nodes!r}: set MASTER_ADDR instead")
@@ -161,13 +156,13 @@ def slurm_first_host(nodes: str) -> str:
 
 
 def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
-    """`--nproc`: "2" for one machine, "8,2" for a machine with 8 processes and one with 2."""
+    """Parses `--nproc`: "2" for one machine, "8,2" for one with 8 processes and one with 2."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise UsageError(
             f"--nproc must be a number of processes, or one for each machine such as 8,2; "
             f"got {text!r}"
         )
-    # Nine digits are enough to be too many, and Python refuses to convert thousands of them.
+    # Nine digits are already too many processes, and Python refuses to convert thousands of digits.
     counts = tuple(int(part[:9]) for part in text.split(","))
     if max(counts) > MOST_HERE:
         raise UsageError(f"--nproc must be at most {MOST_HERE:,} for a machine, got {text[:40]}")
@@ -184,7 +179,7 @@ def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
 
 
 def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, str]]:
-    """The variables that torchrun would set for each process of one machine."""
+    """Returns the variables that torchrun would set for each process of one machine."""
     # With counts 8,2 machine 1 holds ranks 8 and 9.
     first = sum(counts[:node_rank])
     return [
@@ -200,8 +195,8 @@ def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, s
 
 
 def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """`mpirun -n NPROC COMMAND`, and variables for it that yield to the user's own."""
-    # The one beside this Python first: mpi4py loads the library that belongs to it.
+    """Returns `mpirun -n NPROC COMMAND` and default variables, which the user's override."""
+    # Prefer the mpirun next to this Python: mpi4py loads the matching library.
     beside = str(Path(sys.executable).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     if mpirun is None:
@@ -210,51 +205,51 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
             "install your system's MPI"
         )
     defaults = {
-        # Shared memory alone, so that the ranks open no port. Open MPI 5 calls vader sm, too, and
-        # 4 fails on that name.
+        # Use shared memory only, so that ranks open no port. Open MPI 5 accepts vader as a name for
+        # sm; Open MPI 4 does not know sm.
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,vader",
-        # More ranks than cores, in Open MPI 5 and in 4.
+        # Allow more ranks than cores, in Open MPI 5 and 4.
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
-    # Open MPI refuses root without both; this process is root already.
+    # Open MPI refuses to run as root without both; this process is root already.
     if os.getuid() == 0:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return [mpirun, "-n", str(nproc), *command], defaults
 
 
-# The network interface over which gloo and nccl speak -------------------------------------------
+# The network interface for gloo and nccl ----------------------------------------------------------
 
 
 def choose_interface(placement: Placement) -> None:
-    """Keeps one machine's traffic on loopback, and several machines' on the way to the master."""
-    # gloo would take the interface that the host's name resolves to, nccl the first: on one machine
-    # a port open to others, on several often the wrong one.
-    # A process of an elastic job begins alone in its world, also on several machines.
+    """Selects loopback for a single machine, else the interface that reaches the master."""
+    # By default gloo takes the interface of the host name, and nccl the first one: on one machine a
+    # port open to others, on several often the wrong one. A process of an elastic job begins in a
+    # world of one, even on several machines.
     if placement.one_machine and MACHINE_0 not in os.environ:
         loopback = _loopback()
         if loopback is not None:
-            # Ranks whose user chose another interface can do without loopback.
+            # Not needed if the user chose another interface.
             if "GLOO_SOCKET_IFNAME" not in os.environ:
                 require_loopback()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
-        # With `start_ranks`, MASTER_ADDR is loopback, where this machine's agent passes on.
+        # `start_ranks` sets MASTER_ADDR to loopback, where the agent forwards connections.
         master = os.environ.get(MACHINE_0, os.environ["MASTER_ADDR"])
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((master, 1))  # sends nothing, asks for the route
+                probe.connect((master, 1))  # sends nothing, only looks up the route
                 address = probe.getsockname()[0]
-        except OSError:  # an IPv6 address or a wrong name: left to the connection itself
+        except OSError:  # an IPv6 address or a wrong name: the connection itself reports it
             return
         names = (name for _, name in socket.if_nameindex())
         found = next((name for name in names if _address(name) == address), None)
         if found is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-            # Where NCCL's ranks meet; data goes by InfiniBand all the same, where there is any. It
-            # takes a name for the beginning of one, unless it comes after "=".
+            # NCCL bootstraps here; data still uses InfiniBand if there is any. NCCL matches a name
+            # as a prefix unless it follows "=".
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
 
 
@@ -263,7 +258,7 @@ def _loopback() -> str | None:
 
 
 def require_loopback() -> None:
-    """Requires a loopback interface, which is down in a new network namespace. Linux only."""
+    """Requires the loopback interface, which is down in a new network namespace. Linux only."""
     siocgifflags, iff_up = 0x8913, 1
     name = _loopback()
     if name is None or not sys.platform.startswith("linux"):
@@ -276,7 +271,6 @@ def require_loopback() -> None:
 
 
 def _address(interface: str) -> str | None:
-    """The interface's IPv4 address (Linux)."""
     siocgifaddr = 0x8915
     try:
         return socket.inet_ntoa(_ask(siocgifaddr, interface)[20:24])
@@ -285,6 +279,5 @@ def _address(interface: str) -> str | None:
 
 
 def _ask(request: int, interface: str) -> bytes:
-    """The kernel's answer to a request for an interface (Linux)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", interface.encode()[:15]))

@@ -1,12 +1,12 @@
-"""Forks ranks from a process that has imported torch: starting many costs little more than one.
+"""Forks ranks from a process that has imported torch, so that all ranks share one import.
 
     agent --exec--> fork server          fresh: one thread, no CUDA context
         |                    | imports torch
         |   commands ->      |--fork--> rank 0: runs the command as a new Python would
         |   <- exit codes    `--fork--> rank 1
 
-The server is a process of its own, so that ranks inherit nothing of the caller's: no thread, lock,
-file, random state or CUDA context. Linux only.
+The server is a separate process, so ranks inherit nothing from the caller: no thread, lock, file,
+random state or CUDA context. Linux only.
 """
 
 import atexit
@@ -28,24 +28,23 @@ from types import ModuleType, TracebackType
 from ddp_from_scratch.launch.environment import PARENT
 from ddp_from_scratch.launch.rank_process import die_with
 
-# What torch's optimizers import at their first call, which takes as long as torch itself.
+# torch's optimizers import this at their first call; it takes as long as importing torch.
 OPTIMIZERS = "torch._dynamo"
 
-_PATIENCE_S = 0.5  # for a server to end by itself
+_PATIENCE_S = 0.5  # for the server to exit by itself
 
-# The server imports this package from where the caller did, and then forgets the path: a rank
-# has the one that its own command would have.
+# The server imports this package from the caller's path and removes that path for its ranks.
 _PACKAGES = str(Path(__file__).parents[2])
 _SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from {} import serve; serve()"
 
 
 def can_fork(command: Sequence[str]) -> bool:
-    """True where ranks that run `command` may be forked: this Python, a script, -m or -c, Linux."""
+    """True if ranks that run `command` can be forked: this Python, a script, -m or -c, Linux."""
     if not hasattr(os, "pidfd_open") or len(command) < 2 or command[0] != sys.executable:
         return False
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except OSError:  # a kernel before 5.3
+    except OSError:  # a kernel older than 5.3
         return False
     if command[1] in ("-m", "-c"):
         return len(command) > 2
@@ -53,17 +52,14 @@ def can_fork(command: Sequence[str]) -> bool:
 
 
 class ForkServer:
-    """The caller's end of a fork server, which is started at once and ends with its caller.
-
-    The server imports torch and the modules of `preload` before it forks the first rank.
-    """
+    """The caller's end of a fork server, which imports torch and `preload` before any fork."""
 
     def __init__(self, preload: Sequence[str] = (OPTIMIZERS,)) -> None:
         self._connection, theirs = Pipe()
         self._ranks: list[ForkedRank] = []
-        # -N after signal N; None until it has ended before its ranks, as far as is known.
+        # The server's exit code if it has exited before its ranks (-N after signal N), else None.
         self.returncode: int | None = None
-        # `with`: while a copy of its end is open here, the server's death is no end of file.
+        # The `with` closes this copy, which would hide the end of file when the server dies.
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -72,21 +68,21 @@ class ForkServer:
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # The terminal's Ctrl-C is the agent's to pass on.
+                # The agent forwards the terminal's Ctrl-C.
                 start_new_session=True,
             )
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> "ForkedRank":
-        """Asks for a rank. Does not wait for it, nor for the server's imports."""
+        """Requests a rank. Waits neither for it nor for the server's imports."""
         rank = ForkedRank(self)
-        # A server that has ended is noticed in `receive`, as every rank's exit code.
+        # `receive` notices a server that has exited and gives every rank its exit code.
         with suppress(OSError):
             self._connection.send((len(self._ranks), list(command), dict(environ)))
         self._ranks.append(rank)
         return rank
 
     def receive(self, timeout: float | None = 0.0) -> None:
-        """Takes in the server's reports. Waits up to `timeout` seconds for the first."""
+        """Reads the server's reports. Waits up to `timeout` seconds for the first."""
         try:
             while self._connection.poll(timeout):
                 index, pid, code = self._connection.recv()
@@ -94,36 +90,35 @@ class ForkServer:
                 rank.pid = pid
                 if rank.returncode is None:
                     rank.returncode = code
-                timeout = 0.0  # the others have arrived already, or are not waited for
+                timeout = 0.0  # read only the reports that have arrived already
         except (EOFError, OSError):
-            # Ranks end with their server. It ends before them where it is killed or cannot import.
+            # Ranks end with their server, which ends first if it is killed or an import fails.
             self.returncode = self._process.wait() or -signal.SIGKILL
             for rank in self._ranks:
                 if rank.returncode is None:
                     rank.returncode = self.returncode
 
     def close(self) -> None:
-        """Ends the server, whose ranks have ended. Idempotent."""
+        """Ends the server after its ranks have ended. Idempotent."""
         self._connection.close()
-        # It answers at once, unless it is still importing.
+        # The server exits at once, unless it is still importing.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_PATIENCE_S)
         self.kill()
 
     def kill(self) -> None:
-        """Ends the server and all its ranks at once."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
 
 class ForkedRank:
-    """A rank, as an `agent.Child`."""
+    """A forked rank, as an `agent.Child`."""
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
-        self.pid: int | None = None  # until it has been forked
-        self.returncode: int | None = None  # until it has ended, as far as is known
+        self.pid: int | None = None  # None until the fork
+        self.returncode: int | None = None  # None until the server reports the exit
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -136,11 +131,11 @@ class ForkedRank:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal; any signal ends a rank that is not forked yet, and its server."""
+        """Sends a signal. If the rank is not forked yet, kills the server instead."""
         if self.poll() is not None:
             return
         if self.pid is None:
-            # The server would still fork it: there is no way to take the request back.
+            # The request cannot be withdrawn: the server would still fork the rank.
             self._server.kill()
             self.returncode = -number
         else:
@@ -151,27 +146,27 @@ class ForkedRank:
 
 
 def serve() -> None:
-    """Forks a rank for each command that comes, until the caller is gone; runs it in the rank."""
+    """Forks a rank for each command until the caller is gone; runs the command in the rank."""
     path, file, caller, *preload = sys.argv[1:]
     connection = Connection(int(file))
-    # A rank that is executed, not run in the fork, must not get it.
+    # A rank that calls `exec` must not inherit the connection.
     os.set_inheritable(connection.fileno(), False)
-    # Before the imports, which take seconds.
+    # Set before the imports, which take seconds.
     die_with(int(caller))
     for name in ("torch", *preload):
         import_module(name)
     sys.path.remove(path)
-    # Collecting garbage would write to pages with torch's objects, and so copy them in every rank.
+    # A collection would write to the pages of torch's objects, and so copy them in every rank.
     gc.collect()
     gc.freeze()
     _run(_serve(connection))
 
 
 def _serve(connection: Connection) -> list[str]:
-    """Forks ranks. Returns in each of them, with its command, and never in the server."""
+    """Forks ranks. Returns the command in each rank, and never returns in the server."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
-    running: dict[int, tuple[int, int]] = {}  # by pidfd: the caller's index and the process id
+    running: dict[int, tuple[int, int]] = {}  # pidfd: the caller's index and the process id
     safe = _can_run_in_a_fork()
     while True:
         for file, _ in poller.poll():
@@ -179,8 +174,7 @@ def _serve(connection: Connection) -> list[str]:
                 index, pid = running.pop(file)
                 poller.unregister(file)
                 os.close(file)
-                # Left a zombie until the server ends: its process id names no other process in the
-                # meantime, so that the caller's signal cannot reach one.
+                # A zombie keeps its process id, so the caller's signal reaches no other process.
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
                 assert ended is not None, "not WNOHANG"
                 exited = ended.si_code == os.CLD_EXITED
@@ -190,7 +184,7 @@ def _serve(connection: Connection) -> list[str]:
             try:
                 index, command, environ = connection.recv()
             except EOFError:
-                # Their processor time now counts as this process's, and so as the caller's.
+                # Reaping the ranks adds their CPU time to this process's, and so to the caller's.
                 with suppress(ChildProcessError):
                     while os.waitpid(-1, os.WNOHANG)[0]:
                         pass
@@ -198,7 +192,7 @@ def _serve(connection: Connection) -> list[str]:
             server = os.getpid()
             pid = os.fork()
             if pid == 0:
-                # The server's alone: a copy here would keep the caller from seeing its end.
+                # A copy of the connection in a rank would hide the server's exit from the caller.
                 connection.close()
                 for other in running:
                     os.close(other)
@@ -213,11 +207,10 @@ def _serve(connection: Connection) -> list[str]:
 
 
 def _can_run_in_a_fork() -> bool:
-    """False where a preloaded module has started a thread, or CUDA: a fork would lack its half."""
+    """False if a preloaded module has started a thread or CUDA, which do not survive a fork."""
     from ddp_from_scratch import gpu
 
-    # The threads of numpy's OpenBLAS are not counted: it ends them before each fork, such as this
-    # one, and starts others when it needs them.
+    # OpenBLAS's threads do not count: it ends them before a fork and restarts them when needed.
     trial = os.fork()
     if trial == 0:
         os._exit(gpu.is_in_bad_fork())
@@ -227,20 +220,20 @@ def _can_run_in_a_fork() -> bool:
 
 def _begin_rank(server: int, environ: dict[str, str]) -> None:
     die_with(server)
-    os.setsid()  # Ctrl-C reaches it once, through the agent
+    os.setsid()
     os.environ.clear()
     os.environ.update(environ)
     if PARENT in environ:
         os.environ[PARENT] = str(server)
-    # The last collection finds them again, or triton's classes would count as leaked.
+    # Unfreeze for the last collection, or triton's classes count as leaked.
     atexit.register(gc.unfreeze)
-    # Python's own generator is seeded at a fork, and torch's is the same in every new process.
+    # Python reseeds its own generator at a fork, and torch's is the same in every new process.
     if "numpy" in sys.modules:
         import_module("numpy.random").seed()
 
 
 def _run(command: list[str]) -> None:
-    """Runs a command as its interpreter would: `python -m NAME`, `python -c TEXT` or a file."""
+    """Runs a command as the interpreter would: `python -m NAME`, `python -c TEXT` or a file."""
     sys.orig_argv = command
     sys.excepthook = _print_traceback
     kind, *rest = command[1:]
@@ -251,7 +244,7 @@ def _run(command: list[str]) -> None:
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
-    # A new module: the server's own `__main__` has names that are not the command's.
+    # A new module, because the server's `__main__` has names that the command's has not.
     main = sys.modules["__main__"] = ModuleType("__main__")
     if kind == "-c":
         sys.argv = ["-c", *rest[1:]]
@@ -266,7 +259,7 @@ def _run(command: list[str]) -> None:
 def _print_traceback(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Prints a traceback without the server's frames, with which each one begins here."""
+    """Prints a traceback without the server's frames at its top."""
     while traceback is not None and traceback.tb_frame.f_code is not _run.__code__:
         traceback = traceback.tb_next
     traceback = traceback and traceback.tb_next

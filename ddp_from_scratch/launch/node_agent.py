@@ -1,4 +1,4 @@
-"""The agents of machines that are not machine 0; what they say to it is in `nodes.py`."""
+"""The agents of all machines except machine 0; `nodes.py` describes the messages between them."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ _SAY_AFTER_S = 1.0
 def arrive(
     store: "dist.Store", node: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
 ) -> int:
-    """Asks machine 0 to let this machine in; returns the ticket of this agent."""
+    """Asks machine 0 to admit this machine; returns the ticket of this agent."""
     arrival = {"node": node, "counts": list(counts), "elastic": elastic, "asked": dict(asked)}
     try:
         ticket: int = store.add("tickets", 1)
@@ -32,7 +32,7 @@ def arrive(
                 has_said = True
             time.sleep(EXCHANGE_S)
         text = store.get(f"answer {ticket}").decode()
-    except RuntimeError:  # the store has gone
+    except RuntimeError:  # the store is gone
         text = "the job ended before machine 0 let this machine in"
     if text:
         raise UsageError(text)
@@ -40,14 +40,14 @@ def arrive(
 
 
 class Link:
-    """The exchange with machine 0, in a thread: a call to a store that is gone does not return."""
+    """Exchanges reports and orders with machine 0, in a thread: a call to a lost store blocks."""
 
     def __init__(self, store: "dist.Store", ticket: int, timeout: float) -> None:
         self.ticket, self.timeout, self._store = ticket, timeout, store
-        self.job: dict[str, Any] | None = None  # what machine 0 has written last
+        self.job: dict[str, Any] | None = None  # the last job state that machine 0 has written
         self.report: dict[str, Any] = {"codes": {}, "signals": [], "failure": None, "ended": False}
-        self.heard = time.monotonic()  # when it last gave a sign of life
-        self.is_closed = False  # True once its store has gone
+        self.heard = time.monotonic()  # the time of machine 0's last heartbeat
+        self.is_closed = False  # True once machine 0's store is gone
         self._last = False
         self._thread = threading.Thread(target=self._talk, daemon=True)
         self._thread.start()
@@ -63,14 +63,14 @@ class Link:
         return reason
 
     def tell_failure(self, text: str) -> None:
-        self.report["failure"] = text  # it goes with the next one
+        self.report["failure"] = text  # sent with the next report
 
     def may_leave(self) -> bool:
         self.report["ended"] = True
         return self.is_closed or (self.job is not None and self.job["end"] is not None)
 
     def close(self, code: int) -> None:
-        """Sends a last report; gives up in a moment."""
+        """Sends a last report; gives up after a second."""
         self.report["ended"] = self._last = True
         self._thread.join(1.0)
 
@@ -82,13 +82,13 @@ class Link:
                 beat += 1
                 report = self.report | {"beat": beat, "left": last}
                 self._store.set(f"report {self.ticket}", json.dumps(report))
-                # Its answer says that the report has arrived.
+                # The reply confirms that the report has arrived.
                 if self._store.check(["job"]) and not last:
                     job = json.loads(self._store.get("job"))
                     if self.job is None or job["beat"] != self.job["beat"]:
                         self.heard = time.monotonic()
                     self.job = job
-            except RuntimeError:  # machine 0 has ended
+            except RuntimeError:  # machine 0's store is gone
                 self.is_closed = True
                 return
             if last:
@@ -97,7 +97,7 @@ class Link:
 
 
 class NodeAgent(Agent):
-    """The ranks of an elastic job, on a machine that is not machine 0."""
+    """The agent of an elastic job on a machine other than machine 0."""
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class NodeAgent(Agent):
         preload: Sequence[str] = (),
     ) -> None:
         super().__init__(command, environment, (), preload, link)
-        self._link, self._done = link, 0  # orders
+        self._link, self._done = link, 0  # orders obeyed so far
 
     def _watch(self) -> int:
-        """Obeys machine 0 until it ends the job; returns its exit code."""
+        """Obeys machine 0 until it ends the job; returns the exit code."""
         cut_off = False
         link = self._link
         while True:
@@ -127,7 +127,7 @@ class NodeAgent(Agent):
             cut_off = silence > LOST_S
             if self._ended_by:
                 return self._ended()
-            # Machine 0 passes the first one on, to all.
+            # Machine 0 forwards the first signal to all ranks.
             if len(self._received) > (0 if cut_off else 1):
                 return self._stopped()
             if link.job is not None and not cut_off:
@@ -151,8 +151,8 @@ class NodeAgent(Agent):
 
     def _report(self) -> None:
         codes = {member: child.poll() for member, child in self._children.items()}
-        # Where the fork server is lost, machine 0 is not told of the ranks, which it would replace
-        # here: it misses this machine, as one that was switched off.
+        # If the fork server is lost, machine 0 must not hear that its ranks are: it would replace
+        # them on this machine. It loses the whole machine instead, as if it were switched off.
         if not self._server_is_gone():
             self._link.report |= {"codes": codes, "signals": list(self._received)}
 

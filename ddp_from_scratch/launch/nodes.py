@@ -5,14 +5,14 @@
     Nodes   --- "job": a failure, the end, and orders -------------->   Link
             <-- "report 1": a failure, the end, and exit codes ------
 
-Each agent that comes has a ticket, which is in its keys: the second one of a machine gets none of
-the orders for the first.
+Each agent that arrives draws a ticket, which is part of its keys: a second agent on a machine gets
+none of the orders for the first.
 
-Where a failure ends all, each agent watches its own ranks, and passes failures on. In an elastic
-job machine 0 decides, and the others start and end ranks as it orders (`NodeAgent`). There a
-machine that does not answer for `LOST_S` is lost with its ranks; so is machine 0 for the others,
-which then end theirs. So never do two halves of a job continue side by side. No rank is started on
-a lost machine. When it answers again, or its agent is started again, it gets as many as before.
+In a job that is not elastic each agent watches its own ranks and reports failures. In an elastic
+job machine 0 decides, and the other agents (`NodeAgent`) start and end ranks on its orders. A
+machine without a heartbeat for `LOST_S` is lost with its ranks. If machine 0 has none, the other
+machines end their ranks, so two halves of a job never both continue. No rank starts on a lost
+machine. When the machine answers again or its agent is restarted, it gets as many ranks as before.
 """
 
 import json
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 LOST_S = 5.0
 EXCHANGE_S = 0.02
-_LAST_WORD_S = 2.0  # for the others to hear of a failure
+_LAST_WORD_S = 2.0  # for the other machines to hear of a failure
 
 
 class Node:
-    """Another machine, as its agent there reports of it."""
+    """Another machine, as its agent reports it."""
 
     def __init__(self, now: float, ticket: int | None = None) -> None:
-        # The ticket of its agent, None until that arrives; and the time of its last report.
+        # The ticket of its agent (None until the agent arrives) and the time of its last report.
         self.ticket, self.since = ticket, now
-        self.beat = self.signals = 0  # that have been read
+        self.beat = self.signals = 0  # the last heartbeat and the number of signals that were read
         self.orders: list[tuple[str, int, int]] = []
         self.ranks: dict[int, FarRank] = {}
-        # While it does not answer; once its ranks have ended; once its agent has left the store.
+        # lost: it does not answer. ended: its ranks have ended. left: its agent has left the store.
         self.lost = self.ended = self.left = False
 
     def is_heard(self, now: float) -> bool:
@@ -60,14 +60,14 @@ class FarRank:
         return self.code
 
     def wait(self) -> int:
-        """Its exit code, once it has ended or its machine is lost."""
+        """Returns the exit code once the rank has ended or its machine is lost."""
         while (code := self.poll()) is None and not self._node.lost:
             time.sleep(EXCHANGE_S)
         return -signal.SIGKILL if code is None else code
 
     def send_signal(self, number: int) -> None:
         if self._node.ticket is None:
-            # Nobody has started it yet.
+            # No agent has started this rank yet.
             self.code = -number
         self._node.orders.append(("signal", self._member, number))
 
@@ -76,11 +76,11 @@ class Nodes:
     """Machine 0's view of the other machines.
 
     Args:
-        store: that all reach.
-        counts: ranks of each machine.
-        elastic: the job continues without a lost machine.
+        store: one that all machines reach.
+        counts: number of ranks on each machine.
+        elastic: True if the job continues without a lost machine.
         asked: options that must be the same on all machines, by name.
-        timeout: seconds in which a machine must arrive (elastic jobs), or answer (others).
+        timeout: seconds in which a machine must arrive (elastic jobs) or answer (other jobs).
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Nodes:
         self._counts, self._at_start, self._timeout = list(counts), len(counts), timeout
         now = time.monotonic()
         self._nodes = {number: Node(now) for number in range(1, len(counts))}
-        # Agents that were not answered, by ticket, and since when; and the last ticket.
+        # The time of arrival of each ticket without an answer; and the last ticket.
         self._waiting: dict[int, float] = {}
         self._drawn = 0
-        self.signals: list[int] = []  # that stopped agents elsewhere; `ElasticAgent` takes them
+        self.signals: list[int] = []  # received by other agents; `ElasticAgent` takes them
         self._failure: str | None = None
         self._end: int | None = None
         self._exchanged = 0.0
@@ -118,7 +118,7 @@ class Nodes:
         return self.failure() is None and all(node.ended for node in self._nodes.values())
 
     def close(self, code: int) -> None:
-        """Tells the machines that the job has ended, and waits until they have left the store."""
+        """Announces the end of the job and waits until the other agents have left the store."""
         self._end = code
         until = time.monotonic() + (LOST_S if self._elastic else _LAST_WORD_S)
         while (now := time.monotonic()) <= until:
@@ -139,7 +139,7 @@ class Nodes:
         return node.ranks[member]
 
     def exchange(self) -> None:
-        """Reads all reports and writes the job's state, fifty times a second at most."""
+        """Reads all reports and writes the job's state, at most 50 times a second."""
         now = time.monotonic()
         if now - self._exchanged < EXCHANGE_S:
             return
@@ -157,21 +157,15 @@ class Nodes:
         self._write()
 
     def admit(self, most: int = 0, running: int = 0) -> list[int]:
-        """Admits the machines that have arrived, or says why not.
+        """Admits machines that have arrived; returns the machine of each rank to start.
 
-        Those that were not there at the start wait until the job has begun.
-
-        Args:
-            most: the most ranks that the job can use; 0 until it has begun.
-            running: its ranks.
-
-        Returns:
-            The machine of each rank that is to be started for one that comes late, or again.
+        The job has `running` ranks and can use `most`, 0 until it has begun. A machine that comes
+        late or again waits until then. Only such machines are in the result.
         """
         late: list[int] = []
 
         def start(number: int, count: int) -> str:
-            """Has ranks started there; returns why not, or ""."""
+            """Schedules `count` ranks on a machine; returns why not, or ""."""
             if running + len(late) + count > most:
                 return f"the job can use {most} ranks, and has {running + len(late)}"
             late.extend([number] * count)
@@ -188,7 +182,7 @@ class Nodes:
         self._drawn = drawn
         answers: dict[int, str] = {}
         for ticket, since in list(self._waiting.items()):
-            # One that was stopped between the two calls of `arrive` has left a ticket alone.
+            # An agent that was stopped between the two calls in `arrive` leaves only a ticket.
             if self._store.check([f"arrival {ticket}"]):
                 arrival = json.loads(self._store.get(f"arrival {ticket}"))
                 answer = self._answer(ticket, arrival, now, since, start if most else None)
@@ -196,7 +190,7 @@ class Nodes:
                     del self._waiting[ticket]
                     answers[ticket] = answer
         if answers:
-            # First: one that is let in looks there for its orders.
+            # Written before the answers: an admitted agent looks there for its orders.
             self._write()
         for ticket, text in answers.items():
             self._store.set(f"answer {ticket}", text)
@@ -210,30 +204,29 @@ class Nodes:
         since: float,
         start: Callable[[int, int], str] | None,
     ) -> str | None:
-        """Lets an agent in and returns "", or why it cannot come; None while it has to wait."""
+        """Admits an agent and returns "", or why it is refused; None while it has to wait."""
         number, counts = arrival["node"], arrival["counts"]
         node, is_late = self._nodes.get(number), now - since > LOST_S + 1
         refusal = self._refusal(number, counts, arrival["elastic"], arrival["asked"])
         if refusal is not None:
             if not self._elastic:
-                # Else the others would wait for this machine's ranks until their timeout.
+                # Otherwise the other ranks would wait for this machine's until their timeout.
                 there = refusal.partition(":")[0].replace(" here ", " there ")
                 self._failure = self._failure or f"machine {number}: {there}"
             return refusal
         if number > len(self._counts):
-            # The one before it may be on its way.
+            # The machine before it may still arrive.
             text = (
                 f"--node-rank is {number}, and the next machine that comes is {len(self._counts)}"
             )
             return text if is_late else None
         if node is not None and not node.lost:
             if node.ticket is not None:
-                # One that dies and comes back at once has not been missed yet.
+                # An agent that restarts at once is not lost yet.
                 text = f"--node-rank {number} was given on two machines"
                 return text if is_late or not self._elastic else None
             node.ticket, node.since = ticket, now
             return ""
-        # It is new, or was lost.
         if start is None:
             return None
         refusal = start(number, counts[number])
@@ -248,19 +241,19 @@ class Nodes:
     def _refusal(
         self, number: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
     ) -> str | None:
-        """Why an agent cannot come; None if it can."""
+        """Returns why an agent is refused; None if it is not."""
         if elastic != self._elastic:
             here, there = ("given" if mode else "not given" for mode in (elastic, self._elastic))
             return f"--elastic was {here} here and {there} on machine 0: it must be the same on all"
         node, there_are = self._nodes.get(number), len(self._counts)
-        # In an elastic job a machine that is new has its own count behind the others'; one that
-        # rejoins may not know of those after it.
+        # In an elastic job a new machine appends its own count to the list; one that rejoins may
+        # not know the counts of machines that came after it.
         expected = self._counts + list(counts[there_are : number + 1] if elastic else ())
         if list(counts) != expected[: len(counts)] or len(counts) < self._at_start:
             texts = (",".join(map(str, some)) for some in (counts, self._counts))
             return "--nproc is {} here and {} on machine 0: it must be equal".format(*texts)
         if node is None or node.ticket is not None or node.lost:
-            # At the start ranks compare them, and end together.
+            # At the start the ranks compare these options themselves, and end together.
             for name, value in self._asked.items():
                 if asked.get(name) != value:
                     return f"{name} is {asked.get(name)} here and {value} on machine 0"
@@ -287,7 +280,7 @@ class Nodes:
         say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
         for rank in node.ranks.values():
             if rank.code is None:
-                # Should only the way to it be gone.
+                # The rank may still run if only the network failed.
                 rank.send_signal(signal.SIGKILL)
                 rank.code = -signal.SIGKILL
 
@@ -302,5 +295,5 @@ class Nodes:
 
 
 def no_answer(machine: int, silence: float) -> str:
-    """Why a job ends that waited for a machine."""
+    """Returns the message of a job that has lost a machine."""
     return f"lost the other ranks: machine {machine} has not answered for {silence:.0f} s"

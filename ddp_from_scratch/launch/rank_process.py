@@ -1,4 +1,4 @@
-"""A rank's own process: it ends with its parent, at once, and prints its message once."""
+"""The process of a rank: it ends with its parent and prints an error once."""
 
 import atexit
 import ctypes
@@ -20,9 +20,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Has the system kill this rank when its launcher is gone. Linux only."""
+    """Makes the kernel kill this rank when its launcher exits. Linux only."""
     parent = os.environ.get(environment.PARENT)
-    # Not where no launcher waits for its ranks: one started by hand may outlive its shell.
+    # Without a launcher to wait for it, a rank started by hand may outlive its shell.
     launched = environment.launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
     if not sys.platform.startswith("linux") or (parent is None and not launched):
         return
@@ -30,16 +30,16 @@ def die_with_parent() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Has the system kill this process when its parent is gone. Linux only."""
+    """Makes the kernel kill this process when its parent exits. Linux only."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Looked up after and not before: a parent that ended in between has sent no signal.
+    # Checked afterwards: a parent that exited before the call has sent no signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def write_to_terminal() -> None:
-    """Has a rank of `start_mpirun` print to its terminal directly. A no-op elsewhere."""
-    # mpirun holds a line back until it is whole, and a progress bar never is.
+    """Connects the output of a rank of `start_mpirun` to its terminal. Otherwise a no-op."""
+    # mpirun buffers whole lines, and a progress bar never ends its line.
     for stream in (1, 2):
         path = os.environ.get(f"{environment.TERMINAL}{stream}")
         if path is not None:
@@ -50,7 +50,7 @@ def write_to_terminal() -> None:
 
 
 def run_to_exit(main: Callable[[], int]) -> NoReturn:
-    """Calls `main` and ends the process with the code that it returns.
+    """Calls `main` and exits with the code that it returns.
 
     ====================  ====  ================================================================
     what `main` did       code  what is printed
@@ -61,16 +61,16 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     any other exception   1     the traceback
     ====================  ====  ================================================================
 
-    A failing process ends without unwinding.
+    A failing process exits without unwinding.
     """
     try:
         code = main()
     except PeerError:
         code = 2
     except UsageError as error:
-        # Inside a group the ranks have agreed on who reports. Before it each is on its own, most
-        # often with the same mistake: rank 0 reports, and its exit has the launcher stop the
-        # others. One that is not stopped has a mistake of its own.
+        # Inside a group the ranks have agreed on who reports. Before that, most often all have the
+        # same error: the first rank reports it, and its exit makes the launcher stop the others. A
+        # rank that is still alive after 5 s has an error of its own.
         if _place()[1] == 1 and not environment.reports_errors():
             time.sleep(5.0)
         _say(f"error: {_printable(str(error))}")
@@ -92,23 +92,22 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         code = 1
     flush(sys.stdout)
     if code:
-        # MPI and gloo would wait in their destructors for peers that wait for this one. The
-        # launcher sees the code and stops the others.
+        # The destructors of MPI and gloo wait for peers, which wait for this rank.
         os._exit(code)
-    # MPI is finalised where Python takes its modules apart.
+    # MPI is finalised when Python tears down its modules.
     if environment.launcher() != "none" and "mpi4py" not in sys.modules:
         _end()
     sys.exit(0)
 
 
 def _end() -> NoReturn:
-    """Ends a process as Python does, but without taking its modules and objects apart.
+    """Exits as Python does, but without tearing down modules and objects.
 
-    In a forked rank that would write to every page of torch's objects, which are shared until then:
-    half a second of processor time for each rank. Only for our own program: another one may have
-    left a file unwritten. Processes of `multiprocessing` end like this, too.
+    In a forked rank the teardown would write to every page of torch's objects, which are shared
+    until then: half a second of CPU time per rank. `multiprocessing` exits like this, too. Only our
+    own program may: another one may have a file that is not written out yet.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # joins threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # joins all non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         flush(stream)
@@ -116,9 +115,8 @@ def _end() -> NoReturn:
 
 
 def is_communication_error(error: Exception) -> bool:
-    """True for an error that says only that some peer has gone. That one has said why."""
-    # gloo's errors are plain RuntimeErrors that begin with the place in its source, but for one
-    # that follows a timeout.
+    """True for an error that only says that a peer is gone. The peer itself has reported why."""
+    # gloo raises plain RuntimeErrors that begin with a place in its source, except after a timeout.
     said_by_gloo = r"\[[^]]*/gloo/|Gloo |Application timeout caused pair closure"
     if isinstance(error, RuntimeError) and re.match(said_by_gloo, str(error)):
         return True
@@ -128,7 +126,7 @@ def is_communication_error(error: Exception) -> bool:
     return isinstance(error, (CommunicationError, *([dist.DistError] if dist else [])))
 
 
-# All other errors of NCCL are this rank's own: no memory, a full /dev/shm, an old driver.
+# All other NCCL errors are this rank's own: out of memory, a full /dev/shm, an old driver.
 _PEER_GONE = r"(?i)remote *(error|process|peer)|aborted|connection (closed|reset)|broken pipe"
 
 
@@ -138,7 +136,7 @@ def _is_of_backend(error: Exception) -> bool:
 
 
 def _cause(text: str) -> str:
-    """What failed and why, in NCCL's words, from the text of torch's error."""
+    """Extracts what failed and why, in NCCL's words, from torch's error."""
     what, _, last = text.partition("Last error:")
     what = re.sub(r"NCCL error in: \S+, ", "NCCL: ", what.strip().partition("\n")[0])
     last = " ".join(last.split()).removeprefix("Error: ")
@@ -146,18 +144,18 @@ def _cause(text: str) -> str:
 
 
 def _distributed() -> Any:
-    # A process that only starts others never imports it: it takes longer than all they do here.
+    # A process that only starts ranks never imports it: the import takes longer than all its work.
     return sys.modules.get("torch.distributed")
 
 
 def _wait_to_be_stopped() -> None:
-    # The peer that failed reports, and its launcher ends this process meanwhile. Where all ranks
-    # notice at once (a timeout), the lowest reports first.
+    # The failed peer reports the error, and its launcher stops this process meanwhile. If all ranks
+    # notice at once (a timeout), the lowest rank reports first.
     time.sleep(2.0 + 0.2 * min(_place()[0], 10))
 
 
 def _place() -> tuple[int, int]:
-    """This rank's number in its group, and the group's size; before there is one, of itself."""
+    """Returns this rank and the size of its group; before there is a group, the size is 1."""
     dist = _distributed()
     if dist is not None and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -167,33 +165,32 @@ def _place() -> tuple[int, int]:
 
 
 def _printable(text: str) -> str:
-    """Makes one line of a text, whatever the user's words have in them."""
+    """Escapes what is not printable, so that a text with user input stays on one line."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _say(text: str) -> None:
-    """Prints to standard error, in red where that is a terminal."""
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     text = text.rstrip("\n")
     write_line(f"\033[31m{text}\033[0m" if colour else text, sys.stderr)
 
 
-# Standard output and error, which may be full, or a pipe that nobody reads any more --------------
+# Standard streams that are closed, full, or pipes without a reader --------------------------------
 
 
 def replace_closed_streams() -> None:
-    """Opens /dev/null for each standard stream that is closed (`>&-`)."""
+    """Opens /dev/null for each closed standard stream (`>&-`)."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            # It gets the lowest free number, so the stream's own. Else the next socket or file
-            # would, and with it all that is printed.
+            # /dev/null gets the lowest free file descriptor, which is the stream's. Otherwise the
+            # next socket or file would get it, and with it all output.
             stream = open(os.devnull, "r+")  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
 
 
 def write_line(text: str, stream: TextIO) -> None:
-    """Prints a line at once, or nothing where that fails."""
+    """Prints a line and flushes it; redirects the stream to /dev/null if that fails."""
     try:
         print(text, file=stream, flush=True)
     except OSError as error:
@@ -201,7 +198,7 @@ def write_line(text: str, stream: TextIO) -> None:
 
 
 def flush(stream: TextIO) -> None:
-    """Writes out the buffer, or drops it where that fails."""
+    """Flushes the buffer; redirects the stream to /dev/null if that fails."""
     try:
         stream.flush()
     except OSError as error:
@@ -209,8 +206,8 @@ def flush(stream: TextIO) -> None:
 
 
 def give_up(stream: TextIO, error: OSError) -> None:
-    """Sends the buffer, and all that follows, to /dev/null."""
-    # Under the stream's number: Python's buffer goes there at the next flush, and fails no more.
+    """Redirects a stream, with its buffer, to /dev/null."""
+    # At the stream's own file descriptor: Python's next flush of the buffer then succeeds.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

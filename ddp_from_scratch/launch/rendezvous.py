@@ -1,12 +1,12 @@
-"""How several machines meet without a launcher: a store on machine 0 for those with a secret.
+"""Lets several machines meet without a launcher: a store on machine 0, protected by a secret.
 
-Machine 0 keeps its store on loopback and opens a gate on the address that the others are given:
+Machine 0 keeps its store on loopback and opens a gate on the address that the other machines use:
 
     rank -> loopback -> its machine's agent  ==>  gate -> loopback -> store
                                             proof
 
-A connection begins with a challenge and a response in both directions (HMAC-SHA256). The rest of
-it is neither encrypted nor signed.
+Each connection begins with a challenge and a response in both directions (HMAC-SHA256). The data
+after that is neither encrypted nor signed.
 """
 
 import errno
@@ -33,37 +33,33 @@ SECRET = "DDP_SECRET"
 _LEAST_SECRET = 16  # characters
 
 _RETRY_S = 0.2  # between two attempts to reach machine 0
-# For each address of machine 0 to answer before the next is tried, and all of them again.
+# For each address of machine 0 to answer, before the next one is tried.
 _ATTEMPT_S = 5.0
 
 _GREETING = b"ddp_from_scratch rendezvous 1\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
-_PATIENCE_S = 10.0  # for a visitor's proof
-_PAUSE_S = 0.2  # from a failed `accept` to the next
+_PATIENCE_S = 10.0  # for a client's proof
+_PAUSE_S = 0.2  # between a failed `accept` and the next
 
 
 class Rendezvous:
-    """A store on machine 0 that the agents of several machines, and their ranks, all reach.
+    """A store on machine 0 for the agents and ranks of several machines.
 
-    Takes the arguments of `start_ranks`.
-
-    Attributes:
-        store: the store.
-        environment: for the ranks.
+    Takes the arguments of `start_ranks`. `environment` has variables for the ranks.
 
     Raises:
-        UsageError: the port is taken, `addr` is not machine 0's, is loopback there by another name
-            or does not answer as machine 0 does, or the secrets differ.
+        UsageError: the port is taken; `addr` is not an address of machine 0, is only a name for
+            loopback there, or does not answer as machine 0; or the secrets differ.
     """
 
     def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
         listening: int | None = None
         if node_rank == 0:
-            # First, since it may fail: only then is a new secret printed.
+            # May fail, so a new secret is printed only afterwards.
             self._listeners = _listen(addr, port)
             secret = _secret(node_rank, addr, port)
-            # On loopback: from outside the store is reached through the gate alone.
+            # The store listens on loopback only; other machines reach it through the gate.
             inside = socket.create_server(("127.0.0.1", 0))
             local: int = inside.getsockname()[1]
             listening = inside.detach()
@@ -91,7 +87,7 @@ class Rendezvous:
             wait_for_workers=False,
             master_listen_fd=listening,
         )
-        # The ranks are clients of this store, as they are of torchrun's agent.
+        # The ranks are clients of this store, like the ranks of torchrun's agent.
         self.environment = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(local),
@@ -101,16 +97,16 @@ class Rendezvous:
         }
 
     def close(self) -> None:
-        """Ends the connections. Idempotent."""
+        """Closes the listeners. Idempotent."""
         for listener in self._listeners:
-            # A thread that waits in `accept` would keep it open.
+            # Wakes the thread in `accept`, which would keep the socket open.
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
 
 
 def _secret(node_rank: int, addr: str, port: int) -> bytes:
-    """The user's secret. Where there is none, machine 0 makes one and prints it for the others."""
+    """Returns the user's secret. Without one, machine 0 makes one and prints it for the others."""
     secret = os.environ.get(SECRET)
     if secret is None:
         if node_rank > 0:
@@ -133,13 +129,13 @@ def _secret(node_rank: int, addr: str, port: int) -> bytes:
 
 
 def _listen(addr: str, port: int) -> list[socket.socket]:
-    """Listens on machine 0, at this address and no other."""
+    """Listens on machine 0, on this address only."""
     not_here = f"--master-addr must be an address of machine 0, which this is, got {addr}"
     try:
         found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
         raise UsageError(f"{not_here}, an unknown name") from None
-    # Debian gives a machine's own name the address 127.0.1.1, which no other machine reaches.
+    # Debian maps a machine's own name to 127.0.1.1, which no other machine can reach.
     hosts = [str(address[0]) for *_, address in found]
     on_purpose = addr in hosts or "localhost" in addr
     if not on_purpose and all(ipaddress.ip_address(host).is_loopback for host in hosts):
@@ -152,7 +148,7 @@ def _listen(addr: str, port: int) -> list[socket.socket]:
         try:
             listeners.append(socket.create_server(address, family=family))
         except OSError as error:
-            # Another machine's address, or one of a family that is off here: another may do.
+            # The address is another machine's, or its family is off here; the next may work.
             if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 continue
             problem = "is in use" if error.errno == errno.EADDRINUSE else "cannot be used"
@@ -166,7 +162,7 @@ def _listen(addr: str, port: int) -> list[socket.socket]:
 
 
 def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> tuple[str, int]:
-    """Waits for machine 0, which may be started last; returns the address that answers."""
+    """Waits for machine 0, which may start last; returns the address that answers."""
     end = time.monotonic() + timeout
     while True:
         try:
@@ -176,7 +172,7 @@ def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> tuple[
                 host, port, *_ = there.getpeername()
                 return host, port
         except StrangerError as error:
-            # Something is there already, so waiting does not help.
+            # Something else listens there already, so waiting does not help.
             raise UsageError(
                 f"{addr}:{port} does not answer as machine 0 does: {error}. Check {SECRET}, "
                 f"--master-addr and --master-port"
@@ -195,14 +191,14 @@ def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> tuple[
 
 
 class StrangerError(Exception):
-    """The other end does not speak as a machine of this job, or does not know its secret."""
+    """The other end is not a machine of this job, or does not know its secret."""
 
 
 def prove(connection: socket.socket, secret: bytes, end: float) -> None:
-    """Proves to machine 0 that this side knows the secret, and has machine 0 prove it, too.
+    """Proves to machine 0 that this side knows the secret, and verifies that machine 0 does.
 
-    Raises a StrangerError where something else answers or it refuses, an OSError where nothing
-    answers until `end`, on `time.monotonic`'s clock.
+    Raises a StrangerError if the other end refuses or is not machine 0, an OSError if nothing
+    answers before `end`, a time of `time.monotonic`.
     """
     mine = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_GREETING + mine)
@@ -230,15 +226,15 @@ def check(connection: socket.socket, secret: bytes) -> None:
     proof = _receive(connection, _PROOF_BYTES, end)
     if not hmac.compare_digest(proof, _proof(secret, b"machine", both)):
         raise StrangerError("it does not know the secret")
-    # Only now: a stranger gets no proof to work on.
+    # Sent last: a stranger gets no proof to work on.
     connection.sendall(_proof(secret, b"machine 0", both))
     connection.settimeout(None)
 
 
 def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
-    """Joins each visitor's connection, in threads, with the one that `onward` opens for it.
+    """Forwards each connection to the one that `onward` opens for it, in threads.
 
-    Until `listener` is closed. `onward` may raise OSError or StrangerError.
+    Runs until `listener` is closed. `onward` may raise OSError or StrangerError.
     """
 
     def accept() -> None:
@@ -246,8 +242,7 @@ def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.so
             try:
                 connection, _ = listener.accept()
             except OSError:
-                # Closed, which the loop notices. Or too many files are open, or the visitor has
-                # gone again: the pause keeps such errors from taking a core.
+                # A closed listener ends the loop; the pause keeps other errors from spinning.
                 time.sleep(_PAUSE_S)
                 continue
             _start(_join, connection, onward)
@@ -267,17 +262,17 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)
-    # Not `close`: the other direction's thread waits in `recv` on one of them, and this wakes it.
+    # `shutdown`, not `close`: it wakes the other direction's thread, which waits in `recv`.
     for end in (source, target):
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
 
 
 def _receive(connection: socket.socket, count: int, end: float) -> bytes:
-    """Receives `count` bytes, or fewer where the other end hung up."""
+    """Receives `count` bytes, or fewer if the other end hangs up."""
     received = b""
     while len(received) < count:
-        # A timeout of 0 would mean not to wait at all, and a negative one is refused.
+        # A timeout of 0 means non-blocking, and a negative one is refused.
         connection.settimeout(max(end - time.monotonic(), 0.01))
         data = connection.recv(count - len(received))
         if not data:
@@ -287,8 +282,8 @@ def _receive(connection: socket.socket, count: int, end: float) -> bytes:
 
 
 def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
-    # Over both ends' random numbers: a proof that was heard once is of no use later. With the name
-    # of its side: one that is sent back is not the other side's.
+    # Covers both ends' nonces, so that no proof can be replayed, and the name of the side, so that
+    # no proof can be reflected.
     return hmac.digest(secret, who + b"\0" + nonces, hashlib.sha256)
 
 

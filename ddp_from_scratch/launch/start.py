@@ -1,7 +1,4 @@
-"""Starts the ranks of one machine: `python run.py`, one such command on each of several machines.
-
-Used where no launcher is, and for mpirun. `agent.py` watches them.
-"""
+"""Starts the ranks of one machine, by itself or through mpirun; `agent.py` watches them."""
 
 import ctypes
 import fcntl
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 MAX_RESTARTS = 50_000
-# What most programs of ranks import, beside torch.
+# What most programs import, besides torch.
 _PRELOAD = ("ddp_from_scratch.world", "ddp_from_scratch.reducer", OPTIMIZERS)
 
 
@@ -55,43 +52,42 @@ def start_ranks(
     """Runs a command or a function once for each rank of this machine; waits for all of them.
 
     On one machine the ranks meet through a file that only this user can read, in a folder that is
-    removed at the end: no port is opened. On several, machine 0 listens on `master_port` of
-    `master_addr` and nowhere else, and talks to machines that know the job's secret: DDP_SECRET in
-    the environment of all, or what machine 0 prints for the others where it has none.
+    removed at the end; no port is opened. On several, machine 0 listens on `master_port` of
+    `master_addr` only, and accepts machines that know the job's secret. Set DDP_SECRET on all of
+    them, or copy the one that machine 0 prints.
 
-    On Linux, ranks of `[sys.executable, "program.py", ...]`, or of -m or -c in its place, are
-    forked from a process that has imported torch; any other command is executed.
+    On Linux, ranks of `[sys.executable, "program.py", ...]`, or with -m or -c in place of the file,
+    are forked from a process that has imported torch; any other command is executed.
 
-    The first rank that fails ends all others, on every machine, unless `max_restarts` is given: the
-    others then go on (`ddp.elastic`), and another process is started for it. Ctrl-C, SIGTERM,
-    SIGUSR1 and SIGHUP reach the ranks as SIGTERM, and they stop together; a second Ctrl-C or
-    SIGTERM kills them. SIGQUIT and SIGUSR2 end all ranks. SIGHUP that was ignored before (nohup)
-    stays so.
+    The first rank that fails ends all others, on every machine. With `max_restarts` the others
+    continue (`ddp.elastic`) and a new process replaces the failed one. Ctrl-C, SIGTERM, SIGUSR1 and
+    SIGHUP reach the ranks as SIGTERM, and they stop together; a second Ctrl-C or SIGTERM kills
+    them. SIGQUIT and SIGUSR2 end all ranks. SIGHUP stays ignored if it was before (nohup).
 
     Args:
-        command: program and arguments; each rank gets torchrun's variables in its environment. Or a
-            function without arguments (`functools.partial` binds some), also of a notebook: it runs
-            in new processes on copies of what it uses, and what it returns is dropped. A UsageError
-            that it raises is printed as one line, and ends all ranks with code 2.
+        command: a program and its arguments; each rank gets torchrun's variables. Or a function
+            without arguments (`functools.partial` binds some), which may be from a notebook. It
+            runs in new processes on copies of what it uses, and its result is dropped. If it raises
+            a UsageError, that prints as one line and ends all ranks with code 2.
         counts: number of processes on each machine.
         node_rank: this machine's position in `counts`.
-        master_addr: where machine 0 can be reached.
+        master_addr: an address of machine 0 that the others can reach.
         master_port: the port that machine 0 listens on.
-        timeout: seconds to wait for the other machines, and for a sign of life from them later.
-        preload: modules that are imported once, before ranks are forked.
-        max_restarts: processes that may be started in the place of failed ones (`elastic.py`), for
-            programs with `ddp.elastic`. Machine 0's counts. None ends all ranks when one fails.
-        asked: options, by name, that a machine that joins or rejoins must share.
+        timeout: seconds to wait for the other machines, and later for their heartbeats.
+        preload: modules to import once, before ranks are forked.
+        max_restarts: how many failed processes may be replaced (`elastic.py`), for programs that
+            use `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
+        asked: options, by name, that must match on a machine that joins or rejoins.
 
     Returns:
-        0 when every rank ended with 0, 128 + N after signal N, else the exit code of the first rank
-        that did not end well (128 + N when it was killed by signal N).
+        0 if every rank exited with 0; 128 + N after signal N; else the exit code of the first rank
+        that failed (128 + N if signal N killed it).
 
     Raises:
-        UsageError: the port is taken, machine 0 does not answer or refuses this machine, or the
-            machines were given different counts or secrets; a function cannot be sent
-            (see `_command_of`); a machine has no process; `max_restarts` is out of range;
-            this is not the main thread.
+        UsageError: the port is taken; machine 0 does not answer or refuses this machine; the
+            machines have different counts or secrets; a machine has no process; `max_restarts` is
+            out of range; the function cannot be sent (see `_command_of`); or this is not the main
+            thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
@@ -112,7 +108,7 @@ def start_ranks(
         common = {environment.PARENT: str(os.getpid()), environment.STARTED_HERE: "1"}
         store: FileStore | dist.Store = FileStore(folder)
         if len(counts) > 1:
-            # Here and not above: it imports torch, which an agent on one machine does without.
+            # Imports torch, which the agent of a single machine does without.
             from ddp_from_scratch.launch.rendezvous import Rendezvous
 
             rendezvous = Rendezvous(node_rank, master_addr, master_port, timeout)
@@ -129,7 +125,7 @@ def start_ranks(
             ranks = environment.rank_environments(counts, node_rank)
             here = range(len(ranks))
             return Agent(command, lambda at: common | ranks[at], here, preload, nodes or link).run()
-        # Each process is alone in its world until its first generation.
+        # Each process has a world of its own until its first generation.
         (alone,) = environment.rank_environments([1], 0)
 
         def environment_of(member: int) -> dict[str, str]:
@@ -148,14 +144,14 @@ def start_ranks(
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     """Runs `mpirun -n NPROC COMMAND` on this machine and waits for it.
 
-    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach the ranks as SIGUSR1; a second Ctrl-C ends them, and
+    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach the ranks as SIGUSR1. A second Ctrl-C ends them, and
     so do SIGQUIT and SIGUSR2.
 
     Returns:
         mpirun's exit code, which is that of the first rank that failed; 128 + N after signal N.
 
     Raises:
-        UsageError: there is no mpirun, or no interface that it could use.
+        UsageError: there is no mpirun, or the loopback interface is down.
     """
     environment.require_loopback()
     full, defaults = environment.mpirun_command(nproc, command)
@@ -170,8 +166,8 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
 class _MpirunAgent(Agent):
     """One child, mpirun, which watches the ranks itself."""
 
-    # mpirun hands SIGUSR1 on and otherwise ignores it. At any other signal Open MPI kills its ranks
-    # after 0.2 s, too early for them to have written a checkpoint, and has no setting for that.
+    # mpirun forwards SIGUSR1 and otherwise ignores it. After any other signal Open MPI kills its
+    # ranks 0.2 s later, too early for a checkpoint, and no setting changes that.
     ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 
     def _spawn(self, environ: dict[str, str]) -> Child:
@@ -181,15 +177,14 @@ class _MpirunAgent(Agent):
             env=environ,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            # mpirun cannot ask for it by itself, as ranks do in `die_with_parent`.
+            # Set here because mpirun cannot do it itself, as ranks do in `die_with_parent`.
             preexec_fn=lambda: libc and libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
         )
 
 
 # A function as a command --------------------------------------------------------------------------
 
-# The caller's path first: the function's modules are found through it. And its arguments, which the
-# function may parse.
+# Restores the caller's path, to import the function's modules, and its arguments.
 _CALL = (
     "import pickle, sys; path, sys.argv, function = pickle.load(open(sys.argv[1], 'rb')); "
     f"sys.path[:] = path; from {__name__} import call; call(function)"
@@ -199,8 +194,8 @@ _CALL = (
 def _command_of(function: Callable[[], Any], folder: Path) -> list[str]:
     """Writes the function to a file in `folder`; returns a command that reads and calls it.
 
-    A function of `__main__`, such as a notebook's, is written with its code and what it uses, by
-    cloudpickle; others by name.
+    cloudpickle writes a function of `__main__`, such as a notebook's, with its code and what it
+    uses; other functions are written by name.
     """
     inner: Any = function
     while isinstance(inner, partial):
@@ -222,7 +217,7 @@ def _command_of(function: Callable[[], Any], folder: Path) -> list[str]:
         dumps = pickle.dumps
     try:
         written = dumps(function)
-    except Exception as error:  # whatever an object raises that cannot be copied
+    except Exception as error:  # pickling may raise anything
         raise UsageError(
             f"start_ranks({name}): the function or what it uses cannot be sent to a process: "
             f"{error}; make that inside the function"
@@ -233,7 +228,7 @@ def _command_of(function: Callable[[], Any], folder: Path) -> list[str]:
 
 
 def call(written: bytes) -> None:
-    """Calls the function in a rank. A UsageError ends the rank as `run_to_exit` does."""
+    """Calls the function in a rank. A UsageError ends the rank as in `run_to_exit`."""
     try:
         pickle.loads(written)()
     except UsageError as error:
@@ -248,14 +243,14 @@ def call(written: bytes) -> None:
 # A private folder for the files of a run ----------------------------------------------------------
 
 _PREFIX = "ddp-run-"
-_NEW_S = 60.0  # a folder that is not older may not have been locked yet
+_NEW_S = 60.0  # a younger folder may not be locked yet
 
 
 @contextmanager
 def _run_folder() -> Iterator[Path]:
-    """Makes a folder that is removed at the end, and removes those of runs that were killed."""
+    """Makes a folder that is removed at the end, and removes those of killed runs."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's, or one that is in use
+        with suppress(OSError):  # another user's, or in use
             lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -267,7 +262,7 @@ def _run_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
         lock = os.open(name, os.O_RDONLY)
         try:
-            # The system drops it with this process, however that ends.
+            # The kernel drops the lock when this process ends.
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield Path(name)
         finally:

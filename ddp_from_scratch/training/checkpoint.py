@@ -1,9 +1,8 @@
-"""One file that a run can be continued from, bit for bit.
+"""Saves a run to one file and loads it again, so that it continues bit for bit.
 
     |<- torch.save's zip, all that torch.load reads ---->|<- "ddp sha256 " and 64 digits ->|
 
-A file with a checkpoint's name is a whole one whatever happened while it was written; the digest at
-its end detects later damage.
+A file gets its final name only when it is complete; the digest detects later damage.
 """
 
 import errno
@@ -31,7 +30,7 @@ from ddp_from_scratch.virtual_ranks.tree_reduction import generator_states, set_
 LOCK_FILE = ".lock"
 FORMAT = "ddp_from_scratch checkpoint"
 VERSION = 1
-# The newest, and one to go back to where that is damaged.
+# The newest, and one to fall back to if the newest is damaged.
 _KEEP = 2
 _MARK = b"ddp sha256 "
 _TRAILER = len(_MARK) + 2 * hashlib.sha256().digest_size
@@ -40,22 +39,22 @@ State = dict[str, Any]
 
 
 class UnreadableError(UsageError):
-    """A file whose bytes no run has written: truncated, damaged, or something else altogether."""
+    """A file that no run has written: truncated, damaged, or not a checkpoint at all."""
 
 
 def save(folder: Path, state: State) -> Path:
-    """Writes plain values and tensors as the newest checkpoint of `folder`; keeps the newest two.
+    """Writes plain values and tensors as the newest checkpoint in `folder`; keeps the newest two.
 
-    Raises a UsageError if the folder cannot be written to; what was there stays.
+    Raises a UsageError if the folder cannot be written to; older checkpoints stay.
     """
-    # Not numbered by its step: with another batch size a later one may have fewer behind it.
+    # Not numbered by step: with another batch size a later checkpoint may have fewer steps.
     number = max((_number(path) for path in files(folder)), default=0) + 1
     final = folder / f"checkpoint-{number:06d}.pt"
     temporary = final.with_suffix(".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A new file: one that is there may be a symbolic link, to any file of the user's. On the
-        # disk before it is renamed, so that a file of that name is never half a checkpoint.
+        # A new file, because an existing one may be a symbolic link. It is synced before the
+        # rename, so that a file of that name is never half a checkpoint.
         temporary.unlink(missing_ok=True)
         with temporary.open("x+b") as file:
             torch.save({"format": FORMAT, "version": VERSION} | state, file)
@@ -63,7 +62,7 @@ def save(folder: Path, state: State) -> Path:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(final)
-        # The new name must be on the disk, too, before an older checkpoint goes.
+        # The new name must also be on disk before an older checkpoint is removed.
         descriptor = os.open(folder, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
@@ -77,7 +76,7 @@ def save(folder: Path, state: State) -> Path:
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """The digest of the first `size` bytes, as text; leaves the position behind them."""
+    """Returns the hex digest of the first `size` bytes; leaves the position behind them."""
     file.seek(0)
     digest = hashlib.sha256()
     while size > 0 and (block := file.read(min(size, 2**20))):
@@ -87,12 +86,11 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 
 def _lock(folder: Path) -> TextIO | None:
-    """Locks a folder until the file is closed, or until this process ends, however it does."""
-    # The lock is the system's (`flock`), not the file, which stays. Appending, so that a loser does
-    # not empty the holder's text.
+    """Locks a folder until the file is closed or this process ends."""
+    # The lock is the `flock`, not the file, which stays. Append mode keeps the holder's text.
     path, flags = folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND
     try:
-        # A link could lead to any file of the user's, which would be emptied.
+        # A symbolic link could lead to any file of the user's, and would empty it.
         file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), "a+")
     except OSError as error:
         if error.errno != errno.ELOOP:
@@ -120,13 +118,13 @@ def _lock(folder: Path) -> TextIO | None:
 
 
 def prepare_folder(folder: Path, *, resume: str | None) -> TextIO | None:
-    """Makes the folder, locks it and tries to write there, before hours of work depend on it.
+    """Makes the folder, locks it and tests that it is writable, before hours of work depend on it.
 
-    Returns the file that holds the lock; None where the file system has no locks.
+    Returns the file that holds the lock; None if the file system has no locks.
 
     Raises:
         UsageError: it cannot be written to; another run holds it; or it has the checkpoints of a
-            run that this one does not continue, and that it would remove.
+            run that this one does not continue, and would remove.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +138,7 @@ def prepare_folder(folder: Path, *, resume: str | None) -> TextIO | None:
                 f"with --resume auto, or give another folder"
             )
         lock = _lock(folder)
-        # By a run that was killed. Under the lock: no other run is still writing one of them.
+        # Left by a killed run: under the lock no other run writes here.
         for left_behind in folder.glob("checkpoint-*.tmp"):
             left_behind.unlink()
     except OSError as error:
@@ -151,12 +149,12 @@ def prepare_folder(folder: Path, *, resume: str | None) -> TextIO | None:
 
 
 def load(path: Path) -> State:
-    """Reads a checkpoint to the CPU; nothing but plain values and tensors is ever unpickled.
+    """Reads a checkpoint to the CPU; unpickles nothing but plain values and tensors.
 
     Raises:
-        UnreadableError: a truncated or damaged file, one that is no checkpoint of this program, or
-            one with contents that no run writes.
-        UsageError: no such file, the system will not read it, or it is of a newer version.
+        UnreadableError: the file is truncated, damaged, not a checkpoint of this program, or has
+            contents that no run writes.
+        UsageError: the file is missing, the system cannot read it, or it has a newer version.
     """
     foreign = f"{path} is truncated, or is not a checkpoint of ddp_from_scratch"
     try:
@@ -175,7 +173,7 @@ def load(path: Path) -> State:
         raise UsageError(f"cannot read checkpoint {path}: {error.strerror}") from error
     except UnreadableError:
         raise
-    except Exception as error:  # noise that is unpickled may raise anything
+    except Exception as error:  # damaged data may raise anything
         raise UnreadableError(foreign) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UnreadableError(foreign)
@@ -194,7 +192,7 @@ def load(path: Path) -> State:
 
 
 def files(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first."""
+    """Lists the checkpoints in a folder, newest first."""
     names = folder.glob("checkpoint-*.pt")
     found = [path for path in names if re.fullmatch(r"checkpoint-\d+", path.stem)]
     return sorted(found, key=_number, reverse=True)
@@ -205,11 +203,11 @@ def _number(path: Path) -> int:
 
 
 def load_newest(folder: Path) -> tuple[Path, State, list[str]] | None:
-    """The newest checkpoint that is whole, and a line for each newer one that is not.
+    """Loads the newest intact checkpoint; also returns a message for each newer one.
 
-    Newer ones are renamed to `.unreadable`. Returns None when the folder holds no checkpoint. It is
-    a UsageError if none is whole, or if the system does not read one or it is of a newer version:
-    those may be whole, and stay as they are.
+    Renames the newer ones to `.unreadable`. Returns None if the folder has no checkpoint. Raises a
+    UsageError if none is intact, or if one cannot be read by the system or has a newer version:
+    that one may be intact, and stays.
     """
     unreadable: dict[Path, str] = {}
     for path in files(folder):
@@ -218,7 +216,8 @@ def load_newest(folder: Path) -> tuple[Path, State, list[str]] | None:
         except UnreadableError as error:
             unreadable[path] = str(error)
             continue
-        # Among the newest two they would have a whole one removed. Not before there is one.
+        # As one of the newest two, a damaged file would push out an intact one. Renamed only once
+        # an intact one is found.
         for damaged in unreadable:
             damaged.rename(damaged.with_suffix(".unreadable"))
         return path, state, list(unreadable.values())
@@ -230,10 +229,7 @@ def load_newest(folder: Path) -> tuple[Path, State, list[str]] | None:
 def find_checkpoint(
     settings: Settings, model_spec: dict[str, Any], model: nn.Module, report: Report
 ) -> State | None:
-    """The checkpoint to continue from; None where none is asked for, or `auto` finds none.
-
-    Raises a UsageError if it cannot be read, or does not fit this model.
-    """
+    """Loads the checkpoint to continue from, if any; a UsageError if it does not fit."""
     resume, folder = settings.resume, settings.checkpoint_dir
     if resume is None:
         return None
@@ -244,7 +240,7 @@ def find_checkpoint(
             return None
         path, state, complaints = newest
         for complaint in complaints:
-            report.warning(f"{complaint}; using {path.name} instead")  # the other was renamed
+            report.warning(f"{complaint}; using {path.name} instead")
     else:
         path = Path(resume)
         state = load(path)
@@ -267,15 +263,15 @@ def _describe(spec: dict[str, Any]) -> str:
 
 
 def rng_state() -> State:
-    """The state of this process's random generators: torch's, CUDA's, Python's and numpy's."""
+    """Returns the states of this process's random generators: torch, CUDA, Python and numpy."""
     cpu, cuda, python, (name, keys, *rest) = generator_states()
-    # As a tensor: a checkpoint is read without unpickling anything but those and plain values.
+    # As a tensor, because `load` unpickles only tensors and plain values.
     numpy = name, torch.from_numpy(np.array(keys, np.int64)), *rest
     return {"torch": cpu, "cuda": cuda, "python": python, "numpy": numpy}
 
 
 def set_rng_state(state: State) -> None:
-    """Puts the generators where `rng_state` found them."""
+    """Restores the generators to what `rng_state` has returned."""
     version, internal, gauss = state["python"]
     name, keys, *rest = state["numpy"]
     cuda = state["cuda"] if gpu.count() else None
@@ -284,8 +280,8 @@ def set_rng_state(state: State) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The system's own text for a failure, or else the error's."""
-    # Through the context: of a full disk torch says "unexpected pos 640".
+    """Returns the system's text for a failure, or else the error's own."""
+    # Search the context: for a full disk torch only says "unexpected pos 640".
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError) and found.strerror:

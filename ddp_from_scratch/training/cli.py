@@ -1,4 +1,4 @@
-"""The command line of `run.py`: its options, and the errors of those that do not fit."""
+"""Parses the command line of `run.py` and checks that its options fit together."""
 
 import argparse
 import difflib
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training.settings import GROUPS, Command, Settings, option_of
 
-# Settings that a test has a use for. All others must be left out with it.
+# Settings that `test` uses. It rejects all others.
 _OF_TEST = {
     *("backend", "dataset", "data_dir", "download", "batch_size", "precision", "workers"),
     *("threads", "timeout", "deterministic", "quiet"),
@@ -18,7 +18,7 @@ _OF_TEST = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with a mistake as one line like every other."""
+    """An ArgumentParser that raises a mistake as a UsageError of one line."""
 
     def parse_args(self, *given: Any, **options: Any) -> Any:
         found, unknown = self.parse_known_args(*given, **options)
@@ -35,10 +35,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> _Parser:
-    """The parser of a command line, made from the fields of `Command` and `Settings`.
+    """Makes the parser from the fields of `Command` and `Settings`.
 
-    `about` is the program's docstring, a sentence and then examples with run.py; `program` is what
-    stands behind `python`: a file, or -m and a module.
+    `about` is the program's docstring: a sentence, then examples with run.py. `program` is what
+    follows `python`: a file, or -m and a module.
     """
     about, _, examples = about.partition("\n\n")
     name = Path(program[0]).name
@@ -51,17 +51,17 @@ def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> _Parser:
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        # What was not given is not in the result. So an option that repeats its default counts.
+        # Options that were not given are absent, so one that repeats its default counts as given.
         argument_default=argparse.SUPPRESS,
     )
-    # Not `choices`: after an unknown option, its value would be what argparse complains about.
+    # With `choices` argparse would complain about the value of an unknown option.
     parser.add_argument(
         "command", nargs="?", default="train", metavar="train|test", help="default: train"
     )
     groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in GROUPS}
     batch = groups["training"].add_mutually_exclusive_group()
     for one in (*fields(Command), *fields(Settings)):
-        if not one.metadata:  # of `Command`, and no option
+        if not one.metadata:  # a field of `Command` that is no option
             continue
         text, how = one.metadata["help"], one.metadata["how"]
         if isinstance(one.default, bool) and not how:
@@ -76,13 +76,10 @@ def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> _Parser:
 def parse(
     arguments: Sequence[str], about: str, program: Sequence[str] = ("run.py",)
 ) -> tuple[Settings, Command]:
-    """The settings of the run, and what concerns its processes alone; see `make_parser`.
-
-    Raises a UsageError for an unknown option, a wrong value, or options that do not go together.
-    """
+    """Parses a command line; a UsageError for options that are wrong or do not go together."""
     given = vars(make_parser(about, program).parse_args(arguments))
     for name, value in given.items():
-        if value == []:  # argparse's own reading of --epochs=--
+        if value == []:  # what argparse makes of --epochs=--
             raise UsageError(f"argument {option_of(name)}: expected one argument; see --help")
     of_command, of_settings = (
         {one.name: given[one.name] for one in fields(kind) if one.name in given}

@@ -1,4 +1,4 @@
-"""Compressed gradients (`--compress`), and the state of the compression in a checkpoint."""
+"""Compresses gradients (`--compress`), and saves the state of the compression."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ Errors = dict[str, torch.Tensor]
 
 
 class Compression:
-    """Registers the comm hook that `--compress` names; without the option it does nothing.
+    """Registers the comm hook that `--compress` names; does nothing without the option.
 
-    bf16 and fp16 have no state. PowerSGD's is what each rank left out of earlier averages; it goes
+    bf16 and fp16 have no state. PowerSGD's state is the error that each rank feeds back; it travels
     to and from checkpoints over `group`, which takes CPU tensors.
     """
 
@@ -27,7 +27,7 @@ class Compression:
     ) -> None:
         self._reducer, self._group = reducer, group
         self._power_sgd: PowerSGDState | None = None
-        # The scale that PowerSGD's state is in, as the gradients before it.
+        # PowerSGD's state has the loss scale of the last gradients.
         self._loss_scale = 1.0
         if settings.compress in _HOOKS:
             reducer.register_comm_hook(None, _HOOKS[settings.compress])
@@ -40,17 +40,17 @@ class Compression:
         """Rescales PowerSGD's state to the loss scale of the next gradients."""
         if self._power_sgd is None:
             return
-        scale = scaler.get_scale()  # 1 where it is off
+        scale = scaler.get_scale()  # 1 if the scaler is disabled
         if scale != self._loss_scale:
-            # A power of two: not a bit is lost.
+            # The factor is a power of two, so rescaling is exact.
             self._power_sgd.rescale(scale / self._loss_scale)
             self._loss_scale = scale
 
     def state(self) -> dict[str, Any] | None:
-        """The state for a checkpoint: of all ranks on rank 0, None on the others. Collective."""
+        """Gathers all ranks' state on rank 0, for a checkpoint; None elsewhere. Collective."""
         if self._power_sgd is None:
             return None
-        # Of all ranks, since the bits of a continued run depend on each.
+        # Each rank's errors are needed: the bits of a resumed run depend on them.
         state = self._power_sgd.state_dict(self._reducer.module)
         mine = {name: error.cpu() for name, error in state["errors"].items()}
         first = dist.get_rank(self._group) == 0
@@ -61,10 +61,7 @@ class Compression:
     def restore(
         self, saved: dict[str, Any] | None, scaler: torch.amp.GradScaler, report: Report
     ) -> None:
-        """Goes on from `saved`, which rank 0 alone has. Collective.
-
-        Warns of a state that cannot be taken over. Other settings are reported elsewhere.
-        """
+        """Continues from `saved`, which only rank 0 has; warns if it cannot. Collective."""
         if self._power_sgd is None:
             if saved is not None:
                 report.warning("what PowerSGD left out of earlier averages is dropped")
@@ -76,7 +73,7 @@ class Compression:
             shared = [saved | {"errors": None}]
             world_size = dist.get_world_size(self._group)
             if len(errors) != world_size:
-                # Averages depend on nothing but the mean.
+                # Averages depend only on the mean.
                 report.warning(
                     "every rank begins with the mean of what PowerSGD left out on the "
                     f"{len(errors)} ranks before"
@@ -86,7 +83,7 @@ class Compression:
         dist.broadcast_object_list(shared, group_src=0, group=self._group)
         if shared[0] is None:
             return
-        # Each rank gets its own alone: together they are as large as the gradients of all ranks.
+        # Each rank gets only its own errors: all of them are as large as all ranks' gradients.
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, errors, 0, self._group)
         self._power_sgd.load_state_dict(self._reducer.module, shared[0] | {"errors": mine[0]})
@@ -94,7 +91,7 @@ class Compression:
         self.follow(scaler)
 
     def summary(self) -> str | None:
-        """One line on the share of the gradients that this rank sent; None without PowerSGD."""
+        """Reports the share of the gradients that this rank has sent; None without PowerSGD."""
         state = self._power_sgd
         if state is None or state.of == 0:
             return None

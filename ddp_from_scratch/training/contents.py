@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, checked before anything is built or allocated from them."""
+"""Checks the contents of a checkpoint before anything is built or allocated from them."""
 
 import math
 import random
@@ -14,8 +14,8 @@ from torch import nn
 from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.training.settings import Settings
 
-# What `_check` requires: keys; one of some types; a shape and dtype; a number that is not smaller.
-# None is checked elsewhere.
+# `_check` requires: the keys of a dict; a type in a set; a tensor's shape and dtype; at least a
+# number. It skips None.
 _SPEC = {"name": {str}, "channels": 1, "image_size": 1, "num_classes": 1}
 _SCALER = dict.fromkeys(("scale", "growth_factor", "backoff_factor"), 0.0)
 _SCALER |= {"growth_interval": 0, "_growth_tracker": 0}
@@ -35,16 +35,16 @@ _NUMPY_KEYS = torch.zeros(624, dtype=torch.int64)
 
 
 def check_contents(state: Mapping[str, Any]) -> None:
-    """Checks all that can be known without the model; a UsageError names what is wrong."""
+    """Checks what is known without the model; a UsageError names the fault."""
     _check(state, _LIKE)
     settings, buckets, everyone = state["settings"], state["buckets"], state["rng"]
-    # Another version's may lack some, and have others.
+    # Another version may lack some settings and have others.
     known = {name: _SETTINGS.get(name) for name in settings}
     _check(settings, dict.fromkeys(("dataset", "epochs")) | known, "settings")
-    # No run has more epochs behind it than it was asked for.
+    # No run finishes more epochs than it was asked for.
     _check(settings["epochs"], state["epoch"], "epochs")
     _expect(state["model_spec"].keys() == _SPEC.keys(), "model_spec has more than a model's")
-    # Empty but for fp16.
+    # Empty except with fp16.
     if state["scaler"] != {}:
         _check(state["scaler"], _SCALER, "scaler")
     if buckets is not None:
@@ -60,19 +60,19 @@ def check_contents(state: Mapping[str, Any]) -> None:
         _check(of_rank, _GENERATORS, name)
         try:
             _try_generators(of_rank, name)
-        except UsageError:  # which is a ValueError
+        except UsageError:  # also a ValueError
             raise
         except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"{name} cannot be used: {one_line(error)}") from error
 
 
 def _try_generators(of_rank: Mapping[str, Any], name: str) -> None:
-    """Sets new generators: the process's own stay as they are."""
+    """Tries the states on new generators; the process's own stay unchanged."""
     if of_rank["cuda"] is not None:
         _check(of_rank["cuda"], _CUDA_GENERATOR, f"cuda of {name}")
     torch.Generator().set_state(of_rank["torch"])
     version, internal, gauss = of_rank["python"]
-    # `setstate` does not look at them.
+    # `setstate` does not check these types.
     for number in internal:
         _check(number, {int}, f"python of {name}")
     _check(gauss, {float, NoneType}, f"python of {name}")
@@ -85,10 +85,7 @@ def _try_generators(of_rank: Mapping[str, Any], name: str) -> None:
 
 
 def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
-    """Checks that all tensors of a state, after `check_contents`, have this model's shapes.
-
-    The model may be on the meta device. A UsageError names what does not fit.
-    """
+    """Checks that all tensors of a state, after `check_contents`, have this model's shapes."""
     named, world_size = dict(model.named_parameters()), state["world_size"]
     _check(state["model"], dict.fromkeys(model.state_dict()), "the model")
     _check_some(state["model"], model.state_dict(), "the model")
@@ -96,7 +93,7 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
     _check(state["optimizer"], {"state": None}, "optimizer")
     _check(state["optimizer"]["state"], {}, "the optimizer's state")
     of_index = dict(enumerate(named.values()))
-    # A parameter may have no state yet, and its momentum may be None: not every one is required.
+    # A parameter may have no state yet, or a momentum of None, so none is required.
     for index, of_one in state["optimizer"]["state"].items():
         _expect(index in of_index, f"the optimizer has a state for parameter {_short(index)}")
         _check(of_one, {}, "the optimizer's state")
@@ -104,7 +101,7 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
         like = dict.fromkeys(momenta, of_index[index])
         _check_some(momenta, like, f"the optimizer's state of parameter {index}")
 
-    # The Reducer fills its buckets in this order, so each parameter must be there, once.
+    # The Reducer fills its buckets in this order, so it must name each parameter once.
     order = state["ready_order"]
     if order is not None:
         trainable = sorted(name for name, one in named.items() if one.requires_grad)
@@ -113,7 +110,7 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
             names and sorted(order) == trainable, "ready_order does not name each parameter once"
         )
 
-    # Each rank's PowerSGD errors, and the right factors.
+    # PowerSGD's errors of each rank, and its right factors.
     saved, name = state["compression"], "compression"
     if saved is None:
         return
@@ -126,7 +123,7 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
         _expect(of_rank.keys() == errors[0].keys(), f"{name} is of other parameters on each rank")
     for key, q in saved["qs"].items():
         _expect(key in named and isinstance(q, torch.Tensor), f"{name} has no {_short(key)}")
-        # On the meta device: a size that comes from the file must not allocate.
+        # On the meta device: a size from the file must not allocate.
         columns = named[key].numel() // max(1, named[key].shape[0])
         of_key = torch.empty(columns, q.shape[1] if q.dim() == 2 else 0, device="meta")
         _check(q, of_key, f"{name} of {key}")
@@ -153,11 +150,11 @@ def _check(value: Any, like: Any, name: str = "") -> None:
         expected = f"a tensor of {tuple(like.shape)} and {like.dtype}"
         right = isinstance(value, torch.Tensor) and not value.is_sparse
         right = right and (value.shape, value.dtype) == (like.shape, like.dtype)
-        # With memory for each element: an expanded one would claim any size at no cost.
+        # An expanded tensor would claim any size at no cost, so require memory for each element.
         right = right and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
     elif isinstance(like, set):
         expected = " or ".join(sorted(kind.__name__ for kind in like))
-        # By `type`: in Python True is an int, too. A whole number does for a float.
+        # `type`, not isinstance: True is an int, too. An int is valid for a float.
         right = type(value) in like or (type(value) is int and float in like)
     else:
         expected, most = f"{like:g} or more", math.inf if type(like) is float else 2**62
@@ -171,7 +168,7 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 
 def _short(value: Any) -> str:
-    """A value in a few words: all of its contents may be of any size."""
+    """Describes a value briefly, because its contents may be of any size."""
     if isinstance(value, torch.Tensor):
         return f"one of {tuple(value.shape)} and {value.dtype}"
     if isinstance(value, bool | int | float | str | None):

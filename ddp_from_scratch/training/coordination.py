@@ -1,4 +1,4 @@
-"""Ranks that begin alike and end together: one rank's mistake, loss or signal is known to all."""
+"""Makes ranks start alike and end together: all learn of one rank's mistake, loss or signal."""
 
 import hashlib
 import os
@@ -31,17 +31,17 @@ T = TypeVar("T")
 
 @contextmanager
 def together(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Makes every rank leave this block in the same way. Collective.
+    """Makes every rank leave the block in the same way. Collective.
 
-    Where any rank raised a UsageError inside, the lowest such rank raises its own and every other
-    one a PeerError.
+    If any rank raises a UsageError inside, the lowest such rank raises its own, and every other
+    rank a PeerError.
     """
     mine: UsageError | None = None
     try:
         yield
     except UsageError as error:
         mine = error
-    # Else the others would go on to wait for a rank that has gone.
+    # Otherwise the other ranks would wait for one that is gone.
     failed = torch.tensor([int(mine is not None)])
     wait(of_member(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True)))
     if not failed.item():
@@ -55,7 +55,7 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Calls `read` on rank 0; its result, or its UsageError, is that of every rank. Collective."""
+    """Calls `read` on rank 0 and gives every rank the result or the UsageError. Collective."""
     found: list[Any] = [None]
     with together(group):
         if dist.get_rank(group) == 0:
@@ -65,27 +65,27 @@ def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return value
 
 
-# Alike from the beginning -------------------------------------------------------------------------
+# The same start on all ranks ----------------------------------------------------------------------
 
 
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
-    """Compares the options of all ranks, then sets threads, determinism and seeds of this process.
+    """Compares the options of all ranks; sets the threads, determinism and seeds of this process.
 
-    `asked` holds more values, by name, that must be the same on all ranks; a UsageError on
-    every rank says what differs. Returns a group for CPU tensors.
+    `asked` holds further values, by name, that must be the same on all ranks. A UsageError on every
+    rank says what differs. Returns a group for CPU tensors.
     """
     group: Any = dist.group.WORLD
     if world.backend == "nccl":
-        # All that ranks exchange beside gradients must not wait for a GPU.
+        # What ranks exchange besides gradients must not wait for a GPU.
         timeout = timedelta(seconds=settings.timeout)
         group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
     require_alike(settings, group, asked)
     torch.set_num_threads(settings.threads)
     if settings.deterministic:
-        # cuBLAS repeats only with it.
+        # Without it cuBLAS is not deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Not without need: the call imports torch's compiler, which takes a second.
+    # Skipped if possible: the call imports torch's compiler, which takes a second.
     if settings.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(settings.deterministic)
     torch.backends.cudnn.benchmark = not settings.deterministic
@@ -96,13 +96,13 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
 def require_alike(
     settings: Settings, group: dist.ProcessGroup | None, asked: Mapping[str, str]
 ) -> None:
-    """Raises on every rank if versions, options or what else was asked for differ. Collective."""
-    # `asked` comes first in the message, and wins where both name an option.
+    """Raises on every rank if versions, options or the values in `asked` differ. Collective."""
+    # `asked` comes first in the message and overrides options of the same name.
     _require_same(versions() | dict(asked) | settings.to_compare() | dict(asked), group)
 
 
 def _require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
-    """Ends all ranks unless each was asked for the same, and names what differs. Collective."""
+    """Raises on every rank if the values differ, and names those that do. Collective."""
     everyone: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(asked), group=group)
     text = differences(everyone)
@@ -111,7 +111,7 @@ def _require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> 
 
 
 def differences(asked: Sequence[Mapping[str, str]]) -> str | None:
-    """Each value that some rank does not share with rank 0, as a line; None where there is none."""
+    """Describes on one line the values that differ from rank 0's; None if there are none."""
     found = []
     for name, value in asked[0].items():
         rank = next((r for r, theirs in enumerate(asked) if theirs.get(name) != value), None)
@@ -125,13 +125,13 @@ def differences(asked: Sequence[Mapping[str, str]]) -> str | None:
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions of the code that this rank runs."""
-    # Another torch may round, or communicate, in another way.
+    """Returns the versions of the code that this rank runs."""
+    # Another torch may round or communicate differently.
     source = hashlib.sha256()
     folder = Path(ddp_from_scratch.__file__).parent
     for file in sorted(folder.rglob("*.py")):
         source.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
-    installed = list(metadata.distributions(name="torchvision"))  # an extra
+    installed = list(metadata.distributions(name="torchvision"))  # optional
     return {
         "torch": torch.__version__,
         "torchvision": installed[0].version if installed else "none",
@@ -142,42 +142,42 @@ def versions() -> dict[str, str]:
 def open_dataset(
     name: str, settings: Settings, world: World, group: dist.ProcessGroup | None
 ) -> ImageData:
-    """The dataset, downloaded where asked by the first rank of each machine while others wait.
+    """Opens the dataset. With `--download`, the first rank of each machine fetches it first.
 
-    Raises on every rank, as `load_dataset`, or if the ranks' images are not the same.
+    Raises on every rank, as `load_dataset` does, or if the ranks' images differ.
     """
     with together(group):
         if settings.download and world.local_rank == 0:
             load_dataset(name, settings.data_dir, download=True)
     with together(group):
-        # By every rank, after the download: the first `together` is a barrier.
+        # The first `together` is a barrier, so the download is complete.
         data = load_dataset(name, settings.data_dir, download=False)
     _require_same({f"--dataset {name}": data.summary()}, group)
     return data
 
 
-# Known to all after the same step -----------------------------------------------------------------
+# What all ranks learn after the same step ---------------------------------------------------------
 
 
 class StopSignal:
-    """SIGINT, SIGTERM, SIGUSR1 and SIGHUP, acted on by all ranks after the same step.
+    """Makes all ranks act on SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the same step.
 
-    A launcher's signal reaches ranks at different steps. So ranks exchange in each step whether one
-    has come, over a group for CPU tensors (None: the default group): `ask` begins it before the
-    step, `answer` ends it after. Two other numbers travel along. Inside the `with` block a second
-    signal ends the process at once.
+    A launcher's signal reaches ranks at different steps. So in each step the ranks exchange whether
+    one has arrived: `ask` starts the exchange before the step, `answer` ends it after. Two other
+    numbers travel along. `group` takes CPU tensors (None: the default group). Inside the `with`
+    block a second signal ends the process at once.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._received = 0
-        # The signal's number and `also`: one all-reduce for all, whose MAX leaves the highest.
+        # The signal's number and `also`, in one all-reduce with MAX.
         self._flags = torch.zeros(3, dtype=torch.int64)
         self._handle: dist.Work | None = None
 
     def __enter__(self) -> "StopSignal":
-        # SIGUSR1 is the one that mpirun hands on without killing the ranks soon after, and that
-        # Slurm is commonly set to send before a job's time is up.
+        # mpirun forwards SIGUSR1 without killing the ranks soon after, and Slurm is commonly set to
+        # send it before a job's time is up.
         self._previous = {
             number: signal.signal(number, self._remember)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -189,7 +189,7 @@ class StopSignal:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._received and isinstance(error, Exception) and is_communication_error(error):
-            # Some rank ended before it could agree on a step with us: we end as asked, too.
+            # A rank exited before agreeing on a step with this one, which exits as asked, too.
             signal.signal(self._received, signal.SIG_DFL)
             os.kill(os.getpid(), self._received)
 
@@ -198,51 +198,50 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
     def drop(self) -> None:
-        """Drops an exchange that a lost rank broke off."""
-        # New: the broken one may still write to the old ones.
+        """Drops an exchange that a lost rank has aborted."""
+        # A new tensor: the aborted exchange may still write to the old one.
         self._flags, self._handle = torch.zeros_like(self._flags), None
 
     def ask(self, *also: int) -> None:
         """Starts the exchange of this step; `also` has at most two numbers."""
         self._flags.zero_()
         self._flags[: 1 + len(also)] = torch.tensor([self._received, *also])
-        # Asynchronous: the step hides it.
         self._handle = dist.all_reduce(
             self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True
         )
 
     def answer(self) -> tuple[int, int, int]:
-        """The highest signal number at any rank that asked (0: none), and the highest of `also`."""
+        """Waits for the highest signal number of all ranks (0: none) and the highest of `also`."""
         assert self._handle is not None, "answer() without ask()"
         wait(self._handle)
         number, first, second = self._flags.tolist()
         return number, first, second
 
 
-# An event as one number: a MAX leaves the earliest step, and of that the lowest rank; 0 is none.
+# An event as one number: MAX selects the earliest step, then the lowest rank; 0 means none.
 _STEPS, _RANKS = 2**42, 2**20
 
 
 def as_number(step: int, rank: int) -> int:
-    """The event "at this step on this rank"."""
+    """Encodes the event "at this step on this rank"."""
     return (_STEPS - step) * _RANKS - rank
 
 
 def place_of(number: int, steps_per_epoch: int) -> str:
-    """An event in words, with its epoch and step counted from 1."""
+    """Describes an event in words, with epoch and step counted from 1."""
     steps, rank = divmod(-number, _RANKS)
     epoch, step = divmod(_STEPS + steps, steps_per_epoch)
     return f"in epoch {epoch + 1}, step {step + 1}/{steps_per_epoch}, on rank {rank}"
 
 
 class LossWatch:
-    """Remembers the first step whose loss was not finite."""
+    """Remembers the first step with a loss that is not finite."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._first = torch.zeros((), dtype=torch.int64, device=device)
-        # On a GPU, a copy in the host's memory that lags behind by as many steps as the host runs
-        # ahead. Pinned, so that the copy is asynchronous; the event marks its end.
+        # On a GPU, a copy on the host, which lags by as many steps as the host runs ahead. Pinned
+        # memory makes the copy asynchronous; the event marks its end.
         self._arrived: torch.Tensor | None = None
         self._event: torch.Event | None = None
         if gpu.is_gpu(device):
@@ -252,15 +251,15 @@ class LossWatch:
     def see(self, loss: torch.Tensor, step: int) -> None:
         here = as_number(step, self._rank) * loss.detach().isfinite().logical_not()
         self._first = torch.maximum(self._first, here)
-        # One copy at a time: while the last is on its way, this step's find waits for a later one.
+        # One copy at a time: while one is in flight, a later step copies this one's result.
         if self._arrived is not None and self._event is not None and self._event.query():
             self._arrived.copy_(self._first, non_blocking=True)
             self._event.record()
 
     def known(self) -> int:
-        """`as_number` of the first such step, as far as it has arrived, or 0. Does not wait."""
+        """The `as_number` of the first such step if it has arrived, else 0. Does not wait."""
         return int(self._first if self._arrived is None else self._arrived)
 
     def settled(self) -> int:
-        """`as_number` of the first such step of all, or 0. Waits for the GPU."""
+        """The `as_number` of the first such step, or 0. Waits for the GPU."""
         return int(self._first)

@@ -1,7 +1,7 @@
-"""Images to train on: digits that ship with the package, torchvision's datasets, and noise.
+"""Opens datasets: digits that ship with the package, torchvision's datasets, and noise.
 
-No dataset augments at random, so image i is the same tensor whenever and wherever it is read, and a
-resumed run repeats, bit for bit, the run that was not stopped.
+No dataset uses random augmentation: image i is always the same tensor, so a resumed run matches an
+uninterrupted one bit for bit.
 """
 
 import os
@@ -30,7 +30,7 @@ NUM_CLASSES = 10  # of every dataset here
 
 @dataclass(frozen=True)
 class ImageData:
-    """A dataset in two parts that have a length, of `channels` x `image_size` x `image_size`."""
+    """A dataset in two sized parts, with images of `channels` x `image_size` x `image_size`."""
 
     train: Dataset[Sample]
     test: Dataset[Sample]
@@ -39,10 +39,10 @@ class ImageData:
     num_classes: int = NUM_CLASSES
 
     def summary(self) -> str:
-        """One line that differs for other images or labels."""
+        """Returns one line with a checksum of images and labels."""
         checksum = 0
         for part in (self.train, self.test):
-            # Noise has neither: it depends on the code alone, which ranks compare, too.
+            # Noise has neither: it depends only on the code, which ranks compare, too.
             for name in ("data", "targets"):
                 values = np.ascontiguousarray(getattr(part, name, ()))
                 checksum = zlib.crc32(values.data, checksum)
@@ -52,10 +52,10 @@ class ImageData:
 
 
 def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
-    """Opens a dataset; its images come normalised by a fixed mean and standard deviation.
+    """Opens a dataset; its images are normalised by a fixed mean and standard deviation.
 
-    `data_dir` is in torchvision's layout; digits and fake do without. `download` fetches missing
-    files: of several ranks on a machine let one call with True, and the others with False after it.
+    `data_dir` has torchvision's layout; digits and fake do not use it. `download` fetches missing
+    files: one rank of a machine calls with True first, then the others with False.
 
     Raises:
         UsageError: an unknown name; files that are missing, unreadable, truncated or corrupt; a
@@ -70,20 +70,20 @@ def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
     return _from_torchvision(name, data_dir.expanduser(), download)
 
 
-# Of our own ---------------------------------------------------------------------------------------
+# Our own ------------------------------------------------------------------------------------------
 
 DIGITS_DIR = Path(__file__).parent / "data" / "digits"
 _DIGITS_MEAN, _DIGITS_STD = (4.886 / 255,), (6.015 / 255,)  # their pixels are 0 to 16
 
 
 class _Digits(Dataset[Sample]):
-    """The shipped digits (their README.md says whose), in MNIST's format."""
+    """The digits in this package, in MNIST's format; their README.md names the source."""
 
     def __init__(self, part: str) -> None:
-        # uint8 pixels, N x 8 x 8, and int64 labels, N: torchvision's names.
+        # uint8 pixels (N x 8 x 8) and int64 labels (N), named as in torchvision.
         self.data = torch.from_numpy(_read_idx(DIGITS_DIR / f"{part}-images-idx3-ubyte"))
         self.targets = torch.from_numpy(_read_idx(DIGITS_DIR / f"{part}-labels-idx1-ubyte")).long()
-        # ToTensor's order of operations, which decides the bits.
+        # In ToTensor's order of operations, which decides the bits.
         pixels = self.data.unsqueeze(1).to(torch.float32).div(255)
         self._images = _normalize(pixels, _DIGITS_MEAN, _DIGITS_STD)
 
@@ -95,7 +95,7 @@ class _Digits(Dataset[Sample]):
 
 
 class _Noise(Dataset[Sample]):
-    """Images of uniform noise in CIFAR-10's shape, image i drawn with the seed `offset` + i."""
+    """Uniform noise in CIFAR-10's shape; the seed of image i is `offset` + i."""
 
     def __init__(self, size: int, offset: int = 0) -> None:
         self._size, self._offset = size, offset
@@ -104,7 +104,7 @@ class _Noise(Dataset[Sample]):
         return self._size
 
     def __getitem__(self, index: int) -> Sample:
-        # A new one for each image, which so does not depend on those read before it.
+        # A new generator, so that an image does not depend on those read before it.
         generator = torch.Generator().manual_seed(self._offset + index)
         image = torch.rand((3, 32, 32), generator=generator)
         label = int(torch.randint(NUM_CLASSES, (), generator=generator))
@@ -112,13 +112,13 @@ class _Noise(Dataset[Sample]):
 
 
 def _normalize(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    # First `sub`, then `div`: the bits of torchvision's Normalize.
+    # `sub` before `div`, for the bits of torchvision's Normalize.
     shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     return images.sub(shift).div(scale)
 
 
 def _read_idx(path: Path) -> np.ndarray:
-    """Reads the uint8 array of a file in MNIST's format: 0, 0, 8, dimensions, sizes, values."""
+    """Reads the uint8 array of an IDX file: 0, 0, 8, number of dimensions, sizes, values."""
     try:
         content = path.read_bytes()
         sizes = np.frombuffer(content, ">u4", count=content[3], offset=4)
@@ -135,7 +135,7 @@ def _read_idx(path: Path) -> np.ndarray:
 
 # torchvision's ------------------------------------------------------------------------------------
 
-# The reader, channels, image size, and the mean and deviation of the training pixels.
+# The reader, channels, image size, and the mean and standard deviation of the training pixels.
 _TORCHVISION: dict[str, tuple[str, int, int, tuple[float, ...], tuple[float, ...]]] = {
     "mnist": ("MNIST", 1, 28, (0.1307,), (0.3081,)),
     "fashion-mnist": ("FashionMNIST", 1, 28, (0.2860,), (0.3530,)),
@@ -143,20 +143,20 @@ _TORCHVISION: dict[str, tuple[str, int, int, tuple[float, ...], tuple[float, ...
 }
 _NETWORK_TIMEOUT_S = 30.0
 
-# What torchvision's readers raise on a file that is not whole. Not OSError: the file may be fine.
+# What torchvision's readers raise on a damaged file. Not OSError: the file may be intact.
 _CORRUPT = (
-    AssertionError,  # an IDX header with no such number of dimensions
+    AssertionError,  # an invalid number of dimensions in an IDX header
     EOFError,  # an empty pickle
-    KeyError,  # an IDX header with no such type
-    RuntimeError,  # IDX values that do not fill the header's dimensions; a wrong md5
+    KeyError,  # an unknown type in an IDX header
+    RuntimeError,  # IDX values that do not match the header's dimensions; a wrong md5
     TypeError,  # IDX values that are not bytes
-    ValueError,  # an IDX file without a header or without values; what `_check` finds
+    ValueError,  # an IDX file without header or values; what `_check` finds
     pickle.UnpicklingError,
 )
 
 
 def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
-    # Here and not above: torchvision takes longer to import than torch.
+    # Imported here because it takes longer than torch.
     with needs_extra("train"):
         from torchvision import datasets
         from torchvision.datasets.utils import check_integrity
@@ -184,7 +184,6 @@ def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
                 f"cannot read {name}: {error.filename}: {one_line(error)}; check its permissions"
             ) from error
         except _CORRUPT as error:
-            # Names the file that is damaged, if that is known.
             damaged = [path for path, md5 in files.items() if not check_integrity(path, md5)]
             problem, where = one_line(error), next(iter(files)).parent
             if damaged:
@@ -198,18 +197,18 @@ def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
 
 
 def _files(reader: Any, root: Path) -> dict[Path, str | None]:
-    """The files that torchvision's reader opens under `root`, each with its md5 if known."""
+    """Lists the files that torchvision's reader opens under `root`, each with its md5 if known."""
     if reader.__name__ == "CIFAR10":
         meta = reader.meta["filename"], reader.meta["md5"]
         listed = [*reader.train_list, *reader.test_list, meta]
         return {root / reader.base_folder / name: md5 for name, md5 in listed}
-    # The md5 that torchvision lists is the archive's, not the file's.
+    # torchvision lists the md5 of the archive, not of the file.
     folder = root / reader.__name__ / "raw"
     return {folder / Path(name).stem: None for name, _ in reader.resources}
 
 
 def _check(part: Any, image_size: int) -> None:
-    """Raises ValueError for the first fault of a part that torchvision could read."""
+    """Raises a ValueError for the first fault in a part that torchvision could read."""
     labels, size = torch.as_tensor(part.targets), (image_size, image_size)
     if len(part.data) != len(labels):
         raise ValueError(f"{len(part.data)} images but {len(labels)} labels")
@@ -221,11 +220,11 @@ def _check(part: Any, image_size: int) -> None:
 
 
 def _download(name: str, reader: Any, root: Path) -> None:
-    """Fetches the dataset into a folder of its own and moves missing files from there."""
-    # torchvision unpacks straight to the final name, and for MNIST then takes any file of that name
-    # for a whole one. Here a file gets its final name, by a rename, only after all were read.
+    """Downloads the dataset into a temporary folder and moves missing files from there."""
+    # torchvision unpacks to the final name directly, and trusts any MNIST file of that name. Here a
+    # file is renamed to its final name only after all files were read.
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # torchvision's connections have none
+    socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # torchvision sets none
     try:
         root.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=root, prefix=".download-") as folder:

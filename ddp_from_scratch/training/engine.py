@@ -1,4 +1,4 @@
-"""What trains on this rank: data, model, Reducer, optimizer; made, saved, restored, joined."""
+"""Makes what a rank trains with (data, model, Reducer, optimizer); saves and restores it."""
 
 import math
 from contextlib import ExitStack
@@ -39,24 +39,24 @@ _ASKED = {"the command": "train"}
 
 
 class Engine:
-    """All that a training run has on this rank, and its position: epoch and step.
+    """The state of a training run on this rank, and its position: epoch and step.
 
     1. Data: this rank's part.
     2. Model: built alike on every rank, then made equal to rank 0's.
-    3. Where to begin: at the start, or where a checkpoint left off.
+    3. Start: from the beginning, or from a checkpoint.
     4. Engine: the Reducer, which averages gradients, and the optimizer.
 
-    What cannot be had, such as the dataset, raises a UsageError on every rank.
+    A missing dataset or the like raises a UsageError on every rank.
     """
 
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
         group = prepare_process(settings, world, _ASKED)
-        # For CPU tensors. None is the default group, which --elastic replaces by others.
+        # For CPU tensors. None is the default group, which --elastic replaces.
         self.group = group if world.backend == "nccl" else None
         self.images = open_dataset(settings.dataset, settings, world, self.group)
-        # Held until `run` ends: another run would remove this one's checkpoints.
+        # Held until `run` ends, because another run would remove this one's checkpoints.
         self.lock = ExitStack()
         self.writes = False
         self.epoch = self.step = self.global_step = 0
@@ -69,42 +69,42 @@ class Engine:
                 convert_sync_batchnorm(self.model)
                 if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
                     raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
-            # With --elastic this process is alone until 3.
+            # With --elastic this process is alone until phase 3.
             self.membership = Membership(world, settings.virtual_ranks or 1, settings.timeout)
             if not self.membership.elastic:
                 self._open_outputs()
-        # 3. Where to begin
+        # 3. Start
         state, compressed = self._begin()
         # 4. Engine
         self._make_engine(state)
-        # Of this epoch, as `_count`: this rank's, and only sums over ranks leave this process; with
-        # --elastic those of all ranks, since a lost rank's cannot be asked for.
+        # This epoch's sums, as in `_count`: of this rank, or with --elastic of all ranks, since a
+        # lost rank cannot be asked for its own.
         self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
         self.losses = LossWatch(world.rank, world.device)
         self.reported_loss = False
         self.saved_as: Path | None = None
-        # When the group was left, and when there was another; None once that is reported.
+        # When this rank left the last group and when it joined the next; None once reported.
         self.regrouped: tuple[float, float] | None = None
         self.images_per_second = 0.0
         if state is not None:
             self._restore(state)
-            # Last: it sets PowerSGD's state to the restored scaler's scale.
+            # Last, because it sets PowerSGD's state to the restored scaler's scale.
             self.compression.restore(compressed, self.scaler, self.report)
         if settings.virtual_ranks is not None:
             self.reducer.set_step(self.global_step, settings.seed)
         self.membership.note_state()
 
     def _begin(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
-        """The state to begin with, and its "compression" on rank 0; None at the start. Collective.
+        """Returns the state to start from or None, and its "compression" on rank 0. Collective.
 
-        It comes from a checkpoint or, where this rank joins a run, from another rank.
+        A rank that joins a run gets another rank's state; otherwise it is that of a checkpoint.
         """
         while True:
             try:
                 if self.membership.elastic and (state := self._meet()) is not None:
                     return state, None
                 broadcast_parameters(self.model)
-                # From here on ranks draw different numbers: all have built the same model.
+                # From here on each rank draws its own random numbers: the models are already alike.
                 if self.settings.virtual_ranks is None:
                     seed_generators(self.settings.seed + self.world.rank)
                 return self._find_checkpoint()
@@ -118,7 +118,7 @@ class Engine:
             nonlocal compressed
             spec, model, report = self.data.model_spec, self.model, self.report
             state = checkpoint.find_checkpoint(settings, spec, model, report)
-            # Not for all: it is as large as the gradients, and no rank needs another's.
+            # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
             if state is not None:
                 compressed = state.pop("compression", None)
             return state
@@ -134,11 +134,11 @@ class Engine:
         return state, compressed
 
     def _open_outputs(self) -> None:
-        """Opens the folders of checkpoints and metrics, on rank 0, which alone writes."""
+        """Opens the folders for checkpoints and metrics on rank 0, the only rank that writes."""
         folder = self.settings.checkpoint_dir
         self.writes = self.world.rank == 0
         if folder is not None and self.writes:
-            # A rank that takes over goes on with the checkpoints of the one that was lost.
+            # A rank that takes over continues with the lost rank's checkpoints.
             resume = "auto" if self.membership.took_over else self.settings.resume
             lock = checkpoint.prepare_folder(folder, resume=resume)
             if lock is not None:
@@ -157,7 +157,7 @@ class Engine:
             **buckets_to_begin_with(settings, state, world.world_size),
             shared_memory=settings.shared_memory,
             gradient_as_bucket_view=True,
-            # Every part is judged by rank 0's running statistics.
+            # Evaluation uses rank 0's running statistics on every rank.
             broadcast_buffers=True,
             check_every=settings.check_sync or None,
             stall_after=settings.stall_after if settings.stall_after < math.inf else None,
@@ -178,13 +178,13 @@ class Engine:
         if settings.timeline is not None:
             steps = settings.timeline_steps or TIMELINE_STEPS
             self.timeline = Timeline(self.reducer, settings.timeline, steps)
-        # The scaler looks at averages, so an overflow on one rank is one on all: all skip the step.
+        # The scaler checks the averages, so an overflow on one rank makes all skip the step.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
 
     def _report_stragglers(self, found: StragglerReport) -> None:
         self.report.line(str(found))
         late = {"straggler_rank": found.rank, "straggler_ms": found.late_ms}
-        # Called in the last backward pass of a step, which is not counted yet.
+        # Called in the last backward pass of a step, before the step counts.
         self.metrics.log(
             self.global_step + 1,
             images_per_second=1e3 * self.data.global_batch_size / max(found.step_ms, 1e-3),
@@ -195,30 +195,30 @@ class Engine:
             **(late if found.is_late else {}),
         )
 
-    # Ranks that are lost, and others that join ----------------------------------------------------
+    # Ranks that are lost or join ----------------------------------------------------------------
 
     @property
     def _position(self) -> int:
-        """The number of steps and of ends of epochs that are behind this rank."""
+        """The number of finished steps plus the number of finished epochs."""
         return self.global_step + self.epoch
 
     def _lose(self, error: Exception) -> None:
-        """Leaves the group after the loss of a rank; raises any other error again."""
+        """Leaves the group after the loss of a rank; reraises any other error."""
         if not self.membership.elastic or not is_communication_error(error):
             self.membership.note_failure(self._position, error)
             raise error
         self.membership.lose(error)
 
     def _meet(self) -> checkpoint.State | None:
-        """Opens the next generation's group, and makes this rank one of it. Collective.
+        """Opens the next generation's group with this rank in it. Collective.
 
-        Returns the state of the rank that is ahead; None where all are equal or at the start.
+        Returns the state of the rank that is ahead; None if all are equal or at the start.
         """
         meeting = self.membership.meet(self._position)
         self.world = self.membership.world
         self.report.speaks = self.world.rank == 0
         if not self.world.one_machine:
-            # Until now each has seen its own machine's command alone.
+            # Until now each process has seen only its own machine's command.
             require_alike(self.settings, self.group, _ASKED)
         with together(self.group):
             self.data = RankData(self.images, self.settings, self.world)
@@ -235,12 +235,12 @@ class Engine:
     # Checkpoints --------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Writes a checkpoint where one is asked for. Collective."""
+        """Writes a checkpoint if one is asked for. Collective."""
         if self.settings.checkpoint_dir is None:
             return
-        # Gathered by all ranks first: inside `together` rank 0 works alone.
+        # Gathered first: inside `together` rank 0 works alone.
         generators: list[Any] = []
-        if self.settings.virtual_ranks is None:  # with virtual ranks they are seeded in each step
+        if self.settings.virtual_ranks is None:  # virtual ranks are seeded in each step
             generators = [None] * self.world.world_size
             dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
         compressed, totals = self.compression.state(), self._totals_of_all()
@@ -251,9 +251,9 @@ class Engine:
                 self.saved_as = checkpoint.save(folder, self._state() | of_all)
 
     def _state(self) -> checkpoint.State:
-        """The part of a checkpoint that is alike on every rank."""
+        """Returns the part of a checkpoint that is the same on every rank."""
         batch, buckets = self.data.global_batch_size, None
-        if self.reducer.bucket_cap_mb is not None:  # None where "auto" has not settled
+        if self.reducer.bucket_cap_mb is not None:  # None while "auto" is still searching
             buckets = {"bucket_cap_mb": self.reducer.bucket_cap_mb, "overlap": self.reducer.overlap}
         return {
             "model": self.model.state_dict(),
@@ -272,24 +272,24 @@ class Engine:
 
     def _restore(self, state: checkpoint.State) -> None:
         self.model.load_state_dict(state["model"])
-        # Settings decide on momentum and weight decay, as they do on all else.
+        # Momentum and weight decay come from the settings, like all else.
         groups = {"param_groups": self.optimizer.state_dict()["param_groups"]}
         self.optimizer.load_state_dict(state["optimizer"] | groups)
-        if state["scaler"]:  # empty where the precision was another
+        if state["scaler"]:  # empty if the precision was another
             self.scaler.load_state_dict(state["scaler"])
         self.epoch = state["epoch"]
-        # With another global batch: images that do not fill one count as not seen yet.
+        # If the global batch size has changed, images that do not fill a batch count as unseen.
         self.step = min(state["images"] // self.data.global_batch_size, self.data.steps_per_epoch)
         self.global_step = self.epoch * self.data.steps_per_epoch + self.step
-        # The totals are of all ranks: on one of them, the sum stays right.
+        # The saved totals are those of all ranks: restored on one rank, their sum stays right.
         if (self.world.rank == 0 or self.membership.elastic) and self.step == state["step"]:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank])
 
     def _totals_of_all(self) -> torch.Tensor:
-        """The sums of all ranks' totals. Collective."""
-        # A copy: later steps need this rank's own.
+        """Returns the sum of all ranks' totals. Collective."""
+        # A copy, because later steps need this rank's own.
         totals = self.totals.clone()
         if not self.membership.elastic:
             dist.all_reduce(totals)
@@ -299,11 +299,11 @@ class Engine:
 def buckets_to_begin_with(
     settings: Settings, state: checkpoint.State | None, world_size: int
 ) -> dict[str, Any]:
-    """`bucket_cap_mb` and `overlap` of the Reducer: as asked for, or as "auto" chose before."""
+    """Returns the Reducer's `bucket_cap_mb` and `overlap`: as given, or as "auto" chose before."""
     if settings.bucket_cap_mb == AUTO and state is not None:
-        # None where the run was stopped before it had found them: they are looked for again.
+        # None if the run stopped before the search had ended: it then starts again.
         before: dict[str, Any] | None = state.get("buckets")
-        # With other settings or another number of ranks other buckets may be the best.
+        # Other settings or another number of ranks may make other buckets the best.
         same = state["world_size"] == world_size and not settings.changes_since(state["settings"])
         if same and before is not None:
             return before

@@ -1,4 +1,4 @@
-"""Accuracy of a model on a test set that is shared out over the ranks, each image once."""
+"""Computes a model's accuracy on a test set that the ranks share out, each image once."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,13 +31,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: str) -> float:
-    """The share of right answers over all ranks' images. Collective: one all-reduce at the end.
+    """Returns the share of correct predictions over all ranks' images. Collective: one all-reduce.
 
-    The model is the same on every rank, buffers included, and left in evaluation mode. The loader
+    The model is the same on every rank, buffers included, and stays in evaluation mode. The loader
     has this rank's images (float32, N x C x H x W) and labels (int64, N), and may be empty.
     """
     model.eval()
-    # Summed on the device, and all-reduced once: ranks may have different numbers of batches.
+    # One all-reduce at the end, because ranks may have different numbers of batches.
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for images, labels in loader:
         labels = labels.to(world.device, non_blocking=True)
@@ -51,23 +51,23 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
 
 
 def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    """The model of a checkpoint, on every rank, and the checkpoint's other contents. Collective.
+    """Loads a checkpoint's model on every rank; also returns its other contents. Collective.
 
-    Rank 0 reads the file, so it need not be on every machine. A file that is no checkpoint, or does
-    not fit its own model, is a UsageError on every rank.
+    Only rank 0 reads the file. A file that is not a checkpoint, or does not fit its own model, is a
+    UsageError on every rank.
     """
 
     def read() -> checkpoint.State:
         state = checkpoint.load(path)
         wrong = f"{path} does not fit its own model {state['model_spec']['name']}"
         try:
-            # Without memory: a size in the file could ask for any amount.
+            # Allocate nothing: a size in the file could ask for any amount.
             with torch.device("meta"):
                 shell = make_model(**state["model_spec"])
             check_fit(state, shell)
-        except UsageError as error:  # which is a ValueError, and has a reason of its own
+        except UsageError as error:  # also a ValueError, with a reason of its own
             raise UsageError(f"{wrong}: {error}") from error
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # a size beyond all
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # an absurd size
             raise UsageError(
                 f"{wrong}, it was written by another version of torchvision or of this program: "
                 f"{str(error).splitlines()[0]}"
@@ -84,10 +84,10 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
 
 
 def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
-    """Prints the test accuracy of a saved model; without a dataset, on that of its training.
+    """Prints a saved model's test accuracy, by default on the dataset of its training.
 
-    Collective. Settings that concern training are not used. Raises a UsageError on every rank for a
-    checkpoint that is not there, or images that the model was not made for.
+    Collective. Ignores settings for training. Raises a UsageError on every rank for a missing
+    checkpoint, or images that the model was not made for.
     """
     asked = {"the command": "test", "--dataset": dataset or "not given"}
     group = prepare_process(settings, world, asked)

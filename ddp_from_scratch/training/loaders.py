@@ -1,7 +1,7 @@
 """Deals a dataset out to the ranks: shuffled parts to train on, exact parts to test on.
 
-Neither loader touches the global random generators, so that a checkpoint of those is all that a
-resumed run needs to repeat the old one.
+Neither loader touches the global random generators, so a resumed run needs only a checkpoint of
+those to repeat the old one.
 """
 
 import os
@@ -26,22 +26,21 @@ from ddp_from_scratch.world import World
 
 
 class _Sampler(DistributedSampler[int]):
-    """torch's DistributedSampler, shuffling, with a position that an epoch can start from.
+    """A shuffling DistributedSampler whose epochs can start at any batch.
 
-    The permutation of an epoch depends on the seed and the epoch alone, and is dealt out like
-    cards, here to 2 ranks in batches of 3:
+    The permutation of an epoch depends only on the seed and the epoch. It is dealt out like cards,
+    here to 2 ranks in batches of 3:
 
         position            0           1           2       left over
         permutation   | a b c d e f | g h i j k l | m n o p q r | s t
         rank 0          a   c   e     g   i   k     m   o   q
         rank 1            b   d   f     h   j   l     n   p   r
 
-    So step i of an epoch sees the same images on any number of ranks, as long as the global batch
-    is as large. What is left over differs from epoch to epoch.
+    So step i of an epoch sees the same images on any number of ranks with the same global batch
+    size. The images left over differ from epoch to epoch.
 
-    With `--virtual-ranks` they are dealt to virtual ranks and not to ranks, and a rank has the
-    batches of its virtual ranks in turn: in each step `accumulate` of the first, then as many of
-    the next.
+    With `--virtual-ranks` the images are dealt to virtual ranks, and a rank gets the batches of its
+    virtual ranks in turn: in each step `accumulate` of the first, then as many of the next.
     """
 
     def __init__(self, dataset: Dataset[Any], settings: Settings, world: World) -> None:
@@ -49,13 +48,12 @@ class _Sampler(DistributedSampler[int]):
         super().__init__(dataset, parts, world.rank, seed=settings.seed, drop_last=True)
         self.batch_size = settings.rank_batch_size(world.world_size)
         self.batches_per_epoch = self.num_samples // self.batch_size
-        self.start_batch = 0  # of an epoch; earlier ones are not loaded
+        self.start_batch = 0  # of an epoch; earlier batches are not loaded
         self._mine, self._at_once = [world.rank], 1
         if settings.virtual_ranks is not None:
             self._mine = list(virtual_rank_range(parts, world.rank, world.world_size)[::-1])
             self._at_once = settings.accumulate
-        # Of each virtual rank's images. Those that do not fill a batch, or a step of virtual ranks,
-        # are left out.
+        # Images that do not fill a batch, or a step, are left out at the end.
         self._end = self.batches_per_epoch // self._at_once * self._at_once * self.batch_size
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -65,7 +63,7 @@ class _Sampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         of_each = []
         for part in self._mine:
-            self.rank = part  # which torch's sampler deals to
+            self.rank = part  # the rank that torch's sampler deals to
             of_each.append(list(super().__iter__()))
         size = self._at_once * self.batch_size
         begins = range(self.start_batch * self.batch_size, self._end, size)
@@ -78,13 +76,13 @@ class _Sampler(DistributedSampler[int]):
 def make_loader(
     dataset: Dataset[Sample], settings: Settings, world: World, *, train: bool
 ) -> DataLoader[Sample]:
-    """The loader of this rank's images; a batch is float32 (N, C, H, W) and int64 labels (N,).
+    """Returns the loader of this rank's images; a batch is float32 (N, C, H, W) and int64 (N,).
 
     To train: shuffled, by `_Sampler`; `len(loader)` counts the batches left in the epoch, and
-    images that do not fill a global batch are left out of it. To test: every world_size-th image,
-    in order, starting with image `rank`. These parts hold each image once, so sums over
-    ranks are exact. They differ in length by up to one image, and may be empty: a rank must not
-    communicate once a batch.
+    images that do not fill a global batch are left out. To test: every world_size-th image, in
+    order, starting with image `rank`. These parts hold each image once, so sums over ranks are
+    exact. Their lengths differ by up to one image and may be 0, so a rank must not communicate in
+    each batch.
     """
     size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
     sampler: Iterable[int] = range(world.rank, size, world.world_size)
@@ -99,13 +97,13 @@ def make_loader(
                 f"{parts} {of}, got {size} images; use a smaller batch size or fewer {of}"
             )
         sampler = _Sampler(dataset, settings, world)
-    # DataLoader draws a base seed even without workers: from here, not from the global generator.
-    # A worker seeds torch, numpy and random from base seed + worker id, so each rank needs its own.
+    # DataLoader draws a base seed even without workers, so it gets a generator of its own. A worker
+    # seeds torch, numpy and random with base seed + worker id, so the seed depends on the rank.
     seeds = np.random.SeedSequence((settings.seed, world.rank)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(seeds[0]))
     workers, context = settings.workers, None
     if workers:
-        # Not fork: a child inherits the locks of MPI and CUDA, but not their threads.
+        # Not fork, where a child inherits the locks of MPI and CUDA, but not their threads.
         context = multiprocessing.get_context("forkserver")
         _start_fork_server(type(dataset).__module__)
     return DataLoader(
@@ -114,11 +112,10 @@ def make_loader(
         sampler=sampler,
         num_workers=workers,
         pin_memory=gpu.is_gpu(world.device),
-        # Images are dropped: the average weighs every rank alike, so all need equally many
-        # batches of one size. Padding, DistributedSampler's default, would count some images
-        # twice, and end every epoch on a small batch, on which batch norm may fail.
+        # The average weighs all ranks equally, so all need the same number of batches of one size.
+        # Padding, DistributedSampler's default, would count some images twice and end each epoch on
+        # a small batch, on which batch norm may fail.
         drop_last=train,
-        # Started once and not in each epoch.
         persistent_workers=workers > 0,
         worker_init_fn=_begin_worker,
         multiprocessing_context=context,
@@ -127,16 +124,16 @@ def make_loader(
 
 
 def _start_fork_server(preload: str) -> None:
-    """Starts the process that this rank's workers are forked from. A no-op when it runs already."""
-    # It imports torch once, and not once a worker.
+    """Starts the process that forks this rank's workers. A no-op if it already runs."""
+    # It imports torch once, not once per worker.
     forkserver.set_forkserver_preload([preload])
     if threading.current_thread() is not threading.main_thread():
         # Only the main thread may change a signal's handler.
         forkserver.ensure_running()
         return
-    # The server must ignore them, as it ignores Ctrl-C anyway: a launcher sends them to all
-    # processes of a rank, which finishes its step and saves first, and workers end with their
-    # server. A signal ignored here stays so there; its workers get torch's handler for it.
+    # The server must ignore these signals, as it already ignores Ctrl-C. A launcher sends them to
+    # all processes of a rank, which first finishes its step and saves, while workers end with their
+    # server. The server keeps ignoring them; its workers get torch's handler.
     stops = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in stops}
     try:
@@ -147,11 +144,11 @@ def _start_fork_server(preload: str) -> None:
 
 
 def _begin_worker(worker_id: int) -> None:
-    """Ties a worker's end to its rank's, and to nothing else."""
-    # Out of the rank's process group, neither Ctrl-C nor a launcher's SIGTERM ends it early.
+    """Makes a worker end with its rank, and not before."""
+    # In its own process group: neither Ctrl-C nor a launcher's SIGTERM ends it early.
     os.setpgrp()
-    # torch's own watch is on the parent, the fork server, which in turn stays while it has workers:
-    # all of them would outlive a killed rank.
+    # torch watches the parent, which is the fork server, and the server lives as long as its
+    # workers: all of them would outlive a killed rank.
     rank = parent_process()
     assert rank is not None
 
@@ -163,10 +160,7 @@ def _begin_worker(worker_id: int) -> None:
 
 
 class RankData:
-    """The loaders of one rank. Does not communicate.
-
-    Raises a UsageError if the batch size does not fit the ranks, or the images fill no step.
-    """
+    """The loaders of one rank; a UsageError if images and ranks do not fit. No communication."""
 
     def __init__(self, data: ImageData, settings: Settings, world: World) -> None:
         if settings.virtual_ranks is not None and settings.virtual_ranks < world.world_size:
@@ -178,16 +172,15 @@ class RankData:
         self.test = make_loader(data.test, settings, world, train=False)
         assert isinstance(self.train.sampler, _Sampler)
         self.sampler = self.train.sampler
-        # Equal on all ranks: each gets as many batches, all of the same size.
+        # Equal on all ranks, as is the size of the batches.
         batches = self.sampler.batches_per_epoch
         if batches < settings.accumulate:
             raise UsageError(
                 f"--accumulate {settings.accumulate} is more than the {batches} batches of an epoch"
             )
         parts = settings.parts(world.world_size)
-        # Images of all ranks in an optimizer step.
         self.global_batch_size = self.sampler.batch_size * parts * settings.accumulate
-        # Batches that do not fill a step are left out, as images that do not fill a batch.
+        # Batches that do not fill a step are left out, like images that do not fill a batch.
         self.steps_per_epoch = batches // settings.accumulate
         self.model_spec: dict[str, Any] = {
             "name": settings.model,

@@ -37,7 +37,7 @@ class Trainer(Engine):
                 except Exception as error:  # noqa: BLE001  # raised again where it ends the run
                     left = time.monotonic()
                     if self.membership.elastic:
-                        # What they have under way would hold the lost group's connections.
+                        # Unfinished collectives would hold the lost group's connections.
                         stop.drop()
                         self.reducer.abort_step()
                     self._lose(error)
@@ -69,14 +69,14 @@ class Trainer(Engine):
         return 0
 
     def _train(self, stop: StopSignal) -> tuple[int, float]:
-        """Trains from the present position to the end; the signal that stopped it, the accuracy."""
+        """Trains to the end; returns the signal that stopped the run (or 0) and the accuracy."""
         number, test_accuracy = 0, None
         if self.membership.changed and self.epoch and not self.step:
-            # A rank may have been lost while the last one was written.
+            # A rank may have been lost while the last checkpoint was written.
             self._save()
         while self.epoch < self.settings.epochs and not number:
             number = self._train_epoch(stop)
-            # The last steps' losses, which no step has exchanged. Before a checkpoint.
+            # Exchange the last steps' losses before the checkpoint.
             stop.ask(self.losses.settled())
             self._answer(stop)
             if not number:
@@ -90,7 +90,7 @@ class Trainer(Engine):
             place = f"epoch {self.epoch + 1}, step {self.step}/{self.data.steps_per_epoch}"
             self.report.result(f"stopped in {place}; {saved}")
             self.metrics.close()
-            # No rank may end before rank 0 has written: its launcher may end the others.
+            # No rank may exit before rank 0 has saved: the launcher may then end the others.
             dist.barrier(group=self.group)
             return number, math.nan
         if test_accuracy is None:  # resumed after the last epoch
@@ -111,18 +111,18 @@ class Trainer(Engine):
             self.report.line("no picture: that takes matplotlib (pip install matplotlib)")
 
     def _train_epoch(self, stop: StopSignal) -> int:
-        """Trains to the epoch's end; returns the number of the signal that broke it off, or 0."""
+        """Trains to the end of the epoch; returns the signal that stopped it, or 0."""
         self.model.train()
         self.data.sampler.set_epoch(self.epoch, self.step * self.settings.accumulate)
         first, began = self.step, time.monotonic()
         batches = iter(self.data.train)
         title = f"epoch {self.epoch + 1}/{self.settings.epochs}"
         for _ in self.report.progress(range(first, self.data.steps_per_epoch), title):
-            # The step hides this exchange, which so has the losses of earlier steps alone.
+            # Overlaps with the step, so it has the losses of earlier steps only.
             stop.ask(self.losses.known(), self.membership.is_over)
             self._step(batches)
             if self.regrouped is not None:
-                # Behind the first step of the new group.
+                # After the first step in the new group.
                 (left, met), self.regrouped = self.regrouped, None
                 ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
                 self.report.line(
@@ -151,18 +151,17 @@ class Trainer(Engine):
             totals = torch.zeros_like(self.totals)
 
             def run(_virtual_rank: int) -> None:
-                # All at once: in lock step other virtual ranks draw theirs in the middle of this
-                # one.
+                # Drawn first: in lock step other virtual ranks draw theirs during this one.
                 own = [next(batches) for _ in range(settings.accumulate)]
                 totals.add_(self._backward(iter(own)))
 
             self.reducer.run_virtual_ranks(run)
         if self.membership.elastic:
             wait(of_member(dist.all_reduce(totals, async_op=True)))
-        # Nothing communicates from here on: a step that a lost rank breaks off changes nothing.
+        # Nothing communicates from here on, so a step that a lost rank aborts changes nothing.
         self.totals += totals
         self.scaler.step(self.optimizer)
-        # After the update: the next gradients come with the new scale.
+        # After the update: the next gradients have the new scale.
         self.scaler.update()
         self.compression.follow(self.scaler)
         self.step += 1
@@ -175,26 +174,26 @@ class Trainer(Engine):
         totals = torch.zeros_like(self.totals)
         for remaining in reversed(range(settings.accumulate)):
             images, labels = (t.to(device, non_blocking=True) for t in next(batches))
-            # Only the last backward pass sends: the gradients of all are in .grad by then.
+            # Only the last backward pass communicates: .grad then holds the sum of all passes.
             with self.reducer.no_sync() if remaining else nullcontext():
                 with torch.autocast(device.type, dtype, dtype != torch.float32):
                     outputs = self.model(images)
                     loss = cross_entropy(outputs, labels)
-                # Divided here, since gradients of several backward passes add up.
+                # Divided here, because gradients of several backward passes add up.
                 self.scaler.scale(loss / settings.accumulate).backward()
             totals += _count(loss, outputs, labels)
             self.losses.see(loss, self.global_step)
         return totals
 
     def _answer(self, stop: StopSignal) -> int:
-        """Ends an exchange and acts on its loss; returns the signal's number, or 0."""
+        """Ends an exchange and acts on its loss; returns the number of the signal, or 0."""
         number, not_finite, is_over = stop.answer()
         if not_finite and not self.reported_loss:
             self.reported_loss = True
             place = place_of(not_finite, self.data.steps_per_epoch)
             if self.settings.stop_on_nan:
                 self.metrics.close()
-                # All ranks are here in the same step, so one alone says it.
+                # All ranks raise in the same step, so only rank 0 reports.
                 error = UsageError if self.world.rank == 0 else PeerError
                 raise error(
                     f"the loss is not finite {place}: a smaller --lr may help; --resume auto "
@@ -229,7 +228,7 @@ class Trainer(Engine):
             checksum = check_sync(self.model, self.group, optimizers=[self.optimizer])
             ranks = self.world.world_size
             self.report.result(f"parameters {checksum}, bit-identical on {ranks} ranks")
-        # Before the checkpoint, which a resumed run begins the next epoch from.
+        # Set before the checkpoint, from which a resumed run starts the next epoch.
         self.epoch, self.step = self.epoch + 1, 0
         self.totals.zero_()
         self._save()
@@ -239,7 +238,7 @@ class Trainer(Engine):
         return accuracy(self.model, self.data.test, self.world, self.settings.precision)
 
     def _regroup(self, left: float) -> None:
-        """Continues with the ranks that are left, from the last step that any of them finished."""
+        """Continues with the remaining ranks from the last step that any of them finished."""
         while True:
             try:
                 state = self._meet()
@@ -254,9 +253,9 @@ class Trainer(Engine):
 
 @torch.no_grad()
 def _count(loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of losses, number of right answers, number of images; float64, on the device."""
+    """Returns the sum of losses, correct predictions and images; float64, on the device."""
     correct = (outputs.argmax(1) == labels).sum()
     count = torch.full_like(correct, len(labels))
-    # In multiples of 2**-20, which add up exactly to 2**33, whatever rank has which virtual ranks.
+    # Multiples of 2**-20 add up exactly, up to 2**33, whichever rank has which virtual ranks.
     total = (loss.double() * len(labels) * 2**20).round() / 2**20
     return torch.stack([total, correct.double(), count.double()])

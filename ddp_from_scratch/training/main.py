@@ -13,7 +13,7 @@ Examples:
     python run.py test --checkpoint FILE         the test accuracy of a saved model
 """
 
-# Imports torch only in a process that trains: --help and the parent of the ranks do without.
+# Imports torch only in a process that trains, not for --help or in the parent of the ranks.
 
 import sys
 from collections.abc import Sequence
@@ -31,16 +31,16 @@ _TRAINER = "ddp_from_scratch.training.loop"
 def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit code. Raises a UsageError for a wrong option.
 
-    `program` is what stands behind `python`: a file, or -m and a module. Ranks are started with it.
+    `program` is what follows `python`: a file, or -m and a module. It also starts the ranks.
     """
     settings, options = parse(arguments, str(__doc__), program)
     with needs_extra("train"):
-        import tqdm  # noqa: F401  # before any rank is started, which would report it each
+        import tqdm  # noqa: F401  # before any rank starts: each would report that it is missing
     if settings.elastic and settings.virtual_ranks is None:
-        # The same in each rank, which reads the same command line.
+        # Equal on all ranks, which read the same command line.
         least = sum(_counts(settings, options))
         settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
-    # A job's interactive shell, as `srun --pty bash` gives it, is a step with a single task.
+    # The interactive shell of `srun --pty bash` is a step with a single task.
     in_slurm_shell = (
         environment.launcher() == "srun" and environment.started() == 1 and options.nproc
     )
@@ -61,7 +61,6 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
                     f"{environment.launcher()} has started this process already: leave it out"
                 )
 
-    # Imported here, in a process that trains or tests.
     from ddp_from_scratch.training.evaluate import test
     from ddp_from_scratch.training.loop import Trainer
     from ddp_from_scratch.world import process_group
@@ -71,13 +70,13 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
             assert options.checkpoint is not None, "`parse` has seen it"
             test(settings, options.dataset, options.checkpoint, world)
             return 0
-        # As a shell reports a signal's end. Every rank returns the same.
+        # As a shell reports it. Every rank returns the same.
         number = Trainer(settings, world).run()
         return 128 + number if number else 0
 
 
 def _start(settings: Settings, options: Command, command: Sequence[str]) -> int | None:
-    """Starts the ranks; None where this process is the only one."""
+    """Starts the ranks; None if this process is the only one."""
     backend, counts = settings.backend, _counts(settings, options)
     if len(counts) > 1:
         if backend == "mpi":
@@ -116,7 +115,6 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         options.master_addr or "127.0.0.1",
         options.master_port or 29500,
         settings.timeout,
-        # Imported once, before ranks are forked from the process that has it.
         preload=[_TRAINER],
         max_restarts=allowed if settings.elastic else None,
         asked=asked,

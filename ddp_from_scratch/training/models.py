@@ -1,4 +1,4 @@
-"""Classifiers for images of any size: a small CNN, an MLP, and torchvision's by name."""
+"""Builds classifiers for images of any size: a small CNN, an MLP, or a torchvision model."""
 
 import difflib
 from collections import OrderedDict
@@ -10,21 +10,20 @@ from torch import nn
 from ddp_from_scratch.errors import UsageError, needs_extra, one_line
 from ddp_from_scratch.training.settings import MODELS
 
-# The images are enlarged to the first of these that the architecture can take.
+# Images are enlarged to the first of these sizes that the architecture accepts.
 _SIZES = (32, 64, 96, 112, 128, 224, 299)
 
 
 def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -> nn.Module:
     """Builds an untrained model for float images (batch, channels, image_size, image_size).
 
-    Its output is (batch, num_classes), unnormalised. The weights are drawn from the global
-    generator. A torchvision model gets a first convolution with that many channels and, where the
-    images are too small for it, an enlargement in front. Raises a UsageError for an unknown name.
+    The output is (batch, num_classes), unnormalised. The global generator draws the weights. A
+    torchvision model gets a first convolution for that many channels and, if the images are too
+    small for it, an upsampling layer in front. Raises a UsageError for an unknown name.
     """
     if name == "cnn":
         return _cnn(channels, image_size, num_classes)
     if name == "mlp":
-        # Two hidden layers of 256.
         return nn.Sequential(
             nn.Flatten(),
             nn.Linear(channels * image_size**2, 256),
@@ -33,7 +32,7 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
             nn.ReLU(inplace=True),
             nn.Linear(256, num_classes),
         )
-    # Here and not above: it takes longer to import than torch.
+    # Imported here because it takes longer than torch.
     with needs_extra("train"):
         import torchvision
 
@@ -46,9 +45,9 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
 
 
 def _cnn(channels: int, image_size: int, num_classes: int) -> nn.Sequential:
-    """Two convolutions of the whole image, then one for each halving down to 4x4 or less.
+    """Two convolutions at full size, then one for each halving down to 4x4 or less.
 
-    38,000 parameters for 8x8 images of one channel, 2.2 million for 224x224 of three.
+    It has 38,000 parameters for 8x8 images of one channel, 2.2 million for 224x224 of three.
     """
     width, size = 32, image_size
     layers: OrderedDict[str, nn.Module] = OrderedDict(block0=_block(channels, width, stride=1))
@@ -57,13 +56,13 @@ def _cnn(channels: int, image_size: int, num_classes: int) -> nn.Sequential:
         wider = min(2 * width, 256)
         layers[f"block{len(layers)}"] = _block(width, wider, stride=2)
         width, size = wider, (size + 1) // 2
-    # The last map is not averaged: on small images only its place tells a digit's parts apart.
+    # No average pooling: on small images only position tells the parts of a digit apart.
     head = nn.Sequential(nn.Flatten(), nn.Linear(width * size**2, num_classes))
     return nn.Sequential(OrderedDict(features=nn.Sequential(layers), head=head))
 
 
 def _block(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
-    # No bias: batch norm subtracts it again.
+    # No bias, because batch norm subtracts it.
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
         nn.BatchNorm2d(outputs),
@@ -72,15 +71,15 @@ def _block(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
 
 
 def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) -> nn.Module:
-    """Builds a torchvision model, behind an enlargement to the first size that it takes."""
+    """Builds a torchvision model, with upsampling to the first size that it accepts."""
     model: nn.Module | None = None
     for size in (image_size, *(size for size in _SIZES if size > image_size)):
         try:
             if model is None:
-                # vit and maxvit are made for one size, and refuse a wrong one here.
+                # vit and maxvit are built for one size and reject a wrong one here.
                 model = _torchvision_model(name, channels, size, num_classes)
-            # A forward pass in train mode, on shapes alone. On the meta device: the model's own
-            # parameters, buffers and generators stay as they are.
+            # A forward pass in train mode on the meta device, which leaves the model's own
+            # parameters, buffers and generators unchanged.
             named = [*model.named_parameters(), *model.named_buffers()]
             shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
             with torch.no_grad(), torch.device("meta"):
@@ -102,9 +101,8 @@ def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) 
 def _torchvision_model(name: str, channels: int, size: int, num_classes: int) -> nn.Module:
     options: dict[str, object] = {}
     if name in ("googlenet", "inception_v3"):
-        # Auxiliary losses need a loop of their own; these models' own initialisation is slow.
+        # Auxiliary losses need another training loop, and these models initialise slowly.
         options = {"aux_logits": False, "init_weights": False}
-    # These two are made for one size, and each names it in its own way.
     if name.startswith("vit"):
         options["image_size"] = size
     if name.startswith("maxvit"):
@@ -115,7 +113,7 @@ def _torchvision_model(name: str, channels: int, size: int, num_classes: int) ->
         name, weights=None, num_classes=num_classes, **options
     )
     if channels != 3:
-        # The first convolution that a torchvision model registers is the one that sees the image.
+        # The first convolution that a torchvision model registers sees the image.
         path, old = next(
             (path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d)
         )

@@ -1,4 +1,4 @@
-"""Output of a run, from rank 0 alone: a progress bar, lines and metrics."""
+"""Writes the output of a run, from rank 0 only: a progress bar, lines and metrics."""
 
 import json
 import math
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """A progress bar on a terminal, plain lines elsewhere; from the one rank that `speaks`."""
+    """Prints a progress bar on a terminal, plain lines elsewhere, on the rank that `speaks`."""
 
     def __init__(self, *, speaks: bool, quiet: bool) -> None:
         self.speaks, self._quiet = speaks, quiet  # another rank may take over
-        # Both: mpirun gives every rank a terminal of its own as standard output.
+        # Both, because under mpirun every rank's standard output is a terminal.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
         self.colours = terminal and "NO_COLOR" not in os.environ
 
@@ -39,15 +39,15 @@ class Report:
             desc=title,
             unit="step",
             leave=False,
-            # On standard error: the output of a run can be piped. Under mpirun, too, where it has
-            # become the terminal that a person watches (`write_to_terminal`).
+            # On standard error, so that the output can be piped; under mpirun it is a terminal,
+            # too.
             disable=not (self._verbose and sys.stderr.isatty()),
             dynamic_ncols=True,
         )
 
     def line(self, text: str) -> None:
         if self._verbose:
-            # Takes the bar away meanwhile.
+            # Hides the bar meanwhile.
             with tqdm.external_write_mode(file=sys.stdout):
                 write_line(text, sys.stdout)
 
@@ -64,12 +64,12 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Writes `metrics.jsonl` and TensorBoard events to `log_dir`; with None it does nothing.
+    """Writes `metrics.jsonl` and TensorBoard events to `log_dir`; does nothing if it is None.
 
-    A line is one JSON object: `{"step": 40, "loss": 0.31, "test_accuracy": 0.97}`. A resumed run
-    appends; where it repeats steps since its checkpoint, the later line holds.
+    Each line is a JSON object: `{"step": 40, "loss": 0.31, "test_accuracy": 0.97}`. A resumed run
+    appends; if it repeats steps since its checkpoint, the later line holds.
 
-    Raises a UsageError where it cannot write, or where tensorboard is not installed.
+    Raises a UsageError if it cannot write or tensorboard is not installed.
     """
 
     def __init__(self, log_dir: Path | None) -> None:
@@ -77,7 +77,7 @@ class MetricsWriter:
         self._events: SummaryWriter | None = None
         if log_dir is None:
             return
-        # Here and not above: it takes two seconds, and only one rank of a run that logs needs it.
+        # Imported here because it takes two seconds, and most ranks do not need it.
         with needs_extra("train"):
             from torch.utils.tensorboard import writer
         log_dir = log_dir.expanduser()
@@ -85,7 +85,7 @@ class MetricsWriter:
             log_dir.mkdir(parents=True, exist_ok=True)
             file = (log_dir / METRICS_FILE).open("a+b")
             self._lines = TextIOWrapper(file, encoding="utf-8")
-            # A killed run may have left its last line unfinished: the next one must not join it.
+            # A killed run may have left an unfinished line, which the next must not join.
             if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
@@ -99,14 +99,14 @@ class MetricsWriter:
             ) from error
 
     def log(self, step: int, **values: float) -> None:
-        """At a step counted from the run's first. Values that are not finite are null."""
+        """Logs values at a step of the whole run. Values that are not finite become null."""
         if self._lines is None or self._events is None:
             return
-        # JSON has no other numbers.
+        # JSON has only finite numbers.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         try:
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-            # To the system at once: a killed run keeps its lines.
+            # Flushed at once, so that a killed run keeps its lines.
             self._lines.flush()
             for name, value in values.items():
                 self._events.add_scalar(name, value, step)

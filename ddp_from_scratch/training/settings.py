@@ -1,6 +1,6 @@
-"""The options of run.py, each declared once: its default, help and limits.
+"""Declares each option of run.py once: its default, help and limits.
 
-Does not import torch: --help and a mistake are answered at once.
+Does not import torch, so --help and mistakes are answered at once.
 """
 
 import math
@@ -22,19 +22,19 @@ COMPRESSIONS = ("bf16", "fp16", "powersgd")
 POWERSGD_RANK = 2
 TIMELINE_STEPS = 5
 MAX_RESTARTS = 3
-# Settings that may differ between ranks: they concern a rank's machine, or the output of rank 0.
+# Settings that may differ between ranks: they concern one machine, or the output of rank 0.
 _OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
-# Settings that an option switches off.
+# Settings whose option switches them off.
 _SWITCHED_OFF = {"overlap", "shared_memory"}
 
 
 def option_of(name: str) -> str:
-    """The option of a setting: --batch-size of batch_size, --no-overlap of overlap."""
+    """Names the option of a setting: --batch-size for batch_size, --no-overlap for overlap."""
     return f"--{'no-' * (name in _SWITCHED_OFF)}{name.replace('_', '-')}"
 
 
 def _option(group: str, text: str, default: Any = None, *, must: Any = None, **how: Any) -> Any:
-    """A field and its option: the group and text in --help, `_must`, and for `add_argument`."""
+    """Declares a field and its option: its group and text in --help, `_must`, and the rest."""
     return field(default=default, metadata={"group": group, "help": text, "must": must, "how": how})
 
 
@@ -58,11 +58,11 @@ def _size(text: str) -> float | str:
         raise ArgumentTypeError(f"must be a number or auto, got {text!r}") from None
 
 
-# The groups of --help, in its order.
+# The groups of --help, in order.
 GROUPS = ("processes", "data", "training", "synchronisation", "what is kept")
 _processes, _data, _training, _synchronisation, _kept = (partial(_option, g) for g in GROUPS)
 
-# What values must be, and how argparse reads them.
+# The limits of values, and how argparse reads them.
 _MOST, _LARGEST = 10**9, 1e30  # float32 ends at 3e38
 _COUNT = _must(f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST, int, "N")
 _FROM_0 = _must("0 or more", lambda value: value >= 0, int, "N")
@@ -88,10 +88,10 @@ _FOLDER: dict[str, Any] = {"type": Path, "metavar": "DIR"}
 
 @dataclass(frozen=True)
 class Command:
-    """The command, and what it needs beside the settings: the ranks to start, the file to test."""
+    """The command, and what it needs besides `Settings`: the ranks to start, the file to test."""
 
     command: str = "train"
-    dataset: str | None = None  # as given: a test without it takes the one of the model's training
+    dataset: str | None = None  # as given; without it, test takes that of the model's training
     nproc: str | None = _processes(
         "processes to start: a number, or one for each machine as in 8,2. Default: 2, with nccl "
         "one for each visible GPU. Only without a launcher",
@@ -116,7 +116,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Settings:
-    """A training run. A wrong value is a UsageError that names the option."""
+    """The settings of a training run. A wrong value raises a UsageError that names the option."""
 
     backend: str = _processes("gloo and mpi: CPUs; nccl: GPUs", "gloo", choices=BACKENDS)
     elastic: bool = _processes(
@@ -249,8 +249,8 @@ class Settings:
                 "size, such as an earlier run's"
             )
         if self.compress == "powersgd":
-            # The default is set here and not in the field, where it would be given without
-            # PowerSGD, too. A checkpoint then has the rank that was used.
+            # Set here, not as the field's default, which would also apply without PowerSGD. A
+            # checkpoint then has the rank that was used.
             object.__setattr__(self, "powersgd_rank", self.powersgd_rank or POWERSGD_RANK)
         elif self.powersgd_rank is not None:
             raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
@@ -262,7 +262,7 @@ class Settings:
             raise UsageError(
                 f"--elastic is for gloo, and the backend is {self.backend}: leave one of them out"
             )
-        # What each rank has recorded by itself is lost with it.
+        # The recordings of a lost rank are lost with it.
         for name in ("timeline", "stragglers"):
             if self.elastic and getattr(self, name) is not None:
                 raise UsageError(f"{option_of(name)} cannot be used with --elastic: leave one out")
@@ -270,11 +270,11 @@ class Settings:
             raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
 
     def parts(self, world_size: int) -> int:
-        """The parts of a batch, each with a backward pass of its own: virtual ranks, or ranks."""
+        """Returns the parts of a batch: virtual ranks, or ranks. Each has its own backward pass."""
         return self.virtual_ranks or world_size
 
     def rank_batch_size(self, world_size: int) -> int:
-        """Images of a rank or virtual rank in a backward pass; a UsageError if that is not even."""
+        """Images per backward pass of a (virtual) rank; a UsageError if that is not an integer."""
         if self.global_batch_size is None:
             return self.batch_size
         parts = self.parts(world_size) * self.accumulate
@@ -287,24 +287,24 @@ class Settings:
         return self.global_batch_size // parts
 
     def learning_rate(self, step: int, steps_per_epoch: int, world_size: int) -> float:
-        """The learning rate of optimizer step `step`, counted from 0 over the whole run.
+        """Returns the learning rate of optimizer step `step`, counted from 0 over the whole run.
 
-        With `scale_lr` the linear scaling rule and gradual warm-up of Goyal et al., "Accurate,
-        Large Minibatch SGD" (2017).
+        With `scale_lr` it follows the linear scaling rule and gradual warm-up of Goyal et al.,
+        "Accurate, Large Minibatch SGD" (2017).
         """
         if not self.scale_lr:
             return self.lr
-        # k times the batch of a rank or virtual rank takes k times `lr`, in equal increments over
-        # the first 5 epochs, or the first half of a run shorter than 10.
+        # k times the batch takes k times `lr`, in equal increments over the first 5 epochs, or the
+        # first half of a run shorter than 10.
         scale = self.parts(world_size) * self.accumulate
         warmup = max(1, min(5 * steps_per_epoch, self.epochs * steps_per_epoch // 2))
         return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))
 
     def to_compare(self) -> dict[str, str]:
-        """The options that must be equal on all ranks, with their values."""
+        """Returns the options that must be equal on all ranks, with their values."""
         values = vars(self) | {name: not getattr(self, name) for name in _SWITCHED_OFF}
-        # Folders may have other names on other machines, and rank 0 alone reads and writes there;
-        # but whether there is one decides what all ranks do.
+        # Folders may have other names on other machines, because only rank 0 uses them; but whether
+        # there is one decides what all ranks do.
         if self.resume != "auto":
             values["resume"] = self.resume is not None
         for folder in ("checkpoint_dir", "timeline"):
@@ -320,12 +320,12 @@ class Settings:
         return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
 
     def changes_since(self, saved: dict[str, Any]) -> list[str]:
-        """The differences from a checkpoint's settings that matter, as "lr 0.1 -> 0.2"."""
-        # None of these changes a bit of a step.
+        """Lists the differences from a checkpoint's settings that matter, as "lr 0.1 -> 0.2"."""
+        # None of these changes the bits of a step.
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
         indifferent |= {"log_dir", "check_sync", "stall_after", "stop_on_nan", "quiet"}
         indifferent |= {"timeline", "timeline_steps", "stragglers", "elastic", "max_restarts"}
-        # With `scale_lr` the length of the run decides that of the warm-up.
+        # With `scale_lr` the length of the run determines the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")
         return [
