@@ -1,0 +1,575 @@
+"""A whole elastic job in one process: agents, ranks and their store, on a virtual clock.
+
+    python -m tests.launch.simulation --seeds 10000    random failures
+    python -m tests.launch.simulation --growth         the cost of losing a rank, by number of ranks
+
+The agents, `Membership` and `ElasticRun` are the library's own code. Processes, machines, the
+network, the store and gloo's groups are simulated. A task is a thread, and only one runs at a time:
+the seed decides which one, when messages arrive, and what fails. So a seed repeats exactly.
+"""
+
+import argparse
+import pickle
+import random
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ddp_from_scratch import elasticity, membership
+from ddp_from_scratch.elasticity import ElasticRun
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch import agent, elastic, node_agent, nodes
+from ddp_from_scratch.launch.elastic import ElasticAgent, JobStore
+from ddp_from_scratch.launch.node_agent import Link, NodeAgent, arrive
+from ddp_from_scratch.launch.nodes import Nodes
+
+STEPS, STEP_S, MAX_RESTARTS = 12, 0.5, 4
+LIMIT_S = 600.0  # of virtual time: a job that lasts longer waits for ever
+
+
+class Killed(BaseException):
+    """Ends a task whose process is gone."""
+
+
+class Lost(RuntimeError):
+    """What gloo raises where a peer is gone."""
+
+
+class NoStore(RuntimeError):
+    """What torch's store raises once machine 0's agent is gone, and with it the job."""
+
+
+class Process:
+    """An agent or a rank, as a `Child` of its agent; the system ends it with its parent."""
+
+    def __init__(self, sim: "Simulation", machine: int, environ: Any, parent: Any = None) -> None:
+        self.sim, self.machine, self.environ, self.pid = sim, machine, environ, None
+        self.alive, self.stopped, self.code = True, False, None
+        self.children: list[Process] = []
+        self.group: tuple[Group, int] | None = None
+        self.rounds = 0  # collectives so far in this group
+        self.is_broken: Callable[[], bool] = lambda: False
+        if parent is not None:
+            parent.children.append(self)
+        sim.processes.append(self)
+
+    def end(self, code: int) -> None:
+        if self.alive:
+            self.alive, self.code = False, code
+            for child in self.children:
+                child.end(-signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        self.sim.check_alive()
+        return self.code
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            self.sim.sleep(0.01)
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        self.sim.check_alive()
+        if number == signal.SIGKILL or not self.stopped:
+            self.end(-number)
+
+
+class Task:
+    """A thread of a process."""
+
+    def __init__(self, process: Process, function: Callable[[], Any], is_main: bool) -> None:
+        self.process, self.wakes, self.done = process, process.sim.now, False
+        self.go = threading.Semaphore(0)
+        self._function, self._is_main = function, is_main
+        process.sim.tasks.append(self)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        sim = self.process.sim
+        self.go.acquire()
+        try:
+            sim.check_alive()
+            code = self._function()
+            if self._is_main:
+                self.process.end(code)
+        except Killed:
+            pass
+        except (NoStore, UsageError):  # the job is over, or does not let this machine in
+            self.process.end(1)
+        except Exception as error:  # noqa: BLE001
+            sim.wrong.append(f"{type(error).__name__}: {error}")
+            self.process.end(1)
+        finally:
+            self.done = True
+            sim.baton.release()
+
+
+class Store:
+    """A machine's way to the store, which machine 0's agent serves; waits while it is cut off."""
+
+    def __init__(self, process: Process) -> None:
+        self._process, self._data = process, process.sim.data
+
+    def _reach(self) -> None:
+        sim = self._process.sim
+        sim.messages += 1
+        sim.maybe_pause()
+        while self._process.machine in sim.cut:
+            sim.sleep(0.05)
+        if not sim.agents[0].alive:
+            raise NoStore
+
+    def set(self, key: str, value: str) -> None:
+        self._reach()
+        self._data[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        self._reach()
+        return self._data[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self._reach()
+        return all(key in self._data for key in keys)
+
+    def add(self, key: str, number: int) -> int:
+        self._reach()
+        total = int(self._data.get(key, b"0")) + number
+        self._data[key] = str(total).encode()
+        return total
+
+
+class Group:
+    """A gloo group of one generation."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.size = number, size
+        self.members: dict[int, Process] = {}
+        self.left: set[int] = set()
+        self.rounds: dict[int, dict[int, Any]] = {}
+        self.done: set[int] = set()
+
+    def set_timeout(self, timeout: Any) -> None:
+        pass
+
+
+class Work:
+    """A collective: each rank gives a value, and gets those of all."""
+
+    def __init__(self, sim: "Simulation", value: Any, result: Callable[[list[Any]], Any]) -> None:
+        self._sim, self._process, self._result = sim, sim.process, result
+        assert self._process.group is not None
+        self._group, rank = self._process.group
+        self._number = self._process.rounds
+        self._process.rounds += 1
+        self._given = self._group.rounds.setdefault(self._number, {})
+        self._given[rank] = value
+        self._complete()
+
+    def _complete(self) -> None:
+        sim, group = self._sim, self._group
+        everyone = group.members.values()
+        if (
+            self._number not in group.done
+            and len(self._given) == group.size
+            and not group.left
+            and all(sim.reach(self._process, other) for other in everyone)
+        ):
+            group.done.add(self._number)
+            if group.number < sim.newest:
+                sim.wrong.append(f"generation {group.number} goes on beside {sim.newest}")
+            sim.newest = group.number
+
+    def wait(self) -> Any:
+        sim, group, looked = self._sim, self._group, self._sim.now
+        while True:
+            sim.sleep(sim.random.uniform(0.001, 0.005))
+            self._complete()
+            everyone = group.members.values()
+            gone = group.left or any(
+                not other.alive and sim.reach(self._process, other) for other in everyone
+            )
+            # On some ranks a collective fails that has ended well on others.
+            if self._number in group.done and not (gone and sim.random.random() < 0.3):
+                return self._result([self._given[rank] for rank in range(group.size)])
+            if gone:
+                raise Lost("connection closed by peer")
+            if sim.now - looked > 0.5:
+                looked = sim.now
+                if self._process.is_broken():
+                    raise Lost("a rank of the group was lost")
+
+
+class Optimizer:
+    """Its state, beside the step, is a number that depends on every step before."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._hooks: list[Callable[..., None]] = []
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> None:
+        self._hooks.append(hook)
+
+    def step(self, by: int) -> None:
+        self.value = (3 * self.value + by) % 1_000_003
+        for hook in self._hooks:
+            hook()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+class Simulation:
+    """One job.
+
+    Attributes:
+        code: the exit code of machine 0's agent.
+        wrong: what should not have happened.
+        said: the lines that machine 0's agent has printed.
+        newest: the last generation that has finished a collective.
+        values: by step, the optimizer's state before it.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        counts: list[int] | None = None,
+        faults: int = 4,
+        kill_at: float | None = None,
+    ) -> None:
+        self.random, self.now, self.messages = random.Random(seed), 0.0, 0
+        self.tasks: list[Task] = []
+        self.baton = threading.Semaphore(0)
+        self.running: Task | None = None
+        self.data: dict[str, bytes] = {}
+        self.groups: dict[int, Group] = {}
+        self.processes: list[Process] = []
+        self.cut: set[int] = set()  # machines
+        self.said: list[str] = []
+        self.wrong: list[str] = []
+        self.values: dict[int, int] = {}
+        self.newest = 0
+        self.steps: list[tuple[float, int]] = []  # time and messages at the end of each step
+        self.counts = counts or self.random.choice([[3], [4], [2, 2], [1, 2], [2, 1, 1]])
+        self.agents: dict[int, Process] = {}
+        for machine in range(len(self.counts)):
+            self.start_machine(machine)
+        fate = Process(self, -1, {})
+        Task(fate, lambda: self._misfortunes(faults, kill_at), is_main=True)
+        self.most_ranks = max(8, sum(self.counts))
+
+    # Tasks ----------------------------------------------------------------------------------------
+
+    @property
+    def process(self) -> Process:
+        assert self.running is not None
+        return self.running.process
+
+    def check_alive(self) -> None:
+        if not self.process.alive:
+            raise Killed
+
+    def sleep(self, seconds: float) -> None:
+        """The running task's; another one runs meanwhile."""
+        self.check_alive()
+        task = self.running
+        assert task is not None
+        task.wakes = self.now + seconds * self.random.uniform(1.0, 1.2)
+        self.baton.release()
+        task.go.acquire()
+        self.check_alive()
+
+    def maybe_pause(self) -> None:
+        if self.random.random() < 0.05:
+            self.sleep(self.random.choice([0.0, 0.002, 0.03]))
+        self.check_alive()
+
+    def run(self) -> "Simulation":
+        while ahead := [t for t in self.tasks if not t.done]:
+            able = [t for t in ahead if not t.process.stopped or not t.process.alive]
+            if not able or self.now > LIMIT_S:
+                self.wrong.append(f"{len(ahead)} tasks wait for ever")
+                for task in ahead:
+                    task.process.end(1)
+                    task.process.stopped = False
+                if self.now > 2 * LIMIT_S:
+                    break
+                able = ahead
+            # What is gone ends at once.
+            task = min(able, key=lambda t: t.wakes if t.process.alive else 0.0)
+            self.now = max(self.now, task.wakes) if task.process.alive else self.now
+            self.running = task
+            task.go.release()
+            self.baton.acquire()
+        self.code = self.agents[0].code
+        if self.code not in (0, 137, -signal.SIGKILL):  # 137: no rank is left that has trained
+            self.wrong.append(f"the job ended with {self.code}")
+        return self
+
+    # Machines -------------------------------------------------------------------------------------
+
+    def start_machine(self, number: int) -> None:
+        process = self.agents[number] = Process(self, number, {"MACHINE": str(number)})
+        Task(process, lambda: self._agent(process), is_main=True)
+
+    def _agent(self, process: Process) -> int:
+        number, store = process.machine, Store(process)
+        arguments = ["true"], lambda member: {"DDP_MEMBER": str(member)}
+        if number == 0:
+            others = Nodes(store, self.counts, True, {}, 60.0) if len(self.counts) > 1 else None
+            return ElasticAgent(
+                *arguments, self.counts, MAX_RESTARTS, JobStore(store), nodes=others
+            ).run()
+        ticket = arrive(store, number, self.counts, True, {})
+        return NodeAgent(*arguments, Link(store, ticket, 60.0)).run()
+
+    def popen(self, command: Any, env: Any, **_: Any) -> Process:
+        parent = self.process
+        rank = Process(self, parent.machine, env, parent)
+        Task(rank, lambda: self._rank(rank), is_main=True)
+        return rank
+
+    def _rank(self, process: Process) -> int:
+        self.sleep(self.random.uniform(0.0, 1.0))  # it imports
+        optimizer = Optimizer()
+        reducer = SimpleNamespace(
+            virtual_rank_count=self.most_ranks,
+            module=torch.nn.Module(),
+            abort_step=lambda: None,
+            set_step=lambda step: None,
+        )
+        world = SimpleNamespace(rank=0)
+        run = ElasticRun(world, reducer, optimizer, timeout=60.0)  # type: ignore[arg-type]
+        for attempt in run.attempts(STEPS):
+            with attempt:
+                self.sleep(STEP_S * self.random.uniform(0.5, 1.5))
+                mine = run.step, optimizer.value
+                everyone = Work(self, mine, list).wait()
+                self._note_step(process, everyone)
+                optimizer.step(run.step + 1)
+        if (run.step, optimizer.value) != (STEPS, result()):
+            self.wrong.append(f"a rank ended with {optimizer.value} after {run.step} steps")
+        return 0
+
+    def _note_step(self, process: Process, everyone: list[tuple[int, int]]) -> None:
+        assert process.group is not None
+        number = process.group[0].number
+        if len(set(everyone)) > 1:
+            self.wrong.append(f"generation {number} has different states: {everyone}")
+        step, value = everyone[0]
+        if process.group[1] == 0:
+            self.steps.append((self.now, self.messages))
+        if self.values.setdefault(step, value) != value:
+            self.wrong.append(f"step {step} has begun with {value} and {self.values[step]}")
+
+    def reach(self, one: Process, other: Process) -> bool:
+        return one.machine == other.machine or not self.cut & {one.machine, other.machine}
+
+    # The network and its failures -----------------------------------------------------------------
+
+    def open_group(
+        self, world: Any, number: int, rank: int, machines: list[int], timeout: Any
+    ) -> Any:
+        """In the place of `replace_group`."""
+        process, ends = self.process, self.now + timeout.total_seconds()
+        group = self.groups.setdefault(number, Group(number, len(machines)))
+        group.members[rank] = process
+        while len(group.members) < group.size or not all(
+            self.reach(process, other) and other.alive for other in group.members.values()
+        ):
+            if self.now > ends or group.left:
+                group.left.add(rank)
+                raise RuntimeError("a rank has not connected")
+            self.sleep(0.01)
+        process.group, process.rounds = (group, rank), 0
+        return SimpleNamespace(rank=rank)
+
+    def close_group(self) -> None:
+        if self.process.group is not None:
+            group, rank = self.process.group
+            group.left.add(rank)
+            self.process.group = None
+
+    def hand_on(self, state: Any, source: int) -> Any:
+        return Work(self, pickle.dumps(state), lambda given: pickle.loads(given[source])).wait()
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Work:
+        return Work(self, tensor.clone(), lambda given: tensor.copy_(torch.stack(given).amax(0)))
+
+    def _misfortunes(self, faults: int, kill_at: float | None) -> int:
+        if kill_at is not None:
+            self.sleep(kill_at)
+            self.agents[0].children[1].end(-signal.SIGKILL)
+        for _ in range(self.random.randrange(faults + 1)):
+            self.sleep(self.random.uniform(0.2, 5.0))
+            ranks = [p for p in self.processes if p.alive and p.machine >= 0 and not p.children]
+            ranks = [p for p in ranks if p not in self.agents.values()]
+            others = [number for number in self.agents if number]
+            kinds = ["kill", "kill", "stop"] * 3 + ["cut", "off", "again"] * 3 * bool(others)
+            kind = self.random.choice([*kinds, "end"])
+            if kind in ("kill", "stop") and ranks:
+                rank = self.random.choice(ranks)
+                rank.stopped = kind == "stop"
+                if kind == "kill":
+                    rank.end(-signal.SIGKILL)
+            elif kind == "cut":
+                machine = self.random.choice(others)
+                self.cut.add(machine)
+                self.sleep(self.random.uniform(0.5, 12.0))
+                self.cut.discard(machine)
+            elif kind in ("off", "again"):
+                machine = self.random.choice(others)
+                self.agents[machine].end(-signal.SIGKILL)
+                if kind == "again":
+                    self.sleep(self.random.uniform(0.0, 8.0))
+                    self.start_machine(machine)
+            elif kind == "end":
+                self.agents[0].end(-signal.SIGKILL)
+        return 0
+
+
+def result() -> int:
+    """What the optimizer holds after all steps."""
+    optimizer = Optimizer()
+    for step in range(STEPS):
+        optimizer.step(step + 1)
+    return optimizer.value
+
+
+def simulate(seed: int, *arguments: Any, **options: Any) -> Simulation:
+    """Runs a job; the arguments are those of `Simulation`."""
+    sim = Simulation.__new__(Simulation)
+    clock = SimpleNamespace(monotonic=lambda: sim.now, sleep=lambda s: sim.sleep(s))
+    signals = SimpleNamespace(**vars(signal))
+    signals.signal, signals.getsignal = lambda *_: None, lambda *_: None
+
+    def thread(target: Callable[[], None], daemon: bool) -> Any:
+        task: list[Task] = []
+
+        def join(seconds: float) -> None:
+            ends = sim.now + seconds
+            while not task[0].done and sim.now < ends:
+                sim.sleep(0.01)
+
+        def start() -> None:
+            task.append(Task(sim.process, target, is_main=False))
+
+        return SimpleNamespace(start=start, join=join)
+
+    class Dist:
+        ReduceOp = torch.distributed.ReduceOp
+
+        @property
+        def group(self) -> Any:
+            group = sim.process.group
+            return SimpleNamespace(WORLD=None if group is None else group[0])
+
+        def is_initialized(self) -> bool:
+            return sim.process.group is not None
+
+        def all_reduce(self, *arguments: Any, **options: Any) -> Work:
+            return sim.all_reduce(*arguments, **options)
+
+        def barrier(self, async_op: bool) -> Work:
+            return Work(sim, None, list)
+
+    class System:
+        @property
+        def environ(self) -> Any:
+            return sim.process.environ
+
+    def look_for_lost_ranks(is_broken: Callable[[], bool]) -> None:
+        sim.process.is_broken = is_broken
+
+    places: list[tuple[Any, dict[str, Any]]] = [
+        *((module, {"time": clock}) for module in (elastic, nodes, node_agent, agent, membership)),
+        *((m, {"say": lambda text: sim.said.append(text)}) for m in (agent, elastic, nodes)),
+        (node_agent, {"say": lambda text: None, "threading": SimpleNamespace(Thread=thread)}),
+        (
+            agent,
+            {
+                "subprocess": SimpleNamespace(Popen=lambda *a, **o: sim.popen(*a, **o), DEVNULL=0),
+                "signal": signals,
+                "_is_stopped": lambda child: getattr(child, "stopped", False),
+            },
+        ),
+        (
+            membership,
+            {
+                "os": System(),
+                "dist": Dist(),
+                "job_store": lambda: JobStore(Store(sim.process)),
+                "replace_group": lambda *a: sim.open_group(*a),
+                "close_default_group": lambda: sim.close_group(),
+                "look_for_lost_ranks": look_for_lost_ranks,
+                "cut_when_broken": lambda group, is_broken: None,
+            },
+        ),
+        (membership.Membership, {"_group_store": lambda self, generation: generation.number}),
+        (
+            elasticity,
+            {
+                "dist": Dist(),
+                "of_member": lambda work: work,
+                "wait": lambda work: work.wait(),
+                "hand_on": lambda *a: sim.hand_on(*a),
+                "is_communication_error": lambda error: isinstance(error, Lost),
+            },
+        ),
+    ]
+    with ExitStack() as stack:
+        for place, names in places:
+            for name, new in names.items():
+                stack.enter_context(patch.object(place, name, new))
+        sim.__init__(seed, *arguments, **options)  # type: ignore[misc]
+        return sim.run()
+
+
+def growth(machines: int) -> str:
+    """A line of the table: one of 8 ranks on each machine is killed."""
+    sim = simulate(0, [8] * machines, 0, kill_at=4.0)
+    assert not sim.wrong, sim.wrong
+    gaps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(sim.steps)]
+    seconds, messages = max(gaps)
+    ordinary = sorted(gap[1] for gap in gaps)[len(gaps) // 2]
+    return f"{8 * machines:>5} {machines:>9} {seconds:>9.2f} {messages:>9,} {ordinary:>9,}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=1000, help="default: 1000")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--growth", action="store_true", help="print the table")
+    options = parser.parse_args()
+    if options.growth:
+        print("ranks  machines   seconds  messages  in a step")
+        for machines in (1, 2, 4, 8, 16):
+            print(growth(machines), flush=True)
+        return 0
+    codes: Counter[int | None] = Counter()
+    failed = 0
+    for seed in range(options.first, options.first + options.seeds):
+        sim = simulate(seed)
+        codes[sim.code] += 1
+        if sim.wrong:
+            failed += 1
+            print(f"seed {seed}, ranks {sim.counts}:", *sim.wrong, *sim.said, sep="\n  ")
+    print("exit codes:", ", ".join(f"{code}: {count}" for code, count in codes.items()))
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
