@@ -16,7 +16,7 @@ COLOURS = {"passes": 32, "not begun": 90}
 
 
 def begun(chapter):
-    """Says if any function of exercise.py has lost its gap, a `raise NotImplementedError`."""
+    """Returns True if a function of exercise.py has no `raise NotImplementedError` any more."""
     code = ast.parse((chapter / "exercise.py").read_text())
     functions = [node for node in ast.walk(code) if isinstance(node, ast.FunctionDef)]
     gap = "raise NotImplementedError"
@@ -24,7 +24,7 @@ def begun(chapter):
 
 
 class Results:
-    """Collects by file, as a plugin of pytest, the tests and whether all their cases pass."""
+    """A pytest plugin that collects, by file, which cases of each test pass."""
 
     def __init__(self):
         self.of = defaultdict(lambda: defaultdict(list))
@@ -36,7 +36,7 @@ class Results:
 
 
 def states(chapters):
-    """Each chapter's state, by running the tests of those that are begun."""
+    """Yields each chapter's state; runs the tests of the chapters that you have begun."""
     results = Results()
     folders = [str(chapter) for chapter in chapters if begun(chapter)]
     if folders:
@@ -69,5 +69,5 @@ if __name__ == "__main__":
     try:
         main()
     except BrokenPipeError:  # `python -m tutorial | head -3` has read enough
-        # Python flushes the stream once more at its end, and must not fail there.
+        # Python flushes the stream again when it exits; that must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

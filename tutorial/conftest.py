@@ -1,4 +1,4 @@
-"""Fixtures of the exercises' tests: the learner's file, or with --solution the solution."""
+"""Fixtures for the exercises' tests: they test exercise.py, or with --solution solution.py."""
 
 from importlib import import_module
 
@@ -14,7 +14,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Lets all chapters have a `test_exercise.py`, and keeps what a failing test prints short."""
+    """Allows a `test_exercise.py` in every chapter, and shortens the output of failing tests."""
     config.option.importmode = "importlib"
     if config.option.tbstyle == "auto":
         config.option.tbstyle = "short"
@@ -46,5 +46,5 @@ def on_ranks(exercise):
 
 
 def call(name, function, *arguments):
-    """On a rank: calls the function with the module under test, which cannot be sent itself."""
+    """On a rank: calls the function with the module under test, which cannot be sent to a rank."""
     return function(import_module(name), *arguments)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def read_options(about, nproc=None, **numbers):
-    """Reads --picture, --nproc where a default is given, and more: `name=(default, help)`."""
+    """Reads --picture, --nproc if it has a default, and further options: `name=(default, help)`."""
     main = sys.modules["__main__"]
-    # A program that runs as a path has no spec.
+    # A program started by its path has no spec.
     program = f"-m {main.__spec__.name}" if main.__spec__ else sys.argv[0]
     parser = argparse.ArgumentParser(
         prog=f"python {program}",

@@ -40,7 +40,7 @@ def timelines(path, panels):
 
 
 def bars(path, panels, log=False):
-    """Draws bars: `{(title, unit): {bar: {part: value}}}`, the parts one upon the other."""
+    """Draws bars with stacked parts: `{(title, unit): {bar: {part: value}}}`."""
     figure = _figure(3.6)
     if not figure:
         return
@@ -76,7 +76,7 @@ def lines(path, title, across, up, points, curves, log=True):
     if log:
         axes.set_xscale("log")
         axes.set_yscale("log", subs=(2, 5))  # ticks at 1, 2, 5, 10, ...
-        axes.xaxis.set_major_formatter("{x:,g}")  # 1,000, and not 10^3
+        axes.xaxis.set_major_formatter("{x:,g}")  # 1,000 instead of 10^3
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_title(title, loc="left", fontsize=10)

@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(seconds=15)  # of a rank that waits for another
+PATIENCE = timedelta(seconds=15)  # how long a rank waits for another
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # needs no network
 
 
 def start(function, nproc, *arguments):
     """Calls `function(*arguments)` on each rank; returns the results in order of rank.
 
-    An exception on any rank ends all of them, and the program with one line that names the rank.
+    An exception on any rank ends all ranks, and ends the program with one line that names the rank.
     """
-    # One server imports torch, and all ranks are forked from it: they start in no time.
+    # One server imports torch and forks all ranks, so they start quickly.
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", __name__])
     processes, pipes, results = [], {}, {}
@@ -65,10 +65,10 @@ def _receive(pipe, rank):
 
 
 def _rank(pipe, place, function, arguments):
-    """Is one rank: joins the others, calls the function, sends its result to `start`."""
+    """Runs as one rank: joins the others, calls the function, sends its result to `start`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for `start`, which ends all ranks
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    torch.set_num_threads(1)  # a rank is to have one core, like a GPU of its own
+    torch.set_num_threads(1)  # each rank uses one core, like one GPU
     rank, nproc, file = place
     try:
         dist.init_process_group(
@@ -79,17 +79,17 @@ def _rank(pipe, place, function, arguments):
         answer = _describe(error), None
     pipe.send_bytes(pickle.dumps(answer))
     with suppress(EOFError):
-        pipe.recv_bytes()  # until `start` ends all: a rank that ends first would break others
+        pipe.recv_bytes()  # until `start` ends all: a rank that ends early would break others
 
 
 def _describe(error):
     """The error in one line, with the program's last line that led to it."""
     lines = traceback.extract_tb(error.__traceback__)
     own = [line for line in lines if "torch" not in Path(line.filename).parts] or lines
-    # A test that counts what an exercise sends stands between the exercise and torch.
+    # A test that counts sends puts its own frame between the exercise and torch.
     own = [line for line in own if Path(line.filename).name == "exercise.py"] or own
     message = (str(error).strip().splitlines() or [""])[0]
-    # gloo's words for a rank that does not come, or that has ended: which of them is a race.
+    # gloo's messages for a rank that does not arrive or has ended; which one appears is a race.
     if re.search("Timed out waiting|Connection (closed|reset) by peer|Broken pipe", message):
         message = f"waited for another rank in vain ({PATIENCE.seconds} s at most)"
     where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"

@@ -16,7 +16,7 @@ WIDTH, LAYERS, STEPS = 512, 8, 15
 
 
 def train(batch):
-    """Trains on batches of a size; the median ms of each phase, and the MB of each kind."""
+    """Trains with one batch size; returns the median ms of each phase and the MB of each kind."""
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -58,7 +58,7 @@ def train(batch):
 
 
 def main():
-    """Trains with three sizes of batch, and prints and draws what each needs."""
+    """Trains with three batch sizes; prints and draws what each needs."""
     options = read_options(__doc__)
     torch.set_num_threads(1)
     measured = {batch: train(batch) for batch in (32, 128, 512)}

@@ -16,6 +16,6 @@ def loss_factor(size, sizes):
     """Returns the factor by which the process with `size` examples multiplies its loss.
 
     Afterwards the *plain* mean of the processes' gradients, sum / number of processes, must be the
-    gradient of the whole batch. `sizes` are all processes' numbers of examples.
+    gradient of the whole batch. `sizes` lists the processes' numbers of examples.
     """
     raise NotImplementedError("loss_factor: a number that is 1 where all sizes are equal")

@@ -23,7 +23,7 @@ def gradient(model, x, y):
 def distance(model, x, y, sizes, weights=(1 / 4, 1 / 4, 1 / 4, 1 / 4)):
     """How far the sum of the shards' weighted gradients is from the batch's gradient.
 
-    0 is the same vector; 1 is as far as the batch's gradient is long.
+    0 means the same vector; 1 means a distance as long as the batch's gradient.
     """
     of_batch = gradient(model, x, y)
     shards = zip(weights, x.split(sizes), y.split(sizes), strict=True)

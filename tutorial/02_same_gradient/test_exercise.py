@@ -5,7 +5,7 @@ SIZES = [[4, 4], [1, 2, 3], [1, 7], [5, 0, 1]]
 
 
 def gradient(parameter, x, factor=1.0):
-    """The gradient of factor * mean((x @ parameter) ** 2); of no examples, a loss of 0."""
+    """The gradient of factor * mean((x @ parameter) ** 2); without examples the loss is 0."""
     parameter = parameter.clone().requires_grad_()
     loss = (x @ parameter).square().sum() / max(1, len(x))
     (factor * loss).backward()
@@ -13,7 +13,7 @@ def gradient(parameter, x, factor=1.0):
 
 
 def ratio(vector, expected):
-    """Of two vectors, how much longer one is, if both have the same direction."""
+    """How many times as long as `expected` the vector is, if both have the same direction."""
     times = vector.norm() / expected.norm()
     if torch.allclose(vector, times * expected):
         return f"but {times:.3g} times as long"

@@ -17,12 +17,12 @@ def ring_all_reduce(tensor, after_step=lambda: None):
     """Sums the tensor over all ranks, in place. Returns the bytes that this rank sent."""
     rank, nproc = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % nproc, (rank - 1) % nproc
-    chunks = tensor.tensor_split(nproc)  # windows of the tensor: what is written there is in it
+    chunks = tensor.tensor_split(nproc)  # views: what is written to them is in the tensor
     sent = 0
     for step in range(2 * (nproc - 1)):
         outgoing, chunk = chunks[(rank - step) % nproc], chunks[(rank - step - 1) % nproc]
         received = torch.empty_like(chunk)
-        # Not send: if every rank waited to be received from, no rank would come to receive.
+        # Not send: every rank would wait until its neighbour receives, and none would.
         sending = dist.isend(outgoing, right)
         dist.recv(received, left)
         sending.wait()
@@ -36,14 +36,14 @@ def ring_all_reduce(tensor, after_step=lambda: None):
 
 
 def run():
-    """The rank's chunks after each step, its MB sent, and the ms of this ring and torch's own."""
+    """Returns the chunks after each step, the MB sent, and the ms of this ring and of torch."""
     rank, nproc = dist.get_rank(), dist.get_world_size()
-    small = torch.full((nproc,), 10**rank)  # so a sum's digits say whose numbers are in it
+    small = torch.full((nproc,), 10**rank)  # so a sum's digits show whose numbers are in it
     steps = [small.tolist()]
     ring_all_reduce(small, lambda: steps.append(small.tolist()))
     large, times = torch.ones(1_000_000), []
     for all_reduce in (ring_all_reduce, dist.all_reduce):
-        all_reduce(large.clone())  # the first time is slower
+        all_reduce(large.clone())  # the first call is slower
         dist.barrier()
         begin = perf_counter()
         sent = all_reduce(large.clone())

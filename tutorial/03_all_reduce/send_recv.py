@@ -14,7 +14,7 @@ from tutorial.ranks import start
 
 
 def first_message():
-    """Rank 0 sends three numbers to rank 1, late; returns what the rank has, and its ms."""
+    """Rank 0 sends three numbers to rank 1, 50 ms late; returns this rank's numbers and ms."""
     rank = dist.get_rank()
     numbers = torch.tensor([1, 2, 3]) if rank == 0 else torch.zeros(3, dtype=torch.int64)
     begin = perf_counter()
@@ -43,10 +43,10 @@ def all_reduce(tensor):
 
 
 def run():
-    """All that a rank does."""
+    """Runs on each rank."""
     message = first_message()
     tensor = torch.full((1_000_000,), dist.get_rank() + 1.0)
-    dist.barrier()  # all ranks wait here until the last one comes, to begin together
+    dist.barrier()  # all ranks wait here for the last one, and then begin together
     begin = perf_counter()
     sent = all_reduce(tensor)
     return message, tensor[0].item(), sent / 1e6, 1e3 * (perf_counter() - begin)

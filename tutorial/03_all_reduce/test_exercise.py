@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 
 def count_sends():
-    """On a rank: from now on, notes the number of elements of all that is sent."""
+    """On a rank: counts the elements of every tensor that is sent from now on."""
     counted = []
     send, isend = dist.send, dist.isend
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 def broadcast_model(model):
     """Gives all ranks rank 0's parameters and buffers, in place.
 
-    A program without a seed begins with other parameters on each rank, and then the mean of the
-    gradients belongs to none of them. Buffers are what a model keeps beside its parameters, such as
-    batch norm's running mean. `dist.broadcast(tensor, src=0)` is what you need; autograd must not
-    watch it, so send `parameter.detach()`, which is the same memory.
+    A program without a seed begins with different parameters on each rank, so the mean of the
+    gradients belongs to none of them. A model keeps buffers beside its parameters, such as
+    batch norm's running mean. You need `dist.broadcast(tensor, src=0)`. Autograd must not
+    record it, so send `parameter.detach()`, which is the same memory.
     """
     raise NotImplementedError("broadcast_model: broadcast every parameter and every buffer")
 
@@ -20,7 +20,7 @@ def broadcast_model(model):
 def train_step(model, optimizer, loss_of, x):
     """Trains for one step with this rank's shard `x`, as one process would with the whole batch.
 
-    The loss falls and all ranks agree. Still they do not take the step that one process would take.
+    The loss falls and all ranks agree. But they do not take the step that one process would take.
     Find the mistake, repair it, and delete the line below.
     """
     raise NotImplementedError("train_step: repair the lines below, then delete this one")

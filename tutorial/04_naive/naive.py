@@ -26,7 +26,7 @@ def sync_gradients(model):
 
 
 def train(late):
-    """Returns the begin and end of each phase of each step, the losses and the parameters."""
+    """Returns the start and end of each phase of each step, the losses and the parameters."""
     rank, nproc = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same parameters on all ranks
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]

@@ -4,9 +4,9 @@ import torch.distributed as dist
 
 
 def models(exercise):
-    torch.manual_seed(dist.get_rank())  # other parameters on each rank
+    torch.manual_seed(dist.get_rank())  # different parameters on each rank
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    model(torch.randn(8, 3))  # and other running means
+    model(torch.randn(8, 3))  # and different running means
     before = [tensor.clone() for tensor in model.state_dict().values()]
     exercise.broadcast_model(model)
     return before, model.state_dict()

@@ -24,7 +24,7 @@ def in_one_piece(sizes, latency, bandwidth, copy_bandwidth):
 
 
 def break_even(count, latency, copy_bandwidth):
-    """Returns the bytes of `count` gradients together at which both ways take as long.
+    """Returns the total bytes of `count` gradients at which both ways take equally long.
 
     With fewer bytes the flat tensor wins, with more it loses. Bandwidth is not needed. Why?
     """

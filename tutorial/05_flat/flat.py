@@ -19,9 +19,9 @@ GRADIENTS = [(256, 256), (256,)] * 24
 
 
 def milliseconds(functions):
-    """The times of a call of each function, each the mean of a row of calls: `{function: calls}`.
+    """Times each function; each time is the mean of a series of calls: `{function: calls}`.
 
-    The functions take turns, so that a busy moment of the machine does not hit one of them alone.
+    The functions take turns, so that a busy moment of the machine affects more than one of them.
     """
     times = {function: [] for function in functions}
     for _ in range(8):
@@ -50,7 +50,7 @@ def sync_flat(gradients):
 
 
 def copy_in(gradients):
-    """A flat tensor of all gradients, one behind the other."""
+    """Returns a flat tensor of all gradients, one after the other."""
     return torch.cat([gradient.flatten() for gradient in gradients])
 
 
@@ -62,7 +62,7 @@ def copy_back(flat, gradients):
 
 
 def divide(gradients):
-    """The divisions of `sync_each` alone."""
+    """Only the divisions of `sync_each`."""
     for gradient in gradients:
         gradient /= dist.get_world_size()
 
@@ -74,7 +74,7 @@ def run():
     sync_each(gradients)
     sync_flat(copies)
     same = all(one.allclose(other) for one, other in zip(gradients, copies, strict=True))
-    # Rows of 48 calls, as long as what they predict: a short one may be lucky. Fewer of large ones.
+    # Series of 48 calls, like the calls they predict: a short one may be lucky. Fewer if large.
     rows = {
         partial(dist.all_reduce, torch.ones(size // 4)): min(48, 64_000_000 // size)
         for size in SIZES
@@ -86,7 +86,7 @@ def run():
 
 
 def fit(sizes, times):
-    """Latency (ms) and ms per byte of the line that misses the times by the smallest shares."""
+    """Latency (ms) and ms per byte of the line with the smallest squared relative errors."""
     sizes, times = (torch.tensor(v, dtype=torch.float64) for v in (sizes, times))
     columns = torch.stack([1 / times, sizes / times], dim=1)
     return torch.linalg.lstsq(columns, torch.ones_like(times)[:, None]).solution.flatten().tolist()

@@ -12,6 +12,6 @@ def in_one_piece(sizes, latency, bandwidth, copy_bandwidth):
 
 
 def break_even(count, latency, copy_bandwidth):
-    """Returns the bytes of `count` gradients together at which both ways take as long."""
-    # Both ways move all bytes once, so that bandwidth cancels out.
+    """Returns the total bytes of `count` gradients at which both ways take equally long."""
+    # Both ways send all bytes once, so the bandwidth cancels out.
     return (count - 1) * latency * copy_bandwidth / 2

@@ -9,8 +9,8 @@ def first_mismatch(orders):
 
     `orders[rank]` lists the names of the tensors in the order in which that rank launches them.
     The n-th launch of one rank meets the n-th launch of the others, whatever is in it. Returns None
-    if all launches fit. If one rank launches less than another, the first one that is missing is
-    a mismatch, too: the others wait for it for ever.
+    if all launches match. If one rank launches less than another, the first missing launch is
+    a mismatch, too: the others wait for it forever.
     """
     raise NotImplementedError("first_mismatch: compare the ranks' orders, place by place")
 
@@ -18,12 +18,12 @@ def first_mismatch(orders):
 class AgreedOrder:
     """Decides which gradients to launch, so that all ranks launch 0, 1, 2, ... in this order.
 
-    On each rank gradients become ready in an order of its own. One that is ready too early has to
-    wait until all before it are launched.
+    Each rank's gradients become ready in a different order. A gradient that is ready too early
+    waits until all gradients before it are launched.
     """
 
     def __init__(self):
-        """Begins with nothing ready and nothing launched."""
+        """Starts with nothing ready and nothing launched."""
         raise NotImplementedError("AgreedOrder: keep what is ready, and the number to launch next")
 
     def ready(self, number):

@@ -24,11 +24,11 @@ class Overlap:
             parameter.register_post_accumulate_grad_hook(self.launch)
 
     def launch(self, parameter):
-        """Begins to sum a gradient; autograd calls it as soon as `parameter.grad` is there."""
+        """Begins to sum a gradient; autograd calls it as soon as `parameter.grad` is complete."""
         begin = perf_counter()
         handle = dist.all_reduce(parameter.grad, async_op=True)  # does not wait
         self.handles.append((parameter, handle))
-        # Only for the picture: notes the time when the sum is there.
+        # Only for the picture: records when the sum is complete.
         handle.get_future().then(lambda _: self.travels.append((begin, perf_counter())))
 
     def wait(self):
@@ -53,7 +53,7 @@ def train(overlapped):
     model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     overlap = Overlap(model) if overlapped else None
-    torch.manual_seed(dist.get_rank())  # other examples on each rank
+    torch.manual_seed(dist.get_rank())  # different examples on each rank
     steps = []
     for _ in range(STEPS):
         x = torch.randn(BATCH, WIDTH)
@@ -77,7 +77,7 @@ def train(overlapped):
 
 
 def first_sum():
-    """Launches two sums, rank 1 in the other order; returns the sum of everybody's `one`."""
+    """Launches two sums, on rank 1 in the opposite order; returns the result of `one`."""
     one, hundred = torch.tensor(1.0), torch.tensor(100.0)
     order = [hundred, one] if dist.get_rank() == 1 else [one, hundred]
     for handle in [dist.all_reduce(tensor, async_op=True) for tensor in order]:
@@ -86,7 +86,7 @@ def first_sum():
 
 
 def run():
-    """All that a rank does."""
+    """Runs on each rank."""
     return train(overlapped=False), train(overlapped=True), first_sum()
 
 

@@ -38,7 +38,7 @@ def sums(exercise):
     tensors = [torch.tensor([10.0**number]) for number in range(5)]
     agreed, handles = exercise.AgreedOrder(), []
     order = list(range(5))
-    random.Random(dist.get_rank()).shuffle(order)  # another one on each rank
+    random.Random(dist.get_rank()).shuffle(order)  # a different order on each rank
     for ready in order:
         for number in agreed.ready(ready):
             handles.append(dist.all_reduce(tensors[number], async_op=True))

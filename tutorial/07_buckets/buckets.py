@@ -46,7 +46,7 @@ class Bucket:
 
 
 def assign(parameters, cap):
-    """Lays parameters into buckets, in their order; one is closed when it has `cap` bytes."""
+    """Assigns parameters to buckets, in order; a bucket is closed when it has `cap` bytes."""
     buckets, members = [], []
     for parameter in parameters:
         members.append(parameter)
@@ -59,14 +59,14 @@ def assign(parameters, cap):
 class DataParallel:
     """Replaces gradients by their means over ranks.
 
-    Five words name a gradient's way: ready, pack, launch, wait, unpack.
+    A gradient passes five steps: ready, pack, launch, wait, unpack.
     """
 
     def __init__(self, model, cap_mb):
         parameters = list(model.parameters())
         for parameter in parameters:
             dist.broadcast(parameter.detach(), src=0)
-        # Backward begins at the model's end: what is last is ready first.
+        # Backward begins at the model's end: the last parameter is ready first.
         self.buckets = assign(parameters[::-1], cap_mb * 1024 * 1024)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.launched = 0
@@ -74,7 +74,7 @@ class DataParallel:
             parameter.register_post_accumulate_grad_hook(self.on_ready)
 
     def on_ready(self, parameter):
-        """Marks a gradient ready; launches what is full, in the order on which all ranks agree."""
+        """Marks a gradient ready; launches full buckets, in the same order on all ranks."""
         self.bucket_of[parameter].missing -= 1
         while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
             self.buckets[self.launched].pack()
@@ -89,14 +89,14 @@ class DataParallel:
 
 
 def make_model():
-    """The model of chapter 1; every rank begins with other parameters."""
+    """Returns the model of chapter 1, with different parameters on each rank."""
     torch.manual_seed(dist.get_rank())
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     return torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))
 
 
 def train(model, module, finish):
-    """Trains; returns the median ms from backward to the means, those after it, the parameters."""
+    """Trains; returns the median step's ms with and without backward, and the parameters."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
     steps = []
     for _ in range(STEPS):
@@ -116,14 +116,14 @@ def train(model, module, finish):
 
 
 def run():
-    """For each cap: buckets, ms, and whether the parameters are those of torch's class."""
+    """Returns for each cap the buckets, the ms, and whether torch's class gives the same bits."""
     results = []
     for cap in CAPS:
         model = make_model()
         ours = DataParallel(model, cap)
         together, exposed, parameters = train(model, model, ours.finish)
         theirs = make_model()
-        limit = 1000 if cap == inf else cap or 1e-6  # some versions take no 0
+        limit = 1000 if cap == inf else cap or 1e-6  # some versions reject 0
         wrapped = torch.nn.parallel.DistributedDataParallel(theirs, bucket_cap_mb=limit)
         of_torch, _, expected = train(wrapped, theirs, lambda: None)
         results.append((len(ours.buckets), together, exposed, of_torch, parameters.equal(expected)))

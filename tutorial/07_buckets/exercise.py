@@ -5,15 +5,15 @@ python -m pytest tutorial/07_buckets
 
 from importlib import import_module
 
-# A name that begins with a digit cannot stand in an import statement.
+# An import statement cannot contain a name that begins with a digit.
 buckets = import_module("tutorial.07_buckets.buckets")
 
 
 def agree(order):
     """Returns rank 0's order, on every rank.
 
-    `order` is a list of numbers of parameters, as this rank's hooks fired in its first backward.
-    It has the same numbers on all ranks, maybe in another order.
+    `order` lists the parameters' numbers in the order of this rank's hooks in its first backward.
+    It has the same numbers on all ranks, maybe in a different order.
     """
     raise NotImplementedError("agree: broadcast rank 0's order, as a tensor of integers")
 

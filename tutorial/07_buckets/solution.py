@@ -5,7 +5,7 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-# A name that begins with a digit cannot stand in an import statement.
+# An import statement cannot contain a name that begins with a digit.
 assign = import_module("tutorial.07_buckets.buckets").assign
 
 

@@ -33,7 +33,7 @@ class Crossed(torch.nn.Module):
 
 
 class Watched(buckets.DataParallel):
-    """Begins with one bucket, as torch's class does, and notes the order of what is ready."""
+    """Begins with one bucket, as torch's class does, and records the order of readiness."""
 
     def __init__(self, model):
         super().__init__(model, inf)

@@ -16,7 +16,7 @@ STEPS, BATCH, FEATURES, LIMIT = 40, 64, 8, 0.6
 
 
 def first_parameters(watch):
-    """Begins with other parameters on each rank."""
+    """Begins with different parameters on each rank."""
     torch.manual_seed(dist.get_rank())
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -29,7 +29,7 @@ def first_parameters(watch):
 
 
 def late_average(watch):
-    """Averages what the optimizer has used already."""
+    """Averages the gradients after the optimizer has used them."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -42,7 +42,7 @@ def late_average(watch):
 
 
 def own_rate(watch):
-    """Lowers the learning rate when the loss no longer falls: each rank looks at its own."""
+    """Lowers the learning rate when the loss no longer falls: each rank looks only at its own."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,7 +58,7 @@ def own_rate(watch):
 
 
 def skipped_step(watch):
-    """Leaves out a step whose gradient is unusually large: each rank looks at its own."""
+    """Skips a step whose gradient is unusually large: each rank looks only at its own."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -73,7 +73,7 @@ def skipped_step(watch):
 
 
 def own_branch(watch):
-    """Sends each shard through one of two branches, and averages the gradients that are there."""
+    """Sends each shard through one of two branches, and averages the gradients that exist."""
     torch.manual_seed(0)
     model = nn.ModuleList([make_model(), make_model()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -91,7 +91,7 @@ def own_branch(watch):
 
 
 def running_mean(watch):
-    """Averages all gradients; batch norm also keeps a running mean of what it has seen."""
+    """Averages all gradients; batch norm also keeps a running mean of its inputs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -107,7 +107,7 @@ PROGRAMS = first_parameters, late_average, own_rate, skipped_step, own_branch, r
 
 
 def make_model():
-    """A small model, with the numbers that the seed gives."""
+    """Returns a small model, whose parameters depend on the seed."""
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
@@ -138,7 +138,7 @@ class Distances:
         self.after, self.model = [], None
 
     def __call__(self, model):
-        """Measures once more. All ranks call it."""
+        """Measures the distance. All ranks call it."""
         state = [tensor.detach().flatten().float() for tensor in model.state_dict().values()]
         mine = torch.cat(state)
         of_rank_0 = mine.clone()

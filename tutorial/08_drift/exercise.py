@@ -17,7 +17,7 @@ drift = import_module("tutorial.08_drift.drift")
 
 
 def first_parameters(watch):
-    """Begins with other parameters on each rank."""
+    """Begins with different parameters on each rank."""
     raise NotImplementedError("first_parameters: give all ranks the same parameters first")
     torch.manual_seed(dist.get_rank())
     model = drift.make_model()
@@ -31,7 +31,7 @@ def first_parameters(watch):
 
 
 def late_average(watch):
-    """Averages what the optimizer has used already."""
+    """Averages the gradients after the optimizer has used them."""
     raise NotImplementedError("late_average: put the average in its place")
     torch.manual_seed(0)
     model = drift.make_model()
@@ -45,7 +45,7 @@ def late_average(watch):
 
 
 def own_rate(watch):
-    """Lowers the learning rate when the loss no longer falls: each rank looks at its own."""
+    """Lowers the learning rate when the loss no longer falls: each rank looks only at its own."""
     raise NotImplementedError("own_rate: let all ranks' schedules see the same number")
     torch.manual_seed(0)
     model = drift.make_model()
@@ -62,7 +62,7 @@ def own_rate(watch):
 
 
 def skipped_step(watch):
-    """Leaves out a step whose gradient is unusually large: each rank looks at its own."""
+    """Skips a step whose gradient is unusually large: each rank looks only at its own."""
     raise NotImplementedError("skipped_step: let all ranks decide alike")
     torch.manual_seed(0)
     model = drift.make_model()
@@ -78,7 +78,7 @@ def skipped_step(watch):
 
 
 def own_branch(watch):
-    """Sends each shard through one of two branches, and averages the gradients that are there."""
+    """Sends each shard through one of two branches, and averages the gradients that exist."""
     raise NotImplementedError("own_branch: average the same tensors on all ranks; None is zeros")
     torch.manual_seed(0)
     model = nn.ModuleList([drift.make_model(), drift.make_model()])
@@ -97,7 +97,7 @@ def own_branch(watch):
 
 
 def running_mean(watch):
-    """Averages all gradients; batch norm also keeps a running mean of what it has seen."""
+    """Averages all gradients; batch norm also keeps a running mean of its inputs."""
     raise NotImplementedError("running_mean: share what batch norm remembers, too")
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(drift.FEATURES), drift.make_model())
@@ -113,10 +113,10 @@ def running_mean(watch):
 def shard_of_epoch(epoch, count):
     """Returns the numbers of the examples that this rank uses in an epoch, as a list.
 
-    Shuffle the numbers 0 to count - 1 in another order in each epoch: `torch.randperm(count,
-    generator=...)`, with a generator whose seed is the epoch. All ranks must shuffle alike, and
-    each takes every nproc-th number of the result, beginning at its own rank. Drop what is left
-    over at the end, so that all ranks have equally many.
+    Shuffle the numbers 0 to count - 1 in a different order in each epoch: `torch.randperm(count,
+    generator=...)`, with a generator whose seed is the epoch. All ranks must shuffle alike.
+    Each takes every nproc-th number of the result, beginning at its own rank. Drop what is left
+    over at the end, so that all ranks have the same number.
     """
     raise NotImplementedError("shard_of_epoch: shuffle with the epoch as the seed, take your part")
 
@@ -124,7 +124,7 @@ def shard_of_epoch(epoch, count):
 def save_and_load(model, file):
     """Saves rank 0's model, then loads the file on all ranks.
 
-    One rank writes: several would spoil the file. The others must not read before it is complete.
-    `dist.barrier()` is the collective that sends nothing: it ends when all ranks have come.
+    One rank writes: several would corrupt the file. The others must not read an incomplete file.
+    `dist.barrier()` is the collective that sends no data: it ends when all ranks have called it.
     """
     raise NotImplementedError("save_and_load: one rank saves, all come together, all load")

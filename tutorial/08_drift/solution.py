@@ -10,7 +10,7 @@ drift = import_module("tutorial.08_drift.drift")
 
 
 def first_parameters(watch):
-    """Begins with other parameters on each rank."""
+    """Begins with different parameters on each rank."""
     torch.manual_seed(dist.get_rank())
     model = drift.make_model()
     for parameter in model.parameters():
@@ -25,7 +25,7 @@ def first_parameters(watch):
 
 
 def late_average(watch):
-    """Averages what the optimizer has used already."""
+    """Averages the gradients after the optimizer has used them."""
     torch.manual_seed(0)
     model = drift.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -38,7 +38,7 @@ def late_average(watch):
 
 
 def own_rate(watch):
-    """Lowers the learning rate when the loss no longer falls: each rank looks at its own."""
+    """Lowers the learning rate when the loss no longer falls: each rank looks only at its own."""
     torch.manual_seed(0)
     model = drift.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -56,7 +56,7 @@ def own_rate(watch):
 
 
 def skipped_step(watch):
-    """Leaves out a step whose gradient is unusually large: each rank looks at its own."""
+    """Skips a step whose gradient is unusually large: each rank looks only at its own."""
     torch.manual_seed(0)
     model = drift.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,7 +71,7 @@ def skipped_step(watch):
 
 
 def own_branch(watch):
-    """Sends each shard through one of two branches, and averages the gradients that are there."""
+    """Sends each shard through one of two branches, and averages the gradients that exist."""
     torch.manual_seed(0)
     model = nn.ModuleList([drift.make_model(), drift.make_model()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def own_branch(watch):
 
 
 def running_mean(watch):
-    """Averages all gradients; batch norm also keeps a running mean of what it has seen."""
+    """Averages all gradients; batch norm also keeps a running mean of its inputs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(drift.FEATURES), drift.make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

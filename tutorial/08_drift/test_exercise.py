@@ -16,7 +16,7 @@ def run(exercise, name):
 
 
 def unrepaired(exercise, name):
-    """The program as it was: for one rank alone it is right."""
+    """The unrepaired program, which is right on a single rank."""
     return run(drift, name)
 
 
@@ -57,7 +57,7 @@ def save(exercise, folder):
 
     def slowly(*arguments, **options):
         writers.append(rank)
-        time.sleep(0.2)  # so that whoever does not wait comes too early
+        time.sleep(0.2)  # so that a rank that does not wait reads too early
         saved(*arguments, **options)
 
     model = torch.nn.Linear(3, 2)

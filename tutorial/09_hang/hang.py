@@ -23,16 +23,16 @@ from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import start
 
-PATIENCE, STALL = 2.0, 0.7  # seconds until a rank gives up, and until a tool speaks
+PATIENCE, STALL = 2.0, 0.7  # seconds until a rank gives up, and until a tool reports
 if __name__ == "__mp_main__":  # on a rank, and before it joins the others
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
 
 
 def checkpoint(group):
-    """Rank 0 saves after the third step, and all wait for it; rank 0 alone, as it is written."""
+    """Rank 0 saves after the third step; all ranks should wait for it, but only rank 0 does."""
     model = torch.nn.Linear(4, 1)
     for step in range(5):
-        sleep(0.05)  # as long as a larger model would compute
+        sleep(0.05)  # as long as a larger model computes
         model(torch.randn(8, 4)).mean().backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, group=group)
@@ -43,7 +43,7 @@ def checkpoint(group):
 
 
 def uneven(group):
-    """Rank 1 has a batch less than the others; the Reducer of the library averages."""
+    """Rank 1 has one batch less than the others; the library's Reducer averages."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     reducer = ddp.Reducer(model, process_group=group, stall_after=STALL)
     for _ in range(4 if dist.get_rank() == 1 else 5):
@@ -82,14 +82,14 @@ PROGRAMS = {checkpoint: "gloo", uneven: "gloo", other_order: "node", lost_error:
 
 
 class Sampler(threading.Thread):
-    """Looks at the main thread two hundred times a second, and notes the line where it is."""
+    """Looks at the main thread two hundred times per second, and records its line."""
 
     def __init__(self):
         super().__init__(daemon=True)
         self.begin, self.seen, self.ended = perf_counter(), [], threading.Event()
 
     def run(self):
-        """Until it is ended."""
+        """Samples until `ended` is set."""
         while not self.ended.wait(0.005):
             stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
             own = [frame for frame in stack if frame.filename == __file__ and frame.name != "run"]
@@ -97,26 +97,26 @@ class Sampler(threading.Thread):
                 self.seen.append((perf_counter() - self.begin, own[-1]))
 
     def at(self, moment):
-        """The line where the main thread was at a moment; None if the program had ended."""
+        """Returns the main thread's line at a moment; None if the program had ended."""
         later = [frame for time, frame in self.seen if time >= moment]
         return f"{later[0].name}, line {later[0].lineno}: {later[0].line}" if later else None
 
     def spans(self):
-        """Times of computing and of waiting in collectives, in ms, for the picture."""
+        """Yields times of computing and of waiting in collectives, in ms, for the picture."""
         for (begin, frame), (end, _) in zip(self.seen, self.seen[1:], strict=False):
             waits = "dist." in frame.line or "backward" in frame.line
             yield "wait" if waits else "computing", 1000 * begin, 1000 * end
 
 
 def recorded():
-    """What torch's flight recorder has noted on this rank."""
+    """Returns what torch's flight recorder has recorded on this rank."""
     entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]
     calls = [entry for entry in entries if entry["profiling_name"] == "gloo:all_reduce"]
     return f"{len(calls)} calls of all_reduce, sizes {calls[-1]['input_sizes']}" if calls else ""
 
 
 def run(name, backend):
-    """Runs one of the programs; returns what the tools say of it on this rank."""
+    """Runs one of the programs; returns what the tools report on this rank."""
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=PATIENCE))
     sampler, printed, error = Sampler(), io.StringIO(), "ends well"
     sampler.start()
@@ -125,7 +125,7 @@ def run(name, backend):
             globals()[name](group)
     except RuntimeError as raised:
         error = f"gives up after {perf_counter() - sampler.begin:.1f} s"
-        if "failed: " in str(raised):  # gloo's own errors say no more than that
+        if "failed: " in str(raised):  # gloo's own errors contain nothing more
             error += ":\n    " + str(raised).split("failed: ")[1].replace("; ", ";\n    ")
     sampler.ended.set()
     sampler.join()
@@ -133,7 +133,7 @@ def run(name, backend):
 
 
 def main():
-    """Prints for each program how it ends, and what its tool says; draws when ranks waited."""
+    """Prints how each program ends, and what its tool reports; draws when ranks waited."""
     options = read_options(__doc__, nproc=2)
     panels = {}
     for program, backend in PROGRAMS.items():

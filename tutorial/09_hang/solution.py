@@ -10,7 +10,7 @@ def late_by_py_spy():
 
 
 def late_by_stall_after():
-    """Rank 3 has computed 4 of 8 gradients. Rank 2 only was the first to speak."""
+    """Rank 3 has computed 4 of 8 gradients. Rank 2 was only the first to report."""
     return 3
 
 
@@ -20,7 +20,7 @@ def other_by_comparison():
 
 
 def skipped_by_flight_recorder():
-    """Rank 1 has recorded a call less. Which one it was, the equal sizes do not show."""
+    """Rank 1 has recorded one call less. The equal sizes do not show which one."""
     return 1
 
 
@@ -32,7 +32,7 @@ def all_can(this_rank_can):
 
 
 def train(batches, step):
-    """Calls `step(batch)` for each of this rank's batches, as often as all ranks have one."""
+    """Calls `step(batch)` for this rank's batches, as long as every rank has one."""
     left = iter(batches)
     batch = next(left, None)
     while all_can(batch is not None):

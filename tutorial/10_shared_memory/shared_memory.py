@@ -22,7 +22,7 @@ ROUNDS = 9
 class SharedMemory:
     """A row of numbers for each rank, and one for the sum, in memory that all of them map.
 
-    A file of which each rank maps the same pages: what one writes there, the others read.
+    Each rank maps the same pages of a file: what one rank writes there, the others read.
     """
 
     def __init__(self, folder, size):
@@ -33,14 +33,14 @@ class SharedMemory:
         flags = f"{folder}/{size}-flags"
         self.flags = torch.from_file(flags, shared=True, size=self.nproc, dtype=torch.int64)
         self.meetings = 0
-        dist.barrier()  # all have the file, and its flags are 0
+        dist.barrier()  # all ranks have mapped the file, and its flags are 0
 
     def meet(self):
-        """Waits until all ranks have come here as often as this one: a barrier."""
+        """A barrier: waits until all ranks have called it as often as this one."""
         self.meetings += 1
         self.flags[self.rank] = self.meetings  # no other rank writes this one
         while self.flags.min() < self.meetings:
-            sleep(0)  # the core may be needed by a rank that has not come yet
+            sleep(0)  # a rank that is not here yet may need the core
 
     def all_reduce(self, tensor):
         """Replaces the tensor by the sum of all ranks' tensors."""
@@ -53,12 +53,12 @@ class SharedMemory:
 
 
 def chunk(rank, nproc, size):
-    """Begin and end of the part that a rank adds up: all parts together are the whole."""
+    """Returns the begin and end of the part that a rank adds up; all parts cover the whole."""
     return rank * size // nproc, (rank + 1) * size // nproc
 
 
 def measure(folder):
-    """Returns for each size the ms of gloo, of shared memory and of a copy, and a check."""
+    """Returns for each size the ms of gloo, of shared memory and of a copy, and `same_sum`."""
     results = []
     for size in SIZES:
         memory, tensor, other = SharedMemory(folder, size), torch.empty(size), torch.empty(size)
@@ -69,7 +69,7 @@ def measure(folder):
 
 
 def timed(way, tensor):
-    """The ms of one call, with all ranks at once."""
+    """Returns the ms of one call, on all ranks at once."""
     tensor.fill_(1.0)
     dist.barrier()
     begin = perf_counter()
@@ -78,7 +78,7 @@ def timed(way, tensor):
 
 
 def same_sum(memory, size):
-    """True if both ways give the same numbers."""
+    """Returns True if both ways give the same numbers."""
     ours = torch.randn(size)
     theirs = ours.clone()
     memory.all_reduce(ours)
@@ -89,7 +89,7 @@ def same_sum(memory, size):
 def main():
     """Prints and draws the times by size."""
     options = read_options(__doc__, nproc=2)
-    # On Linux a folder whose files lie in memory alone.
+    # On Linux, the files of this folder lie in memory only.
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
         rows = start(measure, options.nproc, folder)[0]

@@ -21,7 +21,7 @@ class IntoBucket(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, view):
-        """As `torch.nn.functional.linear`; notes what backward needs."""
+        """Like `torch.nn.functional.linear`; saves what backward needs."""
         ctx.save_for_backward(x, weight)
         ctx.view = view
         return linear(x, weight, bias)
@@ -31,14 +31,14 @@ class IntoBucket(torch.autograd.Function):
         """The gradients of x, weight, bias and view."""
         x, weight = ctx.saved_tensors
         torch.mm(gradient.t(), x, out=ctx.view)
-        # Another tensor on the same memory, which autograd may keep as `.grad` without a copy: it
-        # does so with a tensor that nobody else has.
+        # Another tensor on the same memory. Autograd keeps it as `.grad` without a copy, because
+        # nothing else holds it.
         born = ctx.view.view_as(ctx.view)
         return gradient @ weight, born, gradient.sum(0), None
 
 
 def make_parameters():
-    """Weights and biases, and a bucket with a view for each weight."""
+    """Returns weights and biases, and a bucket with a view for each weight."""
     torch.manual_seed(0)
     weights = [(torch.randn(WIDTH, WIDTH) / WIDTH**0.5).requires_grad_() for _ in range(LAYERS)]
     biases = [torch.zeros(WIDTH, requires_grad=True) for _ in range(LAYERS)]
@@ -47,28 +47,28 @@ def make_parameters():
 
 
 def usual(x, weights, biases, views):
-    """The loss; gradients are born wherever the allocator finds memory."""
+    """Returns the loss; gradients are born wherever the allocator finds memory."""
     for weight, bias in zip(weights, biases, strict=True):
         x = linear(x, weight, bias).relu()
     return (x - 1).square().mean()
 
 
 def into_bucket(x, weights, biases, views):
-    """The loss; weights' gradients are born in their bucket."""
+    """Returns the loss; the weights' gradients are born in their bucket."""
     for weight, bias, view in zip(weights, biases, views, strict=True):
         x = IntoBucket.apply(x, weight, bias, view).relu()
     return (x - 1).square().mean()
 
 
 def pack(weights, views):
-    """Copies into the bucket what does not lie there; then `.grad` can be freed."""
+    """Copies gradients that lie elsewhere into the bucket; then `.grad` can be freed."""
     for weight, view in zip(weights, views, strict=True):
         if weight.grad.data_ptr() != view.data_ptr():
             view.copy_(weight.grad)
 
 
 def measure(loss_of):
-    """The median ms of backward and of packing, page faults of a step, and the last bucket."""
+    """Returns the median ms of backward and packing, a step's page faults, and the last bucket."""
     weights, biases, views = make_parameters()
     steps = []
     for step in range(STEPS):

@@ -6,7 +6,7 @@ import torch
 
 
 def views(bucket, shapes):
-    """Returns a view of the flat bucket for each shape, one behind the other, without a copy."""
+    """Returns a view of the flat bucket for each shape, one after the other, without a copy."""
     pieces = bucket.split([prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 

@@ -40,7 +40,7 @@ def test_backward(exercise):
     pieces = bucket.split([12, 4, 8, 2])
     pieces = [piece.view(shape) for piece, shape in zip(pieces, SHAPES, strict=True)]
     call = function(exercise)
-    for _ in range(2):  # a second step finds the first one's numbers in the bucket
+    for _ in range(2):  # the second step finds the first step's numbers in the bucket
         for parameter in parameters:
             parameter.grad = None
         hidden = call(x, *first, *pieces[:2]).relu()

@@ -21,7 +21,7 @@ from tutorial.ranks import start
 chapter_10 = import_module("tutorial.10_shared_memory.shared_memory")
 
 WIDTH, LAYERS, BATCH, STEPS, RATE = 1024, 8, 32, 12, 0.3
-ROLLUP = Path("/proc/self/smaps_rollup")  # Linux's
+ROLLUP = Path("/proc/self/smaps_rollup")  # only on Linux
 
 
 class OwnCopies:
@@ -41,9 +41,9 @@ class OwnCopies:
 
 
 class OneCopy:
-    """Parameters lie in shared memory, once. Each rank steps its chunk of them, for all.
+    """The parameters lie in shared memory, once. Each rank steps its chunk of them, for all ranks.
 
-    Of chapter 10's memory, row r holds rank r's gradients, and the last row the parameters.
+    In chapter 10's memory, row r holds rank r's gradients, and the last row the parameters.
     """
 
     def __init__(self, parameters, folder):
@@ -52,7 +52,7 @@ class OneCopy:
         self.mine = slice(*chapter_10.chunk(dist.get_rank(), dist.get_world_size(), len(initial)))
         if dist.get_rank() == 0:
             self.memory.total.copy_(initial)
-        self.memory.meet()  # the others train what rank 0 has written
+        self.memory.meet()  # the others train the parameters of rank 0
         move(parameters, self.memory.total, self.memory.rows[self.memory.rank])
 
     def step(self):
@@ -65,20 +65,20 @@ class OneCopy:
 
 
 def move(parameters, values, gradients):
-    """Lets parameters and their gradients be parts of two flat tensors."""
+    """Makes parameters and their gradients parts of two flat tensors."""
     sizes = [parameter.numel() for parameter in parameters]
     for parameter, value, gradient in zip(
         parameters, values.split(sizes), gradients.split(sizes), strict=True
     ):
         parameter.data = value.view_as(parameter)
-        parameter.grad = gradient.view_as(parameter)  # backward adds to what is there
+        parameter.grad = gradient.view_as(parameter)  # backward adds to it
 
 
 def memory():
-    """This rank's MB of memory; a page that n ranks share counts 1/n on each."""
+    """Returns this rank's MB of memory; a page that n ranks share counts 1/n on each."""
     if not ROLLUP.exists():
         return float("nan")
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free goes back to the system
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # returns free memory to the system
     return int(re.search(r"^Pss: *(\d+) kB", ROLLUP.read_text(), re.MULTILINE)[1]) / 1000
 
 
@@ -99,7 +99,7 @@ def train(way, folder):
         engine.step()
         times.append(1000 * (perf_counter() - begin))
     taken = memory() - before
-    dist.barrier()  # the memory is shared until all have looked
+    dist.barrier()  # keeps the memory shared until all ranks have measured
     return taken, median(times), torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 

@@ -8,7 +8,7 @@ chunk = import_module("tutorial.10_shared_memory.shared_memory").chunk
 
 
 def make_momentum(rank, nproc, parameters):
-    """Returns this rank's momentum: zeros, as many as the parameters that this rank steps."""
+    """Returns this rank's momentum: a zero for each parameter that this rank steps."""
     begin, end = chunk(rank, nproc, len(parameters))
     return torch.zeros(end - begin)
 

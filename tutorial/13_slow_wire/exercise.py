@@ -1,4 +1,4 @@
-"""Exercises of chapter 13: error feedback. What was not sent is kept, and sent later.
+"""Exercises of chapter 13: error feedback. It keeps what was not sent, and sends it later.
 
 python -m pytest tutorial/13_slow_wire
 python -m tutorial.13_slow_wire.slow_wire --keep 1
@@ -13,10 +13,10 @@ def bytes_of_low_rank(rows, columns, rank):
 def keep_error(average):
     """Returns a function that averages as `average` does, but loses nothing.
 
-    `average(gradient, state)` returns the mean over ranks and the bytes that it has sent. The mean
-    lacks what was not sent. Your function has the same arguments and the same results. It keeps a
-    tensor in `state`, which is a dict and stays from step to step: what its gradients had in all
-    and the means had not. Give `average` the gradient and that together; `average` may change the
+    `average(gradient, state)` returns the mean over ranks and the bytes that it sent. The mean
+    lacks what was not sent. Your function has the same arguments and results. It keeps one
+    tensor in `state`, a dict that lasts from step to step: what the gradients contained and
+    the means did not. Give `average` the sum of the gradient and that; `average` may change the
     tensor that it gets.
     """
     raise NotImplementedError("keep_error: define a function inside, and return it")

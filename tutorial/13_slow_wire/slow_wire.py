@@ -19,20 +19,20 @@ SHARE, RANK = 0.01, 2  # of top-k, and of the matrices of low rank
 
 
 def whole(gradient, state):
-    """The mean over ranks, and the bytes that a rank sends for it."""
+    """Returns the mean over ranks, and the bytes that a rank sends for it."""
     dist.all_reduce(gradient)
     return gradient / dist.get_world_size(), gradient.nbytes
 
 
 def bf16(gradient, state):
-    """As `whole`, in numbers of 16 bits."""
+    """Like `whole`, in numbers of 16 bits."""
     half = (gradient / dist.get_world_size()).bfloat16()
     dist.all_reduce(half)
     return half.float(), half.nbytes
 
 
 def top_k(gradient, state):
-    """Sends each rank's largest numbers alone, with their places; all others count as 0."""
+    """Sends only each rank's largest numbers, with their places; all others count as 0."""
     places = gradient.flatten().abs().topk(max(1, int(SHARE * gradient.numel()))).indices
     values = gradient.flatten()[places]
     all_places = [torch.empty_like(places) for _ in range(dist.get_world_size())]
@@ -42,12 +42,12 @@ def top_k(gradient, state):
     total = torch.zeros(gradient.numel())
     for its_places, its_values in zip(all_places, all_values, strict=True):
         total.index_add_(0, its_places, its_values)
-    # A place is sent as a number of 4 bytes.
+    # Counts a place as 4 bytes.
     return total.view_as(gradient) / dist.get_world_size(), 8 * len(places)
 
 
 def low_rank(gradient, state):
-    """PowerSGD: a matrix is sent as a product of two thin ones (Vogels et al. 2019)."""
+    """PowerSGD: sends a matrix as a product of two thin ones (Vogels et al. 2019)."""
     if gradient.dim() < 2:
         return whole(gradient, state)
     if "q" not in state:  # the same on all ranks
@@ -55,7 +55,7 @@ def low_rank(gradient, state):
         state["q"] = torch.randn(gradient.shape[1], RANK, generator=generator)
     p = gradient @ state["q"]
     dist.all_reduce(p)
-    p = torch.linalg.qr(p).Q  # columns of length 1, at right angles
+    p = torch.linalg.qr(p).Q  # orthogonal columns of length 1
     q = gradient.t() @ p / dist.get_world_size()
     dist.all_reduce(q)
     state["q"] = q  # the next step begins with this one's: a step of power iteration
@@ -63,7 +63,7 @@ def low_rank(gradient, state):
 
 
 def train(average, keep):
-    """Returns the ms of computing and the bytes of a step, and the loss of each step."""
+    """Returns a step's compute time in ms and its bytes, and the loss of each step."""
     if keep:
         average = import_module("tutorial.13_slow_wire.exercise").keep_error(average)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ def test_bytes_of_low_rank(exercise):
 
 
 def sums(exercise, way):
-    """All that was sent, kept and given, in three steps; this rank's bytes of a step."""
+    """Returns what was sent, kept and given in three steps, and this rank's bytes of a step."""
     average, state = exercise.keep_error(getattr(program, way)), {}
     sent, given = torch.zeros(20, 30), torch.zeros(20, 30)
     for step in range(3):

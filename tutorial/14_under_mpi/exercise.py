@@ -1,11 +1,11 @@
-"""Exercises of chapter 14: ranks on machines that are not alike.
+"""Exercises of chapter 14: ranks on machines that differ.
 
 python -m pytest tutorial/14_under_mpi
 """
 
 
 def rank_of(counts, node_rank, local_rank):
-    """Returns the rank of a process: the one with this local rank, on this machine.
+    """Returns the rank of the process with this local rank on this machine.
 
     `counts` has the number of processes of each machine, as in [4, 2, 3].
     """
@@ -13,7 +13,7 @@ def rank_of(counts, node_rank, local_rank):
 
 
 def place_of(counts, rank):
-    """Returns the number of the machine and the local rank of a rank: the way back."""
+    """Returns a rank's machine number and local rank: the inverse of `rank_of`."""
     raise NotImplementedError("place_of: go through the machines until the rank is on one")
 
 

@@ -4,12 +4,12 @@ import re
 
 
 def rank_of(counts, node_rank, local_rank):
-    """Returns the rank of a process: the one with this local rank, on this machine."""
+    """Returns the rank of the process with this local rank on this machine."""
     return sum(counts[:node_rank]) + local_rank
 
 
 def place_of(counts, rank):
-    """Returns the number of the machine and the local rank of a rank: the way back."""
+    """Returns a rank's machine number and local rank: the inverse of `rank_of`."""
     node_rank = 0
     while rank >= counts[node_rank]:
         rank -= counts[node_rank]

@@ -20,7 +20,7 @@ from tutorial.ranks import LOOPBACK
 WIDTH, LAYERS, BATCH, STEPS = 512, 8, 120, 15
 PHASES = "forward", "backward", "wait", "update"
 
-# How each launcher says to a process: its rank, the world size, its rank on its own machine.
+# How each launcher tells a process its rank, the world size and its rank on its own machine.
 VARIABLES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -29,7 +29,7 @@ VARIABLES = {
 
 
 def find_place(environ):
-    """The launcher, and this process's rank, world size and local rank, from the environment."""
+    """Returns the launcher, and this process's rank, world size and local rank."""
     for launcher, names in VARIABLES.items():
         if all(name in environ for name in names):
             return launcher, *(int(environ[name]) for name in names)
@@ -39,17 +39,17 @@ def find_place(environ):
 def join(launcher, rank, nproc):
     """Opens the process group: through MPI, or through a port of rank 0's machine."""
     if launcher == "mpirun":
-        import ddp_from_scratch.mpi as mpi  # registers the backend: torch has none of its own
+        import ddp_from_scratch.mpi as mpi  # registers the backend: torch has no MPI of its own
 
         dist.init_process_group(mpi.BACKEND, init_method="mpi://")
         return
-    # torchrun says the address. For srun the job's script says it, and the job's number the port.
+    # torchrun sets the address. With srun the job script does, and the job number gives the port.
     job = int(os.environ.get("SLURM_JOB_ID", "0"))
     address = os.environ.setdefault("MASTER_ADDR", "localhost")
     port = os.environ.setdefault("MASTER_PORT", str(20000 + job % 20000))
     if address == "localhost":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    store = dist.HashStore() if launcher == "no launcher" else None  # None: one at that address
+    store = dist.HashStore() if launcher == "no launcher" else None  # None: a store at that address
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=nproc)
     except dist.DistNetworkError:
@@ -57,7 +57,7 @@ def join(launcher, rank, nproc):
 
 
 def train():
-    """Returns the begin and end of each phase of each step, and a sum of all parameters."""
+    """Returns the start and end of each phase of each step, and a sum of all parameters."""
     rank, nproc = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
@@ -85,7 +85,7 @@ def train():
 
 
 def report(picture, places, results):
-    """Prints a line for each rank, and draws the median step; on rank 0."""
+    """On rank 0: prints each rank's medians, and draws the middle step."""
     for (launcher, rank, nproc, local_rank, _), (steps, _) in zip(places, results, strict=True):
         spans = [[1000 * (end - begin) for begin, end in pairwise(marks)] for marks in steps]
         times = zip(PHASES, map(median, zip(*spans, strict=True)), strict=True)
@@ -97,14 +97,14 @@ def report(picture, places, results):
     step = STEPS // 2
     rows = {}
     for rank, (steps, _) in enumerate(results):
-        # Clocks of two machines differ: each rank's step is drawn from its own beginning.
+        # Clocks of two machines differ, so each rank's step begins at its own 0.
         spans = pairwise(1000 * (mark - steps[step][0]) for mark in steps[step])
         rows[f"rank {rank}"] = [(name, *s) for name, s in zip(PHASES, spans, strict=True)]
     pictures.timelines(picture, {"one step": rows})
 
 
 def main():
-    """Joins the others, trains, and brings all ranks' results to rank 0."""
+    """Joins the others, trains, and gathers all ranks' results on rank 0."""
     options = read_options(__doc__)
     launcher, rank, nproc, local_rank = find_place(os.environ)
     if nproc > 1:

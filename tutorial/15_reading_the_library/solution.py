@@ -11,7 +11,7 @@ def average(state, bucket):
 
 
 def half(state, bucket):
-    """Returns a future of the average, for which only 16 bits are sent for each number."""
+    """Returns a future of the average; sends only 16 bits for each number."""
     buffer = bucket.buffer()
     small = (buffer / dist.get_world_size()).half()
     future = dist.all_reduce(small, async_op=True).get_future()

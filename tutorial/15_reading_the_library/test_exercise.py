@@ -20,7 +20,7 @@ def make_model():
 
 
 def run(exercise, name, library):
-    """The hook's averages, what they should be, the types that were sent, and the state."""
+    """Returns the hook's averages, the expected ones, the dtypes that were sent, and the state."""
     model = make_model()
     expected = gradients(model, model)
     dist.all_reduce(expected)
