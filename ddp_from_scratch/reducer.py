@@ -175,8 +175,7 @@ class Reducer(CoreReducer):
             process_group,
             bucket_caps=caps,
             overlap=overlap,
-            # With virtual ranks the first layout is final, so that an average that fails on some
-            # ranks does not leave them with different ones.
+            # With virtual ranks the first layout is final, even if an average fails on some ranks.
             ready_order=ready_order
             or (list(parameters)[::-1] if virtual_ranks is not None else None),
             apart={name: SparseBucket for name, p in parameters.items() if id(p) in sparse},

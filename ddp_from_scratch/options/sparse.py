@@ -92,8 +92,7 @@ class SparseBucket(Bucket):
 
     @property
     def arrived(self) -> bool:
-        # Not asked on a GPU: from torch 2.15 on, NCCL's `is_completed` makes the current stream
-        # wait.
+        # From torch 2.15 on, `is_completed` of NCCL makes the current stream wait.
         work = self._work
         return work is None or gpu.is_gpu(self._parameter.device) or work.is_completed()
 

@@ -75,8 +75,7 @@ def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[
     found: list[Trial] = []
     for number in range(rounds):
         for place in range(len(groups)):
-            # Rounds begin with different layouts, so that periodic delays do not always hit the
-            # same one.
+            # Rounds begin with different layouts, so that a periodic delay does not hit only one.
             group = groups[(number + place) % len(groups)]
             # The first step includes the cost of laying out the buckets.
             found += [Trial(group[0], False), *(Trial(c, True) for c in (*group, *group))]
@@ -86,7 +85,7 @@ def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[
 def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
     """Returns the first candidate that ties with the best, preferring overlap.
 
-    `times` holds the seconds of each candidate's steps in the order of `trials`, equally many each.
+    `times` holds the seconds of each candidate's steps, in the order of `trials`.
     """
     # Steps are compared within a round, because a machine that is slow for a while slows all of
     # them. Medians ignore the occasional step with an evaluation or a slow batch.
@@ -151,8 +150,7 @@ class BucketTuning(Extension):
         self.settled = True
 
     def check_hook(self, hook: CommHook) -> None:
-        # A hook that keys its state by bucket index, like torch's PowerSGD, would mix up buckets.
-        # The hooks of this package key it by parameter.
+        # Hooks that key state by bucket index, like torch's PowerSGD, would mix up buckets.
         if not self.settled and not comm_hooks.is_ours(hook):
             raise RuntimeError(
                 f'bucket_cap_mb="auto" has not settled, and the comm hook {hook!r} may remember '

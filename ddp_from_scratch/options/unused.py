@@ -21,16 +21,15 @@ from ddp_from_scratch.waiting import wait
 class Unused(Extension):
     """Lets parameters get no gradient in a backward pass.
 
-    When backward enters the graph of a forward pass (`GraphWatch`), the parameters that it does not
-    reach are marked unused. Others without a gradient are marked at the end of the pass. Ranks
-    exchange which parameters they used: with `find_unused` in every average, with a static graph in
-    the first, with `skip` in none.
+    When backward enters the graph of a forward pass (`GraphWatch`), parameters that it cannot reach
+    are marked unused; others without a gradient are, at its end. Ranks exchange which parameters
+    they used: with `find_unused` in every average, with a static graph in the first, with `skip` in
+    none.
     """
 
     def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
         self.find_unused, self.is_static, self._skip = find_unused, static, skip
-        # The first average skips no bucket, since one rank may have gradients older than its
-        # Reducer.
+        # The first average skips no bucket, since gradients of one rank may predate its Reducer.
         self._has_agreed = False
         self._used: set[int] = set()  # since the last average, including passes under no_sync()
         # Static graph only: the parameters that some rank used in the first average, and those used
@@ -58,7 +57,6 @@ class Unused(Extension):
         return self.find_unused and not self.is_static
 
     def set_static(self) -> None:
-        """Makes the graph static from the next pass on. Idempotent."""
         if not self.is_static:
             self.graphs.last = None  # earlier passes may have had another graph
             self.is_static, self._static = True, StaticGraph(self._count)
@@ -232,8 +230,6 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 class _Forward:
-    """The leaves that one forward pass reaches."""
-
     def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor] = ()) -> None:
         self.reached = reached  # indices of the Reducer's parameters; None means unknown
         self.others = [weakref.ref(leaf) for leaf in others]

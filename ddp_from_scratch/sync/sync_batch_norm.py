@@ -143,7 +143,7 @@ class SyncBatchNorm(_BatchNorm):
             if world_size == 1:
                 return super().forward(input)
             batches = _OneOfEachRank(self.process_group)
-        # Checked before the collective, where an error on one rank would leave the others waiting.
+        # Checked first: an error after the collective has begun would leave other ranks waiting.
         for name in ("running_mean", "weight", "bias"):
             tensor = getattr(self, name)
             if tensor is not None and (found := tensor.numel()) != input.size(1):
@@ -320,5 +320,4 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
 
 
 def _along_channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Returns `values` (C,) in a shape that broadcasts along x's channels."""
     return values.view(-1, *[1] * (x.dim() - 2))

@@ -204,7 +204,6 @@ class WrappedReducer(Reducer):
     """A Reducer with the methods that pipelines and Lightning call on torch's."""
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Searches for unused parameters from these tensors, where backward will begin."""
         self.prepare_backward(outputs)
 
     def _rebuild_buckets(self) -> bool:

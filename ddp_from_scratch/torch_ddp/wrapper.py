@@ -347,7 +347,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     _has_rebuilt_buckets: Any = property(lambda self: self.reducer.ready_order is not None)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Registers a comm hook by a name of `dist.BuiltinCommHookType`."""
         hooks = {
             "ALLREDUCE": comm_hooks.allreduce_hook,
             "FP16_COMPRESS": comm_hooks.fp16_compress_hook,
@@ -364,7 +363,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             raise ValueError("outputs are never cloned here")
 
     def _set_static_graph(self) -> None:
-        """Switches to `static_graph=True`. Idempotent."""
         self._settings["static_graph"] = self.static_graph = True
         self.reducer.set_static_graph()
 
@@ -408,7 +406,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """For buffer hooks: broadcasts one rank's buffers, or these tensors."""
         self.buffer_sync.send(authoritative_rank, bufs)
 
     @staticmethod
@@ -426,7 +423,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def _get_data_parallel_params(
         module: torch.nn.Module, named_params: bool = False
     ) -> Iterator[Any]:
-        """Yields the parameters, or (name, parameter) pairs, that are not ignored."""
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter

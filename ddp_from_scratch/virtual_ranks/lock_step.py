@@ -60,7 +60,6 @@ class View:
         ]
 
     def copy_buffers(self) -> None:
-        """Replaces the module's buffers by copies for this virtual rank."""
         # New tensors, because autograd counts writes by other virtual ranks to a shared one.
         copies = copy.deepcopy([owner[name] for owner, name in self._places])
         for (owner, name), buffer in zip(self._places, copies, strict=True):
