@@ -193,7 +193,7 @@ def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 def overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:
-    """Returns the ids of parameters that share memory, which they would lose if they moved."""
+    """Returns the ids of parameters that share memory. Moving them would silently end that."""
     ranges = [(p.data_ptr(), p.data_ptr() + p.nbytes, id(p)) for p in parameters if p.numel()]
     found = set()
     furthest = 0, 0  # the end of all ranges so far, and the parameter that ends there

@@ -21,8 +21,8 @@ from ddp_from_scratch.waiting import wait
 class Unused(Extension):
     """Lets parameters get no gradient in a backward pass.
 
-    When backward enters the graph of a forward pass (`GraphWatch`), parameters that it cannot reach
-    are marked unused; others without a gradient are, at its end. Ranks exchange which parameters
+    Parameters that backward cannot reach are marked unused when it enters the graph of a forward
+    pass (`GraphWatch`), and others without a gradient at its end. Ranks exchange which parameters
     they used: with `find_unused` in every average, with a static graph in the first, with `skip` in
     none.
     """
