@@ -202,7 +202,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         return in_huge_pages(like.new_empty(numel))
 
     def _groups_of(self, bucket: Bucket) -> list[int | None]:
-        """Returns the index of each member's parameter group, or None."""
         groups = enumerate(self.param_groups)
         index_of = {id(p): index for index, group in groups for p in group["params"]}
         return [index_of.get(id(parameter)) for parameter in bucket.parameters()]

@@ -44,7 +44,7 @@ class FlatParams:
         self.group, self._rule, self._allocate = group, rule, allocate
         self.parameters, self.gradients = bucket.parameters()[members], bucket.views[members]
         begin = bucket.offsets[members.start]
-        # Where each member begins in the gradient, and where the last one ends, in elements.
+        # Where members begin in the gradient, and the last one's end, in elements.
         self._offsets = [0, *accumulate(parameter.numel() for parameter in self.parameters)]
         self.gradient = bucket.buffer()[begin : begin + self._offsets[-1]]
         # Where each member begins in the flat tensor, and the members with which pieces begin.

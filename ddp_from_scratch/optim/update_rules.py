@@ -27,8 +27,7 @@ Columns = Sequence[list[torch.Tensor]]  # the same, for several parameters
 class UpdateRule(ABC):
     """The arithmetic of one of torch's optimizers.
 
-    `age` is the number of earlier steps of a state, which its "step" counts. For a state without
-    "step" it is 0 before the first step, else 1.
+    `age` is a state's number of earlier steps. Without a "step" that counts them it is 0 or 1.
     """
 
     settings: tuple[str, ...]  # the keys of a parameter group that a step depends on
@@ -46,10 +45,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
-        """Steps contiguous parts of flat parameters in one call.
-
-        Each part begins at a cache line of its parameter, unless the rule is exact anywhere.
-        """
+        """Steps contiguous parts, which begin at cache lines unless the rule is exact anywhere."""
 
     def step(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: Group

@@ -76,8 +76,7 @@ class Checks(Extension):
         names = self._snapshot.parameters
         written = [n for n, then, this in zip(names, before, now, strict=True) if then != this]
         self._written |= dict.fromkeys(written)
-        # Writes before the first average make the Reducer compare ranks (`_FirstAverage`). Later
-        # writes must raise here.
+        # Writes before the first average lead to a comparison (`_FirstAverage`); later ones raise.
         reducer: CoreReducer = self._of()
         if written and reducer.iteration and not self._compares(reducer):
             raise RuntimeError(
@@ -179,7 +178,7 @@ class ModuleSnapshot:
             if then is not this and not (then is not None and _is_substitute(this)):
                 verb = "removed" if this is None else "added" if then is None else "replaced"
                 return f"parameter {name} was {verb}"
-        # A layer was replaced but its parameters were kept (converted batch norm): record the new
+        # A replaced layer may have kept its parameters (converted batch norm). Records the new
         # owners, except during a substitution, which ends with the call.
         if not any(_is_substitute(parameter) for parameter in now.values()):
             self.look_at(module)

@@ -21,8 +21,8 @@ from ddp_from_scratch.core.reducer import CoreReducer
 
 Layer = Linear | Embedding
 
-# The fewest weight elements for which a linear layer is fused, and the factor for embeddings. In
-# smaller layers our Python backward costs more than the copy it saves.
+# The fewest weight elements of a fused linear layer, and a factor for embeddings. In smaller layers
+# the Python backward costs more than the copy that it saves.
 _WORTH, _EMBEDDING = 2**16, 4
 
 

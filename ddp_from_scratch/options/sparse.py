@@ -103,8 +103,7 @@ class SparseBucket(Bucket):
         if self._work is None or self._average is not None:
             return
         self._work.wait()
-        # The size of the second collective is only known now. All ranks wait for buckets in order,
-        # so they issue it in the same order.
+        # Only now is the second collective's size known. All ranks issue it in bucket order.
         kinds, rows = torch.stack(self._kinds).t().tolist()
         found = {kind for kind in kinds if kind != _NONE}
         if len(found) > 1:  # on every rank

@@ -113,8 +113,7 @@ class BucketTuning(Extension):
         super().attach(reducer)
         self._known_order = reducer.ready_order  # of the current layout
         self._overlap = reducer.overlap
-        # Trials to come; None before the first average has ended. The plan does not depend on
-        # clocks, so all ranks lay out the same buckets after the same average.
+        # Trials to come; None before the first average. All ranks plan the same, without a clock.
         self._ahead: list[Trial] | None = None
         self._trial: Trial | None = None
         self._times: dict[Candidate, list[float]] = {}

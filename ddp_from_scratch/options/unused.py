@@ -23,8 +23,7 @@ class Unused(Extension):
 
     Parameters that backward cannot reach are marked unused when it enters the graph of a forward
     pass (`GraphWatch`), and others without a gradient at its end. Ranks exchange which parameters
-    they used: with `find_unused` in every average, with a static graph in the first, with `skip` in
-    none.
+    they used: with `find_unused` in each average, with a static graph in the first, else in none.
     """
 
     def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
@@ -40,8 +39,7 @@ class Unused(Extension):
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
         self._count = len(reducer.parameters)
-        # A `.grad` that is older than the Reducer is averaged, too, although no hook has seen it
-        # and other ranks may have none.
+        # A `.grad` that is older than the Reducer is averaged, too, though no hook has seen it.
         self._inherited = {i for i, p in enumerate(reducer.parameters) if p.grad is not None}
         self._static = StaticGraph(self._count) if self.is_static else None
         self.graphs = GraphWatch(reducer.parameters, self._on_enter)
@@ -159,13 +157,11 @@ class Unused(Extension):
 class StaticGraph:
     """Expects as many gradients for each parameter as in the first backward pass.
 
-    From the second pass on, a parameter is ready with its last gradient, and a parameter that gets
-    none is known to be unused when the pass begins.
+    Then a parameter is ready with its last gradient, and unused ones are known from the start.
     """
 
     def __init__(self, count: int) -> None:
-        # None until the first pass has ended. A count exceeds 1 if several checkpointed segments
-        # share a parameter, or with reentrant checkpointing.
+        # None until the first pass has ended. With checkpointing a count may exceed 1.
         self._expected: list[int] | None = None
         self._counted = [0] * count
 
@@ -309,8 +305,7 @@ class GraphWatch:
         reached = forward.reached or set()
         if not self._accumulates(reached, forward):
             return
-        # This pass may cover several forward passes, or more of the graph than the walk has seen.
-        # Autograd knows by now what it will execute.
+        # The pass may execute more than this walk has seen, such as several forward passes.
         rest = set(range(len(self._parameters))) - reached
         on_enter({i for i in rest if not will_accumulate(self._parameters[i])})
 

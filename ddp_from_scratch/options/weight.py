@@ -16,8 +16,7 @@ class GradientWeight:
     The plain average of gradients times these factors is the average weighted by amounts, such as
     numbers of samples or tokens. Equal amounts make every factor 1.
 
-    Construction is collective, over a group that takes CPU tensors. It starts an asynchronous sum,
-    which overlaps with the forward pass.
+    Construction is collective. It starts a sum of CPU tensors, which overlaps with forward.
 
     Raises:
         ValueError: `amount` is not a number, negative, not finite or more than 1e100.

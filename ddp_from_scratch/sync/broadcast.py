@@ -17,7 +17,6 @@ from ddp_from_scratch.group import check_group, on_gpu_of
 # Approximate. Small enough that a rank forwards one message while it receives the next.
 _MESSAGE_BYTES = 16 * 2**20
 
-# Tensors that no rank can receive, and the remedy.
 _LAZY = " is lazy and has no shape yet"
 _EXPANDED = " is expanded: several of its elements share memory"
 _REMEDIES = {

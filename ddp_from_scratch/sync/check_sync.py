@@ -228,7 +228,7 @@ def _find_difference(
 ) -> None:
     """Raises on every rank, unless ranks only hold different parts of a sharded state."""
     everyone: list[dict[str, Mark] | None] = [None] * dist.get_world_size(process_group)
-    # With all marks every rank finds the same difference, so all ranks raise alike.
+    # All ranks get all marks, so all raise the same error.
     dist.all_gather_object(everyone, None if held is None else held.marks, group=process_group)
     for label in dict.fromkeys(label for marks in everyone for label in marks or ()):
         marks = {

@@ -153,8 +153,8 @@ class SyncBatchNorm(_BatchNorm):
             self._update_running_statistics(moments)
         anchor = None
         if moments.need_gradient and torch.is_grad_enabled():
-            # Other ranks need this rank's sums, because layers below this one learn there but not
-            # here. The anchor makes autograd run this layer's backward here, too.
+            # On other ranks layers below this one learn, and need this rank's sums. The anchor
+            # makes autograd run this layer's backward here, too.
             anchor = torch.empty((), requires_grad=True, device=input.device)
         output: torch.Tensor = _Normalize.apply(
             input, self.weight, self.bias, anchor, moments, self.eps, batches

@@ -28,10 +28,8 @@ class JoinableReducer(Joinable, JoinHook):
 
     In each step ranks with data and ranks without take the same actions in the same order:
 
-    - report to torch's protocol, in `notify` before a forward pass. Ranks without data run
-      `main_hook` instead.
-    - broadcast the buffers of the highest rank with data, if the last step averaged
-      (`send_buffers`).
+    - report to torch's protocol: `notify` before a forward pass, or without data `main_hook`.
+    - broadcast the buffers of the highest rank with data, if the last step averaged.
     - agree on the number of ranks that average in this step.
     - all-reduce the buckets: in backward, or without data in `main_hook`, with weight 0.
 
@@ -57,7 +55,7 @@ class JoinableReducer(Joinable, JoinHook):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the tensors that ranks exchange."""
+        """The device of the tensors that ranks exchange through `Join`."""
         return self.reducer.device
 
     @property

@@ -174,12 +174,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._build(WrappedReducer)
 
     def _build(self, kind: type[WrappedReducer], buffer_hook: BufferHook | None = None) -> None:
-        # Makes the parts that know the process group. A copy of this module makes its own.
         self.reducer = kind(
             self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
         )
-        # Removes the hooks when the wrapper is freed, since the module may live on or be wrapped
-        # again. So nothing here may hold a reference to the wrapper.
+        # Removes the hooks when the wrapper is freed, so nothing here may reference the wrapper.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
         self.buffer_sync.hook = buffer_hook
         self._joinable = JoinableReducer(self.reducer)

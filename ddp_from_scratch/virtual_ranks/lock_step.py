@@ -41,7 +41,7 @@ DIFFERENT_LAYERS = (
 class View:
     """A virtual rank's view of the process: its gradients, generators and own buffers.
 
-    `attributes` are (object, name) pairs of attributes whose values differ between virtual ranks.
+    `attributes` are (object, name) pairs of attributes that differ between virtual ranks.
     """
 
     def __init__(
