@@ -86,12 +86,12 @@ class FusedWgrad(Extension):
         self._claimed.discard(index)
 
     def on_forward(self) -> None:
-        # An exception may have ended a pass. (Checkpoints run forward while claims are valid.)
+        # Drops claims that an exception has left, but not when a checkpoint recomputes in backward.
         if self._claimed and torch._C._current_graph_task_id() == -1:
             self._claimed.clear()
 
     def remove(self) -> None:
-        # Graphs may still be alive.
+        # Graphs that are still alive must get no window.
         self._of = lambda: None
         for layer in self._layers:
             vars(layer).pop("forward", None)

@@ -219,7 +219,7 @@ def _average_in_low_rank(state: PowerSGDState, bucket: Bucket, group: dist.Proce
             wire_q = _flat(qs, buffer).mul_(scale)
             _all_reduce(wire_q, state, group).wait()
             qs = [q.float() for q in split_like(wire_q, qs)]
-            # Computed from sums, so all ranks decide alike. Non-finite errors would stay forever.
+            # Computed from sums, so all ranks decide alike. A non-finite error would stay so.
             finite = wire.isfinite().all() & wire_q.isfinite().all()
         for (parameter, gradient, _), p, q in zip(matrices, ps, qs, strict=True):
             average = (p @ q.t()).reshape(gradient.shape).to(gradient.dtype)

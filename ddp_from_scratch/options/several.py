@@ -62,7 +62,7 @@ class Several(Extension):
         super().attach(reducer)
         # Until now nothing has noticed exceptions for this Reducer (`on_break`).
         reducer.broken_off = reducer.pass_number != IDLE and not reducer.is_in_pass()
-        # The current pass, and the Reducers that launch before this one in it, by iteration.
+        # A pass, and the Reducers that launch before this one in it, with their iterations.
         self._ahead: tuple[int, dict[CoreReducer, int]] = (IDLE, {})
 
     def may_launch(self) -> bool:

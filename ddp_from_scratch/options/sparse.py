@@ -92,7 +92,7 @@ class SparseBucket(Bucket):
 
     @property
     def arrived(self) -> bool:
-        # From torch 2.15 on, `is_completed` of NCCL makes the current stream wait.
+        # On a GPU `is_completed` of NCCL makes the current stream wait, from torch 2.15 on.
         work = self._work
         return work is None or gpu.is_gpu(self._parameter.device) or work.is_completed()
 

@@ -143,7 +143,7 @@ class Unused(Extension):
         )
 
     def on_abort(self) -> None:
-        # A failed average may have ended on some ranks only, so all must agree again.
+        # A failed average may have ended on some ranks, so all must agree again.
         self._used, self._used_by_any, self._has_agreed = set(), None, False
         if self._static is not None:
             self._static = StaticGraph(self._count)
@@ -255,7 +255,6 @@ class GraphWatch:
 
     @property
     def hides_parameters(self) -> bool:
-        """True if a graph that is alive contains a reentrant checkpoint."""
         return any(forward.reached is None for forward in self._forwards)
 
     def on_forward(self, outputs: object, as_before: bool = False) -> None:

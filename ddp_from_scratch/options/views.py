@@ -108,7 +108,6 @@ class ViewBucket(Bucket):
 
     def _are_new(self, gradients: Sequence[Any]) -> bool:
         """True, as in most passes, if no gradient is in the bucket but all windows to lend are."""
-        # Uses no Python call per gradient.
         if any(map(is_, gradients, repeat(None))):
             return False
         at = self._addresses
@@ -150,7 +149,6 @@ class ViewBucket(Bucket):
                 parameter.grad = self._lend(position)
 
     def _lend(self, position: int) -> torch.Tensor:
-        """Returns the window as a tensor that may become `.grad`."""
         lent = self._lent[position]
         # The program may have given the lent tensor other memory.
         if lent.data_ptr() != self._addresses[position]:

@@ -200,7 +200,6 @@ def send_tensors(
             for work in dist.batch_isend_irecv(steps) if steps else []:
                 work.wait()
         if rank != src:
-            # In place, so that tensors keep their storage and strides.
             for tensor, values in zip(members, split_like(flat, members), strict=True):
                 tensor.copy_(values)
 

@@ -190,7 +190,6 @@ class _Held:
 
 
 def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the dense tensors and the numbers in a state, as tensors."""
     if isinstance(state, torch.Tensor):
         if state.layout == torch.strided:
             yield key, state
@@ -203,7 +202,6 @@ def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: str) -> str:
     digest = 0 if held is None else int.from_bytes(held.digest(), "little", signed=True)
-    # The 8 bytes fit an int64, so equal ranks exchange one small tensor.
     everyone = gather_integers([int(held is not None), digest], process_group)
     found = {digest for takes_part, digest in everyone if takes_part}
     if len(found) > 1:

@@ -168,7 +168,8 @@ def checked_delayed(
 class DelayedReduction:
     """Averages the gradients of some parameters when the gradient of the trigger is ready.
 
-    They must be complete by then. A pipeline computes those of embeddings in several parts.
+    These gradients must be complete by then. An example: embeddings, in a pipeline that computes
+    their gradients in several parts.
     """
 
     def __init__(

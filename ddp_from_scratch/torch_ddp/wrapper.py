@@ -241,7 +241,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        # For a Reducer that `_build` makes later.
         self._settings["broadcast_buffers"] = value
         self.reducer.set_broadcast_buffers(value)
 
@@ -291,7 +290,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     join_process_group: Any = property(
         attrgetter("_joinable.join_process_group"), doc="The ranks that take part."
     )
-    # The rank whose parameters all ranks got after `join()`.
     _authoritative_rank: Any = property(attrgetter("_joinable.last_rank"))
 
     @property
