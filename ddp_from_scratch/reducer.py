@@ -317,7 +317,7 @@ class Reducer(CoreReducer):
             unused.prepare(outputs)
 
     def check_forward(self) -> None:
-        """In training, raises if the averages after a forward pass would be missing or wrong."""
+        """Raises, in training, if the averages after a forward pass would be missing or wrong."""
         if (checks := self.extension(Checks)) is not None:
             checks.on_forward()
 

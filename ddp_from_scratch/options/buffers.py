@@ -56,7 +56,7 @@ class BufferSync(Extension):
         self._src = 0  # the rank that sends them
 
     def enable(self, enabled: bool) -> None:
-        """Must be called on every rank. Raises a ValueError for an expanded buffer."""
+        """Sets `enabled`, on every rank. Raises a ValueError for an expanded buffer."""
         if enabled:
             check_buffers(self._module, self._ignore)
         self.enabled = enabled
@@ -150,7 +150,7 @@ class BufferSync(Extension):
         self._hook_is_due = averages
 
     def send(self, src: int, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """For hooks: broadcasts rank `src`'s buffers, or these tensors. Collective."""
+        """Broadcasts rank `src`'s buffers, or these tensors, for hooks. Collective."""
         buffers = list(self.named().values()) if tensors is None else tensors
         send_tensors(buffers, src, self._process_group)
 

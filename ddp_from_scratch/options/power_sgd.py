@@ -84,6 +84,7 @@ class PowerSGDState:
             q_before.copy_(q)
 
     def compresses(self, gradient: torch.Tensor) -> bool:
+        """True if a gradient's factors are smaller than the gradient."""
         n = gradient.shape[0] if gradient.dim() > 1 else 0
         m = gradient.numel() // max(n, 1)
         return (n + m) * self.rank < n * m and gradient.dtype.is_floating_point
@@ -98,6 +99,7 @@ class PowerSGDState:
         return left
 
     def forget_errors(self, parameters: list[torch.Tensor]) -> None:
+        """Drops the errors of these parameters after they were sent."""
         for parameter in parameters:
             del self._errors[parameter]
 

@@ -299,7 +299,7 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             # Copied, because the sum below overwrites `sums`.
             d_bias = sums[0].clone()
-        # Without x and anchor, the input needs no gradient on any rank: all skip the collective.
+        # If x and anchor need no gradient, x needs none on any rank, and all skip the collective.
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
             sums = ctx.batches.add_up(sums.view(-1)).view_as(sums)
         if ctx.needs_input_grad[0]:

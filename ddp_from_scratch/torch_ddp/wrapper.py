@@ -232,6 +232,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @property
     def buffer_sync(self) -> BufferSync:
+        """The part that synchronises the buffers."""
         return self.reducer.buffer_sync
 
     @property
@@ -254,7 +255,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup) -> None:
-        # No reference to the default group, whose gloo threads must end when a program closes it.
+        # Holds no reference to the default group: gloo's threads must end when a program closes it.
         self._group = None if group is dist.group.WORLD else group
 
     def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
