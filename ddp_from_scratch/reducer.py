@@ -429,7 +429,7 @@ class Reducer(CoreReducer):
     def set_step(self, step: int, seed: int | None = None) -> None:
         """Makes `step` the next step. Every rank must call it, with the same arguments.
 
-        To be called between steps. The set of ranks may have changed.
+        Call it between steps. The set of ranks may have changed.
 
         Args:
             step: counted from 0.

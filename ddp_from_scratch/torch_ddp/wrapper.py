@@ -43,7 +43,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     Forward passes send nothing, so one rank may evaluate alone.
 
     Unlike torch's class, it decides in backward and not in forward whether to synchronise. It also
-    averages a second backward pass through one graph, and passes through `.module`.
+    averages a second backward pass through one graph, and synchronises calls through `.module`.
 
     Args: as torch's class. `module`, `process_group`, `gradient_as_bucket_view`,
         `find_unused_parameters` and `static_graph` as `Reducer`, and
